@@ -1,0 +1,303 @@
+"""Loops written for Hugging Face's `Accelerator`, on unequal devices.
+
+    model, optimizer, loader, scheduler = prepare(
+        accelerator, model, torch.optim.AdamW, loader, loss_fn=loss_fn, lr=3e-4
+    )
+
+Attributes of `Accelerator` that this module replaces on the given object: `clip_grad_norm_`,
+`clip_grad_value_`, `accumulate`. Tested with accelerate 1.15.
+"""
+
+# ruff: noqa: E402 (what is missing is said before it is imported)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from poplar.integrations.versions import check_version
+
+check_version("accelerate")
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, send_to_device
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from poplar.checkpoint.load import load_checkpoint
+from poplar.checkpoint.save import start_save
+from poplar.data.sampler import HeteroBatchSampler
+from poplar.optimizer import HeteroZeroOptimizer
+from poplar.plan import Plan
+from poplar.tuning.autotune import autotune
+from poplar.zero.micro_batch_loss import LossFunction
+from poplar.zero.update import OptimizerFactory
+
+FOLDER = "poplar"
+"""In a folder of `save_state`: the state of training, as `poplar.save_checkpoint` writes it."""
+
+
+class Prepared(NamedTuple):
+    """What `prepare` returns, in its order."""
+
+    model: nn.Module
+    """The same object, with autocast as the accelerator asks for."""
+    optimizer: HeteroZeroOptimizer
+    loader: DataLoader[Any]
+    """Yields this rank's part of each global batch, on its device."""
+    scheduler: Any
+    """What `scheduler` made; it counts optimizer steps. None without."""
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer_class: OptimizerFactory,
+    loader: DataLoader[Any],
+    *,
+    loss_fn: LossFunction | None = None,
+    plan: Plan | None = None,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    params: Any = None,
+    tuning: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Prepared:
+    """Plan, and build what the loop needs; in place of `accelerator.prepare`. Collective.
+
+        for batch in loader:                              # this rank's part of a global batch
+            for micro_batch in optimizer.micro_batches(batch):
+                accelerator.backward(loss_fn(model, micro_batch))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    `optimizer.train_step(loss_fn, batch, max_norm=1.0)` is the whole step in one call. Ranks run
+    different numbers of micro-batches, so gather values once per batch, not in the inner loop.
+
+    The global batch is `loader.batch_size x gradient_accumulation_steps x ranks`. The accelerator
+    then has `gradient_accumulation_steps` 1, because the plan's passes replace these steps.
+    `save_state` and `load_state` save and load model, optimizer, scheduler and the position in the
+    data. Prepare loaders for evaluation with `accelerator.prepare`, as usual.
+
+    Args:
+        accelerator: without DeepSpeed, FSDP, fp16 and torch.compile.
+        model: as for `HeteroZeroOptimizer`, not prepared.
+        optimizer_class: as for `HeteroZeroOptimizer`.
+        loader: of a map-style dataset, shuffled or not, not prepared. Its dataset, batch size,
+            `collate_fn` and options of workers are used.
+        loss_fn: `loss_fn(model, micro_batch)` -> mean loss; needed to make a plan.
+        plan: train with it instead of measuring.
+        scheduler: makes a scheduler from the optimizer.
+        params: parameters or param groups; default: all of the model.
+        tuning: arguments of `poplar.autotune`, such as `stage` or `memory_limit`.
+        **options: for `optimizer_class` and `HeteroZeroOptimizer`.
+
+    Raises:
+        ValueError: an argument asks for what Poplar does not support, or the plan has another
+            global batch.
+    """
+    _check(accelerator, model, loader)
+    model = accelerator.prepare_model(model, evaluation_mode=True)  # autocast, but no DDP
+    world_size, accumulated = accelerator.num_processes, accelerator.gradient_accumulation_steps
+    global_batch = int(loader.batch_size or 0) * accumulated * world_size
+    if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
+        options.setdefault("compute_dtype", torch.float32)  # autocast, if the accelerator asks
+    if plan is None:
+        if loss_fn is None:
+            raise ValueError("prepare() needs loss_fn= to make a plan, or plan=")
+        shared = {k: options[k] for k in ("compute_dtype", "reduce_dtype") if k in options}
+        own = {k: v for k, v in options.items() if k not in _OF_THE_ENGINE}
+        example = send_to_device(next(iter(loader)), accelerator.device)
+        plan = autotune(
+            model,
+            loss_fn,
+            example,
+            global_batch=global_batch,
+            optimizer_class=optimizer_class,
+            **(own | shared | dict(tuning or {})),
+        )
+    if plan.global_batch != global_batch:
+        raise ValueError(
+            f"the plan has a global batch of {plan.global_batch}, but the loader and the "
+            f"accelerator ask for {global_batch} (batch_size {loader.batch_size} x "
+            f"{accumulated} accumulation steps x {world_size} ranks); change one of them"
+        )
+    optimizer = HeteroZeroOptimizer(model, optimizer_class, plan=plan, params=params, **options)
+    accelerator.gradient_accumulation_steps = 1
+    planned = _PlannedLoader.like(loader, plan, accelerator)
+    made = None if scheduler is None else scheduler(optimizer)
+    # So that preparing them again does not wrap them in what assumes equal ranks.
+    for each in (optimizer, planned, made):
+        if each is not None:
+            each._is_accelerate_prepared = True  # type: ignore[union-attr]
+    optimizer.step_was_skipped = False  # type: ignore[attr-defined]
+    _adapt(accelerator, optimizer)
+    state = {"loader": planned, **({} if made is None else {"scheduler": made})}
+    _register_state(accelerator, optimizer, state)
+    return Prepared(model, optimizer, planned, made)
+
+
+_OF_THE_ENGINE = {
+    "allow_batch_norm",
+    "communicator",
+    "compute_dtype",
+    "on_out_of_memory",
+    "overlap_param_gather",
+    "process_group",
+    "reduce_dtype",
+    "timeout",
+    "units",
+}
+"""Options of `HeteroZeroOptimizer` that are not options of `optimizer_class`."""
+
+
+class _PlannedLoader(DataLoader[Any]):
+    """Yields this rank's part of each global batch on its device."""
+
+    device: torch.device
+    steps_done: int = 0
+    """Batches of this epoch that the loop has taken."""
+    _first: int = 0
+    """The first step of an iteration of this epoch; not 0 after `load_state_dict`."""
+
+    @classmethod
+    def like(cls, loader: DataLoader[Any], plan: Plan, accelerator: Accelerator) -> _PlannedLoader:
+        """A loader of the same dataset, by the plan."""
+        sampler = HeteroBatchSampler(
+            len(loader.dataset),  # type: ignore[arg-type]
+            plan,
+            seed=accelerator.dataloader_config.data_seed or 0,
+            shuffle=isinstance(loader.sampler, RandomSampler),
+            drop_last=loader.drop_last,
+        )
+        made = cls(
+            loader.dataset,
+            batch_sampler=sampler,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            worker_init_fn=loader.worker_init_fn,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+        made.device = accelerator.device
+        return made
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.steps_done = self._first
+        for batch in super().__iter__():
+            self.steps_done += 1
+            yield send_to_device(batch, self.device)
+        self._first = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """As of samplers."""
+        sampler: Any = self.batch_sampler
+        if epoch != sampler.epoch:
+            self._first = 0
+        sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, in steps that the loop has begun."""
+        sampler: Any = self.batch_sampler
+        return {"sampler": sampler.state_dict(steps_done=self.steps_done)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last step before the save."""
+        sampler: Any = self.batch_sampler
+        sampler.load_state_dict(state["sampler"])
+        self.steps_done = self._first = state["sampler"]["step"]
+
+
+def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) -> None:
+    """Check the arguments of `prepare` that need no plan.
+
+    Raises:
+        ValueError: names what to change.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("there is no process group; launch the script with torchrun")
+    plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+    if any(getattr(accelerator.state, name, None) is not None for name in plugins):
+        raise ValueError(
+            "the Accelerator has DeepSpeed, FSDP or Megatron; build it without, the plan's stage "
+            "is ZeRO"
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}) is not supported; use "
+            "'no' with prepare(..., compute_dtype=torch.float16), or 'bf16'"
+        )
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise ValueError(
+            "the Accelerator compiles the whole model; compile its blocks instead: "
+            "`for block in model.layers: block.compile()`"
+        )
+    if getattr(model, "_is_accelerate_prepared", False):
+        raise ValueError("the model is prepared already; leave out accelerator.prepare for it")
+    if getattr(loader, "_is_accelerate_prepared", False) or not isinstance(loader, DataLoader):
+        raise ValueError("the loader is prepared already; pass a plain torch DataLoader")
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            "prepare() needs a map-style dataset; for a stream use poplar.split_stream and "
+            "poplar.HeteroZeroOptimizer"
+        )
+    if loader.batch_size is None or type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        raise ValueError(
+            "prepare() makes the loader's samples by the plan, so it cannot keep its sampler "
+            f"{type(loader.sampler).__name__}; use batch_size= with shuffle=True or False"
+        )
+
+
+def _adapt(accelerator: Accelerator, optimizer: HeteroZeroOptimizer) -> None:
+    """Let the accelerator's methods for loops act on this optimizer."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        trained = {id(parameter) for parameter in given if parameter.requires_grad}
+        if trained != own:
+            raise ValueError(
+                "accelerator.clip_grad_norm_ clips the gradient of all parameters of the "
+                "optimizer together; pass model.parameters()"
+            )
+        return optimizer.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_grad_value_(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "accelerator.clip_grad_value_ is not supported: each rank stores only a part of the "
+            "gradient; use accelerator.clip_grad_norm_"
+        )
+
+    def accumulate(*_: Any, **__: Any) -> AbstractContextManager[None]:
+        raise RuntimeError(
+            "accelerator.accumulate is not supported: the plan gives each rank its number of "
+            "passes; use `for micro_batch in optimizer.micro_batches(batch):` around forward and "
+            "backward, and step() after it"
+        )
+
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.clip_grad_value_ = clip_grad_value_
+    accelerator.accumulate = accumulate
+
+
+def _register_state(
+    accelerator: Accelerator, optimizer: HeteroZeroOptimizer, state: Mapping[str, Any]
+) -> None:
+    """Save and load with `save_state` and `load_state`. Every rank writes its own part."""
+
+    def save(_models: Any, weights: list[Any], folder: str) -> None:
+        weights.clear()  # which would be written by the first rank alone
+        start_save(Path(folder) / FOLDER, optimizer, state=state, replaces=True).wait()
+
+    def load(models: list[Any], folder: str) -> None:
+        models.clear()
+        load_checkpoint(Path(folder) / FOLDER, optimizer, state=state)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)

@@ -1,0 +1,152 @@
+"""`PoplarArguments`: the options of Poplar, beside `TrainingArguments`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+
+from poplar.plan import STRATEGIES, Plan
+from poplar.profile import ClusterProfile
+from poplar.profiler.memory_limit import check as check_memory_limit
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _option(default: Any, text: str) -> Any:
+    """A field with a default and its help text, which `HfArgumentParser` prints."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(kw_only=True)
+class PoplarArguments:
+    """How training is spread over the ranks; `HfArgumentParser` can parse it.
+
+    Raises:
+        ValueError: a value is not one of those that the help text names.
+    """
+
+    stage: str = _option("auto", "ZeRO stage 0, 1, 2 or 3, or 'auto' for the fastest that fits.")
+    plan: str | None = _option(
+        None,
+        "Train with this plan instead of measuring: a `poplar.Plan`, the path of its JSON file, or "
+        "samples of each rank per pass as '2,2,15' (with stage=).",
+    )
+    profile: str | None = _option(
+        None, "Plan on this `ClusterProfile`, or its JSON file, instead of measuring."
+    )
+    memory_limit: str | None = _option(None, "Memory of each rank that plans may use, as '10GiB'.")
+    max_batch: int | None = _option(None, "Largest micro-batch that is measured and planned.")
+    seconds: float = _option(60.0, "Time budget for measuring and for trial runs of plans.")
+    cache: bool = _option(True, "Reuse the profile of an earlier run of the same job.")
+    verify: bool = _option(True, "Time the best plans before the choice.")
+    profile_samples: int = _option(
+        64, "The longest 8 of this many first samples of the dataset are what is measured."
+    )
+    compute_dtype: str = _option(
+        "model",
+        "'model': that of the parameters (bf16=True and fp16=True of TrainingArguments are "
+        "autocast, as usual); 'bf16' or 'fp16': compute in it, with fp32 masters.",
+    )
+    reduce_dtype: str = _option("fp32", "In which gradients are sent: 'fp32', 'bf16' or 'fp16'.")
+    communicator: str = _option("auto", "The transport, as for `HeteroZeroOptimizer`.")
+    on_out_of_memory: str = _option("retry", "'retry' in smaller micro-batches, or 'raise'.")
+    timeout: float | None = _option(None, "Seconds that a rank waits for others; default: 300.")
+
+    def __post_init__(self) -> None:
+        self.stage = str(self.stage)
+        stages = [str(stage) for stage in range(len(STRATEGIES))]
+        if self.stage not in ("auto", *stages):
+            raise ValueError(
+                f"PoplarArguments.stage must be 'auto' or one of {', '.join(stages)}, got "
+                f"{self.stage!r}"
+            )
+        if self.compute_dtype not in ("model", "bf16", "fp16"):
+            raise ValueError(
+                "PoplarArguments.compute_dtype must be 'model', 'bf16' or 'fp16', got "
+                f"{self.compute_dtype!r}"
+            )
+        if self.reduce_dtype not in _DTYPES:
+            raise ValueError(
+                f"PoplarArguments.reduce_dtype must be one of {', '.join(_DTYPES)}, got "
+                f"{self.reduce_dtype!r}"
+            )
+        if self.profile_samples < 1:
+            raise ValueError(
+                f"PoplarArguments.profile_samples must be at least 1, got {self.profile_samples}"
+            )
+        check_memory_limit(self.memory_limit)
+
+    def given_plan(self, global_batch: int) -> Plan | None:
+        """The plan that these arguments name; None if one has to be made.
+
+        Raises:
+            ValueError: it has another global batch or stage, or the text is not one.
+        """
+        if self.plan is None:
+            return None
+        plan = self._read_plan(global_batch)
+        if plan.global_batch != global_batch:
+            raise ValueError(
+                f"the plan has a global batch of {plan.global_batch}, but TrainingArguments ask "
+                f"for {global_batch} (per_device_train_batch_size x gradient_accumulation_steps x "
+                "ranks); change one of them"
+            )
+        if self.stage not in ("auto", str(plan.stage)):
+            raise ValueError(
+                f"PoplarArguments has stage={self.stage!r}, but the plan is one of stage "
+                f"{plan.stage}; leave out stage="
+            )
+        return plan
+
+    def given_profile(self) -> ClusterProfile | None:
+        """The profile that these arguments name."""
+        if self.profile is None or isinstance(self.profile, ClusterProfile):
+            return self.profile
+        return ClusterProfile.from_json(self.profile)
+
+    def tuning_options(self) -> dict[str, Any]:
+        """Arguments for `poplar.tune` that only these arguments determine."""
+        return {
+            "stage": self.stage if self.stage == "auto" else int(self.stage),
+            "profile": self.given_profile(),
+            "verify": self.verify,
+            "max_batch": self.max_batch,
+            "memory_limit": self.memory_limit,
+            "seconds": self.seconds,
+            "cache": self.cache,
+        }
+
+    def engine_options(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Arguments for `poplar.tune` and `HeteroZeroOptimizer` alike.
+
+        Args:
+            dtype: that of the model's parameters.
+        """
+        # "auto" leaves a model in bf16 or fp16 as it is, but computes an fp32 model on GPUs in
+        # bf16, while `Trainer` computes in fp32 unless it is told otherwise.
+        own = dtype if dtype == torch.float32 else "auto"
+        return {
+            "compute_dtype": _DTYPES.get(self.compute_dtype, own),
+            "reduce_dtype": _DTYPES[self.reduce_dtype],
+            "timeout": None if self.timeout is None else timedelta(seconds=self.timeout),
+        }
+
+    def _read_plan(self, global_batch: int) -> Plan:
+        if isinstance(self.plan, Plan):
+            return self.plan
+        text = cast(str, self.plan)
+        if text.endswith(".json"):
+            return Plan.from_json(text)
+        if self.stage == "auto":
+            raise ValueError(f"PoplarArguments.plan={text!r} names no stage; pass stage= too")
+        one_pass = Plan.manual(text, stage=int(self.stage))
+        passes, rest = divmod(global_batch, one_pass.global_batch)
+        if rest or not passes:
+            raise ValueError(
+                f"a pass of the plan {text!r} has {one_pass.global_batch} samples, of which the "
+                f"global batch of {global_batch} is not a multiple"
+            )
+        return Plan.manual(text, stage=int(self.stage), passes=passes)

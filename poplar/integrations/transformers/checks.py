@@ -1,0 +1,107 @@
+"""What of `TrainingArguments` and of a trainer Poplar does not support: refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+OPTIMIZERS = ("adagrad", "adamw_torch", "adamw_torch_fused", "rmsprop", "sgd")
+"""Values of `optim` that name a class of `torch.optim`."""
+
+
+def check_arguments(args: Any) -> None:
+    """Check that training can do what `TrainingArguments` ask for.
+
+    Raises:
+        ValueError: it cannot; names every argument and what to use instead.
+    """
+    _raise(list(_of_arguments(args)))
+
+
+def check_trainer(trainer: Any) -> None:
+    """Check what a trainer was constructed with.
+
+    Raises:
+        ValueError: Poplar cannot train with it.
+    """
+    _raise(list(_of_trainer(trainer)))
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("PoplarTrainer does not support " + "; and not ".join(problems))
+
+
+def _of_arguments(args: Any) -> Iterator[str]:
+    if not (dist.is_available() and dist.is_initialized()):
+        yield (
+            "a script without process group: launch it with torchrun, as "
+            "`torchrun --nproc-per-node 2 script.py`"
+        )
+    if getattr(args, "deepspeed", None):
+        yield "deepspeed=...: leave it out, PoplarArguments(stage=...) is ZeRO"
+    if getattr(args, "fsdp", None):
+        yield "fsdp=...: leave it out, PoplarArguments(stage=3) shards parameters"
+    if getattr(args, "parallelism_config", None) is not None:
+        yield "parallelism_config=...: only data parallelism; leave it out"
+    if args.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size=True: leave it out, Poplar plans each rank's micro-batches and "
+            "makes them smaller when a rank runs out of memory"
+        )
+    if args.n_gpu > 1:
+        yield "several GPUs in one process: launch one process per GPU with torchrun"
+    for name in sorted(vars(args)):
+        of_process_group = name in ("ddp_backend", "ddp_timeout")
+        if name.startswith("ddp_") and not of_process_group and getattr(args, name) is not None:
+            yield f"{name}=...: there is no DistributedDataParallel; leave it out"
+    if str(getattr(args.optim, "value", args.optim)) not in OPTIMIZERS:
+        yield (
+            f"optim={str(getattr(args.optim, 'value', args.optim))!r}: use one of "
+            f"{', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs=(an elementwise optimizer "
+            "class, {...})"
+        )
+    if not args.average_tokens_across_devices and args.world_size > 1:
+        yield (
+            "average_tokens_across_devices=False: it would weight ranks equally, whatever their "
+            "tokens; leave it out"
+        )
+    if args.fp16_full_eval or args.bf16_full_eval:
+        yield (
+            "fp16_full_eval and bf16_full_eval, which cast the parameters: use bf16=True or "
+            "fp16=True (autocast)"
+        )
+    if args.save_on_each_node:
+        yield "save_on_each_node=True: checkpoints need an output_dir that all ranks see"
+    if getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
+        yield "train_sampling_strategy='batch_rebalance': the plan balances ranks; leave it out"
+    if getattr(args, "activation_offloading", False):
+        yield "activation_offloading=True: use activation (gradient) checkpointing"
+    yield from _of_accelerator_config(args.accelerator_config)
+
+
+def _of_accelerator_config(config: Any) -> Iterator[str]:
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(config, name, None):
+            yield f"accelerator_config {name}=True: every rank reads its own samples; leave it out"
+
+
+def _of_trainer(trainer: Any) -> Iterator[str]:
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        yield (
+            "optimizers=(...), which were built for other parameters: use "
+            "optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), and lr_scheduler_type of "
+            "TrainingArguments"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        yield "a launcher that asks for DeepSpeed or FSDP: use torchrun"
+    if trainer.is_model_parallel:
+        yield "a model on several devices (device_map): load it without device_map"
+    if getattr(trainer.model, "is_quantized", False):
+        yield "quantized models: load the model without quantization_config"
+    if (getattr(trainer.model, "_tp_size", None) or 1) > 1 or getattr(
+        trainer, "is_distributed_loading_by_transformers", False
+    ):
+        yield "a model that from_pretrained has sharded: load it without tp_plan"

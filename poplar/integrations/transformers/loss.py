@@ -1,0 +1,139 @@
+"""`TrainerLoss`: the loss of a micro-batch, as `Trainer` computes it, and its weight."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from poplar.data import pytree
+from poplar.integrations.transformers.batches import TrainerBatch
+
+IGNORED = -100
+"""The label of tokens that do not count."""
+
+
+class TrainerLoss:
+    """The mean loss of a micro-batch over its items, whose number is its weight.
+
+    Items are what `Trainer` counts as `num_items_in_batch`: labels that are not ignored, shifted if
+    the loss shifts them. Each micro-batch is given its own number. So the weighted mean of all
+    micro-batches is the sum over the global batch divided by its number of items, as on one
+    process.
+    """
+
+    def __init__(self, trainer: Any, about: str = "") -> None:
+        """
+        Args:
+            trainer: whose `compute_loss` is called.
+            about: what times of passes depend on beside the model; part of a profile's identity.
+        """
+        self._trainer = trainer
+        self.__qualname__ = f"{type(trainer).__qualname__}.compute_loss {about}".strip()
+
+    def __call__(self, model: nn.Module, batch: TrainerBatch) -> Tensor:
+        trainer = self._trainer
+        inputs = batch.inputs(trainer.collate_train)
+        items = self._items(inputs)
+        weight = self._weight(inputs, items)
+        if items is not None:
+            # A micro-batch without items has a loss and a gradient of 0, not 0 / 0.
+            items = items.clamp(min=1).to(trainer.args.device)
+        inputs = trainer._prepare_inputs(inputs)
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+        trainer.pass_metrics.passed(weight)
+        return cast(Tensor, loss)
+
+    def weight(self, batch: TrainerBatch) -> float:
+        """What the mean loss of a micro-batch counts."""
+        inputs = batch.inputs(self._trainer.collate_train)
+        return self._weight(inputs, self._items(inputs))
+
+    def _items(self, inputs: Any) -> Tensor | None:
+        """The number that `Trainer` passes to the loss; None if it passes none."""
+        items = self._trainer._get_num_items_in_batch([inputs], torch.device("cpu"))
+        return None if items is None else torch.as_tensor(items)
+
+    def _weight(self, inputs: Any, items: Tensor | None) -> float:
+        if items is not None:
+            return float(items)
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 1:
+            # The model takes the mean over the labels itself.
+            shifted = getattr(self._trainer, "_loss_shifts_labels", False)
+            return float((labels[..., 1:] if shifted else labels).ne(IGNORED).sum())
+        return float(pytree.samples_in(inputs))
+
+
+class PassMetrics:
+    """Metrics that TRL's trainers collect in `compute_loss`; merged over ranks to be logged.
+
+    These trainers gather values over all ranks in every pass. Ranks may run different numbers of
+    passes, so here every rank collects its own, with the weights of its passes.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._weights: list[float] = []
+
+    def passed(self, weight: float) -> None:
+        """A pass of this rank has computed its loss."""
+        self._weights.append(weight)
+
+    def reset(self) -> None:
+        """Drop what was collected."""
+        self._weights.clear()
+        if hasattr(self._trainer, "_metrics"):
+            self._trainer._metrics["train"].clear()
+            self._trainer._total_train_tokens = 0
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """A context for the passes of a step, in which gathering returns this rank's values.
+
+        For other trainers than TRL's it raises there.
+        """
+        accelerator = self._trainer.accelerator
+        replaced = self._own if hasattr(self._trainer, "_metrics") else self._refuse
+        names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                stack.enter_context(mock.patch.object(accelerator, name, replaced))
+            yield
+
+    def merge(self) -> None:
+        """Replace what was collected since the last call by its mean over all ranks. Collective."""
+        weights, self._weights = self._weights, []
+        if not hasattr(self._trainer, "_metrics"):
+            return
+        metrics: dict[str, list[float]] = self._trainer._metrics["train"]
+        tokens = getattr(self._trainer, "_total_train_tokens", 0)
+        by_rank = gather_object([(dict(metrics), weights, tokens)])
+        for name in sorted({name for own, _, _ in by_rank for name in own}):
+            values = [
+                (value, weight)
+                for own, rank_weights, _ in by_rank
+                for value, weight in zip(own.get(name, ()), rank_weights, strict=False)
+            ]
+            total = sum(weight for _, weight in values)
+            metrics[name] = [sum(v * w for v, w in values) / total if total else 0.0]
+        if "num_tokens" in metrics:
+            metrics["num_tokens"] = [sum(own for _, _, own in by_rank)]
+
+    @staticmethod
+    def _own(data: Any, *_: Any, **__: Any) -> Any:
+        return data
+
+    @staticmethod
+    def _refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "compute_loss communicates (accelerator.gather, reduce or pad_across_processes), but "
+            "ranks may run different numbers of passes, so they would wait for each other; collect "
+            "the values, and gather them in a callback (on_step_end)"
+        )

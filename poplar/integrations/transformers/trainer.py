@@ -1,0 +1,416 @@
+"""`PoplarTrainerMixin`: replaces how `Trainer` feeds ranks, runs a step, and saves its state.
+
+Private methods of `Trainer` that it overrides: `_clip_grad_norm`, `_get_grad_norm`,
+`_track_num_input_tokens`, `_maybe_log_save_evaluate`, `_save_optimizer_and_scheduler`,
+`_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`, `_prepare_inputs`,
+`_remove_unused_columns`, `_get_collator_with_removed_columns`, `_get_train_sampler`. Attributes:
+`_train_batch_size`, `_globalstep_last_logged`, `_loss_shifts_labels`, `_metrics` (TRL). Tested with
+transformers 5.23, accelerate 1.15 and trl 1.16.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import seed_worker
+from transformers.utils import logging
+
+from poplar.checkpoint.load import load_checkpoint
+from poplar.checkpoint.save import start_save
+from poplar.data.stream import split_stream
+from poplar.integrations.transformers.arguments import PoplarArguments
+from poplar.integrations.transformers.batches import (
+    Collate,
+    CollateMicroBatches,
+    EpochLoader,
+    EpochSampler,
+    TrainerBatch,
+    grouped_by_length,
+)
+from poplar.integrations.transformers.checks import check_arguments, check_trainer
+from poplar.integrations.transformers.compilation import compile_blocks
+from poplar.integrations.transformers.loss import PassMetrics, TrainerLoss
+from poplar.integrations.transformers.optimizer import TrainerOptimizer
+from poplar.plan import Plan
+from poplar.tuning.autotune import Tuned, tune
+from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.step_result import StepResult
+
+FOLDER = "poplar"
+"""In a checkpoint of the trainer: the state of training, as `poplar.save_checkpoint` writes it."""
+EXAMPLE_SAMPLES = 8
+"""Samples of the dataset that are measured; larger batches repeat them."""
+
+logger = logging.get_logger(__name__)
+
+
+_Base: Any = object  # a trainer class follows it in the list of base classes
+
+
+class PoplarTrainerMixin(_Base):  # type: ignore[misc]
+    """Trains with `HeteroZeroOptimizer`; goes before a trainer class in the list of base classes.
+
+    `TrainingArguments` keep their meaning. The global batch is `per_device_train_batch_size x
+    gradient_accumulation_steps x ranks`. The plan splits it, so a rank's micro-batches may be of
+    any size, and `trainer.args` has the accumulation in `per_device_train_batch_size`.
+
+    Args:
+        *args: as for the trainer class.
+        poplar: the options of Poplar.
+        **kwargs: as for the trainer class.
+
+    Raises:
+        ValueError: arguments ask for something that Poplar does not support.
+    """
+
+    args: Any
+    optimizer_cls_and_kwargs: Any
+    _train_batch_size: Any
+
+    def __init__(self, *args: Any, poplar: PoplarArguments | None = None, **kwargs: Any) -> None:
+        self.poplar = PoplarArguments() if poplar is None else poplar
+        self.tuned: Tuned | None = None
+        """The profile and the trial runs behind the plan; None if the plan was given."""
+        self._plan: Plan | None = None
+        super().__init__(*args, **kwargs)
+        check_arguments(self.args)
+        check_trainer(self)
+        self.args = _without_accumulation(self.args)
+        self._train_batch_size = self.args.train_batch_size
+        self.collate_train: Collate = self.data_collator
+        self.pass_metrics = PassMetrics(self)
+        self._scaler = GradScaler(self.args.device.type) if self.args.fp16 else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, once training has begun; it changes if a rank runs out of memory."""
+        owned = self._owned_optimizer()
+        return self._plan if owned is None else owned.plan
+
+    @property
+    def step_result(self) -> StepResult | None:
+        """The outcome of the last step."""
+        return None if self._owned_optimizer() is None else self.optimizer.result
+
+    # Data.
+
+    def get_train_dataloader(self) -> EpochLoader:
+        """This rank's part of each global batch. Collective, since it needs the plan."""
+        if self.train_dataset is None:
+            raise ValueError("PoplarTrainer: training requires a train_dataset")
+        dataset, self.collate_train = self._dataset_and_collator(self.train_dataset)
+        plan = self._make_plan(dataset)
+        options: dict[str, Any] = {
+            "collate_fn": CollateMicroBatches(self.collate_train, plan, self.args.process_index),
+            "num_workers": self.args.dataloader_num_workers,
+            "pin_memory": self.args.dataloader_pin_memory,
+            "persistent_workers": self.args.dataloader_persistent_workers,
+            "prefetch_factor": self.args.dataloader_prefetch_factor,
+        }
+        if isinstance(dataset, IterableDataset):
+            stream = split_stream(dataset, plan, drop_last=self.args.dataloader_drop_last)
+            return EpochLoader(stream, batch_size=None, **options)
+        workers, rank = self.args.dataloader_num_workers, self.args.process_index
+        options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=rank)
+        return EpochLoader(dataset, batch_sampler=self._batch_sampler(dataset, plan), **options)
+
+    def _dataset_and_collator(self, dataset: Any) -> tuple[Any, Collate]:
+        """The dataset without columns that the model does not take, and its collator."""
+        if hasattr(dataset, "column_names") and not isinstance(dataset, IterableDataset):
+            return self._remove_unused_columns(dataset, description="Training"), self.data_collator
+        collate = self._get_collator_with_removed_columns(self.data_collator, "Training")
+        return dataset, collate
+
+    def _batch_sampler(self, dataset: Any, plan: Plan) -> EpochSampler:
+        order = self._order_of_epochs(dataset)
+        try:
+            return EpochSampler(len(dataset), plan, order, drop_last=self.args.dataloader_drop_last)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} (in TrainingArguments: dataloader_drop_last, "
+                "per_device_train_batch_size and gradient_accumulation_steps)"
+            ) from None
+
+    def _order_of_epochs(self, dataset: Any) -> Callable[[int], Sequence[int]]:
+        """The order in which `Trainer` would read the dataset, by epoch."""
+        sampler = self._get_train_sampler(dataset)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+        def generator(epoch: int) -> torch.Generator:
+            return torch.Generator("cpu").manual_seed(seed + epoch)
+
+        if isinstance(sampler, SequentialSampler):
+            return lambda _: range(len(dataset))
+        if isinstance(sampler, RandomSampler):
+            return lambda epoch: torch.randperm(len(dataset), generator=generator(epoch)).tolist()
+        if isinstance(sampler, LengthGroupedSampler):
+            size = self.args.train_batch_size * self.args.world_size
+            return lambda epoch: grouped_by_length(sampler.lengths, size, generator(epoch))
+        raise ValueError(
+            f"PoplarTrainer does not support the sampler {type(sampler).__name__}: the order must "
+            "be the same on all ranks; use train_sampling_strategy 'random', 'sequential' or "
+            "'group_by_length', or sort the dataset"
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any = None
+    ) -> tuple[list[Any], None]:
+        """The next batch. `training_step` counts its items."""
+        return list(islice(epoch_iterator, num_batches)), None
+
+    # The plan.
+
+    def _make_plan(self, dataset: Any) -> Plan:
+        """The plan that was given, or the best one for this job. Collective."""
+        if self._plan is not None:
+            return cast(Plan, self.plan)
+        self._prepare_model()
+        global_batch = self.args.train_batch_size * self.args.world_size
+        self._plan = self.poplar.given_plan(global_batch)
+        if self._plan is None:
+            self.tuned = self._tune(dataset, global_batch)
+            self._plan = self.tuned.plan
+            logger.info(f"{self._plan}")
+        return self._plan
+
+    def _prepare_model(self) -> None:
+        """Autocast and placement as by `Trainer`, compiled blocks, and no DDP."""
+        with compile_blocks(self.accelerator, self.model):
+            prepared = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        if prepared is not self.model:
+            raise RuntimeError(
+                f"Accelerate has wrapped the model in {type(prepared).__name__}, which Poplar does "
+                "not support; use another mixed precision or launcher option"
+            )
+
+    def _tune(self, dataset: Any, global_batch: int) -> Tuned:
+        features = list(_first(dataset, self.poplar.profile_samples))
+        features.sort(key=_length, reverse=True)
+        features = features[:EXAMPLE_SAMPLES]
+        optimizer_class, options = self._optimizer_class_and_options()
+        precision = self.accelerator.mixed_precision
+        about = f"of {_length(features[0])} tokens, {self.args.label_smoothing_factor}, {precision}"
+        own = self.poplar.engine_options(_dtype(self.model))
+        own |= {"optimizer_class": optimizer_class, **self.poplar.tuning_options()}
+        # Blocks that the model recomputes itself need not be recomputed by the plan.
+        checkpointed = any(
+            getattr(m, "gradient_checkpointing", False) for m in self.model.modules()
+        )
+        self.model.train()
+        with self.pass_metrics.collecting():
+            tuned = tune(
+                self.model,
+                TrainerLoss(self, about),
+                TrainerBatch.of(features),
+                global_batch=global_batch,
+                max_norm=self._max_norm(),
+                recompute="never" if checkpointed else "auto",
+                progress=not self.args.disable_tqdm,
+                **own,
+                **options,
+            )
+        self.pass_metrics.reset()
+        return tuned
+
+    # The step.
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> TrainerOptimizer:
+        """The optimizer, with the param groups of `Trainer`. Collective."""
+        if self.optimizer is not None:
+            return cast(TrainerOptimizer, self.optimizer)
+        optimizer_class, options = self._optimizer_class_and_options()
+        engine = self.poplar.engine_options(_dtype(self.model)) | {
+            "plan": self._plan,
+            "communicator": self.poplar.communicator,
+            "on_out_of_memory": self.poplar.on_out_of_memory,
+        }
+        given = self.optimizer_cls_and_kwargs
+        self.optimizer_cls_and_kwargs = (
+            TrainerOptimizer,
+            {
+                "owner": self.model,
+                "optimizer_class": optimizer_class,
+                "options": engine | options,
+            },
+        )
+        try:
+            return cast(TrainerOptimizer, super().create_optimizer(*args, **kwargs))
+        finally:
+            self.optimizer_cls_and_kwargs = given
+
+    def _optimizer_class_and_options(self) -> tuple[Any, dict[str, Any]]:
+        given = self.optimizer_cls_and_kwargs
+        if given is None:
+            given = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        return given[0], dict(given[1])
+
+    def training_step(
+        self, model: nn.Module, inputs: TrainerBatch, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """All passes of a step, and its update. Collective.
+
+        Returns:
+            The loss of the global batch; equal on all ranks.
+        """
+        if self._owned_optimizer() is None or not isinstance(inputs, TrainerBatch):
+            raise RuntimeError(
+                "PoplarTrainer.training_step needs the optimizer of create_optimizer and the "
+                "batches of get_train_dataloader; do not override these methods"
+            )
+        self.model.train()
+        with self.pass_metrics.collecting():
+            loss_fn = TrainerLoss(self)
+            result = self.optimizer.train_step(
+                loss_fn,
+                inputs,
+                weight=loss_fn.weight,
+                max_norm=self._max_norm(),
+                scaler=self._scaler,
+            )
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        return torch.tensor(result.loss, device=self.args.device)
+
+    def _max_norm(self) -> float:
+        """Without a limit the norm is logged all the same."""
+        return self.args.max_grad_norm if self.args.max_grad_norm else float("inf")
+
+    def _clip_grad_norm(self, *_: Any, **__: Any) -> float | None:
+        return self._get_grad_norm()
+
+    def _get_grad_norm(self, *_: Any, **__: Any) -> float | None:
+        """The norm before clipping; the step has clipped in its update."""
+        return None if self.step_result is None else self.step_result.grad_norm
+
+    def _owned_optimizer(self) -> Any:
+        return getattr(getattr(self, "optimizer", None), "owned", None)
+
+    # Counts and logs.
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return cast(int, super().floating_point_ops(self._values_of(inputs)))
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        super()._track_num_input_tokens(self._values_of(inputs))
+
+    def _values_of(self, inputs: Any) -> Any:
+        """What counting reads of this rank's batch, of all micro-batches together."""
+        if not isinstance(inputs, TrainerBatch):
+            return inputs
+        names = [getattr(self.model, "main_input_name", "input_ids"), "attention_mask"]
+        empty = torch.zeros(0, dtype=torch.int64, device="cpu")
+        return dict.fromkeys(names[:1], empty) | inputs.all_values(names)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self.pass_metrics.merge()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    # Saving.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model for `from_pretrained`. Collective."""
+        owned = self._owned_optimizer()
+        if owned is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+
+        def save() -> None:
+            super(PoplarTrainerMixin, self).save_model(output_dir, _internal_call)
+
+        control, doing = owned.training_parts().control, f"save_model({folder!r})"
+        if not owned.training_parts().engine.strategy.shards_parameters:
+            run_on_all_ranks(control, save, doing=doing)
+            return
+        with owned.full_parameters():
+            run_on_all_ranks(control, save, doing=doing)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Every rank writes its part of the state of training. Collective."""
+        start_save(
+            Path(output_dir) / FOLDER, self.optimizer.owned, state=self._state(), replaces=True
+        ).wait()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load what `_save_optimizer_and_scheduler`, or `Trainer`, has saved. Collective."""
+        if checkpoint is None:
+            return
+        owned, folder = self.optimizer.owned, Path(checkpoint)
+        found = [name for name in (FOLDER, "optimizer.pt") if (folder / name).exists()][:1]
+        control = owned.training_parts().control
+        by_rank = control.exchange_objects(found, what="resume_from_checkpoint")
+        if any(other != by_rank[0] for other in by_rank):
+            raise ValueError(
+                f"the ranks see different files in {checkpoint!r}: {by_rank}; checkpoints must be "
+                "in a folder that all ranks see"
+            )
+        if found == [FOLDER]:
+            load_checkpoint(folder / FOLDER, owned, state=self._state())
+        elif found:
+            owned.load_state_dict(_loaded(folder / "optimizer.pt"))
+            self.lr_scheduler.load_state_dict(_loaded(folder / "scheduler.pt"))
+        else:
+            logger.warning(
+                f"{checkpoint} has no state of an optimizer (save_only_model=True?): training goes "
+                "on with a new optimizer and schedule"
+            )
+
+    def _state(self) -> dict[str, Any]:
+        scaler = {} if self._scaler is None else {"scaler": self._scaler}
+        return {"scheduler": self.lr_scheduler, **scaler}
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
+        """Not supported: a plan belongs to one model and batch size."""
+        raise ValueError(
+            "PoplarTrainer does not support hyperparameter_search; start one run per trial"
+        )
+
+
+class PoplarTrainer(PoplarTrainerMixin, Trainer):  # type: ignore[misc]
+    """`Trainer` on unequal devices; see `PoplarTrainerMixin`."""
+
+
+def _without_accumulation(args: Any) -> Any:
+    """A copy of `TrainingArguments` for a loop in which a step is one batch of the loader.
+
+    Tokens are counted over all ranks by the weights of the passes, not by `Trainer`.
+    """
+    args = copy.copy(args)
+    args.per_device_train_batch_size *= args.gradient_accumulation_steps
+    args.gradient_accumulation_steps = 1
+    args.average_tokens_across_devices = False
+    return args
+
+
+def _first(dataset: Any, count: int) -> Iterator[Any]:
+    if isinstance(dataset, IterableDataset):
+        return islice(iter(dataset), count)
+    return (dataset[at] for at in range(min(count, len(dataset))))
+
+
+def _length(features: Any) -> int:
+    """Of the longest value of a sample."""
+    values = features.values() if hasattr(features, "values") else [features]
+    return max((len(value) for value in values if hasattr(value, "__len__")), default=0)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def _loaded(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,511 @@
+"""`PoplarTrainer` on three unequal ranks trains as `Trainer` does on one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import peft
+import pytest
+import torch
+import trl
+from ranks import Pool
+from tokenizers import Tokenizer, models
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+from trainers import (
+    BATCH,
+    PLANS,
+    RANKS,
+    SHARES,
+    WORDS,
+    Sentences,
+    arguments,
+    as_launched,
+    fresh_state,
+    logged,
+    model_of,
+    padded,
+)
+from transformers import (
+    HfArgumentParser,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import poplar
+from poplar.integrations.transformers import (
+    PoplarArguments,
+    PoplarTrainer,
+    PoplarTrainerMixin,
+)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Pool]:
+    """Three ranks; Accelerate knows only the world's group, so the common pool will not do."""
+    workers = Pool(RANKS, forked=True)
+    yield workers
+    workers.close()
+
+
+class Stream(IterableDataset[dict[str, list[int]]]):
+    """The same sentences without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(Sentences(60).samples)
+
+
+class MeanOfWeights(TrainerCallback):
+    """An average of the weights over the steps, as of an EMA; reads whole parameters."""
+
+    def __init__(self) -> None:
+        self.mean: dict[str, torch.Tensor] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        whole = getattr(optimizer, "full_parameters", contextlib.nullcontext)
+        with whole(), torch.no_grad():
+            for name, value in model.state_dict().items():
+                self.mean[name] = 0.5 * self.mean.get(name, 0.0) + 0.5 * value.clone()
+
+
+def square_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss function of the user: squared logits of the labels."""
+    counted = labels != -100
+    logits = outputs.logits.gather(-1, labels.clamp(min=0).unsqueeze(-1))[..., 0]
+    return ((logits - 1.0).square() * counted).sum() / num_items_in_batch
+
+
+class MeanOverLabels(LlamaForCausalLM):
+    """Computes the mean of its own labels, as models do that take no `num_items_in_batch`."""
+
+    accepts_loss_kwargs = False
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return super().forward(input_ids, attention_mask, labels=labels)
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "label smoothing": {"args": {"label_smoothing_factor": 0.1}},
+    "loss function": {"trainer": {"compute_loss_func": square_loss}},
+    "adapters": {"model": with_adapters},
+    "recomputed activations": {"args": {"gradient_checkpointing": True}},
+    "autocast": {"args": {"bf16": True}, "rtol": 2e-2},
+    "compiled": {"args": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
+    "mean of weights": {"trainer": {"callbacks": [MeanOfWeights]}},
+    "stream": {"trainer": {"train_dataset": Stream()}},
+    "in the order of the dataset": {"args": {"train_sampling_strategy": "sequential"}},
+    "token counts": {"args": {"include_num_input_tokens_seen": "non_padding"}},
+    "plain SGD": {"args": {"optim": "sgd", "max_grad_norm": 0.0}},
+    "a mean over labels": {"model": lambda model: MeanOverLabels(model.config)},
+    "wide tail": {"args": {"num_train_epochs": 2, "max_steps": -1}, "samples": 55},
+}
+
+
+def trained(trainer_class: Any, feature: str, folder: str, sizes: dict[str, int], **options: Any):
+    """What was logged, and what is special of the feature."""
+    wanted = FEATURES[feature]
+    own = {"train_dataset": Sentences(wanted.get("samples", 60))} | wanted.get("trainer", {})
+    callbacks = [callback() for callback in own.pop("callbacks", ())]
+    trainer = trainer_class(
+        wanted.get("model", lambda model: model)(model_of("llama")),
+        arguments(folder, **({"max_steps": 6} | wanted.get("args", {}) | sizes)),
+        data_collator=padded,
+        callbacks=callbacks,
+        **own,
+        **options,
+    )
+    trainer.train()
+    counts = (trainer.state.num_input_tokens_seen, trainer.state.total_flos)
+    return logged(trainer), [callback.mean for callback in callbacks], counts
+
+
+def train_with_feature(feature: str, plan: poplar.Plan, folder: str) -> Any:
+    as_launched()
+    torch._dynamo.reset()
+    return trained(PoplarTrainer, feature, folder, SHARES, poplar=PoplarArguments(plan=plan))
+
+
+def train_on_ranks(name: str, plan: poplar.Plan, folder: str, changes: dict[str, Any]) -> Any:
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of(name),
+        arguments(folder, **(SHARES | changes)),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        poplar=PoplarArguments(plan=plan),
+    )
+    trainer.train()
+    return logged(trainer)
+
+
+def train_alone(name: str, folder: Path, **changes: Any) -> Any:
+    fresh_state()
+    trainer = Trainer(
+        model_of(name),
+        arguments(folder, **changes),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+    )
+    trainer.train()
+    return logged(trainer)
+
+
+@pytest.mark.parametrize("stage", PLANS)
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
+def test_losses_equal_those_of_one_process(three, tmp_path, name, stage):
+    here = three.run(train_on_ranks, name, PLANS[stage], str(tmp_path), {}, timeout=120)
+    alone = train_alone(name, tmp_path)
+    assert len(alone) == 20
+    for each in here:
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
+
+
+def metrics_of(outcome: Any) -> dict[str, float]:
+    """A metric that depends on every prediction and on its label."""
+    own = np.take_along_axis(outcome.predictions, outcome.label_ids[..., None], -1)
+    return {"margin": float((own[..., 0] - outcome.predictions.mean(-1)).mean())}
+
+
+class Fixed(Dataset[dict[str, list[int]]]):
+    """Sequences of one length, all of whose tokens are labels; their number is no multiple of 3."""
+
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, at: int) -> dict[str, list[int]]:
+        words = [3 + (at * 7 + position * 5) % (WORDS - 3) for position in range(8)]
+        return {"input_ids": words, "labels": words}
+
+
+SAVING = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "save_total_limit": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "per_device_eval_batch_size": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "margin",
+    "lr_scheduler_type": "cosine",
+}
+
+
+def evaluated(trainer: Trainer) -> list[tuple[float, float]]:
+    history = trainer.state.log_history
+    return [(entry["eval_loss"], entry["eval_margin"]) for entry in history if "eval_loss" in entry]
+
+
+def save_and_resume(plan: poplar.Plan, folder: str) -> Any:
+    """Train six steps; again from the second, in mid-epoch. Returns what came of it."""
+    as_launched()
+
+    def trainer() -> PoplarTrainer:
+        return PoplarTrainer(
+            model_of("llama"),
+            arguments(folder, **(SAVING | SHARES)),
+            data_collator=padded,
+            train_dataset=Sentences(30),
+            eval_dataset=Fixed(),
+            compute_metrics=metrics_of,
+            poplar=PoplarArguments(plan=plan),
+        )
+
+    first = trainer()
+    first.train()
+    kept = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+    again = trainer()
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    predictions = again.predict(Fixed())
+    again.save_model(f"{folder}/saved")
+    return {
+        "first": logged(first),
+        "again": logged(again),
+        "evaluated": (evaluated(first), evaluated(again)),
+        "kept": kept,
+        "best": first.state.best_model_checkpoint,
+        "predictions": predictions.predictions,
+        "epochs": (first.state.epoch, again.state.epoch),
+        "step": again.state.global_step,
+    }
+
+
+@pytest.mark.parametrize("stage", PLANS)
+def test_stop_resume_evaluate_predict_save_load(three, tmp_path, stage):
+    fresh_state()
+    alone = Trainer(
+        model_of("llama"),
+        arguments(tmp_path / "alone", **SAVING),
+        data_collator=padded,
+        train_dataset=Sentences(30),
+        eval_dataset=Fixed(),
+        compute_metrics=metrics_of,
+    )
+    alone.train()
+    expected = alone.predict(Fixed()).predictions
+
+    here = three.run(save_and_resume, PLANS[stage], str(tmp_path / "here"), timeout=180)[0]
+
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(torch.tensor(here["first"]), torch.tensor(logged(alone)), **close)
+    assert here["again"] == here["first"], "the log before the resume, then the same bits"
+    for each in here["evaluated"]:
+        count = len(each)
+        torch.testing.assert_close(
+            torch.tensor(each), torch.tensor(evaluated(alone)[-count:]), **close
+        )
+    assert here["kept"] == sorted(p.name for p in (tmp_path / "alone").glob("checkpoint-*"))
+    assert Path(here["best"]).name == Path(alone.state.best_model_checkpoint).name
+    assert here["epochs"] == (alone.state.epoch, alone.state.epoch)
+    assert here["step"] == 6
+    torch.testing.assert_close(torch.tensor(here["predictions"]), torch.tensor(expected), **close)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "here" / "saved")
+    for name, value in alone.model.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], value, **close)
+
+
+@pytest.mark.parametrize("stage", PLANS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_train_with_equal_losses(three, tmp_path, feature, stage):
+    here = three.run(train_with_feature, feature, PLANS[stage], str(tmp_path), timeout=120)
+    fresh_state()
+    torch._dynamo.reset()
+    alone = trained(Trainer, feature, str(tmp_path), {})
+    close = {"rtol": FEATURES[feature].get("rtol", 1e-4), "atol": 1e-5}
+    assert alone[0]
+    for losses, means, counts in here:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone[0]), **close)
+        torch.testing.assert_close(means, alone[1], **close)
+        assert counts[0] == alone[2][0]
+
+
+class PlannedSFTTrainer(PoplarTrainerMixin, trl.SFTTrainer):
+    """TRL's trainer with the mixin."""
+
+
+def fine_tuned(trainer_class: Any, folder: str, changes: dict[str, Any], **options: Any) -> Any:
+    """What TRL's trainer logs on packed sequences (rows without padding, several samples each)."""
+    words = Tokenizer(models.WordLevel({str(word): word for word in range(WORDS)}, unk_token="0"))
+    data = [sample["input_ids"] for sample in Sentences(60).samples]
+    settings = arguments(folder).to_dict() | {"max_steps": 4, "max_length": None, **changes}
+    own = {key: settings[key] for key in ("output_dir", "max_steps", "max_length", *changes)}
+    same = ("learning_rate", "warmup_steps", "logging_steps", "save_strategy", "use_cpu")
+    own |= {key: settings[key] for key in (*same, "report_to", "disable_tqdm")}
+    trainer = trainer_class(
+        model_of("llama"),
+        trl.SFTConfig(**own, bf16=False),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": data, "labels": data}),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0"
+        ),
+        **options,
+    )
+    trainer.train()
+    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+    return [[e[name] for name in names] for e in trainer.state.log_history if "entropy" in e]
+
+
+def fine_tune_on_ranks(plan: poplar.Plan, folder: str, packed: bool) -> Any:
+    as_launched()
+    options = {"poplar": PoplarArguments(plan=plan)}
+    return fine_tuned(PlannedSFTTrainer, folder, {"padding_free": packed, **SHARES}, **options)
+
+
+@pytest.mark.parametrize("stage", PLANS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_supervised_fine_tuning_of_trl(three, tmp_path, stage, packed):
+    here = three.run(fine_tune_on_ranks, PLANS[stage], str(tmp_path), packed, timeout=120)
+    fresh_state()
+    changes = {"padding_free": packed, "per_device_train_batch_size": BATCH}
+    alone = fine_tuned(trl.SFTTrainer, str(tmp_path), changes)
+    assert len(alone) == 4
+    for each in here:
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-4)
+
+
+def plan_and_train(folder: str) -> Any:
+    """Two steps under a plan that was measured."""
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, max_steps=2, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(40),
+        poplar=PoplarArguments(seconds=2.0, cache=False, verify=False, profile_samples=16),
+    )
+    trainer.train()
+    return trainer.plan, trainer.tuned is not None, logged(trainer)
+
+
+def test_without_a_plan_the_ranks_are_measured(three, tmp_path):
+    fresh_state()
+    alone = Trainer(
+        model_of("llama"),
+        arguments(tmp_path, max_steps=2),
+        data_collator=padded,
+        train_dataset=Sentences(40),
+    )
+    alone.train()
+    for plan, measured, losses in three.run(plan_and_train, str(tmp_path), timeout=120):
+        assert plan.global_batch == BATCH
+        assert measured
+        torch.testing.assert_close(
+            torch.tensor(losses), torch.tensor(logged(alone)), rtol=1e-4, atol=1e-5
+        )
+
+
+def resume_from_trainer(plan: poplar.Plan, folder: str) -> Any:
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, max_steps=6, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        poplar=PoplarArguments(plan=plan),
+    )
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return logged(trainer)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_goes_on_from_a_checkpoint_of_trainer(three, tmp_path, stage):
+    fresh_state()
+    alone = Trainer(
+        model_of("llama"),
+        arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=3),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+    )
+    alone.train()
+    for each in three.run(resume_from_trainer, PLANS[stage], str(tmp_path), timeout=120):
+        torch.testing.assert_close(
+            torch.tensor(each), torch.tensor(logged(alone)), rtol=1e-4, atol=1e-5
+        )
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "auto_find_batch_size=True: leave it out": ({"auto_find_batch_size": True}, {}),
+    "optim='adafactor': use one of adagrad, adamw_torch": ({"optim": "adafactor"}, {}),
+    "ddp_find_unused_parameters=": ({"ddp_find_unused_parameters": True}, {}),
+    "average_tokens_across_devices=False": ({"average_tokens_across_devices": False}, {}),
+    "bf16_full_eval": ({"bf16_full_eval": True}, {}),
+    "dispatch_batches=True": ({"accelerator_config": {"dispatch_batches": True}}, {}),
+    "train_sampling_strategy='batch_rebalance'": (
+        {"train_sampling_strategy": "batch_rebalance"},
+        {},
+    ),
+    "optimizers=": (
+        {},
+        {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)},
+    ),
+    "a global batch of 12, but TrainingArguments ask for 6": (
+        {"per_device_train_batch_size": 2},
+        {"poplar": PoplarArguments(plan=PLANS[0])},
+    ),
+    "dataloader_drop_last": ({**SHARES, "num_train_epochs": 1, "max_steps": -1}, {}),
+    "compute_loss communicates": (dict(SHARES), {"compute_loss_func": lambda *a, **k: GATHER()}),
+}
+
+
+def GATHER() -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator().gather(torch.ones(1))
+
+
+def refused(number: int, folder: str) -> None:
+    as_launched()
+    settings, options = list(REFUSED.values())[number]
+    options = {"poplar": PoplarArguments(plan=PLANS[1])} | options
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, **settings),
+        data_collator=padded,
+        train_dataset=Sentences(13),
+        **options,
+    )
+    trainer.train()
+
+
+@pytest.mark.parametrize("message", list(REFUSED)[:-1])
+def test_what_is_not_supported_says_what_to_change(three, tmp_path, message):
+    errors = three.run_expecting_errors(refused, list(REFUSED).index(message), str(tmp_path))
+    for error in errors:
+        assert message in error.message
+
+
+def orders(strategy: str) -> list[list[int]]:
+    """The samples of this rank's batches in the second epoch."""
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments("unused", train_sampling_strategy=strategy, seed=3, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(240),
+        poplar=PoplarArguments(plan=PLANS[0]),
+    )
+    loader = trainer.get_train_dataloader()
+    loader.set_epoch(1)
+    return list(loader.batch_sampler)
+
+
+def test_batches_grouped_by_length_have_samples_of_similar_lengths(three):
+    lengths = [len(sample["input_ids"]) for sample in Sentences(240).samples]
+
+    def spread(by_rank: list[list[list[int]]]) -> int:
+        batches = [list(chain(*parts)) for parts in zip(*by_rank, strict=True)]
+        assert sorted(chain(*batches)) == list(range(len(lengths)))
+        return sum(max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in batches)
+
+    grouped, shuffled = (three.run(orders, name) for name in ("group_by_length", "random"))
+    assert spread(grouped) < spread(shuffled)
+
+
+def test_options_can_be_parsed_beside_training_arguments():
+    parser = HfArgumentParser((TrainingArguments, PoplarArguments))
+    words = ["--output_dir", "x", "--stage", "2", "--plan", "4,2,1", "--memory_limit", "2GiB"]
+    _, options = parser.parse_args_into_dataclasses([*words, "--seconds", "5", "--no_cache"])
+    assert options == PoplarArguments(
+        stage="2", plan="4,2,1", memory_limit="2GiB", seconds=5.0, cache=False
+    )
+    assert options.given_plan(14) == poplar.Plan.manual("4,2,1", stage=2, passes=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 4}, "stage must be 'auto' or one of 0, 1, 2, 3, got '4'"),
+        ({"compute_dtype": "int8"}, "compute_dtype must be"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype must be"),
+        ({"memory_limit": "lots"}, "memory_limit"),
+        ({"profile_samples": 0}, "profile_samples must be at least 1"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        PoplarArguments(**options)
+
+
+def test_a_plan_as_text_needs_a_stage_and_a_multiple():
+    with pytest.raises(ValueError, match="names no stage"):
+        PoplarArguments(plan="4,2,1").given_plan(14)
+    with pytest.raises(ValueError, match="is not a multiple"):
+        PoplarArguments(plan="4,2,1", stage="1").given_plan(12)
+    with pytest.raises(ValueError, match="leave out stage="):
+        PoplarArguments(plan=PLANS[0], stage="1").given_plan(12)
