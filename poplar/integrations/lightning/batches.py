@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
@@ -143,7 +142,7 @@ def check_train_loader(loader: Any) -> None:
         )
 
 
-def planned(loader: DataLoader[Any], plan: Plan, rank: int, trainer: pl.Trainer) -> PlannedLoader:
+def planned(loader: DataLoader[Any], plan: Plan, rank: int, trainer: Any) -> PlannedLoader:
     """The training loader by the plan, with the order of the seed of `seed_everything`."""
     dataset: Any = loader.dataset
     sampler = PlannedSampler(

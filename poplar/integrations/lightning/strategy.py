@@ -16,24 +16,14 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -45,6 +35,7 @@ from poplar.integrations.lightning.configured_optimizer import (
     attach,
     check_configured,
 )
+from poplar.integrations.lightning.distributed import DistributedStrategy
 from poplar.integrations.lightning.logged_values import DiscardedLog, EvaluationLog, PassLog
 from poplar.integrations.lightning.precision import AutocastPrecision, supported
 from poplar.optimizer import HeteroZeroOptimizer
@@ -53,7 +44,7 @@ from poplar.system.devices import describe
 from poplar.tuning.autotune import autotune
 
 
-class PoplarStrategy(ParallelStrategy):
+class PoplarStrategy(DistributedStrategy):
     """Trains on unequal devices with the gradient of one device.
 
         trainer = Trainer(strategy=PoplarStrategy(stage=2), devices=4, accumulate_grad_batches=8)
@@ -96,20 +87,9 @@ class PoplarStrategy(ParallelStrategy):
         allow_batch_norm: bool = False,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Precision | None = None,
         **tuning: Any,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(timeout, process_group_backend)
         unknown = tuning.keys() - inspect.signature(autotune).parameters.keys()
         if unknown:
             raise TypeError(
@@ -121,7 +101,6 @@ class PoplarStrategy(ParallelStrategy):
                 "PoplarStrategy(plan=...) has a stage and needs no profile; drop stage=, "
                 "memory_limit= and the arguments of autotune, or drop plan="
             )
-        self.num_nodes = 1
         self._given_plan = plan if plan is None or isinstance(plan, Plan) else Plan.from_json(plan)
         self._tuning = {"stage": stage, "memory_limit": memory_limit, **tuning}
         self._weight = weight
@@ -131,8 +110,6 @@ class PoplarStrategy(ParallelStrategy):
             "communicator": communicator,
             "overlap_param_gather": overlap_param_gather,
         }
-        self._timeout = timeout
-        self._backend = process_group_backend
         self._optimizer: HeteroZeroOptimizer | None = None
         self._owned: pl.LightningModule | None = None
         self._plan: Plan | None = None
@@ -144,7 +121,7 @@ class PoplarStrategy(ParallelStrategy):
         self._loaded_folder = False
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register(
             cls.strategy_name, cls, description="ZeRO on unequal devices (Poplar)"
         )
@@ -166,16 +143,6 @@ class PoplarStrategy(ParallelStrategy):
         return plan
 
     @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning synchronizes what is logged."""
-        return True
-
-    @property
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
@@ -192,37 +159,14 @@ class PoplarStrategy(ParallelStrategy):
         self._precision_plugin = None if precision_plugin is None else supported(precision_plugin)
 
     @property
-    def _trainer(self) -> pl.Trainer:
+    def _trainer(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
     # Setup.
 
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None and self.parallel_devices is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, len(self.parallel_devices), self.num_nodes
-            )
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment the ranks, if it does not know them from its launcher."""
-        assert self.parallel_devices is not None
-        local = len(self.parallel_devices)
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * local + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * local)
-        rank_zero_only.rank = self.global_rank
-
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.set_world_ranks()
-        backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
-        options: dict[str, Any] = {} if self._timeout is None else {"timeout": self._timeout}
-        if self.root_device.type != "cpu":
-            options["device_id"] = self.root_device
-        assert self.cluster_environment is not None
-        _init_dist_connection(self.cluster_environment, backend, **options)
         trainer = self._trainer
         if trainer._accelerator_connector.use_distributed_sampler:
             # `process_dataloader` splits loaders; Lightning's sampler would split them before.
@@ -235,8 +179,9 @@ class PoplarStrategy(ParallelStrategy):
         ):
             loop._results = EvaluationLog(self._weight)
 
-    def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.model is not None
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._loaded_folder = False
@@ -264,7 +209,7 @@ class PoplarStrategy(ParallelStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+    def setup_optimizers(self, trainer: Any) -> None:
         """Plan, and build the optimizer with the class and options of `configure_optimizers`."""
         module = self.lightning_module
         assert module is not None
@@ -339,9 +284,7 @@ class PoplarStrategy(ParallelStrategy):
 
     # The plan.
 
-    def _tuned(
-        self, trainer: pl.Trainer, module: pl.LightningModule, recipe: OptimizerRecipe
-    ) -> Plan:
+    def _tuned(self, trainer: Any, module: pl.LightningModule, recipe: OptimizerRecipe) -> Plan:
         """The plan of `autotune`. Collective."""
         loader = self._loader_of_user()
         if batches.follows_a_plan(loader):
@@ -370,7 +313,7 @@ class PoplarStrategy(ParallelStrategy):
             )
 
     @contextmanager
-    def _discarding(self, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    def _discarding(self, trainer: Any, module: pl.LightningModule) -> Iterator[None]:
         """A context for passes that do not count: nothing is logged, and metrics are reset."""
         loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
         before = loop._results, connector._current_fx, module._current_fx_name
@@ -463,7 +406,7 @@ class PoplarStrategy(ParallelStrategy):
         return {**output, "loss": shown} if isinstance(output, Mapping) else shown
 
     @contextmanager
-    def _collecting(self, trainer: pl.Trainer) -> Iterator[PassLog]:
+    def _collecting(self, trainer: Any) -> Iterator[PassLog]:
         """A context in which `self.log` keeps the values of the passes."""
         loop = trainer.fit_loop.epoch_loop
         results = loop._results
@@ -482,37 +425,16 @@ class PoplarStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """The update, after the passes of `closure` and clipping; then all ranks log. Collective."""
+        """Run the passes in `closure`, clip and update; then all ranks log. Collective."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         log, self._log = self._log, None
         if log is not None:
             control = self.optimizer.training_parts().control
             loss = log.finish(control, self.root_device)
-            if isinstance(closure, Closure) and closure._result is not None:
-                closure._result.loss.copy_(loss)
+            outcome = closure._result if isinstance(closure, Closure) else None
+            if outcome is not None and outcome.loss is not None:
+                outcome.loss.copy_(loss)
         return result
-
-    # Communication.
-
-    def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
-            devices = None if self.root_device.type == "cpu" else [self.root_device.index]
-            dist.barrier(device_ids=devices)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The sum, mean, ... over ranks of a tensor; other values are unchanged."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
-            tensor = tensor.double()  # the mean of counts is no integer
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     # Checkpoints.
 
@@ -527,7 +449,7 @@ class PoplarStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Save a folder; with weights only, a file that `load_from_checkpoint` reads. Collective."""
+        """Save a folder; if weights only, a file for `load_from_checkpoint`. Collective."""
         path = Path(self.broadcast(filepath))
         if "optimizer_states" in checkpoint and self._owns_module:
             if storage_options is not None:
@@ -572,14 +494,15 @@ class PoplarStrategy(ParallelStrategy):
             trainer.accumulate_grad_batches = self._accumulated
             trainer.fit_loop._skip_backward = False
         self._train_loader = None
-        assert self.cluster_environment is not None and self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
 
-def _check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def _check_trainer(trainer: Any, module: pl.LightningModule) -> None:
     """Reject what would train on another gradient than the user expects.
 
     Raises:
