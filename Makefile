@@ -72,6 +72,21 @@ compat: ## Run the tests in an environment of its own with another PyTorch: make
 	$(COMPAT)/bin/python -c 'import torch; from poplar import ops; print("torch", torch.__version__, ops.describe())'
 	$(COMPAT)/bin/python -m pytest -q -p no:cacheprovider $(TEST_FLAGS)
 
+# torch's libraries are found in the torch that is imported, so they stay out of the wheel.
+WHEELS := dist$(if $(CUDA),/cuda)
+WHEEL_BUILD := build/wheel$(if $(CUDA),-cuda)
+NOT_IN_WHEEL := libtorch.so libtorch_cpu.so libtorch_cuda.so libc10.so libc10_cuda.so
+
+.PHONY: wheel
+wheel: setup ## Build a Linux wheel into dist/ that installs without a compiler; with CUDA operators (needs nvcc): make wheel CUDA=1
+	rm -rf $(WHEEL_BUILD)/unchecked
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip --disable-pip-version-check -q wheel . --no-deps \
+	  --no-build-isolation -w $(WHEEL_BUILD)/unchecked -C build-dir=$(WHEEL_BUILD)/cmake \
+	  -C cmake.define.POPLAR_CPU_OPS=ON -C cmake.define.POPLAR_CUDA=$(if $(CUDA),ON,OFF)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair $(NOT_IN_WHEEL:%=--exclude %) \
+	  -w $(WHEELS) $(WHEEL_BUILD)/unchecked/*.whl
+	$(BIN)/python -m auditwheel show $(WHEELS)/*.whl
+
 .PHONY: demo
 demo: setup ## Train a Llama on four CPU ranks of unequal speed: an even plan against a planned one
 	$(BIN)/python examples/demo.py $(DEMO_FLAGS)

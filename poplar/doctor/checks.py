@@ -70,8 +70,8 @@ def _all_support_bf16(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             kind="advice",
             ranks=_numbers(without),
             what=f"no bfloat16 ({names})",
-            fix='compute_dtype="auto" uses float16 with one loss scale for all ranks; '
-            "compute_dtype=torch.bfloat16 is an error",
+            fix='compute_dtype="auto" uses float16 with one loss scale on all ranks, also on those '
+            "with bfloat16; compute_dtype=torch.bfloat16 is an error",
         )
 
 
@@ -86,8 +86,18 @@ def _torch_has_kernels_for_each_device(ranks: Sequence[RankFacts]) -> Iterator[F
                 ranks=(rank.rank,),
                 what=f"torch {rank.versions['torch']} has no kernels for {rank.device.name} "
                 f"(sm_{major}{minor}; only {', '.join(rank.architectures)})",
-                fix="install a build of torch for another CUDA version",
+                fix=_build_for(rank.device.capability),
             )
+
+
+def _build_for(capability: tuple[int, int]) -> str:
+    """Which build of torch to install; CUDA 13 has no compiler for chips before Turing."""
+    if capability < (7, 5):
+        return (
+            "builds of torch for CUDA 13 have no kernels for GPUs before Turing, such as the V100; "
+            "install the cu126 build of the same torch version on its host"
+        )
+    return "install a build of torch for another CUDA version"
 
 
 def _has_kernels(capability: tuple[int, int], architectures: Iterable[str]) -> bool:

@@ -131,6 +131,13 @@ def test_torch_needs_kernels_for_the_device(architectures, runs):
         assert "no kernels for NVIDIA RTX A6000 (sm_86" in found[0].what
 
 
+def test_a_v100_needs_a_build_of_torch_for_cuda_12():
+    old = gpu("Tesla V100-SXM2-16GB", (7, 0), uuid="GPU-0")
+    (finding,) = all_findings(facts(0, old, architectures=("sm_75", "sm_80", "compute_80")))
+    assert finding.kind == "problem"
+    assert "cu126" in finding.fix
+
+
 def test_cpu_and_cuda_ranks_do_not_mix():
     processor = DeviceInfo(
         name="EPYC", kind="cpu", host="one", cores=16, total_bytes=64 * GIB, others_bytes=0

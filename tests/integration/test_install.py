@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import venv
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -101,12 +102,15 @@ def installed(tmp_path_factory) -> Path:
     return python
 
 
-def run(*command: object, folder: Path, fails: bool = False) -> str:
+def run(*command: object, folder: Path, fails: bool = False, path: str | None = None) -> str:
     hidden = ("PYTHONPATH", "POPLAR_OPS", "RANK", "WORLD_SIZE", "VIRTUAL_ENV")
     finished = subprocess.run(
         [str(part) for part in command],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if name not in hidden},
+        env={
+            **{name: value for name, value in os.environ.items() if name not in hidden},
+            **({} if path is None else {"PATH": path}),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -149,6 +153,48 @@ def test_saving_and_verifying_need_only_declared_packages(installed, tmp_path):
 @pytest.mark.full
 def test_doctor_needs_only_declared_packages(installed, tmp_path):
     assert "torch" in run(installed, "-m", "poplar", "doctor", folder=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """What `make wheel` builds from this checkout, with the packages of this environment."""
+    folder = tmp_path_factory.mktemp("wheel")
+    made = (f"BIN={Path(sys.executable).parent}", f"WHEELS={folder}", f"WHEEL_BUILD={folder}/build")
+    run("make", "-o", "setup", *made, "wheel", folder=ROOT)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed_wheel(wheel, tmp_path_factory) -> Path:
+    """The Python of an environment into which the wheel was installed, with no program on PATH."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    link_packages(folder / SITE)
+    python = folder / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-index", wheel, folder=folder, path="")
+    return python
+
+
+@pytest.mark.full
+def test_wheel_is_for_many_linux_distributions_and_leaves_torch_out(wheel):
+    assert "-manylinux_" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = [Path(name).name for name in archive.namelist() if ".so" in name]
+    assert sorted(name.partition(".")[0] for name in libraries) == ["_core", "libpoplar_ops"]
+
+
+@pytest.mark.full
+def test_wheel_needs_no_compiler(installed_wheel, tmp_path):
+    out = run(
+        installed_wheel,
+        "-c",
+        "from poplar import ops; print(ops.describe())",
+        folder=tmp_path,
+        path="",
+    )
+    assert "CPU: C++ (libpoplar_ops.so)" in out
+    run(installed_wheel, *TORCHRUN, save_quickstart(tmp_path), folder=tmp_path, path="")
 
 
 @pytest.fixture

@@ -1,0 +1,198 @@
+"""The user's DataLoaders, rebuilt for the ranks: by the plan to train, evenly to evaluate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from poplar.data import HeteroBatchSampler, StreamSplit
+from poplar.plan import Plan
+
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+"""Arguments of a DataLoader that do not choose samples."""
+_LEAVE_IT = (
+    "or pass Trainer(use_distributed_sampler=False) and give every rank its own loader; all ranks "
+    "then need the same number of batches"
+)
+
+
+class PlannedSampler(HeteroBatchSampler):
+    """As `HeteroBatchSampler`; Lightning sets the epoch of `batch_sampler.sampler`."""
+
+    @property
+    def sampler(self) -> PlannedSampler:
+        """Itself."""
+        return self
+
+
+class PlannedLoader(DataLoader[Any]):
+    """Yields this rank's part of one global batch per step. Its state is the place in the epoch.
+
+    Args:
+        loader: the user's loader.
+        sampler: this rank's samples of each step.
+        steps_done: returns the trained steps of the epoch; workers draw batches ahead of them.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], sampler: PlannedSampler, steps_done: Callable[[], int]
+    ) -> None:
+        kept = {name: getattr(loader, name) for name in _KEPT}
+        super().__init__(loader.dataset, batch_sampler=sampler, **kept)
+        self._steps_done = steps_done
+
+    def state_dict(self) -> dict[str, Any]:
+        """For `load_state_dict` with any plan of the same global batch."""
+        sampler: Any = self.batch_sampler
+        state: dict[str, Any] = sampler.state_dict(min(self._steps_done(), len(sampler)))
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration the rest of a saved epoch."""
+        sampler: Any = self.batch_sampler
+        sampler.load_state_dict(state)
+
+
+class EvenBatchSampler(Sampler[list[int]]):
+    """This rank's batches of a dataset in order: every sample once, no rank without samples.
+
+    All ranks have the same number of batches, which differ by at most one sample, so that ranks
+    with sharded parameters run the same forwards.
+
+    Args:
+        length: samples in the dataset; at least one per rank.
+        batch_size: of one rank. One more sample where ranks would have none otherwise.
+        rank: whose batches.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: there are more ranks than samples.
+    """
+
+    def __init__(self, length: int, batch_size: int, rank: int, world_size: int) -> None:
+        if length < world_size:
+            raise ValueError(
+                f"a dataset of {length} samples cannot be evaluated on {world_size} ranks, because "
+                "every rank needs a sample; evaluate it in one process"
+            )
+        self.batch_size, self.drop_last = batch_size, False
+        self._length, self._rank, self._world_size = length, rank, world_size
+        self._batches = min(-(-length // (batch_size * world_size)), length // world_size)
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(self._batches):
+            start = batch * self._length // self._batches
+            size = (batch + 1) * self._length // self._batches - start
+            bounds = (size * part // self._world_size for part in (self._rank, self._rank + 1))
+            yield list(range(*(start + bound for bound in bounds)))
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Samples in a batch of a loader; None if they are not counted."""
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def follows_a_plan(loader: Any) -> bool:
+    """Whether the user has built the loader by a plan."""
+    return isinstance(getattr(loader, "batch_sampler", None), HeteroBatchSampler) or isinstance(
+        getattr(loader, "dataset", None), StreamSplit
+    )
+
+
+def check_train_loader(loader: Any) -> None:
+    """Check that a loader can be rebuilt by a plan.
+
+    Raises:
+        TypeError: it chooses samples in a way that a plan cannot follow.
+    """
+    problem = _unknown_order(loader)
+    if problem is not None or batch_size_of(loader) is None:
+        raise TypeError(
+            f"PoplarStrategy cannot rebuild the training loader: {problem or 'no batch_size'}. Use "
+            "DataLoader(dataset, batch_size, shuffle=...), or pass PoplarStrategy(plan=...) and a "
+            "loader with batch_sampler=HeteroBatchSampler(len(dataset), plan) or a dataset of "
+            "poplar.split_stream"
+        )
+
+
+def planned(loader: DataLoader[Any], plan: Plan, rank: int, trainer: Any) -> PlannedLoader:
+    """The training loader by the plan, with the order of the seed of `seed_everything`."""
+    dataset: Any = loader.dataset
+    sampler = PlannedSampler(
+        len(dataset),
+        plan,
+        seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
+        shuffle=isinstance(loader.sampler, RandomSampler) and not trainer.overfit_batches,
+        drop_last=bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
+        rank=rank,
+    )
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return PlannedLoader(loader, sampler, lambda: int(progress.current.ready))
+
+
+def even(loader: Any, rank: int, world_size: int, *, predicting: bool) -> DataLoader[Any]:
+    """A loader for evaluation, with the samples in the order of the dataset.
+
+    Raises:
+        TypeError: it chooses samples in a way that cannot be split evenly.
+    """
+    problem, batch_size = _unknown_order(loader), batch_size_of(loader)
+    if problem is not None or batch_size is None:
+        raise TypeError(
+            f"PoplarStrategy cannot split this loader evenly: {problem or 'no batch_size'}. Use "
+            f"DataLoader(dataset, batch_size), {_LEAVE_IT}"
+        )
+    length = len(loader.dataset)
+    if getattr(loader.batch_sampler, "drop_last", False) and not predicting:
+        length -= length % batch_size
+    batches: Any = EvenBatchSampler(length, batch_size, rank, world_size)
+    if predicting:
+        batches = _IndexBatchSamplerWrapper(batches)  # by which Lightning knows the indices
+    kept = {name: getattr(loader, name) for name in _KEPT}
+    return DataLoader(loader.dataset, batch_sampler=batches, **kept)
+
+
+def _unknown_order(loader: Any) -> str | None:
+    """Why the order of the samples of a loader is not known; None if it is."""
+    if not isinstance(loader, DataLoader):
+        return f"it is a {type(loader).__name__}, not a DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return "its dataset is an IterableDataset"
+    batch_sampler = loader.batch_sampler
+    if type(batch_sampler) not in (BatchSampler, _IndexBatchSamplerWrapper):
+        return f"its batch_sampler is a {type(batch_sampler).__name__}"
+    sampler: Any = getattr(batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
+    ):
+        return "its RandomSampler does not draw every sample once"
+    if type(sampler) not in (RandomSampler, SequentialSampler):
+        return f"its sampler is a {type(sampler).__name__}"
+    return None

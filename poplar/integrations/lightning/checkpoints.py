@@ -1,0 +1,99 @@
+"""Lightning's checkpoints as folders of `poplar.save_checkpoint`, which no rank gathers.
+
+A folder has the training state of all ranks, and Lightning's own values (loops, callbacks,
+schedulers) as `state["lightning"]`. A checkpoint with weights only is a file, as Lightning's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from poplar.checkpoint.conversion import convert
+from poplar.checkpoint.load import load_checkpoint
+from poplar.checkpoint.save import start_save
+from poplar.optimizer import HeteroZeroOptimizer
+
+LIGHTNING = "lightning"
+_ELSEWHERE = ("state_dict", "optimizer_states")
+"""Entries of Lightning's checkpoints that Poplar saves in its own form."""
+
+
+def save_folder(folder: Path, optimizer: HeteroZeroOptimizer, values: dict[str, Any]) -> None:
+    """Save the training state and Lightning's values. Collective.
+
+    Args:
+        folder: a checkpoint there is replaced once the new one is complete.
+        optimizer: of the model.
+        values: Lightning's checkpoint, equal on all ranks.
+    """
+    own = {name: value for name, value in values.items() if name not in _ELSEWHERE}
+    step = values.get("global_step")
+    start_save(folder, optimizer, state={LIGHTNING: own}, step=step, replaces=True).wait()
+
+
+def load_folder(folder: Path, optimizer: HeteroZeroOptimizer) -> dict[str, Any]:
+    """Load the training state; returns Lightning's values. Collective."""
+    values = load_checkpoint(folder, optimizer)
+    return _lightning_values(folder, values)
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """A folder as the checkpoint of a single process, on the CPU. Local."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch, "checkpoint.pt")
+        convert(folder, file, "torch")
+        read = torch.load(file, map_location="cpu", weights_only=False)
+    values = _lightning_values(folder, read["state"])
+    return {**values, "state_dict": read["model"], "optimizer_states": [read["optimizer"]]}
+
+
+def to_lightning_checkpoint(folder: str | Path, file: str | Path) -> None:
+    """Write a folder as a checkpoint file of a single process, with weights and optimizer state.
+
+    `LightningModule.load_from_checkpoint(file)` and `Trainer.fit(ckpt_path=file)` with any strategy
+    read it. One process needs memory for all of it.
+
+    Raises:
+        FileExistsError: the file exists.
+        DamagedCheckpoint, FileNotFoundError, ValueError: as `poplar.load_checkpoint`; also a folder
+            that was not saved by Lightning.
+    """
+    path = Path(file)
+    if path.exists():
+        raise FileExistsError(f"{path} exists; choose another name, or remove it first")
+    torch.save(read_folder(Path(folder)), path)
+
+
+def full_weights(optimizer: HeteroZeroOptimizer, model: nn.Module) -> dict[str, Tensor] | None:
+    """The state dict of a model on rank 0, on the CPU; None on other ranks. Collective.
+
+    By way of a file, because no rank unshards more than one unit for it.
+    """
+    rank = optimizer.training_parts().control.group.rank
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch, "weights.safetensors")
+        optimizer.save_model(file)
+        if rank != 0:
+            return None
+        weights = dict(load_file(file))
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stored = first.setdefault(id(parameter), name)
+        if name not in weights:  # tied: stored once
+            weights[name] = weights[stored]
+    return weights
+
+
+def _lightning_values(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    if LIGHTNING not in values:
+        raise ValueError(
+            f"{folder} was not saved by a Lightning Trainer; load it with poplar.load_checkpoint"
+        )
+    found: dict[str, Any] = values[LIGHTNING]
+    return found

@@ -1,0 +1,179 @@
+"""What `self.log` receives, as values of the whole global batch or dataset.
+
+Lightning logs the values of one batch on one rank. Here a step has several passes on each rank, so
+`PassLog` collects what they log, and one exchange per step gives all ranks the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torch import Tensor
+
+from poplar.comm import Control
+
+Key = tuple[str, str]
+"""The hook in which a value was logged, and its name."""
+LOSS: Key = ("", "loss")
+
+_OPERATORS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+@dataclass
+class LoggedValue:
+    """A value of the passes of this rank."""
+
+    kind: str
+    """ "mean", "sum", "min" or "max"."""
+    options: dict[str, Any]
+    """Further arguments of `log`."""
+    weight: float = 0.0
+    value: Tensor | None = None
+
+    def add(self, value: Tensor, weight: float) -> None:
+        """Add the value of a pass."""
+        value = value.detach().double()
+        self.weight += weight
+        if self.kind == "mean":
+            if not weight:  # the mean over an empty set is NaN
+                return
+            value = value * weight
+        if self.value is None:
+            self.value = value
+        elif self.kind in ("mean", "sum"):
+            self.value = self.value + value
+        else:
+            self.value = getattr(torch, f"{self.kind}imum")(self.value, value)
+
+
+class PassLog(_ResultCollection):
+    """Takes the place of Lightning's results during the passes of a step.
+
+    Args:
+        results: Lightning's, which get the values of the whole step.
+        idle: a rank without samples in the plan; None if there is none.
+    """
+
+    def __init__(self, results: _ResultCollection, idle: int | None) -> None:
+        super().__init__(training=True)
+        self.weight = 0.0
+        """Of the current pass."""
+        self._results, self._idle = results, idle
+        self._values: dict[Key, LoggedValue] = {}
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of the current pass."""
+        self._values.setdefault(LOSS, LoggedValue("mean", {})).add(loss, self.weight)
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        """As Lightning's; values are kept until `finish`. Metrics count by themselves."""
+        if not isinstance(value, Tensor):
+            if self._idle is not None:
+                raise RuntimeError(
+                    f"the metric {name!r} is logged in a pass, and its result is exchanged by all "
+                    f"ranks, but the plan gives rank {self._idle} no samples; log a value instead "
+                    "of a Metric, or use a plan with samples for every rank"
+                )
+            self._results.log(fx, name, value, **options)
+            return
+        batch_size = options.pop("batch_size", None)
+        weight = self.weight if batch_size is None else float(batch_size)
+        for local in ("sync_dist", "sync_dist_fn", "sync_dist_group"):
+            options.pop(local, None)
+        kind = _kind(options.get("reduce_fx", "mean"))
+        self._values.setdefault((fx, name), LoggedValue(kind, options)).add(value, weight)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        """Reset Lightning's results, at the start of an epoch."""
+        self._results.reset(metrics, fx)
+
+    def finish(self, control: Control, device: torch.device) -> Tensor:
+        """Log the values of all ranks; returns the loss of the global batch. Collective."""
+        mine = {key: (v.kind, v.options, v.weight) for key, v in self._values.items()}
+        by_rank = control.exchange_objects(mine, what="the logged values of a step")
+        found: dict[Key, tuple[str, dict[str, Any]]] = {}
+        weights: dict[Key, float] = {}
+        for of_rank in by_rank:
+            for key, (kind, options, weight) in of_rank.items():
+                found.setdefault(key, (kind, options))
+                weights[key] = weights.get(key, 0.0) + weight
+        values: dict[Key, Tensor] = {}
+        for operator in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            keys = [key for key, (kind, _) in found.items() if _OPERATORS[kind] == operator]
+            values.update(self._reduced(keys, operator, device))
+        for key, (kind, options) in found.items():
+            value = values[key] / weights[key] if kind == "mean" else values[key]
+            values[key] = value.float()
+            if key != LOSS:
+                self._results.log(
+                    *key,
+                    values[key],
+                    **options,
+                    batch_size=weights[key],
+                    sync_dist=True,  # it is: Lightning warns of values that are not
+                    sync_dist_fn=already_reduced,
+                )
+        return values[LOSS]
+
+    def _reduced(self, keys: list[Key], operator: Any, device: torch.device) -> dict[Key, Tensor]:
+        if not keys:
+            return {}
+        neutral = {dist.ReduceOp.MIN: torch.inf, dist.ReduceOp.MAX: -torch.inf}.get(operator, 0.0)
+        absent = torch.tensor(neutral, dtype=torch.float64, device=device)
+        own = [self._values[key].value if key in self._values else None for key in keys]
+        vector = torch.stack([absent if v is None else v.to(device).reshape(()) for v in own])
+        dist.all_reduce(vector, operator)
+        return dict(zip(keys, vector.unbind(), strict=True))
+
+
+class DiscardedLog(PassLog):
+    """For passes that do not count, such as those of the profiler."""
+
+    def __init__(self) -> None:
+        super().__init__(_ResultCollection(training=True), None)
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        pass
+
+
+class EvaluationLog(_ResultCollection):
+    """Results of validation or test over all ranks: means over the samples of the dataset.
+
+    Args:
+        weight: of a batch; None: its number of samples.
+    """
+
+    def __init__(self, weight: Callable[[Any], Any] | None) -> None:
+        super().__init__(training=False)
+        self._weight = weight
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        if isinstance(value, Tensor) and not options.get("rank_zero_only"):
+            options["sync_dist"] = True
+            counted = self._weight is not None and self.batch is not None
+            if counted and options.get("batch_size") is None:
+                options["batch_size"] = float(self._weight(self.batch))  # type: ignore[misc]
+        super().log(fx, name, value, **options)
+
+
+def already_reduced(value: Any, *_: Any, **__: Any) -> Any:
+    """The reduction of a value that is equal on all ranks."""
+    return value
+
+
+def _kind(reduce_fx: Any) -> str:
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    name = {"avg": "mean"}.get(name.lower(), name.lower())
+    if name not in _OPERATORS:
+        raise ValueError(f"self.log(reduce_fx={reduce_fx!r}): use 'mean', 'sum', 'min' or 'max'")
+    return name

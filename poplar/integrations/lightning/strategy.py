@@ -1,0 +1,546 @@
+"""`PoplarStrategy`: trains a LightningModule with a `HeteroZeroOptimizer`.
+
+One batch of the training loader is this rank's part of a global batch. `training_step` runs in
+passes over it, inside the closure that Lightning gives to `optimizer.step`, so hooks, callbacks,
+schedulers and gradient clipping keep their order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from poplar.data import pytree
+from poplar.integrations.lightning import batches, checkpoints
+from poplar.integrations.lightning.configured_optimizer import (
+    OptimizerRecipe,
+    StepCounter,
+    attach,
+    check_configured,
+)
+from poplar.integrations.lightning.distributed import DistributedStrategy
+from poplar.integrations.lightning.logged_values import DiscardedLog, EvaluationLog, PassLog
+from poplar.integrations.lightning.precision import AutocastPrecision, supported
+from poplar.optimizer import HeteroZeroOptimizer
+from poplar.plan import Plan
+from poplar.system.devices import describe
+from poplar.tuning.autotune import autotune
+
+
+class PoplarStrategy(DistributedStrategy):
+    """Trains on unequal devices with the gradient of one device.
+
+        trainer = Trainer(strategy=PoplarStrategy(stage=2), devices=4, accumulate_grad_batches=8)
+
+    The global batch is the loader's `batch_size` x `accumulate_grad_batches` x devices. The plan
+    splits it, so one batch of the loop is one optimizer step: `max_steps`, `val_check_interval`,
+    `limit_train_batches` and `log_every_n_steps` count steps. Values that `training_step` logs are
+    means over the global batch, those that `validation_step` and `test_step` log over the dataset.
+
+    At stage 3 parameters stay sharded after `fit`; read them inside
+    `trainer.strategy.optimizer.full_parameters()`, or save them with `trainer.save_checkpoint`.
+
+    Args:
+        plan: a plan, or the path of its JSON file. None: `poplar.autotune` when training starts.
+        stage: without a plan, the ZeRO stage, or "auto" for the fastest one that fits.
+        weight: `weight(micro_batch)`, if the loss is not a mean over samples, for example the
+            number of tokens that count.
+        memory_limit: as for `poplar.autotune`.
+        compute_dtype: dtype of the parameters in forward and backward, over fp32 master values;
+            None: as they are.
+        units, communicator, overlap_param_gather, allow_batch_norm, timeout: as for
+            `HeteroZeroOptimizer`.
+        process_group_backend: for `init_process_group`; None: by the device.
+        tuning: further keyword arguments of `poplar.autotune`, such as `seconds` and `cache`.
+    """
+
+    strategy_name = "poplar"
+
+    def __init__(
+        self,
+        *,
+        plan: Plan | str | Path | None = None,
+        stage: int | Literal["auto"] = "auto",
+        weight: Callable[[Any], Any] | None = None,
+        memory_limit: Any = None,
+        compute_dtype: torch.dtype | None = None,
+        units: Any = None,
+        communicator: Any = "auto",
+        overlap_param_gather: bool = False,
+        allow_batch_norm: bool = False,
+        timeout: timedelta | None = None,
+        process_group_backend: str | None = None,
+        **tuning: Any,
+    ) -> None:
+        super().__init__(timeout, process_group_backend)
+        unknown = tuning.keys() - inspect.signature(autotune).parameters.keys()
+        if unknown:
+            raise TypeError(
+                f"PoplarStrategy got unknown arguments {sorted(unknown)}; besides its own it takes "
+                "those of poplar.autotune"
+            )
+        if plan is not None and (stage != "auto" or tuning or memory_limit is not None):
+            raise ValueError(
+                "PoplarStrategy(plan=...) has a stage and needs no profile; drop stage=, "
+                "memory_limit= and the arguments of autotune, or drop plan="
+            )
+        self._given_plan = plan if plan is None or isinstance(plan, Plan) else Plan.from_json(plan)
+        self._tuning = {"stage": stage, "memory_limit": memory_limit, **tuning}
+        self._weight = weight
+        self._compute_dtype = compute_dtype
+        self._engine_options = {"units": units, "allow_batch_norm": allow_batch_norm}
+        self._training_options = {
+            "communicator": communicator,
+            "overlap_param_gather": overlap_param_gather,
+        }
+        self._optimizer: HeteroZeroOptimizer | None = None
+        self._owned: pl.LightningModule | None = None
+        self._plan: Plan | None = None
+        self._accumulated = 1
+        """The user's `accumulate_grad_batches`; the plan's passes replace it."""
+        self._train_loader: Any = None
+        """As the user has built it."""
+        self._log: PassLog | None = None
+        self._loaded_folder = False
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(
+            cls.strategy_name, cls, description="ZeRO on unequal devices (Poplar)"
+        )
+
+    # Properties.
+
+    @property
+    def optimizer(self) -> HeteroZeroOptimizer:
+        """The optimizer of the current or last `fit`."""
+        if self._optimizer is None:
+            raise RuntimeError("PoplarStrategy has an optimizer once Trainer.fit has set it up")
+        return self._optimizer
+
+    @property
+    def plan(self) -> Plan:
+        """The current plan."""
+        plan = self.optimizer.plan
+        assert plan is not None
+        return plan
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._loaded_folder
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return supported(self._precision_plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else supported(precision_plugin)
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    # Setup.
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        trainer = self._trainer
+        if trainer._accelerator_connector.use_distributed_sampler:
+            # `process_dataloader` splits loaders; Lightning's sampler would split them before.
+            trainer._accelerator_connector.use_distributed_sampler = False
+            self._splits_loaders = True
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+        ):
+            loop._results = EvaluationLog(self._weight)
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._loaded_folder = False
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._release()
+            self.model_to_device()
+            self.setup_optimizers(trainer)
+        elif not self._owns_module:
+            self.model_to_device()
+            _sync_module_states(self.model)
+        self.setup_precision_plugin()
+
+    @property
+    def _owns_module(self) -> bool:
+        return self._owned is not None and self._owned is self.lightning_module
+
+    def _release(self) -> None:
+        """Give the model of an earlier `fit` back. Collective."""
+        if self._optimizer is not None:
+            self._reset_optimizers_and_schedulers()
+            self._optimizer.release()
+            self._optimizer = self._owned = None
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Plan, and build the optimizer with the class and options of `configure_optimizers`."""
+        module = self.lightning_module
+        assert module is not None
+        _check_trainer(trainer, module)
+        self._accumulated = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches = 1
+        trainer.fit_loop._skip_backward = True  # `training_step` runs the backward of each pass
+        self._plan = self._given_plan
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+        recipe = OptimizerRecipe.of(check_configured(optimizers))
+        del optimizers
+        # Loaders are built again: `configure_optimizers` may have asked for the number of steps.
+        trainer.fit_loop._combined_loader = None
+        self._plan = self._given_plan or self._tuned(trainer, module, recipe)
+        self._check_plan(self._plan)
+        optimizer = HeteroZeroOptimizer(
+            module,
+            recipe.optimizer_class,
+            plan=self._plan,
+            params=recipe.groups,
+            compute_dtype=self._dtype_of(module),
+            timeout=self._timeout,
+            **self._engine_options,
+            **self._training_options,
+            **recipe.options,
+        )
+        for config in schedulers:
+            attach(config.scheduler, optimizer)
+        if schedulers:
+            StepCounter(optimizer)
+        self._optimizer, self._owned = optimizer, module
+        self._check_autocast()
+        self.optimizers, self.lr_scheduler_configs = [optimizer], schedulers
+        rank_zero_info(str(self._plan))
+
+    def _dtype_of(self, module: nn.Module) -> torch.dtype | Literal["auto"]:
+        """`compute_dtype`; "auto" would compute fp32 models in bf16, which "32-true" excludes."""
+        if self._compute_dtype is not None:
+            return self._compute_dtype
+        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        return torch.float32 if dtypes == {torch.float32} else "auto"
+
+    def _check_plan(self, plan: Plan) -> None:
+        loader = self._loader_of_user()
+        if plan.world_size != self.world_size:
+            raise ValueError(
+                f"the plan is for {plan.world_size} ranks, but the Trainer has {self.world_size}"
+            )
+        if batches.follows_a_plan(loader):
+            return
+        expected = self._global_batch(loader)
+        if plan.global_batch != expected:
+            raise ValueError(
+                f"the plan has a global batch of {plan.global_batch}, but the Trainer has "
+                f"{expected}: batch_size {batches.batch_size_of(loader)} x accumulate_grad_batches "
+                f"{self._accumulated} x {self.world_size} devices; make them equal"
+            )
+
+    def _check_autocast(self) -> None:
+        """Check that every device has bf16, for autocast. Collective."""
+        if not isinstance(self.precision_plugin, AutocastPrecision):
+            return
+        control = self.optimizer.training_parts().control
+        has_bf16 = describe(self.root_device).has_bf16
+        by_rank = control.exchange_objects(has_bf16, what="the precision of the ranks")
+        if not all(by_rank):
+            lacking = [rank for rank, native in enumerate(by_rank) if not native]
+            raise ValueError(
+                f"precision='bf16-mixed', but the devices of rank(s) {lacking} only emulate bf16 "
+                "(compute capability below 8.0); use precision='32-true'"
+            )
+
+    # The plan.
+
+    def _tuned(self, trainer: Any, module: pl.LightningModule, recipe: OptimizerRecipe) -> Plan:
+        """The plan of `autotune`. Collective."""
+        loader = self._loader_of_user()
+        if batches.follows_a_plan(loader):
+            raise ValueError(
+                "the training loader follows a plan, so PoplarStrategy needs it: pass plan="
+            )
+
+        def loss_fn(_: nn.Module, batch: Any) -> Tensor:
+            return _loss_of(self._run_step(module, batch, *_batch_index(module, 0)))
+
+        clip = trainer.gradient_clip_val
+        with self._discarding(trainer, module):
+            return autotune(
+                module,
+                loss_fn,
+                self._example(loader),
+                global_batch=self._global_batch(loader),
+                optimizer_class=recipe.optimizer_class,
+                compute_dtype=self._dtype_of(module),
+                max_norm=float(clip) if clip else None,
+                timeout=self._timeout,
+                progress=self.is_global_zero,
+                **self._tuning,
+                **self._engine_options,
+                **recipe.options,
+            )
+
+    @contextmanager
+    def _discarding(self, trainer: Any, module: pl.LightningModule) -> Iterator[None]:
+        """A context for passes that do not count: nothing is logged, and metrics are reset."""
+        loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+        before = loop._results, connector._current_fx, module._current_fx_name
+        loop._results, module._current_fx_name = DiscardedLog(), "training_step"
+        try:
+            yield
+        finally:
+            loop._results, connector._current_fx, module._current_fx_name = before
+            for metric in module.modules():
+                if isinstance(metric, Metric):
+                    metric.reset()
+
+    def _loader_of_user(self) -> Any:
+        """The training loader, as the user has built it."""
+        if self._train_loader is None:
+            self._train_loader = _request_dataloader(self._trainer.fit_loop._data_source)
+            if not batches.follows_a_plan(self._train_loader):
+                batches.check_train_loader(self._train_loader)
+        return self._train_loader
+
+    def _global_batch(self, loader: Any) -> int:
+        size = batches.batch_size_of(loader)
+        assert size is not None
+        return size * self._accumulated * self.world_size
+
+    def _example(self, loader: Any) -> Any:
+        """The first batch of the dataset, on the device."""
+        size = min(batches.batch_size_of(loader) or 1, len(loader.dataset))
+        batch = loader.collate_fn([loader.dataset[index] for index in range(size)])
+        assert self.lightning_module is not None
+        batch = self.precision_plugin.convert_input(batch)
+        batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self.batch_to_device(batch)
+
+    # Loaders.
+
+    _splits_loaders = False
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The loader of this rank: by the plan to train, evenly to evaluate."""
+        trainer = self._trainer
+        if not trainer.training:
+            if not self._splits_loaders:
+                return dataloader
+            rank, size = self.global_rank, self.world_size
+            return batches.even(dataloader, rank, size, predicting=bool(trainer.predicting))
+        self._train_loader = dataloader
+        if batches.follows_a_plan(dataloader):
+            return dataloader
+        batches.check_train_loader(dataloader)
+        plan = self._plan
+        if plan is None:  # only the number of steps is asked for, which no plan changes
+            loader: Any = dataloader
+            plan = Plan.even(self.world_size, self._global_batch(loader), loader.batch_size, 0)
+        return batches.planned(dataloader, plan, self.global_rank, trainer)  # type: ignore[arg-type]
+
+    # A step.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the passes of a step: `training_step` and a backward for each micro-batch.
+
+        Returns:
+            What the last pass returned, with a loss of 0, which `optimizer_step` sets to that of
+            the global batch.
+        """
+        trainer, optimizer, module = self._trainer, self.optimizer, self.lightning_module
+        assert module is not None
+        batch, *rest = args
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        loop._on_before_zero_grad(optimizer)
+        loop._optimizer_zero_grad(trainer.fit_loop.batch_idx, optimizer)
+        weights: list[float] = []
+
+        def weight(micro_batch: Any) -> float:
+            given = self._weight
+            weights.append(float(given(micro_batch) if given else pytree.samples_in(micro_batch)))
+            return weights[-1]
+
+        output: Any = None
+        with self._collecting(trainer) as log:
+            passes = optimizer.micro_batches(batch, weight)
+            for number, micro_batch in enumerate(passes):
+                log.weight = weights[number]
+                output = self._run_step(module, micro_batch, *rest, **kwargs)
+                loss = _loss_of(output)
+                log.add_loss(loss)
+                self.backward(loss, optimizer)
+                del loss
+        shown = torch.zeros((), device=self.root_device)
+        return {**output, "loss": shown} if isinstance(output, Mapping) else shown
+
+    @contextmanager
+    def _collecting(self, trainer: Any) -> Iterator[PassLog]:
+        """A context in which `self.log` keeps the values of the passes."""
+        loop = trainer.fit_loop.epoch_loop
+        results = loop._results
+        idle = [rank for rank in range(self.world_size) if not self.plan.samples(rank)]
+        log = self._log = PassLog(results, idle[0] if idle else None)
+        loop._results = log
+        try:
+            yield log
+        finally:
+            loop._results = results
+
+    def _run_step(self, module: pl.LightningModule, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return module.training_step(*args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run the passes in `closure`, clip and update; then all ranks log. Collective."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        log, self._log = self._log, None
+        if log is not None:
+            control = self.optimizer.training_parts().control
+            loss = log.finish(control, self.root_device)
+            outcome = closure._result if isinstance(closure, Closure) else None
+            if outcome is not None and outcome.loss is not None:
+                outcome.loss.copy_(loss)
+        return result
+
+    # Checkpoints.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` saves the weights."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` saves the state."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Save a folder; if weights only, a file for `load_from_checkpoint`. Collective."""
+        path = Path(self.broadcast(filepath))
+        if "optimizer_states" in checkpoint and self._owns_module:
+            if storage_options is not None:
+                raise TypeError("PoplarStrategy saves to a local folder; drop storage_options=")
+            checkpoints.save_folder(path, self.optimizer, self.broadcast(checkpoint))
+            return
+        module = self.lightning_module
+        assert module is not None
+        if self._owns_module:
+            weights: Any = checkpoints.full_weights(self.optimizer, module)
+        else:
+            weights = module.state_dict()
+        super().save_checkpoint({**checkpoint, "state_dict": weights}, path, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a folder into the optimizer and its model, or read a file. Collective."""
+        path = Path(self.broadcast(checkpoint_path))
+        if not path.is_dir():
+            loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return loaded
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            return checkpoints.read_folder(path)
+        self._loaded_folder = True
+        return checkpoints.load_folder(path, self.optimizer)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._loaded_folder:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of a plain optimizer, of a file that another strategy has saved."""
+        (state,) = checkpoint["optimizer_states"]
+        self.optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        """End of `fit`; the optimizer keeps the model, so that it can be evaluated and saved."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            trainer.accumulate_grad_batches = self._accumulated
+            trainer.fit_loop._skip_backward = False
+        self._train_loader = None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _check_trainer(trainer: Any, module: pl.LightningModule) -> None:
+    """Reject what would train on another gradient than the user expects.
+
+    Raises:
+        ValueError: names it, and what to use instead.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            "PoplarStrategy does not support manual optimization, because it runs training_step "
+            "once per pass; use automatic optimization, or a loop of your own with "
+            "HeteroZeroOptimizer.micro_batches"
+        )
+    if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") != "norm":
+        raise ValueError(
+            "PoplarStrategy clips gradients by norm only; use gradient_clip_algorithm='norm'"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ValueError(
+            "PoplarStrategy splits batches into passes, so training_step must take a batch, not a "
+            "dataloader_iter"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+            raise ValueError(
+                f"PoplarStrategy does not support {type(callback).__name__}: the plan has one "
+                "global batch, and the parameters may be sharded; remove the callback"
+            )
+
+
+def _batch_index(module: pl.LightningModule, index: int) -> tuple[int, ...]:
+    """The arguments of `training_step` after the batch."""
+    return (index,) if len(inspect.signature(module.training_step).parameters) > 1 else ()
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            "training_step must return its loss, or a dict with 'loss', in every pass, got "
+            f"{type(output).__name__}"
+        )
+    return loss

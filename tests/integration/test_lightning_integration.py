@@ -1,0 +1,299 @@
+"""Lightning on unequal ranks trains as Lightning in one process on the same global batches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import ranks as pool
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from subset import choose
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+import poplar
+from poplar.integrations.lightning import PoplarStrategy, to_lightning_checkpoint
+from poplar.integrations.lightning.batches import EvenBatchSampler
+
+SAMPLES, GLOBAL_BATCH, WIDTH = 46, 8, 32
+STEPS = 20
+UNEQUAL = ((2, 2), (0, 3), (0, 1), (0, 0))
+"""Three unequal ranks, and one without samples."""
+EVERY_RANK = ((3, 1), (0, 2), (0, 1), (0, 1))
+
+
+class Regression(pl.LightningModule):
+    """As users write it: nothing in it is for several ranks."""
+
+    def __init__(self, lr: float = 1e-2, total: int = 0):
+        super().__init__()
+        self.save_hyperparameters()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", batch[0].max(), reduce_fx="max", on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", F.mse_loss(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams.lr, weight_decay=0.1)
+        total = self.hparams.total or int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=total + 1)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def data(samples: int = SAMPLES, **options: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, WIDTH, generator=generator)
+    y = x[:, :1].sin() + x[:, 1:2]
+    return DataLoader(TensorDataset(x, y), **{"batch_size": 2, "drop_last": True, **options})
+
+
+def trainer(folder: Path, **options: Any) -> pl.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_steps": STEPS,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": folder,
+        "gradient_clip_val": 0.5,
+    }
+    return pl.Trainer(**{**defaults, **options})
+
+
+def plan_of(stage: int, micro_batches: Any = UNEQUAL) -> poplar.Plan:
+    shares = (0.4, 0.3, 0.2, 0.1)
+    return poplar.Plan(
+        stage=stage, global_batch=GLOBAL_BATCH, micro_batches=micro_batches, shares=shares
+    )
+
+
+def on_ranks(folder: Path, plan: Any, **options: Any) -> pl.Trainer:
+    """A Trainer of one rank of the pool, as a launcher would have started it."""
+    with mock.patch.dict(os.environ, LOCAL_RANK=str(pool.rank())):
+        strategy = options.pop("strategy", None) or PoplarStrategy(plan=plan)
+        return trainer(folder, strategy=strategy, devices=pool.size(), **options)
+
+
+def environment() -> Any:
+    return mock.patch.dict(os.environ, LOCAL_RANK=str(pool.rank()))
+
+
+def model(**options: Any) -> Regression:
+    torch.manual_seed(3)
+    return Regression(**options)
+
+
+def in_one_process(folder: Path, **options: Any) -> tuple[pl.Trainer, Regression]:
+    reference = trainer(folder, devices=1, **options)
+    module = model()
+    reference.fit(module, data(batch_size=GLOBAL_BATCH), data(45, batch_size=7, drop_last=False))
+    return reference, module
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def train(folder: Path, plan: Any) -> dict[str, Any]:
+    with environment():
+        module, run = model(), on_ranks(folder, plan)
+        run.fit(module, data(), data(45, batch_size=3, drop_last=False))
+        return {"losses": module.losses, "logged": numbers(run.callback_metrics)}
+
+
+@pytest.mark.parametrize("stage", choose(quick=(0, 3), full=(0, 1, 2, 3)))
+def test_losses_and_logged_values_are_those_of_one_process(ranks, tmp_path, stage):
+    reference, module = in_one_process(tmp_path)
+    assert len(module.losses) == STEPS
+    for found in ranks.run(train, tmp_path, plan_of(stage), timeout=120):
+        torch.testing.assert_close(found["losses"], module.losses, rtol=1e-4, atol=1e-6)
+        expected = numbers(reference.callback_metrics)
+        assert found["logged"].keys() == expected.keys()
+        for name, value in expected.items():
+            assert found["logged"][name] == pytest.approx(value, rel=1e-4), name
+
+
+def stop_and_resume(folder: Path, stage: int) -> dict[str, Any]:
+    """Train 6 steps, in the middle of the second epoch; save, and train on in new objects."""
+    loader = {"shuffle": True, "num_workers": 0}
+    with environment():
+        whole = model(total=12)
+        on_ranks(folder, plan_of(stage), max_steps=10).fit(whole, data(**loader))
+        part, first = model(total=12), on_ranks(folder, plan_of(stage), max_steps=6, max_epochs=2)
+        first.fit(part, data(**loader))
+        first.save_checkpoint(folder / "stopped.ckpt")
+        first.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+        rest, second = model(total=12), on_ranks(folder, plan_of(stage), max_steps=10)
+        second.fit(rest, data(**loader), ckpt_path=folder / "stopped.ckpt")
+        evaluated = {
+            "validated": second.validate(rest, data(45, batch_size=3), verbose=False)[0],
+            "tested": second.test(rest, data(9), ckpt_path=folder / "stopped.ckpt", verbose=False),
+            "predicted": [p.flatten().tolist() for p in second.predict(rest, data(45))],
+        }
+        second.save_checkpoint(folder / "trained.ckpt", weights_only=True)
+        return {"whole": whole.losses, "rest": part.losses + rest.losses, **evaluated}
+
+
+@pytest.mark.parametrize("stage", choose(quick=(3,), full=(0, 1, 2, 3)))
+def test_stop_resume_evaluate_save_and_load(ranks, tmp_path, stage):
+    found = ranks.run(stop_and_resume, tmp_path, stage, timeout=240)
+    assert len(found[0]["whole"]) == 10
+    for of_rank in found:
+        torch.testing.assert_close(of_rank["rest"], of_rank["whole"], rtol=1e-6, atol=0)
+
+    plain = trainer(tmp_path, devices=1)
+    trained = Regression.load_from_checkpoint(tmp_path / "trained.ckpt")
+    validated = plain.validate(trained, data(45, batch_size=7, drop_last=False), verbose=False)[0]
+    predicted = plain.predict(trained, data(45, batch_size=45, drop_last=False))[0].flatten()
+    to_lightning_checkpoint(tmp_path / "stopped.ckpt", tmp_path / "stopped-in-one-file.ckpt")
+    stopped = Regression.load_from_checkpoint(tmp_path / "stopped-in-one-file.ckpt")
+    weights = Regression.load_from_checkpoint(tmp_path / "weights.ckpt")
+    for name, value in weights.state_dict().items():
+        torch.testing.assert_close(stopped.state_dict()[name], value)
+    (tested,) = plain.test(stopped, data(8, batch_size=8), verbose=False)
+    for of_rank in found:
+        assert of_rank["validated"] == pytest.approx(validated, rel=1e-5)
+        assert of_rank["tested"][0] == pytest.approx(tested, rel=1e-5)
+    in_order = [
+        value
+        for batch in zip(*(f["predicted"] for f in found), strict=True)
+        for p in batch
+        for value in p
+    ]
+    torch.testing.assert_close(torch.tensor(in_order), predicted, rtol=1e-5, atol=1e-6)
+    resumed = model(total=12)
+    trainer(tmp_path, devices=1, max_steps=7).fit(
+        resumed,
+        data(batch_size=GLOBAL_BATCH),
+        ckpt_path=tmp_path / "stopped-in-one-file.ckpt",
+        weights_only=False,
+    )
+    assert len(resumed.losses) == 1
+
+
+class Manual(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(Regression):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.blocks.parameters()), torch.optim.SGD(self.head.parameters())]
+
+
+class NoLoss(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"prediction": self(batch[0])}
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "precision": ({"precision": "16-true"}, model, "supports precision='32-true' and 'bf16-mixed'"),
+    "clip by value": ({"gradient_clip_algorithm": "value"}, model, "by norm only"),
+    "manual": ({"gradient_clip_val": None}, Manual, "use automatic optimization"),
+    "two optimizers": ({}, TwoOptimizers, "Training with multiple optimizers"),
+    "no loss": ({}, NoLoss, "must return its loss"),
+    "schedule": (
+        {"callbacks": [GradientAccumulationScheduler({0: 2})]},
+        model,
+        "remove the callback",
+    ),
+    "global batch": ({"accumulate_grad_batches": 2}, model, "has 16: batch_size 2 x"),
+}
+
+
+def make_mistakes(folder: Path) -> dict[str, str]:
+    messages = {}
+    with environment():
+        for name, (options, make, _) in MISTAKES.items():
+            try:
+                on_ranks(folder, plan_of(0), **options).fit(make(), data())
+            except (Exception, SystemExit) as error:
+                messages[name] = f"{error} {error.__cause__ or error.__context__}"
+        for name, loader in {
+            "sampler": data(sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
+            "list": [data(), data()],
+        }.items():
+            try:
+                on_ranks(folder, plan_of(0)).fit(model(), loader)
+            except (Exception, SystemExit) as error:
+                messages[name] = str(error)
+    return messages
+
+
+def test_mistakes_are_named(ranks, tmp_path):
+    expected = {name: message for name, (_, _, message) in MISTAKES.items()}
+    expected.update({"sampler": "HeteroBatchSampler", "list": "it is a list, not a DataLoader"})
+    for messages in ranks.run(make_mistakes, tmp_path, timeout=120):
+        for name, message in expected.items():
+            assert message in messages.get(name, "nothing was raised"), name
+
+
+def train_without_a_plan(folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    with environment():
+        module = model()
+        strategy = PoplarStrategy(stage=2, cache=False, seconds=3, verify=False)
+        run = on_ranks(
+            folder, None, strategy=strategy, precision="bf16-mixed", accumulate_grad_batches=3
+        )
+        run.fit(module, data(batch_size=1))
+        return {"losses": module.losses, "plan": strategy.plan, "logged": run.callback_metrics}
+
+
+@pytest.mark.slow
+def test_without_a_plan_ranks_are_profiled_and_the_global_batch_is_kept(ranks, tmp_path):
+    found = ranks.run(train_without_a_plan, tmp_path, ranks=4, timeout=240)
+    reference, module = model(), trainer(tmp_path, precision="bf16-mixed", devices=1)
+    module.fit(reference, data(batch_size=12))
+    for of_rank in found:
+        plan = of_rank["plan"]
+        assert (plan.global_batch, plan.stage) == (12, 2)
+        torch.testing.assert_close(of_rank["losses"], reference.losses, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(("length", "batch_size", "ranks"), [(45, 7, 3), (10, 1, 3), (3, 5, 3)])
+def test_every_sample_is_evaluated_once_and_ranks_have_equally_many_batches(
+    length, batch_size, ranks
+):
+    by_rank = [list(EvenBatchSampler(length, batch_size, rank, ranks)) for rank in range(ranks)]
+    rounds = list(zip(*by_rank, strict=True))
+    assert [i for batches in rounds for batch in batches for i in batch] == list(range(length))
+    assert all(1 <= len(batch) <= batch_size + 1 for batches in by_rank for batch in batches)
+
+
+def test_fewer_samples_than_ranks_cannot_be_evaluated():
+    with pytest.raises(ValueError, match="every rank needs a sample"):
+        EvenBatchSampler(2, 4, rank=0, world_size=3)
