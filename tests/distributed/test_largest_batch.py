@@ -1,7 +1,8 @@
 """The largest micro-batch that fits, found with few passes in a process whose memory is limited.
 
 `pytest -s` prints what was tried. Libraries allocate up to 4 MiB for larger batches, which no count
-contains; a plan's reserve covers it, and it is little of these limits. Counts for simulated memory are in `test_measured_passes.py`.
+contains; a plan's reserve covers it, and it is little of these limits. Probes of simulated memory
+are counted in `test_measured_passes.py`.
 """
 
 from __future__ import annotations
