@@ -23,6 +23,7 @@ from memory_limits.process_memory import (
 __all__ = [
     "limit_to",
     "peak_resident_bytes",
+    "private_bytes",
     "reset_peak",
     "resident_bytes",
     "return_freed_memory",
