@@ -651,8 +651,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return TrainingParts(
             engine=self._engine,
             update=self._update,
-            control=self._control,
-            model=self._model,
             param_groups=self.param_groups,
             stage=self._stage,
             plan=self._plan,
@@ -729,9 +727,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 "a step was started inside the micro_batches loop of another step; end it first"
             )
         model_checks.reject_batch_norm(self._batch_norms)
-        for flat in self._engine.flats:
-            if flat.adopt_replaced_data() and flat.trained:
-                self._update.refresh(flat)
+        self._update.adopt_replaced_data(self._engine.flats)
         mine = {id(p) for flat in self._engine.trained for p in flat.parameters}
         for group in self.param_groups:
             for parameter in group["params"]:

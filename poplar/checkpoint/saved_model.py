@@ -30,7 +30,7 @@ T = TypeVar("T")
 _CHUNK = 1 << 18
 """Elements that are copied to the host at a time."""
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -44,6 +44,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""What safetensors can store, by its name there."""
 
 
 Owners = Mapping[FlatParameter, Sequence[int]]
@@ -113,7 +114,7 @@ def _prepare(engine: Engine, model: nn.Module, path: Path, sharded: bool) -> Cat
     with engine.naming_parameters():
         state = model.state_dict(keep_vars=True)
     for name, value in state.items():
-        if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
+        if not isinstance(value, Tensor) or value.dtype not in DTYPES:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
                 f"state_dict() has {name!r}, which is {kind}; safetensors cannot store it"
@@ -287,7 +288,7 @@ def _header(
         start, end = end, end + tensor.numel() * tensor.element_size()
         places[name] = start
         described[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }

@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from poplar.formatting import format_names
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SAMPLE = 8
@@ -94,7 +96,7 @@ class WeightFiles:
         if missing or unexpected:
             raise ValueError(
                 f"the weights in {self.path} are not those of this model: missing "
-                f"{_listed(missing)}, unexpected {_listed(sorted(unexpected))}"
+                f"{format_names(missing)}, unexpected {format_names(sorted(unexpected))}"
             )
         wrong = [
             f"{name!r} is {self.dtypes[name]} {self.shapes[name]} in {self._file_of[name].name} "
@@ -193,8 +195,3 @@ def _unsaved_buffers(model: nn.Module) -> set[str]:
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{names[:_LISTED]}{more}" if names else "none"
