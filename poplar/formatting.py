@@ -14,6 +14,8 @@ _PARSED_UNITS = {
     **{letter + "ib": 1 << 10 * power for power, letter in enumerate("kmgt", start=1)},
     **{letter + "b": 10 ** (3 * power) for power, letter in enumerate("kmgt", start=1)},
 }
+_MAX_NAMES = 5
+"""Names that are listed; of further ones, only the number."""
 _MAX_RUNS = 6
 """Runs of consecutive ranks that are listed; of more, only the number and the range."""
 
@@ -111,3 +113,10 @@ def format_ranks(ranks: Sequence[int]) -> str:
         return f"{len(ranks)} ranks from {runs[0][0]} to {runs[-1][-1]}"
     written = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {written}"
+
+
+def format_names(names: Sequence[str]) -> str:
+    """`'a', 'b'`, `'a', 'b', 'c', 'd', 'e' and 7 more`, `none`."""
+    shown = ", ".join(map(repr, names[:_MAX_NAMES])) or "none"
+    more = len(names) - _MAX_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -698,8 +698,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return TrainingParts(
             engine=self._engine,
             update=self._update,
-            control=self._control,
-            model=self._model,
             param_groups=self.param_groups,
             stage=self._stage,
             plan=self._plan,
@@ -804,9 +802,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 stacklevel=4,
             )
         self._has_stepped = True
-        for flat in self._engine.flats:
-            if flat.adopt_replaced_data() and flat.trained:
-                self._update.refresh(flat)
+        self._update.adopt_replaced_data(self._engine.flats)
 
     def _use_smaller_batches(self, too_large: Mapping[int, int]) -> None:
         """Halve micro-batches that did not fit, for this step and later ones. Equal on all ranks.

@@ -167,6 +167,7 @@ class LoneRank:
                 units=None,
                 world_size=group.size,
                 allow_batch_norm=False,
+                default_device=torch.device("cpu"),
                 **{"compute_dtype": torch.float32, "reduce_dtype": torch.float32, **self._options},
             )
             control = LoneControl(group, self._codes)

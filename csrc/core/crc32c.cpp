@@ -5,8 +5,9 @@
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
-#elif defined(__ARM_FEATURE_CRC32)
-#include <arm_acle.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace poplar {
@@ -69,20 +70,26 @@ __attribute__((target("sse4.2"))) std::uint32_t by_instruction(const unsigned ch
 }
 
 bool has_instruction() { return __builtin_cpu_supports("sse4.2") != 0; }
-#elif defined(__ARM_FEATURE_CRC32)
+#elif defined(__aarch64__) && (defined(__linux__) || defined(__ARM_FEATURE_CRC32))
+// As assembly, because the intrinsics need a compiler that targets the CRC extension.
 std::uint32_t by_instruction(const unsigned char* bytes, std::size_t count, std::uint32_t crc) {
   for (; count >= kWord; bytes += kWord, count -= kWord) {
     std::uint64_t word = 0;
     std::memcpy(&word, bytes, kWord);
-    crc = __crc32cd(crc, word);
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(word));
   }
   for (; count > 0; ++bytes, --count) {
-    crc = __crc32cb(crc, *bytes);
+    const std::uint32_t byte = *bytes;
+    __asm__(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(crc) : "r"(byte));
   }
   return crc;
 }
 
+#if defined(__ARM_FEATURE_CRC32)
 bool has_instruction() { return true; }
+#else
+bool has_instruction() { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }
+#endif
 #else
 std::uint32_t by_instruction(const unsigned char*, std::size_t, std::uint32_t crc) { return crc; }
 

@@ -1,5 +1,5 @@
-// CRC-32C (Castagnoli), the checksum of checkpoints. x86 computes it in one instruction, and so
-// does ARM if the compiler targets its CRC extension.
+// CRC-32C (Castagnoli), the checksum of checkpoints. x86 and 64-bit ARM compute it in one
+// instruction; whether the processor has it is found out when the program runs.
 #pragma once
 
 #include <cstddef>

@@ -12,6 +12,7 @@ from torch import Tensor
 from poplar.checkpoint.opened import OpenedCheckpoint
 from poplar.checkpoint.save import SCALER, STATE
 from poplar.checkpoint.saved_model import Files, Writer, write_index
+from poplar.zero.safetensors_file import DTYPES
 from poplar.zero.weight_files import SINGLE
 
 Format = Literal["torch", "safetensors", "huggingface"]
@@ -110,9 +111,13 @@ def _to_safetensors(
 ) -> list[Path]:
     tied = _tied(opened)
     tensors = [(name, _described(opened, name, dtype)) for name in _names(opened)]
-    unstored = [name for name, like in tensors if like is None]
-    if unstored:
-        raise TypeError(f"{opened.folder}: {unstored[0]!r} is not a tensor; convert to torch")
+    for name, like in tensors:
+        if like is None or like.dtype not in DTYPES:
+            kind = "not a tensor" if like is None else like.dtype
+            raise TypeError(
+                f"{opened.folder}: {name!r} is {kind}, which safetensors cannot store; convert to "
+                "torch"
+            )
     kept = [(n.removeprefix("model."), t) for n, t in tensors if t is not None and n not in tied]
     short = {a.removeprefix("model."): b.removeprefix("model.") for a, b in tied.items()}
     files: Files = {0: (output, kept)}

@@ -108,7 +108,8 @@ class ItemReader:
 
     def _load(self, name: str, offset: int, length: int, *, weights_only: bool) -> Any:
         path = self._folder / name
-        view: Any = _create_file_view(self._open(name), offset, length)
+        file: Any = self._open(name)
+        view: Any = _create_file_view(file, offset, length)
         try:
             return torch.load(view, map_location="cpu", weights_only=weights_only)
         except OSError:

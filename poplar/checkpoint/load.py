@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poplar.checkpoint.loaded_state import settings_of
 from poplar.checkpoint.names import canonical
 from poplar.checkpoint.opened import OpenedCheckpoint
 from poplar.checkpoint.optimizer_state import MASTER
@@ -40,9 +41,6 @@ from poplar.checkpoint.training_state import (
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.update import ParameterRun, StateLayout
-
-_OF_THIS_PROCESS = {"params", "param_names", "capturable", "differentiable", "foreach", "fused"}
-"""Entries of param groups that name parameters or choose an implementation; not loaded."""
 
 
 @torch.no_grad()
@@ -73,7 +71,7 @@ def load_checkpoint(
     """
     path, wanted = Path(os.path.abspath(folder)), dict(state or {})
     parts = optimizer.training_parts()
-    control = parts.control
+    control = parts.engine.control
     doing = f"load_checkpoint({str(folder)!r})"
 
     def prepare() -> Load:
@@ -140,9 +138,9 @@ class Load:
         self.values = {name: opened.value(stored) for name, stored in saved.items()}
         self._object_states = {name: self.values.pop(name) for name in self._objects}
         self._extra_states = {name: self._extra_state(name) for name in extra_states}
-        own = f"{RANK}{parts.control.group.rank}"
+        own = f"{RANK}{parts.engine.control.group.rank}"
         manifest = opened.manifest
-        as_many = manifest is not None and manifest.world_size == parts.control.group.size
+        as_many = manifest is not None and manifest.world_size == parts.engine.control.group.size
         self._own = opened.value(own) if as_many else None
         has_scaler = parts.scaler is not None and SCALER in opened.described
         self._scaler = opened.value(SCALER) if has_scaler else None
@@ -154,7 +152,7 @@ class Load:
 
     def verify_rest(self, doing: str) -> None:
         """Verify what no rank has verified so far. Collective."""
-        control, opened = self.parts.control, self.opened
+        control, opened = self.parts.engine.control, self.opened
         verified = set().union(*control.exchange_objects(opened.verified, what=doing))
         rank, size = control.group.rank, control.group.size
         run_on_all_ranks(control, lambda: opened.verify(verified, rank, size), doing=doing)
@@ -169,7 +167,7 @@ class Load:
                 obj.load_state_dict(self._object_states[name])
 
         try:
-            run_on_all_ranks(self.parts.control, load_all, doing=doing)
+            run_on_all_ranks(self.parts.engine.control, load_all, doing=doing)
         except BaseException:
             for name, state in before.items():
                 self._objects[name].load_state_dict(state)
@@ -192,7 +190,7 @@ class Load:
             runs = [run for run in self._runs if run.flat is flat]
             update.replace_runs(flat, runs, self._states)
         for group, saved in zip(parts.param_groups, self._groups, strict=True):
-            group.update({k: v for k, v in saved.items() if k not in _OF_THIS_PROCESS})
+            group.update(settings_of(saved))
         strategy, comm = parts.engine.strategy, parts.engine.comm
         if not strategy.shards_parameters and not strategy.replicates_state:
             for flat in parts.engine.flats:
@@ -202,17 +200,19 @@ class Load:
         """Set extra states of modules, the scaler, own buffers and random states. Local."""
         parts = self.parts
         for name, value in self._extra_states.items():
-            parts.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            parts.engine.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         if parts.scaler is not None and self._scaler is not None:
             parts.scaler.load_state_dict(self._scaler)
         if self._own is not None:
-            buffers = {canonical(name): buffer for name, buffer in parts.model.named_buffers()}
+            buffers = {
+                canonical(name): buffer for name, buffer in parts.engine.model.named_buffers()
+            }
             for name, value in self._own["buffers"].items():
                 buffers[name].copy_(value)
             set_random_state(self._own["random"], parts.engine.flats[0].device)
 
     def _check_values(self) -> None:
-        model = self.parts.model
+        model = self.parts.engine.model
         known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         for name, value in self._model.items():
             if id(value) not in known:

@@ -18,15 +18,16 @@ from poplar.checkpoint.elements import Elements
 from poplar.checkpoint.names import canonical, names_of
 from poplar.checkpoint.optimizer_state import MASTER
 from poplar.comm import Control
+from poplar.formatting import format_names
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.update import ParameterRun, ShardedUpdate
+from poplar.zero.update import ParameterRun, ShardedUpdate, adjacent_runs
 
 Groups = Sequence[Mapping[str, Any]]
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""Options that choose how the update is computed: those of this optimizer are kept."""
+"""Options that choose how the update is computed: a load keeps those of the optimizer."""
 _OPTIONAL = {*_IMPLEMENTATION, "maximize", "decoupled_weight_decay"}
 """Options that state dicts of older versions of torch may lack."""
 _NO_SETTINGS = {"params", "param_names"}
@@ -105,7 +106,7 @@ class LoadedState:
         groups, state = optimizer.param_groups, state_dict["state"]
         names = names_of(engine.model, groups)
         keys = _match(groups, names, state_dict["param_groups"])
-        self._settings = [_settings_of(group) for group in state_dict["param_groups"]]
+        self._settings = [settings_of(group) for group in state_dict["param_groups"]]
         for index, settings in enumerate(self._settings):
             _check_settings(index, settings, optimizer.defaults)
         self._layouts = [
@@ -192,17 +193,8 @@ class LoadedState:
 
     def _runs_of(self, flat: FlatParameter) -> list[ParameterRun]:
         """Adjacent parameters with the same group and step are one run. Equal on all ranks."""
-        runs: list[ParameterRun] = []
-        for position, group in enumerate(flat.groups):
-            others = self._others[flat, position]
-            last = runs[-1] if runs else None
-            if last and last.group == group and self._others[flat, last.first] == others:
-                last.last = position + 1
-            else:
-                runs.append(ParameterRun(flat, group, position, position + 1))
-        for run in runs:
-            run.bind()
-        return runs
+        positions = range(len(flat.parameters))
+        return adjacent_runs(flat, [self._others[flat, position] for position in positions])
 
     def _state_of(self, run: ParameterRun) -> dict[str, Any]:
         """The state of the owned part of a run, in the memory that it has now if that fits."""
@@ -281,14 +273,10 @@ def _in_order(index: int, own: Sequence[str], by_name: Mapping[str, Any]) -> lis
         missing, unknown = sorted(set(own) - by_name.keys()), sorted(by_name.keys() - set(own))
         raise ValueError(
             f"param group {index} of the state dict is of other parameters: it lacks "
-            f"{_few(missing)} and has {_few(unknown)}; use the same model and param groups"
+            f"{format_names(missing)} and has {format_names(unknown)}; use the same model and "
+            "param groups"
         )
     return [by_name[name] for name in own]
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:3])) or "none"
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -306,7 +294,8 @@ def _as_lists(value: Any) -> Any:
     return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the hyper-parameters of a saved param group, without those of this process."""
     ignored = _NO_SETTINGS | _IMPLEMENTATION
     return {key: copy.deepcopy(value) for key, value in group.items() if key not in ignored}
 
@@ -315,8 +304,8 @@ def _check_settings(index: int, settings: Mapping[str, Any], required: Mapping[s
     missing = sorted(required.keys() - settings.keys() - _OPTIONAL)
     if missing:
         raise ValueError(
-            f"param group {index} of the state dict has no {_few(missing)}; it was saved by "
-            "another optimizer class"
+            f"param group {index} of the state dict has no {format_names(missing)}; it was saved "
+            "by another optimizer class"
         )
     decoupled = settings.get("decoupled_weight_decay", required.get("decoupled_weight_decay"))
     if decoupled != required.get("decoupled_weight_decay"):

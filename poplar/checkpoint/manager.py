@@ -109,7 +109,7 @@ class CheckpointManager:
             ValueError, RankFailed: as `load_checkpoint`.
         """
         self.wait()
-        control = self._optimizer.training_parts().control
+        control = self._optimizer.training_parts().engine.control
         found = run_on_all_ranks(control, self._finished, doing="load_latest()")
         latest = control.exchange_objects(max(found, default=None), what="load_latest()")[0]
         if latest is None:

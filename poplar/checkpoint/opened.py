@@ -108,7 +108,7 @@ class OpenedCheckpoint:
         before, total = 0, max(1, sum(part.length for part in left.values()))
         mine = []
         for key, part in left.items():
-            if before * world_size // total == rank:
+            if min(before * world_size // total, world_size - 1) == rank:
                 mine.append(key)
             before += part.length
         _in_threads(self._verify, mine)

@@ -100,7 +100,7 @@ def start_save(
     """
     path = Path(os.path.abspath(folder))
     parts = optimizer.training_parts()
-    control, doing = parts.control, f"save_checkpoint({str(folder)!r})"
+    control, doing = parts.engine.control, f"save_checkpoint({str(folder)!r})"
     agreement = Agreement() if agreement is None else agreement
 
     def prepare() -> Content:
@@ -125,7 +125,6 @@ def start_save(
             return SaveJob(
                 folder=path,
                 rank=control.group.rank,
-                world_size=control.group.size,
                 items=items,
                 values=written if copy is None else copy(written),
                 metadata=agreement.metadata,
@@ -162,7 +161,7 @@ def _content(parts: TrainingParts, values: Mapping[str, Any]) -> Content:
     Local.
     """
     entries = saved_entries(parts)
-    rank, device = parts.control.group.rank, parts.engine.flats[0].device
+    rank, device = parts.engine.control.group.rank, parts.engine.flats[0].device
     own_buffers: dict[str, Tensor] = {}
     own = {"random": random_state(device), "buffers": own_buffers}
     extra: dict[str, Any] = {f"{RANK}{rank}": own}
@@ -174,7 +173,7 @@ def _content(parts: TrainingParts, values: Mapping[str, Any]) -> Content:
     return Content(
         entries=replace(entries, values={**entries.values, **extra}, paths=paths),
         state={name: digest(value) for name, value in values.items()},
-        buffers={canonical(name): buffer for name, buffer in parts.model.named_buffers()},
+        buffers={canonical(name): buffer for name, buffer in parts.engine.model.named_buffers()},
         own_buffers=own_buffers,
     )
 
@@ -185,7 +184,7 @@ class Agreement:
     metadata: Metadata
 
     def __init__(self) -> None:
-        self._by_rank: list[tuple[Sequence[WriteItem], Mapping[str, Any]]] = []
+        self._by_rank: list[tuple[list[WriteItem], Mapping[str, Any]]] = []
         self._plans: list[SavePlan] = []
 
     def items(self, rank: int) -> Sequence[WriteItem]:
@@ -213,7 +212,7 @@ class Agreement:
         differing = {n: b.cpu() for n, b in content.buffers.items() if buffers[n] != first.get(n)}
         content.own_buffers.update(differing)
 
-    def _set(self, by_rank: list[tuple[Sequence[WriteItem], Mapping[str, Any]]]) -> None:
+    def _set(self, by_rank: list[tuple[list[WriteItem], Mapping[str, Any]]]) -> None:
         """Divide what all ranks have among them."""
         plans, metadata = create_default_global_save_plan(
             dedup_save_plans([SavePlan(items) for items, _ in by_rank], True)
@@ -286,7 +285,7 @@ def _manifest(parts: TrainingParts, state: Mapping[str, Any], step: int | None) 
 
     return Manifest(
         step=step,
-        world_size=parts.control.group.size,
+        world_size=parts.engine.control.group.size,
         stage=parts.stage,
         optimizer=optimizer_name(parts),
         versions={

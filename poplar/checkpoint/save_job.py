@@ -41,7 +41,6 @@ class SaveJob:
 
     folder: Path
     rank: int
-    world_size: int
     items: Sequence[WriteItem]
     values: Mapping[MetadataIndex, Any]
     """By item, the tensor or value; a tensor is a view of the training state or of a copy."""
@@ -132,12 +131,25 @@ class PendingSave:
             self._write()
             if self.job.rank == 0:
                 publish(self.job, self._is_stopped)
-                if self._after is not None:
-                    self._after()
+                self._finish()
         except Cancelled:
             pass
         except BaseException as error:
             self._error = error
+
+    def _finish(self) -> None:
+        """Call `after`; its error says that the checkpoint is complete."""
+        if self._after is None:
+            return
+        try:
+            self._after()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the checkpoint {str(self.job.folder)!r} is complete, but older ones could not be "
+                f"removed: {error.strerror}",
+                error.filename,
+            ) from error
 
     def _is_stopped(self) -> bool:
         return self._cancel.is_set() or bool(self._control.group.failures)
@@ -169,7 +181,7 @@ def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
     """Complete the checkpoint once all ranks have written their parts; the first rank calls it."""
     storage: dict[MetadataIndex, _StorageInfo] = {}
     files: dict[str, list[Part]] = {}
-    for rank in range(job.world_size):
+    for rank in range(job.manifest.world_size):
         path = job.aside / _LIST.format(rank=rank)
         _wait_for(path, job, is_stopped)
         file = replace(job, rank=rank).data_file

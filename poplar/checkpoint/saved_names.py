@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from poplar.checkpoint.names import canonical, names_of
 from poplar.checkpoint.opened import OpenedCheckpoint
-from poplar.checkpoint.training_state import TrainingParts, parameter_names
-
-_SHOWN = 5
+from poplar.checkpoint.training_state import TrainingParts
+from poplar.formatting import format_names
 
 
 def check_model(opened: OpenedCheckpoint, model: Mapping[str, Tensor]) -> dict[str, str]:
@@ -46,8 +46,8 @@ def check_model(opened: OpenedCheckpoint, model: Mapping[str, Tensor]) -> dict[s
     unexpected = sorted(saved - {f"model.{name}" for name in model})
     if missing or unexpected:
         raise ValueError(
-            f"{opened.folder} is of another model: it lacks {_listed(missing)} and has "
-            f"{_listed(unexpected)}"
+            f"{opened.folder} is of another model: it lacks {format_names(missing)} and has "
+            f"{format_names(unexpected)}"
         )
     for name, value in model.items():
         described = opened.tensor(stored[name])
@@ -72,8 +72,9 @@ def saved_optimizer_keys(
     for name, path in opened.paths.items():
         if len(path) == 4 and path[:2] == ("optim", "state"):
             keys.setdefault(str(path[2]), {})[str(path[3])] = name
-    if unknown := sorted(keys.keys() - set(parameter_names(parts).values())):
-        raise ValueError(f"{opened.folder} has optimizer state of {_listed(unknown)}")
+    own = {canonical(name) for name, _ in parts.engine.model.named_parameters()}
+    if unknown := sorted(keys.keys() - own):
+        raise ValueError(f"{opened.folder} has optimizer state of {format_names(unknown)}")
     return keys
 
 
@@ -87,8 +88,7 @@ def saved_groups_of(opened: OpenedCheckpoint, parts: TrainingParts) -> list[dict
     for name, path in opened.paths.items():
         if len(path) == 4 and path[:2] == ("optim", "param_groups"):
             groups.setdefault(int(path[2]), {})[str(path[3])] = opened.value(name)
-    names = parameter_names(parts)
-    own = [{names[id(p)] for p in group["params"]} for group in parts.param_groups]
+    own = [set(names) for names in names_of(parts.engine.model, parts.param_groups)]
     saved = [set(groups[index].get("params", ())) for index in sorted(groups)]
     if own != saved:
         differing = [
@@ -101,9 +101,3 @@ def saved_groups_of(opened: OpenedCheckpoint, parts: TrainingParts) -> list[dict
             f"parameters of group(s) {differing} differ; build the optimizer with the same groups"
         )
     return [groups[index] for index in sorted(groups)]
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return (", ".join(map(repr, names[:_SHOWN])) + more) if names else "nothing"

@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from poplar.checkpoint.names import canonical
+from poplar.checkpoint.names import canonical, names_of
 from poplar.checkpoint.shard_tensor import ShardTensor
-from poplar.comm import Control
 from poplar.plan import Plan
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
-from poplar.zero.update import ParameterRun, ShardedUpdate, is_elementwise
+from poplar.zero.update import ParameterRun, ShardedUpdate, adjacent_runs, is_elementwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +30,6 @@ class TrainingParts:
 
     engine: Engine
     update: ShardedUpdate
-    control: Control
-    model: nn.Module
     param_groups: list[dict[str, Any]]
     """The user's: hyper-parameters and parameters."""
     stage: int
@@ -64,11 +61,6 @@ def optimizer_name(parts: TrainingParts) -> str:
     return next(kind.__name__ for kind in kinds if not kind.__module__.startswith("poplar."))
 
 
-def parameter_names(parts: TrainingParts) -> dict[int, str]:
-    """By id, the name of each parameter."""
-    return {id(p): canonical(name) for name, p in parts.model.named_parameters()}
-
-
 def is_extra_state(name: str) -> bool:
     """Whether a name in a model's state dict is a module's extra state: any value, of any shape."""
     return name.rpartition(".")[2] == "_extra_state"
@@ -77,7 +69,7 @@ def is_extra_state(name: str) -> bool:
 def model_values(parts: TrainingParts) -> dict[str, Any]:
     """What `model.state_dict()` has, without values of sharded parameters; tied names are equal."""
     with parts.engine.naming_parameters():
-        state = parts.model.state_dict(keep_vars=True)
+        state = parts.engine.model.state_dict(keep_vars=True)
     found = {canonical(name): value for name, value in state.items()}
     for flat in parts.engine.flats:
         present = {id(value) for value in found.values()}
@@ -115,10 +107,9 @@ def saved_entries(parts: TrainingParts) -> Entries:
 
 def saved_groups(parts: TrainingParts) -> list[dict[str, Any]]:
     """The param groups, with the names of their parameters."""
-    names = parameter_names(parts)
+    names = names_of(parts.engine.model, parts.param_groups)
     return [
-        {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
-        for group in parts.param_groups
+        {**group, "params": inside} for group, inside in zip(parts.param_groups, names, strict=True)
     ]
 
 
@@ -179,20 +170,11 @@ def loaded_runs(
     Args:
         shared: by parameter, its state that is not per element; nothing for those without state.
     """
-    runs: list[ParameterRun] = []
-    for flat in parts.engine.trained:
-        last: Any = None
-        for position, group in enumerate(flat.groups):
-            name = canonical(flat.names[position])
-            signature = (group, _comparable(shared.get(name)))
-            if runs and runs[-1].flat is flat and signature == last:
-                runs[-1].last = position + 1
-            else:
-                runs.append(ParameterRun(flat, group, position, position + 1))
-            last = signature
-    for run in runs:
-        run.bind()
-    return runs
+    return [
+        run
+        for flat in parts.engine.trained
+        for run in adjacent_runs(flat, [_comparable(shared.get(canonical(n))) for n in flat.names])
+    ]
 
 
 def _comparable(state: Mapping[str, Any] | None) -> Any:
@@ -252,6 +234,4 @@ def check_idle(parts: TrainingParts, doing: str) -> None:
     if engine.has_unsharded_units:
         raise RuntimeError(f"{doing} inside full_parameters(); leave that context first")
     engine.strategy.updated.finish()
-    for flat in engine.flats:
-        if flat.adopt_replaced_data() and flat.trained:
-            parts.update.refresh(flat)
+    parts.update.adopt_replaced_data(engine.flats)

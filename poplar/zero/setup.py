@@ -109,9 +109,9 @@ def check_request(
     world_size: int,
     allow_batch_norm: bool,
     overlap_param_gather: bool = False,
+    default_device: torch.device,
     weights: Weights = None,
     device: torch.device | str | None = None,
-    default_device: torch.device = torch.device("cpu"),  # noqa: B008 (a constant)
 ) -> Request:
     """Check the user's arguments on this rank alone.
 

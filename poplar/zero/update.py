@@ -80,7 +80,9 @@ class ShardedUpdate:
         """By param group, until its settings may have changed."""
         self._unstarted: set[Tensor] = set()
         """Tensors whose state `create_state` made, which their first update makes again."""
-        self.runs = [run for flat in flats for run in _first_runs(flat)]
+        self.runs = [
+            run for flat in flats for run in adjacent_runs(flat, [None] * len(flat.groups))
+        ]
         inner_groups = [
             {**group, "params": [run.tensor for run in self.runs if _in_group(run, index)]}
             for index, group in enumerate(groups)
@@ -221,6 +223,12 @@ class ShardedUpdate:
         if part is not None:
             master, values = flat.master[part], flat.shard[part]
             master.copy_(torch.where(master.to(flat.dtype) == values, master, values.float()))
+
+    def adopt_replaced_data(self, flats: Sequence[FlatParameter]) -> None:
+        """Take over values that the user has assigned to `.data` of parameters."""
+        for flat in flats:
+            if flat.adopt_replaced_data() and flat.trained:
+                self.refresh(flat)
 
     def state_layout(self, group: int, settings: Mapping[str, Any] | None = None) -> StateLayout:
         """What the state of a run in a param group consists of, found by a step of a probe.
@@ -457,11 +465,17 @@ def _unsupported_state(state: Mapping[str, Any], values: Tensor) -> list[str]:
     return []
 
 
-def _first_runs(flat: FlatParameter) -> list[ParameterRun]:
+def adjacent_runs(flat: FlatParameter, keys: Sequence[Any]) -> list[ParameterRun]:
+    """Adjacent parameters with the same param group and key are one run; they are bound.
+
+    Args:
+        keys: by position in `flat`, a value that is compared.
+    """
     runs: list[ParameterRun] = []
     for position, group in enumerate(flat.groups):
-        if runs and runs[-1].group == group:
-            runs[-1].last = position + 1
+        last = runs[-1] if runs else None
+        if last and last.group == group and keys[last.first] == keys[position]:
+            last.last = position + 1
         else:
             runs.append(ParameterRun(flat, group, position, position + 1))
     for run in runs:

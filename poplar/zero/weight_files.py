@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from poplar.formatting import format_names
 from poplar.zero.safetensors_file import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
@@ -74,7 +75,7 @@ class WeightFiles:
         if missing or unexpected:
             raise ValueError(
                 f"the weights in {self.path} are not those of this model: missing "
-                f"{_listed(missing)}, unexpected {_listed(sorted(unexpected))}"
+                f"{format_names(missing)}, unexpected {format_names(sorted(unexpected))}"
             )
         wrong = [
             f"{name!r} is {self.dtypes[name]} {self.shapes[name]} in "
@@ -163,8 +164,3 @@ def _unsaved_buffers(model: nn.Module) -> set[str]:
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{names[:_LISTED]}{more}" if names else "none"

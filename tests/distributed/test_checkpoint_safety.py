@@ -14,6 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from training import assert_raised
 
 import poplar
 from poplar import Plan
-from poplar.checkpoint import manifest, save_job
+from poplar.checkpoint import manifest, save, save_job
 from poplar.checkpoint.data_file import DataFile
 from poplar.checkpoint.opened import OpenedCheckpoint
 
@@ -282,6 +283,49 @@ def test_manager_keeps_the_last_checkpoints(
 ) -> None:
     for seen in ranks.run(save_and_prune, str(tmp_path), asynchronous, ranks=2):
         assert seen == [None, 3, ["step-00000003", "step-00000004"]]
+
+
+def save_under_two_plans(folder: str) -> None:
+    """What the ranks write is agreed on again only when it has changed."""
+    model, optimizer = build(TWO)
+    manager = poplar.CheckpointManager(folder, optimizer, asynchronous=True)
+    divide = mock.patch.object(save, "dedup_save_plans", side_effect=save.dedup_save_plans)
+    with divide as divided:
+        for step in range(1, 4):
+            train(optimizer, step, 1)
+            manager.save(step)
+        assert divided.call_count == 1
+        optimizer.apply_plan(replace(TWO, shares=(0.2, 0.8)))
+        for step in range(4, 6):
+            train(optimizer, step, 1)
+            manager.save(step)
+        assert divided.call_count == 2
+    values = values_of(model, optimizer)
+    model, optimizer = build(TWO, seed=1)
+    manager.wait()
+    assert poplar.CheckpointManager(folder, optimizer).load_latest() == 5
+    for name, value in values_of(model, optimizer).items():
+        assert torch.equal(value, values[name])
+
+
+def test_manager_agrees_again_when_the_plan_changes(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_under_two_plans, str(tmp_path), ranks=2)
+
+
+def fail_to_prune(folder: str) -> list[harness.Failure]:
+    _, optimizer = build(TWO)
+    manager = poplar.CheckpointManager(folder, optimizer, keep=1)
+    manager.save(1)
+    failing = mock.patch.object(manager, "_prune", side_effect=OSError(13, "denied", "old"))
+    with failing, harness.catching() as caught:
+        manager.save(2)
+    assert manager.load_latest() == 2
+    return caught
+
+
+def test_error_of_pruning_says_that_the_checkpoint_is_complete(ranks: Pool, tmp_path: Path) -> None:
+    by_rank = ranks.run(fail_to_prune, str(tmp_path), ranks=2)
+    assert_raised([failures[0] for failures in by_rank], "step-00000002' is complete, but older")
 
 
 def fail_in_background(folder: str) -> list[harness.Failure]:

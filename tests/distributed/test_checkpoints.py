@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -153,6 +154,32 @@ def test_training_goes_on_with_the_same_bits(
 ) -> None:
     ranks.run(resume, stage, options, str(tmp_path / "saved"), ranks=3)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def bytes_that_a_load_reads(folder: str) -> tuple[int, int]:
+    """Of all data of the checkpoint, and of the values, which are read twice."""
+    plan = Plan(stage=3, global_batch=BATCH, micro_batches=((2, 2), (2, 2)), shares=(0.7, 0.3))
+    _, optimizer = build(plan)
+    train(optimizer, 0, 1)
+    poplar.save_checkpoint(folder, optimizer)
+    optimizer = build(plan, seed=1)[1]
+    preadv, read = os.preadv, []
+
+    def counted(*arguments: Any) -> int:
+        read.append(preadv(*arguments))
+        return read[-1]
+
+    with mock.patch.object(os, "preadv", counted):
+        poplar.load_checkpoint(folder, optimizer)
+    return sum(read), sum(flat.master.nbytes for flat in optimizer._engine.flats)
+
+
+def test_load_reads_optimizer_state_once_and_values_twice(ranks: Pool, tmp_path: Path) -> None:
+    by_rank = ranks.run(bytes_that_a_load_reads, str(tmp_path / "saved"), ranks=2)
+    read, values = map(sum, zip(*by_rank, strict=True))
+    stored = sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.distcp"))
+    small = 60_000  # what describes the tensors, other values, and the metadata
+    assert stored + values - small < read < stored + values + small
 
 
 def start(folder: str) -> dict[str, Tensor]:

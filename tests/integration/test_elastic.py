@@ -35,8 +35,9 @@ SAVE_EVERY = 3
 """So that many random moments are in a save."""
 START_SECONDS = 400.0
 """Deadline of a start of all ranks: much longer than it takes on an idle machine."""
-RENDEZVOUS = "join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=5"
-"""A host is lost after 5 s without a sign of life, instead of 15 s."""
+RENDEZVOUS = "join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=10"
+"""A host is lost after 10 s without a sign of life, instead of 15 s; on a busy machine less is not
+enough."""
 Line = dict[str, Any]
 
 

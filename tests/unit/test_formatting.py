@@ -7,6 +7,7 @@ import pytest
 from poplar.formatting import (
     format_bytes,
     format_count,
+    format_names,
     format_passes,
     format_percent,
     format_ranks,
@@ -132,3 +133,15 @@ def test_equal_passes_in_a_row_are_counted(sizes, text):
 )
 def test_large_counts_have_a_unit_name(value, text):
     assert format_count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], "none"),
+        (["a", "b"], "'a', 'b'"),
+        (list("abcdefg"), "'a', 'b', 'c', 'd', 'e' and 2 more"),
+    ],
+)
+def test_long_lists_of_names_are_cut(names, text):
+    assert format_names(names) == text

@@ -86,6 +86,7 @@ def profile_of(subject: Subject) -> ClusterProfile:
         units=None,
         world_size=RANKS,
         allow_batch_norm=False,
+        default_device=CPU,
         **dtypes,
     )
     session: Any = SimpleNamespace(
