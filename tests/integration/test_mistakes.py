@@ -249,6 +249,18 @@ def given_in_ddp(made: Made) -> None:
     made.new_optimizer(nn.parallel.DistributedDataParallel(model, process_group=harness.group()))
 
 
+def sharded_by_fsdp2(made: Made) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = models.build(RECIPE.spec)
+    optimizer = made.new_optimizer(model)
+    mesh = DeviceMesh.from_group(harness.group(), harness.device().type)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    optimizer.train_step(loss_fn, made.batch)
+
+
 def parameter_added(made: Made) -> None:
     made.model.extra = nn.Linear(3, 3)
     try:
@@ -502,6 +514,7 @@ MISTAKES = [
     Mistake(nonfinite_gradient, "the gradient norm is not finite"),
     Mistake(wrapped_in_ddp, "Do not wrap", stages=(0, 1, 2)),  # at stage 3 DDP itself raises
     Mistake(given_in_ddp, "pass the unwrapped model", stages=(0, 3)),
+    Mistake(sharded_by_fsdp2, "pass the unwrapped model", stages=(0, 1, 2)),
     Mistake(parameter_added, "build a new optimizer"),
     Mistake(parameter_replaced, "build a new optimizer"),
     Mistake(model_converted, "convert the model before the optimizer"),
