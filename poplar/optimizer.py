@@ -87,9 +87,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             optimizer.zero_grad()
 
     A backward outside `micro_batches` is one pass of weight `1 / ranks`, and every rank must run
-    it. It is the last pass of the step unless it runs inside `no_sync()`. A unit's gradients are
-    removed from `.grad` as soon as its backward is over. At stage 0, `.grad` holds the mean
-    gradient of every parameter on every rank between the last pass and `step()`.
+    it; it raises if the plan gives the ranks different numbers of samples. It is the last pass of
+    the step unless it runs inside `no_sync()`. A unit's gradients are removed from `.grad` as soon
+    as its backward is over. At stage 0, `.grad` holds the mean gradient of every parameter on every
+    rank between the last pass and `step()`. At other stages it is a placeholder then, which raises
+    when it is used: torch's `clip_grad_norm_` cannot work on one rank's slices.
 
     Collective methods, which every rank must call: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `load_state_dict`,

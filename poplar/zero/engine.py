@@ -272,6 +272,7 @@ class Engine:
 
     def _drop_pass(self) -> None:
         self._explicit_pass = self.has_early_pass = False
+        self._callback_queued = False  # a backward that fails does not call back
         self.scheduler.active = False
 
     def explain_error(self, error: Exception) -> Exception:

@@ -55,13 +55,16 @@ def _text(orders: frozenset[tuple[Any, ...]]) -> str:
 
 
 def _fingerprint(batch: Any) -> tuple[Any, ...] | None:
-    """Two sums over the first sample of each tensor; None if there is nothing to compare."""
+    """Two sums over the first sample of each tensor; None if there is nothing to compare.
+
+    It raises on no rank, because all ranks exchange the result; the step reports a bad batch.
+    """
     try:
         tensors = [tensor for tensor in pytree.tensors(batch) if tensor.dim() and len(tensor)]
-    except (TypeError, ValueError):
-        return None  # the step itself says what is wrong
-    sums = tuple(_sums(tensor[0].detach()) for tensor in tensors if not tensor.is_meta)
-    return sums if any(spread for _, _, spread in sums) else None
+        sums = tuple(_sums(tensor[0].detach()) for tensor in tensors)
+    except Exception:
+        return None
+    return sums if any(differs for _, _, differs in sums) else None
 
 
 def _sums(sample: Tensor) -> tuple[float, float, bool]:

@@ -339,31 +339,7 @@ def test_one_rank_leaves_the_first_step(ranks: Pool, affected: int, stage: int) 
         assert_close(left, reference.train(RECIPE).parameters)
 
 
-def step_alone(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
-    optimizer.step()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_step_without_backward_raises(ranks: Pool, stage: int) -> None:
-    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), step_alone)
-    assert_raised(assert_state_is_unchanged(results), "backward", kind=RuntimeError)
-
-
 # Other optimizers and scalers
-
-
-def second_optimizer(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
-    HeteroZeroOptimizer(
-        model, torch.optim.SGD, plan=run.plan, process_group=harness.group(), lr=0.1
-    )
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_second_optimizer_on_the_same_model_raises(ranks: Pool, stage: int) -> None:
-    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), second_optimizer)
-    failures = assert_state_is_unchanged(results)
-    assert_raised(failures, "optimizer")
-    assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
 
 
 def plain_grad_scaler(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
@@ -497,16 +473,6 @@ def test_optimizers_that_are_not_elementwise_raise(
     failures = assert_state_is_unchanged(results)
     assert_raised(failures, name, "elementwise")
     assert all(f.is_a(ValueError) or f.is_a(TypeError) for f in failures)
-
-
-def with_an_instance(run: Run, model: nn.Module) -> None:
-    construct_with(run, model, optimizer_class=torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-
-def test_optimizer_instance_instead_of_class_raises(ranks: Pool) -> None:
-    results = ranks.run(construct_then_train, Run(RECIPE, plan_of(1)), with_an_instance)
-    failures = assert_state_is_unchanged(results)
-    assert_raised(failures, "an instance of AdamW; pass the class", kind=TypeError)
 
 
 def with_ddp(run: Run, model: nn.Module) -> None:

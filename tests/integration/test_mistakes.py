@@ -10,9 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
+import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -242,6 +247,18 @@ def wrapped_in_ddp(made: Made) -> None:
 def given_in_ddp(made: Made) -> None:
     model = models.build(RECIPE.spec)
     made.new_optimizer(nn.parallel.DistributedDataParallel(model, process_group=harness.group()))
+
+
+def sharded_by_fsdp2(made: Made) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = models.build(RECIPE.spec)
+    optimizer = made.new_optimizer(model)
+    mesh = DeviceMesh.from_group(harness.group(), harness.device().type)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    optimizer.train_step(loss_fn, made.batch)
 
 
 def parameter_added(made: Made) -> None:
@@ -497,6 +514,7 @@ MISTAKES = [
     Mistake(nonfinite_gradient, "the gradient norm is not finite"),
     Mistake(wrapped_in_ddp, "Do not wrap", stages=(0, 1, 2)),  # at stage 3 DDP itself raises
     Mistake(given_in_ddp, "pass the unwrapped model", stages=(0, 3)),
+    Mistake(sharded_by_fsdp2, "pass the unwrapped model", stages=(0, 1, 2)),
     Mistake(parameter_added, "build a new optimizer"),
     Mistake(parameter_replaced, "build a new optimizer"),
     Mistake(model_converted, "convert the model before the optimizer"),
@@ -682,12 +700,17 @@ def test_nonfinite_step_may_be_skipped(ranks: Pool, stage: int) -> None:
         training.assert_close(parameters, reference.train(RECIPE).parameters)
 
 
-@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
-def test_other_optimizers_skip_too(ranks: Pool, name: str) -> None:
-    recipe = replace(RECIPE, optimizer=name, options=(("lr", 0.1),))
-    for skipped, _, parameters in ranks.run(
-        skip_nonfinite_steps, 2, getattr(torch.optim, name), ranks=2
-    ):
+class OwnStep(torch.optim.SGD):
+    """A class whose step cannot be left out on the device."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, OwnStep])
+def test_other_optimizers_skip_too(ranks: Pool, optimizer_class: Any) -> None:
+    recipe = replace(RECIPE, optimizer="SGD", options=(("lr", 0.1),))
+    for skipped, _, parameters in ranks.run(skip_nonfinite_steps, 2, optimizer_class, ranks=2):
         assert skipped == [False, True, False]
         training.assert_close(parameters, reference.train(recipe).parameters)
 
@@ -733,3 +756,30 @@ def test_autocast_over_fp32_parameters(ranks: Pool, where: str, stage: int) -> N
     for parameters in ranks.run(train_in_autocast, stage, where, ranks=2):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameters[name], parameter.data, rtol=2e-3, atol=2e-3)
+
+
+def test_program_of_the_guide(tmp_path: Path) -> None:
+    """Its last gradient norm is the same on both ranks."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs/guides/mistakes.md").read_text("utf-8")
+    script = tmp_path / "train.py"
+    script.write_text(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)[0])
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ran = subprocess.run(
+        [sys.executable, *launcher, script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(root),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    norms = re.findall(r"rank \d: gradient norm ([\d.]+)", ran.stdout)
+    assert len(norms) == 2
+    assert norms[0] == norms[1]

@@ -1,0 +1,115 @@
+"""On a device that computes asynchronously, the host reads a step's outcome in the next step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from poplar.errors import PoplarError, RankFailed
+from poplar.zero.nonfinite import NonFiniteSteps, check_choice
+from poplar.zero.streams import Streams
+
+
+class FakeStreams(Streams):
+    """Events are names; nothing is computed."""
+
+    asynchronous = True
+
+    def timestamp(self) -> Any:
+        return "the end of the update"
+
+
+class Host:
+    """Records what the host waits for and undoes."""
+
+    def __init__(
+        self, choice: str = "raise", *, rank: int = 0, skips_on_device: bool = True
+    ) -> None:
+        self.did: list[str] = []
+        self.messages = [None, None]
+        group = SimpleNamespace(rank=rank, size=2, wait_for_event=self._wait)
+        control = SimpleNamespace(group=group, exchange_objects=self._exchange)
+        update = SimpleNamespace(
+            skips_on_device=skips_on_device, undo_step_count=lambda: self.did.append("undo")
+        )
+        self.steps = NonFiniteSteps(choice, update, FakeStreams(), control)  # type: ignore[arg-type]
+
+    def _wait(self, event: str, what: str) -> None:
+        self.did.append(f"wait for {event}")
+
+    def _exchange(self, value: Any, *, what: str) -> list[Any]:
+        return [value, "PoplarError: rank 1: the loss is nan"]
+
+    def end_step(self, *losses: float, norm: float | None = None) -> None:
+        summary = SimpleNamespace(
+            losses=torch.tensor(losses, dtype=torch.float64),
+            norm_type=None if norm is None else 2.0,
+            norm=torch.tensor(norm or 0.0, dtype=torch.float64),
+        )
+        flag = self.steps.flag(summary, has_losses=True)  # type: ignore[arg-type]
+        assert flag is not None
+        own = [summary.losses[0]]
+        self.steps.record(flag, summary.losses, own, applied=not self.steps.skips())
+
+
+WAIT = "wait for the end of the update"
+
+
+def test_a_finite_step_is_read_in_the_next_one() -> None:
+    host = Host()
+    host.end_step(1.0, 2.0, norm=3.0)
+    assert host.did == []
+    host.steps.raise_if_found()
+    assert host.did == [WAIT]
+
+
+def test_the_rank_with_the_loss_raises_it_and_the_other_names_the_rank() -> None:
+    host = Host()
+    host.end_step(float("nan"), 2.0)
+    assert host.did == []
+    with pytest.raises(PoplarError, match=r"rank 0: the loss is nan in pass 1 of 1; no rank"):
+        host.steps.raise_if_found()
+    assert host.did == [WAIT, "undo"]
+    host.steps.raise_if_found()  # once
+
+    other = Host()
+    other.end_step(1.0, float("inf"))
+    with pytest.raises(RankFailed, match=r"rank 1: the loss is nan"):
+        other.steps.raise_if_found()
+
+
+def test_an_infinite_norm_raises_on_all_ranks() -> None:
+    host = Host()
+    host.end_step(1.0, 2.0, norm=float("inf"))
+    with pytest.raises(PoplarError, match="the gradient norm is not finite"):
+        host.steps.raise_if_found()
+
+
+def test_state_is_complete_before_it_is_read() -> None:
+    host = Host("skip")
+    host.end_step(float("nan"), 2.0)
+    host.steps.settle()
+    assert host.did == [WAIT, "undo"]
+    with pytest.warns(UserWarning, match=r"skipped: the loss of rank\(s\) \[0\]"):
+        host.steps.raise_if_found()
+
+
+@pytest.mark.parametrize(("choice", "waits"), [("raise", False), ("skip", True)])
+def test_a_class_that_cannot_skip_on_the_device_delays_the_host_only_to_skip(
+    choice: str, waits: bool
+) -> None:
+    host = Host(choice, skips_on_device=False)
+    assert host.steps.skips() == waits
+    if not waits:
+        host.end_step(float("nan"), 2.0)
+        with pytest.raises(PoplarError, match="load a checkpoint"):
+            host.steps.raise_if_found()
+        assert "undo" not in host.did
+
+
+def test_unknown_choice_raises() -> None:
+    with pytest.raises(ValueError, match="use 'raise' or 'skip'"):
+        check_choice("ignore")
