@@ -39,6 +39,7 @@ from poplar.zero.first_batch import compare_first_batches
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
 from poplar.zero.initial_values import Weights
+from poplar.zero.loss_mean import FirstLossCheck
 from poplar.zero.materialization import check_unused, move_to_meta
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
@@ -68,8 +69,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         g = sum over ranks r, passes s of  w[r][s] * grad(mean loss of micro-batch (r, s))
         w[r][s] = samples of micro-batch (r, s) / samples of all ranks in this step
 
-    With `weight=f`, `f(micro_batch)` replaces the number of samples (for example, the number of
-    tokens for a loss that is a mean over tokens). `loss="sum"` makes each weight `1 / total`, and
+    With `weight=f`, `f(micro_batch)` replaces the number of samples (`weight=poplar.tokens()` for a
+    loss that is a mean over tokens). `loss="sum"` makes each weight `1 / total`, and
     `loss="global_mean"` makes it 1, for losses that are already divided. Gradients are weighted and
     added in fp32, in rank order: at one stage, the same batches give the same bits for any shares.
 
@@ -225,6 +226,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._engine, self._update = build_engine(request, comm, self._control, dtype)
         replicated = self._engine.strategy.replicates_state
         self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
+        looking = 0 if plan is None else max(range(plan.world_size), key=plan.samples)
+        looks = self._group.rank == looking and self._engine.values_are_readable
+        self._first_loss = FirstLossCheck(looks=looks)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
         self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
@@ -284,6 +288,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             raise TypeError(_PLAIN_SCALER)
         scaler = scaler if scaler is not None else self._default_scaler
         engine = self._engine
+        if weight is None and loss == "mean":
+            self._first_loss.look(loss_fn, self._model, batch)
         stopwatch = Stopwatch(engine.strategy.streams, self._group)
         norm_type = None if max_norm is None and scaler is None else 2.0
         while True:

@@ -59,6 +59,7 @@ class UnequalPasses:
         self._splitter = BatchSplitter(plan, synchronizes_every_pass=every_pass)
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(self._model)
         self._open: MicroBatch | None = None
+        self._has_run = False
         self._in_step = False
         self._has_agreed = False
         self._has_failed = False
@@ -120,7 +121,7 @@ class UnequalPasses:
         watch = self._called.register_forward_hook(self._watch_outputs)
         try:
             for micro_batch in micro_batches:
-                self._open = micro_batch
+                self._open, self._has_run = micro_batch, False
                 with self._pass(last=micro_batch.last):
                     yield micro_batch.batch if micro_batch.samples else one_sample(batch)
                     if self._open is not None:
@@ -144,7 +145,8 @@ class UnequalPasses:
 
         Raises:
             RankFailed: another rank failed before its last backward, so no gradient was reduced.
-            RuntimeError: not in the loop, or called twice for one micro-batch.
+            RuntimeError: not in the loop, called twice for one micro-batch, or the loss is not of
+                this model.
         """
         micro_batch = self._open
         if micro_batch is None:
@@ -152,6 +154,12 @@ class UnequalPasses:
                 f"rank {self._group.rank}: backward() is for the loop over passes, once for each "
                 "micro-batch: for micro_batch in passes(batch): "
                 "passes.backward(loss_fn(model, micro_batch))"
+            )
+        if not self._has_run:
+            raise RuntimeError(
+                f"rank {self._group.rank}: the model that UnequalPasses was given has not run in "
+                f"this pass, so {self.engine} would not reduce its gradients; compute the loss "
+                "with that model, and give UnequalPasses the compiled one if you compile it"
             )
         check_scalar(loss, prefix=f"rank {self._group.rank}: ")
         if micro_batch.last:
@@ -196,6 +204,7 @@ class UnequalPasses:
 
     def _watch_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook: a backward that has no weight fails before the engine communicates."""
+        self._has_run = True
 
         def check(gradient: Tensor) -> None:
             if self._open is not None:

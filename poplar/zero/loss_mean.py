@@ -5,6 +5,7 @@ The loss of a few samples is compared with those of two parts, under the weights
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -98,6 +99,30 @@ def wrong_weight(loss_fn: LossFunction, model: nn.Module, batch: Any) -> str | N
             "on how a batch is split"
         )
     return None
+
+
+class FirstLossCheck:
+    """Warns in the first step if the loss of a language model is weighted by samples.
+
+    One rank looks, without communication, and only if its batch has ignored labels.
+    """
+
+    def __init__(self, *, looks: bool) -> None:
+        """`looks`: this is the rank that looks, and it has the values of all parameters."""
+        self._looks = looks
+
+    def look(self, loss_fn: LossFunction, model: nn.Module, batch: Any) -> None:
+        """Look at the first batch that is given; ignore later ones."""
+        looks, self._looks = self._looks, False
+        if not looks:
+            return
+        try:
+            has_labels = next(_ignoring_labels(batch), None) is not None
+            found = wrong_weight(loss_fn, model, batch) if has_labels else None
+        except Exception:  # the step reports a wrong batch on all ranks
+            return
+        if found is not None:
+            warnings.warn(found, stacklevel=4)
 
 
 def _value(loss_fn: LossFunction, model: nn.Module, batch: Any) -> float:

@@ -86,6 +86,11 @@ def calls_no_backward(job: Job, model: Any, passes: Any) -> None:
         pass
 
 
+def runs_the_unwrapped_model(job: Job, model: Any, passes: Any) -> None:
+    for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+        passes.backward(training.loss_fn(model.module, micro_batch))
+
+
 def calls_backward_twice(job: Job, model: Any, passes: Any) -> None:
     for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
         loss = training.loss_fn(model, micro_batch)
@@ -111,6 +116,7 @@ LOOPS = {
         raises_on_one_rank,
         calls_backward_of_the_loss,
         calls_no_backward,
+        runs_the_unwrapped_model,
         calls_backward_twice,
         has_a_batch_of_another_size,
         has_a_loss_that_is_no_scalar,
@@ -120,6 +126,7 @@ MESSAGES = {
     "raises_on_one_rank": "rank 0 left the loop over its passes",
     "calls_backward_of_the_loss": "did not call passes.backward(loss)",
     "calls_no_backward": "did not call passes.backward(loss)",
+    "runs_the_unwrapped_model": "compute the loss with that model",
     "calls_backward_twice": "rank 0 left the loop over its passes",
     "has_a_batch_of_another_size": "but the plan gives this rank 3",
     "has_a_loss_that_is_no_scalar": "rank 0 left the loop over its passes",

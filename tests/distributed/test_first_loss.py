@@ -1,0 +1,98 @@
+"""The first `train_step` warns once if the loss of a language model is weighted by samples."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import models
+import pytest
+import ranks as harness
+import torch
+import training
+from ranks import Pool
+from reference import Recipe
+from torch import nn
+from training import STAGES, Run
+
+import poplar
+from poplar import Plan
+
+WEIGHTS = {
+    "none": {},
+    "tokens": {"weight": poplar.tokens(shift=False, labels="targets")},
+}
+
+
+def plan_of(stage: int) -> Plan:
+    return Plan.manual("1,3,2", stage=stage, passes=2)
+
+
+def warnings_of_two_steps(run: Run, loss_fn: Any, weight: str) -> list[str]:
+    """What this rank warns of."""
+    _, optimizer = training.prepare(run)
+    batch = training.batch_of(run, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.train_step(loss_fn, batch, **WEIGHTS[weight])
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_mean_over_tokens_warns_once_on_one_rank(ranks: Pool, stage: int) -> None:
+    """At stage 3 a forward is collective: there `autotune` and `verify` tell."""
+    run = Run(Recipe(batches=(12,), loss="tokens"), plan_of(stage))
+    by_rank = ranks.run(warnings_of_two_steps, run, models.mean_over_tokens, "none", ranks=3)
+    assert [len(own) for own in by_rank] == [0, int(stage < 3), 0]
+    if stage < 3:
+        assert "weight=poplar.tokens(shift=False, labels='targets')" in by_rank[1][0]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "weight"), [(models.mean_over_tokens, "tokens"), (models.mean_over_samples, "none")]
+)
+def test_right_weights_do_not_warn(ranks: Pool, loss_fn: Any, weight: str) -> None:
+    run = Run(Recipe(batches=(12,), loss="tokens"), plan_of(0))
+    assert ranks.run(warnings_of_two_steps, run, loss_fn, weight, ranks=3) == [[], [], []]
+
+
+def random_numbers_and_modes(run: Run) -> tuple[list[float], bool]:
+    """Random numbers that the first forward of the step draws, and whether it trains."""
+    _, optimizer = training.prepare(run)
+    drawn: list[float] = []
+    modes: list[bool] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            modes.append(model.training)
+            drawn.append(float(torch.rand(())))
+        return models.mean_over_samples(model, batch)
+
+    torch.manual_seed(5)
+    optimizer.train_step(loss_fn, training.batch_of(run, 0))
+    return drawn, all(modes)
+
+
+def test_the_step_is_as_without_the_check(ranks: Pool) -> None:
+    run = Run(Recipe(batches=(12,), loss="tokens"), plan_of(2))
+    generator = torch.Generator().manual_seed(5)
+    expected = [float(torch.rand((), generator=generator)) for _ in range(2)]
+    assert ranks.run(random_numbers_and_modes, run, ranks=3) == [(expected, True)] * 3
+
+
+def a_wrong_batch(run: Run) -> list[str]:
+    _, optimizer = training.prepare(run)
+    batch = training.batch_of(run, 0)
+    if harness.rank() == 1:
+        batch["targets"] = batch["targets"][:-1]
+    with harness.catching() as caught:
+        optimizer.train_step(models.mean_over_samples, batch)
+    return [failure.message for failure in caught]
+
+
+def test_a_wrong_batch_is_reported_by_the_step(ranks: Pool) -> None:
+    run = Run(Recipe(batches=(12,), loss="tokens"), plan_of(0))
+    for messages in ranks.run(a_wrong_batch, run, ranks=3):
+        assert "has 5 samples" in messages[0]
