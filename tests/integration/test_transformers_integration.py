@@ -14,24 +14,12 @@ import peft
 import pytest
 import torch
 import trl
+from launched import BATCH, PLANS, SHARES, as_launched, fresh_state, three_ranks
 from ranks import Pool
 from tokenizers import Tokenizer, models
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
-from trainers import (
-    BATCH,
-    PLANS,
-    RANKS,
-    SHARES,
-    WORDS,
-    Sentences,
-    arguments,
-    as_launched,
-    fresh_state,
-    logged,
-    model_of,
-    padded,
-)
+from trainers import WORDS, Sentences, arguments, logged, model_of, padded
 from transformers import (
     HfArgumentParser,
     LlamaForCausalLM,
@@ -49,12 +37,16 @@ from poplar.integrations.transformers import (
 )
 
 
+def imported() -> None:
+    """Called first, with a deadline for importing the libraries."""
+
+
 @pytest.fixture(scope="module")
 def three() -> Iterator[Pool]:
-    """Three ranks; Accelerate knows only the world's group, so the common pool will not do."""
-    workers = Pool(RANKS, forked=True)
-    yield workers
-    workers.close()
+    """The ranks of all tests here."""
+    for workers in three_ranks():
+        workers.run(imported, timeout=300)
+        yield workers
 
 
 class Stream(IterableDataset[dict[str, list[int]]]):
