@@ -45,5 +45,5 @@ def test_program_with_trainer_plans_trains_and_resumes(tmp_path: Path) -> None:
 def test_program_with_accelerator_plans_and_trains(tmp_path: Path) -> None:
     script = program_of("accelerate.md", tmp_path)
     output = launch(script, 2, str(tmp_path / "run"), "2", "2")
-    assert float(output.rpartition(" ")[2]) < 20.0
+    assert float(output.rpartition(" ")[2]) < 0.5
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["epoch-0", "epoch-1"]
