@@ -1,18 +1,12 @@
-"""Models, data and launching for tests of trainers of Hugging Face's libraries.
-
-Accelerate's state is one per process and knows only the world's process group. So tests have their
-own pool of `RANKS` workers, and `as_launched` forgets the settings of earlier calls.
-"""
+"""Models, data and settings for tests of Hugging Face's trainers."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import ranks as pool
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from launched import BATCH
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -26,26 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-import poplar
-
-RANKS, BATCH, WORDS = 3, 12, 50
-SHARES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-"""The batch of one process, for three ranks."""
-PLANS = {
-    # The ranks differ in samples, passes and shares; the last one has fewest.
-    0: poplar.Plan(
-        stage=0, global_batch=BATCH, micro_batches=((6,), (2, 3), (1,)), shares=(1 / 3,) * 3
-    ),
-    1: poplar.Plan(
-        stage=1, global_batch=BATCH, micro_batches=((4, 4), (4,), ()), shares=(0.5, 0.3, 0.2)
-    ),
-    2: poplar.Plan(
-        stage=2, global_batch=BATCH, micro_batches=((3, 4), (1, 3), (0, 1)), shares=(0.5, 0.3, 0.2)
-    ),
-    3: poplar.Plan(
-        stage=3, global_batch=BATCH, micro_batches=((3, 4), (1, 3), (0, 1)), shares=(0.6, 0.4, 0.0)
-    ),
-}
+WORDS = 50
 
 
 def model_of(name: str) -> nn.Module:
@@ -115,24 +90,6 @@ def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
         "disable_tqdm": True,
     }
     return TrainingArguments(**(options | changes))
-
-
-def as_launched() -> None:
-    """What a launcher sets, and a state of Accelerate without the settings of earlier calls."""
-    os.environ |= {
-        "RANK": str(pool.rank()),
-        "LOCAL_RANK": str(pool.rank()),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    fresh_state()
-
-
-def fresh_state() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
 
 
 def logged(trainer: Trainer) -> list[tuple[float, float, float]]:

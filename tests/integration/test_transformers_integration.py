@@ -14,24 +14,12 @@ import peft
 import pytest
 import torch
 import trl
+from launched import BATCH, PLANS, SHARES, as_launched, fresh_state, three_ranks
 from ranks import Pool
 from tokenizers import Tokenizer, models
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
-from trainers import (
-    BATCH,
-    PLANS,
-    RANKS,
-    SHARES,
-    WORDS,
-    Sentences,
-    arguments,
-    as_launched,
-    fresh_state,
-    logged,
-    model_of,
-    padded,
-)
+from trainers import WORDS, Sentences, arguments, logged, model_of, padded
 from transformers import (
     HfArgumentParser,
     LlamaForCausalLM,
@@ -49,12 +37,16 @@ from poplar.integrations.transformers import (
 )
 
 
+def imported() -> None:
+    """Called first, with a deadline for importing the libraries."""
+
+
 @pytest.fixture(scope="module")
 def three() -> Iterator[Pool]:
-    """Three ranks; Accelerate knows only the world's group, so the common pool will not do."""
-    workers = Pool(RANKS, forked=True)
-    yield workers
-    workers.close()
+    """The ranks of all tests here."""
+    for workers in three_ranks():
+        workers.run(imported, timeout=300)
+        yield workers
 
 
 class Stream(IterableDataset[dict[str, list[int]]]):
@@ -370,6 +362,74 @@ def test_without_a_plan_the_ranks_are_measured(three, tmp_path):
         )
 
 
+def a_saved_model(name: str, folder: str) -> dict[str, torch.Tensor]:
+    """Trains and saves at stage 3, with the best of the checkpoints; returns the weights."""
+    as_launched()
+    model = with_adapters(model_of("llama")) if name == "adapters" else model_of(name)
+    trainer = PoplarTrainer(
+        model,
+        arguments(folder, **(SAVING | SHARES | {"max_steps": 4})),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        eval_dataset=Fixed(),
+        compute_metrics=metrics_of,
+        poplar=PoplarArguments(plan=PLANS[3]),
+    )
+    trainer.train()
+    trainer.save_model(f"{folder}/saved")
+    with trainer.optimizer.full_parameters():
+        saved = peft.get_peft_model_state_dict(model) if name == "adapters" else model.state_dict()
+        return {key: value.clone() for key, value in saved.items()}
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("name", ["bert", "gpt2", "adapters"])
+def test_tied_weights_and_adapters_are_saved_at_stage_3(three, tmp_path, name):
+    expected = three.run(a_saved_model, name, str(tmp_path), timeout=120)[0]
+    if name == "adapters":
+        loaded = peft.PeftModel.from_pretrained(model_of("llama"), tmp_path / "saved")
+        found = peft.get_peft_model_state_dict(loaded)
+    else:
+        found = type(model_of(name)).from_pretrained(tmp_path / "saved").state_dict()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+
+
+def resume_a_stream(plan: poplar.Plan, folder: str) -> Any:
+    """Five steps, and the last two again after a checkpoint, with a loss scale."""
+    as_launched()
+    outcomes = []
+    for checkpoint in (None, f"{folder}/checkpoint-3"):
+        trainer = PoplarTrainer(
+            model_of("llama"),
+            arguments(folder, max_steps=5, save_strategy="steps", save_steps=3, **SHARES),
+            data_collator=padded,
+            train_dataset=Stream(),
+            poplar=PoplarArguments(plan=plan),
+        )
+        trainer._scaler = poplar.GradScaler("cpu", init_scale=64.0)  # as with fp16=True
+        trainer.train(resume_from_checkpoint=checkpoint)
+        outcomes.append((logged(trainer), trainer._scaler.state_dict()))
+    return outcomes
+
+
+def test_a_stream_and_a_loss_scale_go_on_where_they_were(three, tmp_path):
+    fresh_state()
+    alone = Trainer(
+        model_of("llama"),
+        arguments(tmp_path, max_steps=5),
+        data_collator=padded,
+        train_dataset=Stream(),
+    )
+    alone.train()
+    for first, again in three.run(resume_a_stream, PLANS[2], str(tmp_path / "here"), timeout=120):
+        assert again == first
+        torch.testing.assert_close(
+            torch.tensor(first[0]), torch.tensor(logged(alone)), rtol=1e-4, atol=1e-5
+        )
+
+
 def resume_from_trainer(plan: poplar.Plan, folder: str) -> Any:
     as_launched()
     trainer = PoplarTrainer(
@@ -419,14 +479,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"poplar": PoplarArguments(plan=PLANS[0])},
     ),
     "dataloader_drop_last": ({**SHARES, "num_train_epochs": 1, "max_steps": -1}, {}),
-    "compute_loss communicates": (dict(SHARES), {"compute_loss_func": lambda *a, **k: GATHER()}),
 }
-
-
-def GATHER() -> Any:
-    from accelerate import Accelerator
-
-    return Accelerator().gather(torch.ones(1))
 
 
 def refused(number: int, folder: str) -> None:
@@ -443,11 +496,52 @@ def refused(number: int, folder: str) -> None:
     trainer.train()
 
 
-@pytest.mark.parametrize("message", list(REFUSED)[:-1])
+@pytest.mark.parametrize("message", list(REFUSED))
 def test_what_is_not_supported_says_what_to_change(three, tmp_path, message):
     errors = three.run_expecting_errors(refused, list(REFUSED).index(message), str(tmp_path))
     for error in errors:
         assert message in error.message
+
+
+class GathersInLoss(PoplarTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return self.accelerator.gather(super().compute_loss(*args, **kwargs)).mean()
+
+
+def gather_in_loss(folder: str) -> None:
+    as_launched()
+    trainer = GathersInLoss(
+        model_of("llama"),
+        arguments(folder, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(24),
+        poplar=PoplarArguments(plan=PLANS[0]),
+    )
+    trainer.train()
+
+
+def test_a_loss_that_communicates_is_refused(three, tmp_path):
+    for error in three.run_expecting_errors(gather_in_loss, str(tmp_path)):
+        assert "compute_loss communicates" in error.message
+
+
+class OwnStep(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().training_step(*args, **kwargs)
+
+
+class PlannedOwnStep(PoplarTrainerMixin, OwnStep):
+    pass
+
+
+def with_own_step(folder: str) -> None:
+    as_launched()
+    PlannedOwnStep(model_of("llama"), arguments(folder), train_dataset=Sentences(12))
+
+
+def test_a_method_that_the_mixin_would_replace_is_refused(three, tmp_path):
+    for error in three.run_expecting_errors(with_own_step, str(tmp_path)):
+        assert "OwnStep.training_step, which it would replace" in error.message
 
 
 def orders(strategy: str) -> list[list[int]]:

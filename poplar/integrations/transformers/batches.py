@@ -108,12 +108,14 @@ class EpochSampler(HeteroBatchSampler):
 
 
 class EpochLoader(DataLoader[Any]):
-    """A loader that tells its sampler, or its dataset, which epoch is next."""
+    """A loader that tells its sampler, or the source of its stream, which epoch is next."""
+
+    source: Any = None
 
     def set_epoch(self, epoch: int) -> None:
         """As of samplers."""
         part: Any
-        for part in (self.batch_sampler, self.dataset):
+        for part in (self.batch_sampler, self.source):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 

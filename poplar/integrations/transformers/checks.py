@@ -20,13 +20,26 @@ def check_arguments(args: Any) -> None:
     _raise(list(_of_arguments(args)))
 
 
-def check_trainer(trainer: Any) -> None:
-    """Check what a trainer was constructed with.
+OWNED_METHODS = (
+    "create_optimizer",
+    "get_batch_samples",
+    "get_train_dataloader",
+    "training_step",
+    "_get_train_sampler",
+    "_prepare_inputs",
+)
+"""Methods that the mixin replaces or relies on."""
+KNOWN_CLASSES = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "_BaseTrainer", "BaseTrainer")
+"""Trainer classes whose own versions of these methods are known to be replaceable."""
+
+
+def check_trainer(trainer: Any, mixin: type) -> None:
+    """Check what a trainer was constructed with, and its class.
 
     Raises:
         ValueError: Poplar cannot train with it.
     """
-    _raise(list(_of_trainer(trainer)))
+    _raise([*_of_class(type(trainer), mixin), *_of_trainer(trainer)])
 
 
 def _raise(problems: list[str]) -> None:
@@ -105,3 +118,17 @@ def _of_trainer(trainer: Any) -> Iterator[str]:
         trainer, "is_distributed_loading_by_transformers", False
     ):
         yield "a model that from_pretrained has sharded: load it without tp_plan"
+
+
+def _of_class(trainer_class: type, mixin: type) -> Iterator[str]:
+    """Methods of classes behind the mixin that it would replace without a word."""
+    bases = trainer_class.__mro__
+    behind = bases[bases.index(mixin) + 1 :]
+    for name in OWNED_METHODS:
+        owner = next((cls for cls in behind if name in vars(cls)), None)
+        if owner is not None and owner.__name__ not in KNOWN_CLASSES:
+            yield (
+                f"{owner.__name__}.{name}, which it would replace: put what it does into "
+                "compute_loss, the data collator or a callback, or override it in a class in front "
+                "of the mixin"
+            )

@@ -3,15 +3,16 @@
 Private methods of `Trainer` that it overrides: `_clip_grad_norm`, `_get_grad_norm`,
 `_track_num_input_tokens`, `_maybe_log_save_evaluate`, `_save_optimizer_and_scheduler`,
 `_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`, `_prepare_inputs`,
-`_remove_unused_columns`, `_get_collator_with_removed_columns`, `_get_train_sampler`. Attributes:
-`_train_batch_size`, `_globalstep_last_logged`, `_loss_shifts_labels`, `_metrics` (TRL). Tested with
-transformers 5.23, accelerate 1.15 and trl 1.16.
+`_remove_unused_columns`, `_get_collator_with_removed_columns`, `_get_train_sampler`, `_save`.
+Attributes: `_train_batch_size`, `_globalstep_last_logged`, `_loss_shifts_labels`, `_metrics` (TRL).
+Tested with transformers 5.23, accelerate 1.15 and trl 1.16.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,10 +22,10 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import start_save
@@ -86,7 +87,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self._plan: Plan | None = None
         super().__init__(*args, **kwargs)
         check_arguments(self.args)
-        check_trainer(self)
+        check_trainer(self, PoplarTrainerMixin)
         self.args = _without_accumulation(self.args)
         self._train_batch_size = self.args.train_batch_size
         self.collate_train: Collate = self.data_collator
@@ -121,7 +122,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         }
         if isinstance(dataset, IterableDataset):
             stream = split_stream(dataset, plan, drop_last=self.args.dataloader_drop_last)
-            return EpochLoader(stream, batch_size=None, **options)
+            loader = EpochLoader(stream, batch_size=None, **options)
+            loader.source = dataset
+            return loader
         workers, rank = self.args.dataloader_num_workers, self.args.process_index
         options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=rank)
         return EpochLoader(dataset, batch_sampler=self._batch_sampler(dataset, plan), **options)
@@ -328,16 +331,23 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             super().save_model(output_dir, _internal_call)
             return
         folder = self.args.output_dir if output_dir is None else output_dir
+        parts = owned.training_parts()
+        sharded = parts.engine.strategy.shards_parameters
 
-        def save() -> None:
-            super(PoplarTrainerMixin, self).save_model(output_dir, _internal_call)
+        def save(state: dict[str, Any] | None = None) -> None:
+            if self.args.should_save:
+                self._save(folder, state_dict=state)
 
-        control, doing = owned.training_parts().control, f"save_model({folder!r})"
-        if not owned.training_parts().engine.strategy.shards_parameters:
-            run_on_all_ranks(control, save, doing=doing)
-            return
-        with owned.full_parameters():
-            run_on_all_ranks(control, save, doing=doing)
+        doing = f"save_model({str(folder)!r})"
+        if sharded and isinstance(self.model, PreTrainedModel):
+            run_on_all_ranks(parts.control, lambda: save({}), doing=doing)
+            # Every rank sends its part, so no rank holds the whole model.
+            owned.save_model(Path(folder) / SAFE_WEIGHTS_NAME)
+        else:
+            with owned.full_parameters() if sharded else nullcontext():
+                run_on_all_ranks(parts.control, save, doing=doing)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every rank writes its part of the state of training. Collective."""
