@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import poplar
-from poplar.integrations.lightning import PoplarStrategy, to_lightning_checkpoint
+from poplar.callbacks import JsonLines
+from poplar.integrations.lightning import PoplarMonitor, PoplarStrategy, to_lightning_checkpoint
 from poplar.integrations.lightning.batches import EvenBatchSampler
 
 SAMPLES, GLOBAL_BATCH, WIDTH = 46, 8, 32
@@ -128,7 +130,8 @@ def numbers(metrics: Any) -> dict[str, float]:
 
 def train(folder: Path, plan: Any) -> dict[str, Any]:
     with environment():
-        module, run = model(), on_ranks(folder, plan)
+        monitor = PoplarMonitor([JsonLines(folder / "progress.jsonl")], every=8)
+        module, run = model(), on_ranks(folder, plan, callbacks=[monitor])
         run.fit(module, data(), data(45, batch_size=3, drop_last=False))
         return {"losses": module.losses, "logged": numbers(run.callback_metrics)}
 
@@ -143,6 +146,9 @@ def test_losses_and_logged_values_are_those_of_one_process(ranks, tmp_path, stag
         assert found["logged"].keys() == expected.keys()
         for name, value in expected.items():
             assert found["logged"][name] == pytest.approx(value, rel=1e-4), name
+    _, *reports = map(json.loads, (tmp_path / "progress.jsonl").read_text().splitlines())
+    assert [report["step"] for report in reports] == [8, 16, 20]
+    assert reports[-1]["loss"] == pytest.approx(module.losses[-1], rel=1e-4)
 
 
 def stop_and_resume(folder: Path, stage: int) -> dict[str, Any]:
