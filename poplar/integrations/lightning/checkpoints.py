@@ -57,7 +57,8 @@ def to_lightning_checkpoint(folder: str | Path, file: str | Path) -> None:
     """Write a folder as a checkpoint file of a single process, with weights and optimizer state.
 
     `LightningModule.load_from_checkpoint(file)` and `Trainer.fit(ckpt_path=file)` with any strategy
-    read it. One process needs memory for all of it.
+    read it. A place in the middle of an epoch is left out, because a plain DataLoader cannot go
+    there. One process needs memory for all of it.
 
     Raises:
         FileExistsError: the file exists.
@@ -67,7 +68,9 @@ def to_lightning_checkpoint(folder: str | Path, file: str | Path) -> None:
     path = Path(file)
     if path.exists():
         raise FileExistsError(f"{path} exists; choose another name, or remove it first")
-    torch.save(read_folder(Path(folder)), path)
+    values = read_folder(Path(folder))
+    values["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+    torch.save(values, path)
 
 
 def full_weights(optimizer: HeteroZeroOptimizer, model: nn.Module) -> dict[str, Tensor] | None:

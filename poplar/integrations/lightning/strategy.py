@@ -38,10 +38,13 @@ from poplar.integrations.lightning.configured_optimizer import (
 from poplar.integrations.lightning.distributed import DistributedStrategy
 from poplar.integrations.lightning.logged_values import DiscardedLog, EvaluationLog, PassLog
 from poplar.integrations.lightning.precision import AutocastPrecision, supported
+from poplar.integrations.lightning.running_step import RunningStep
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
+from poplar.profile import ClusterProfile
 from poplar.system.devices import describe
-from poplar.tuning.autotune import autotune
+from poplar.tuning.autotune import tune
+from poplar.zero.step_result import StepResult
 
 
 class PoplarStrategy(DistributedStrategy):
@@ -90,7 +93,7 @@ class PoplarStrategy(DistributedStrategy):
         **tuning: Any,
     ) -> None:
         super().__init__(timeout, process_group_backend)
-        unknown = tuning.keys() - inspect.signature(autotune).parameters.keys()
+        unknown = tuning.keys() - inspect.signature(tune).parameters.keys()
         if unknown:
             raise TypeError(
                 f"PoplarStrategy got unknown arguments {sorted(unknown)}; besides its own it takes "
@@ -117,7 +120,9 @@ class PoplarStrategy(DistributedStrategy):
         """The user's `accumulate_grad_batches`; the plan's passes replace it."""
         self._train_loader: Any = None
         """As the user has built it."""
-        self._log: PassLog | None = None
+        self._step: RunningStep | None = None
+        self._result: StepResult | None = None
+        self._profile: ClusterProfile | None = None
         self._loaded_folder = False
 
     @classmethod
@@ -141,6 +146,18 @@ class PoplarStrategy(DistributedStrategy):
         plan = self.optimizer.plan
         assert plan is not None
         return plan
+
+    @property
+    def profile(self) -> ClusterProfile | None:
+        """The profile that the plan was made from; None if the plan was given."""
+        return self._profile
+
+    @property
+    def last_result(self) -> StepResult:
+        """The result of the last step, for `poplar.callbacks.Monitor`."""
+        if self._result is None:
+            raise RuntimeError("PoplarStrategy has a result once a step has ended")
+        return self._result
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -297,7 +314,7 @@ class PoplarStrategy(DistributedStrategy):
 
         clip = trainer.gradient_clip_val
         with self._discarding(trainer, module):
-            return autotune(
+            tuned = tune(
                 module,
                 loss_fn,
                 self._example(loader),
@@ -311,6 +328,8 @@ class PoplarStrategy(DistributedStrategy):
                 **self._engine_options,
                 **recipe.options,
             )
+        self._profile = tuned.profile
+        return tuned.plan
 
     @contextmanager
     def _discarding(self, trainer: Any, module: pl.LightningModule) -> Iterator[None]:
@@ -394,6 +413,7 @@ class PoplarStrategy(DistributedStrategy):
 
         output: Any = None
         with self._collecting(trainer) as log:
+            self._step = RunningStep(optimizer, log)
             passes = optimizer.micro_batches(batch, weight)
             for number, micro_batch in enumerate(passes):
                 log.weight = weights[number]
@@ -402,6 +422,7 @@ class PoplarStrategy(DistributedStrategy):
                 log.add_loss(loss)
                 self.backward(loss, optimizer)
                 del loss
+            self._step.passes_done()
         shown = torch.zeros((), device=self.root_device)
         return {**output, "loss": shown} if isinstance(output, Mapping) else shown
 
@@ -411,7 +432,7 @@ class PoplarStrategy(DistributedStrategy):
         loop = trainer.fit_loop.epoch_loop
         results = loop._results
         idle = [rank for rank in range(self.world_size) if not self.plan.samples(rank)]
-        log = self._log = PassLog(results, idle[0] if idle else None)
+        log = PassLog(results, idle[0] if idle else None)
         loop._results = log
         try:
             yield log
@@ -427,10 +448,9 @@ class PoplarStrategy(DistributedStrategy):
     ) -> Any:
         """Run the passes in `closure`, clip and update; then all ranks log. Collective."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        log, self._log = self._log, None
-        if log is not None:
-            control = self.optimizer.training_parts().control
-            loss = log.finish(control, self.root_device)
+        step, self._step = self._step, None
+        if step is not None:
+            loss, self._result = step.finish(self.root_device)
             outcome = closure._result if isinstance(closure, Closure) else None
             if outcome is not None and outcome.loss is not None:
                 outcome.loss.copy_(loss)

@@ -1,0 +1,126 @@
+"""`Monitor`: reads the results of steps now and then, and passes them to loggers on rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from poplar.callbacks.progress import Progress
+from poplar.hardware.estimate import sum_of_speeds
+from poplar.optimizer import HeteroZeroOptimizer
+from poplar.plan import Plan
+from poplar.profile import ClusterProfile
+from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.step_result import StepResult
+
+
+class Logger(Protocol):
+    """Where progress goes. Its methods are called on rank 0 only."""
+
+    def start(self, plan: Plan | None, profile: ClusterProfile | None) -> None:
+        """Called before the first report."""
+
+    def log(self, progress: Progress) -> None:
+        """Called once per report."""
+
+    def close(self) -> None:
+        """Called when training has ended."""
+
+
+class Monitor:
+    """Reports the progress of training to loggers.
+
+        monitor = Monitor(optimizer, [TensorBoard("logs"), JsonLines("run.jsonl")], every=20)
+        for batch in loader:
+            monitor(optimizer.train_step(loss_fn, batch))
+        monitor.close()
+
+    Between reports it only keeps the results: nothing is read from the device, and no message is
+    sent. A report waits for the device and exchanges one message.
+
+    Args:
+        optimizer: whose results it gets.
+        loggers: where reports go; the same on all ranks, used on rank 0.
+        every: steps per report.
+        profile: of `poplar.tune(...).profile`, for the percentage of the sum of speeds and for
+            `RunFile`; the same on all ranks.
+
+    Raises:
+        ValueError: `every` is less than 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: HeteroZeroOptimizer,
+        loggers: Sequence[Logger],
+        *,
+        every: int = 20,
+        profile: ClusterProfile | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"Monitor(every={every}); report every step or less often")
+        self._optimizer, self._every, self._profile = optimizer, every, profile
+        self._control = optimizer.training_parts().control
+        self._loggers = tuple(loggers) if self._control.group.rank == 0 else ()
+        self._sum_of_speeds = None if profile is None else _sum_of_speeds(profile)
+        self._pending: list[StepResult] = []
+        self._step = 0
+        self._on_loggers(lambda logger: logger.start(optimizer.plan, profile))
+        self._since = time.perf_counter()
+
+    def __call__(self, result: StepResult) -> None:
+        """Take the result of a step. Every rank must call it; every `every`th call is collective.
+
+        Raises:
+            RankFailed: a logger failed on rank 0, which raises the cause.
+        """
+        self._step += 1
+        self._pending.append(result)
+        if len(self._pending) == self._every:
+            self._report()
+
+    def close(self) -> None:
+        """Report the last steps and close the loggers. Collective."""
+        if self._pending:
+            self._report()
+        self._on_loggers(lambda logger: logger.close())
+
+    def _report(self) -> None:
+        """Read the results and log them. Collective."""
+        results, self._pending = self._pending, []
+        mine = [(result.seconds, result.waiting_seconds) for result in results]
+        by_rank = self._control.exchange_objects(mine, what="the progress of training")
+        now = time.perf_counter()
+        steps = list(zip(*by_rank, strict=True))
+        progress = Progress(
+            step=self._step,
+            losses=tuple(result.loss for result in results),
+            grad_norm=results[-1].grad_norm,
+            samples=sum(result.samples for result in results),
+            step_seconds=tuple(max(seconds for seconds, _ in step) for step in steps),
+            wall_seconds=now - self._since,
+            waiting_seconds=tuple(
+                sum(waiting for _, waiting in rank) / len(rank) for rank in by_rank
+            ),
+            skipped=sum(result.skipped for result in results),
+            sum_of_speeds=self._sum_of_speeds,
+            plan=self._optimizer.plan,
+        )
+        self._on_loggers(lambda logger: logger.log(progress))
+        self._since = now
+
+    def _on_loggers(self, call: Callable[[Logger], None]) -> None:
+        """Call all loggers; if one fails, all ranks raise. Collective."""
+
+        def call_all() -> None:
+            for logger in self._loggers:
+                call(logger)
+
+        run_on_all_ranks(self._control, call_all, doing="logging the progress of training")
+
+
+def _sum_of_speeds(profile: ClusterProfile) -> float:
+    """Over all devices, each at the best batch that was measured."""
+    largest = [max(point.batch for point in device.points) for device in profile.devices]
+    return sum_of_speeds(profile, largest)

@@ -1,0 +1,170 @@
+"""`Monitor` reports steps to loggers, reads the device only then, and records runs for reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks as pool
+import torch
+from records import cluster
+from test_checkpoint_guide import ROOT, launch
+from torch import nn
+
+import poplar
+from poplar.callbacks import JsonLines, Monitor, Progress, RunFile, TensorBoard, WandB
+from poplar.errors import RankFailed
+from poplar.report import RunRecord
+
+PLAN = poplar.Plan(
+    stage=1, global_batch=6, micro_batches=((2, 1), (2,), (1,)), shares=(0.5, 0.3, 0.2)
+)
+PROFILE = cluster((30.0, 20.0, 10.0), ["CPU"] * 3)
+
+
+def train(monitored: Any, steps: int, watch: Any = None) -> list[float]:
+    """Train, with a monitor that `monitored(optimizer)` makes."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = poplar.HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=PLAN, process_group=pool.group(), lr=0.1
+    )
+    monitor = monitored(optimizer)
+    results = []
+    for _ in range(steps):
+        batch = torch.randn(PLAN.samples(pool.rank()), 8)
+        results.append(optimizer.train_step(lambda m, b: m(b).square().mean(), batch, max_norm=1.0))
+        monitor(results[-1])
+        if watch is not None:
+            watch(results)
+    monitor.close()
+    return [result.loss for result in results]
+
+
+def report_to_files(folder: Path) -> tuple[list[float], list[list[bool]]]:
+    """Losses, and after each step which results had been read."""
+    loggers = [JsonLines(folder / "a" / "log.jsonl"), TensorBoard(folder / "tb")]
+    loggers.append(RunFile(folder / "b" / "run.json", "A test"))
+    read: list[list[bool]] = []
+    losses = train(
+        lambda optimizer: Monitor(optimizer, loggers, every=4, profile=PROFILE),
+        10,
+        lambda results: read.append(["loss" in vars(result) for result in results]),
+    )
+    return losses, read
+
+
+def test_reports_have_losses_speed_waiting_and_the_record_of_the_run(ranks, tmp_path):
+    found = ranks.run(report_to_files, tmp_path, ranks=3)
+    losses, _ = found[0]
+    first, *reports = map(json.loads, (tmp_path / "a" / "log.jsonl").read_text().splitlines())
+    assert poplar.Plan.from_dict(first["plan"]) == PLAN
+    assert [report["step"] for report in reports] == [4, 8, 10]
+    for report in reports:
+        assert report["loss"] == pytest.approx(losses[report["step"] - 1])
+        assert report["percent_of_sum_of_speeds"] > 0
+        assert {f"waiting_percent/rank_{rank}" for rank in range(3)} <= report.keys()
+    assert list((tmp_path / "tb").glob("events.out.tfevents.*"))
+    record = RunRecord.from_json(tmp_path / "b" / "run.json")
+    assert record.chosen.plan == PLAN
+    assert record.chosen.losses == pytest.approx(losses)
+    assert len(record.chosen.step_seconds) == 9  # without the first one
+
+
+def test_results_are_read_only_for_a_report(ranks, tmp_path):
+    for _, read in ranks.run(report_to_files, tmp_path, ranks=3):
+        for step, of_results in enumerate(read, start=1):
+            reported = step - step % 4
+            assert of_results == [True] * reported + [False] * (step - reported)
+
+
+class Full:
+    """A logger whose disk is full."""
+
+    def start(self, plan: Any, profile: Any) -> None:
+        pass
+
+    def log(self, progress: Progress) -> None:
+        raise OSError("no space left on device")
+
+    def close(self) -> None:
+        pass
+
+
+def report_to_a_full_disk() -> None:
+    train(lambda optimizer: Monitor(optimizer, [Full()], every=2), 2)
+
+
+def test_logger_that_fails_raises_on_all_ranks(ranks):
+    first, *others = ranks.run_expecting_errors(report_to_a_full_disk, ranks=3)
+    assert first.is_a(OSError)
+    assert all(other.is_a(RankFailed) and "no space left" in other.message for other in others)
+
+
+def progress(**changed: Any) -> Progress:
+    values: dict[str, Any] = {
+        "step": 2,
+        "losses": (2.0, 1.0),
+        "grad_norm": None,
+        "samples": 12,
+        "step_seconds": (0.5, 0.25),
+        "wall_seconds": 1.0,
+        "waiting_seconds": (0.0, 0.075),
+        "skipped": 0,
+        "sum_of_speeds": 32.0,
+        "plan": PLAN,
+    }
+    return Progress(**{**values, **changed})
+
+
+def test_scalars_of_a_report():
+    scalars = progress().scalars()
+    assert scalars["samples_per_second"] == 16.0
+    assert scalars["samples_per_second_with_loading"] == 12.0
+    assert scalars["percent_of_sum_of_speeds"] == 50.0
+    assert scalars["waiting_percent/rank_1"] == pytest.approx(20.0)
+    assert "grad_norm" not in scalars
+    assert "percent_of_sum_of_speeds" not in progress(sum_of_speeds=None).scalars()
+
+
+def test_a_changed_plan_is_another_run_of_the_record(tmp_path):
+    run_file = RunFile(tmp_path / "run.json")
+    run_file.start(PLAN, PROFILE)
+    smaller = PLAN.with_largest_batches({0: 1})
+    for plan in (PLAN, PLAN, smaller):
+        run_file.log(progress(plan=plan))
+    runs = RunRecord.from_json(tmp_path / "run.json").runs
+    assert [run.plan for run in runs] == [PLAN, smaller]
+    assert [len(run.step_seconds) for run in runs] == [3, 2]
+
+
+def test_a_record_needs_a_profile(tmp_path):
+    with pytest.raises(ValueError, match=r"profile=tuned\.profile"):
+        RunFile(tmp_path / "run.json").start(PLAN, None)
+
+
+@pytest.mark.full
+def test_weights_and_biases_offline(tmp_path):
+    run = WandB(project="poplar", mode="offline", dir=str(tmp_path))
+    run.start(PLAN, None)
+    run.log(progress())
+    run.close()
+    assert list(tmp_path.rglob("*.wandb"))
+
+
+@pytest.mark.slow
+def test_program_of_the_guide_writes_what_the_report_reads(tmp_path):
+    page = (ROOT / "docs/guides/monitoring.md").read_text("utf-8")
+    script = tmp_path / "train.py"
+    script.write_text(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)[0])
+    launch(script, 2, str(tmp_path / "logs"))
+    report = (sys.executable, "-m", "poplar", "report", "logs/run.json", "-o", "report.html")
+    subprocess.run(
+        report, cwd=tmp_path, check=True, timeout=240, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert "sum of speeds" in (tmp_path / "report.html").read_text("utf-8")
