@@ -65,6 +65,7 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
 
     Raises:
         OutOfMemoryInTrial: the plan needs more memory than predicted.
+        CollectiveTimeout: a rank was lost, or could not even complete a pass with the others.
     """
     report(f"steps at stage {plan.stage}")
     error: Exception | None = None
@@ -99,8 +100,14 @@ def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
     with built_optimizer(session, plan, request.optimizer_class, options) as optimizer:
         # The optimizer is dropped anyway; the ranks can go on together if this one is too small.
         optimizer._engine.free_state = optimizer._update.inner.state.clear
-        _warm_up(session, optimizer, batch)
-        return [_run_step(session, optimizer, batch) for _ in range(steps)]
+        try:
+            _warm_up(session, optimizer, batch)
+            return [_run_step(session, optimizer, batch) for _ in range(steps)]
+        except Exception as error:
+            if not optimizer._control.group.failures:
+                raise
+            # This rank has stopped all ranks, and the others raise this, too.
+            raise CollectiveTimeout(str(error)) from error
 
 
 def _observation(plan: Plan, by_rank: Sequence[Sequence[_Step]]) -> Observation:

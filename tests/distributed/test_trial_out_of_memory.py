@@ -89,10 +89,11 @@ def test_model_on_meta_is_put_back_on_meta(ranks: Pool) -> None:
 
 
 @contextmanager
-def no_unit_fits_beside_optimizer_state() -> Iterator[None]:
-    """On one rank, unsharding raises from when the optimizer has state."""
+def no_unit_fits(*, beside_state: bool) -> Iterator[None]:
+    """On one rank, unsharding raises from when the optimizer has state, or only while it has."""
     build, unshard = trial_runs.built_optimizer, ShardedParameters.unshard
     states: list[Any] = []
+    had_state = False
 
     @contextmanager
     def building(*args: Any) -> Iterator[Any]:
@@ -102,7 +103,10 @@ def no_unit_fits_beside_optimizer_state() -> Iterator[None]:
             states.pop()
 
     def limited(strategy: ShardedParameters, *args: Any, **options: Any) -> None:
-        if harness.rank() == SHORT and any(states):
+        nonlocal had_state
+        has_state = any(states)
+        had_state = had_state or has_state
+        if harness.rank() == SHORT and (has_state if beside_state else had_state):
             raise RuntimeError(MESSAGE)
         unshard(strategy, *args, **options)
 
@@ -118,7 +122,7 @@ def run_without_memory_for_a_pass() -> tuple[tuple[int, ...], int]:
     session = session_on_meta(models.mean_over_samples)
     with session.measuring():
         try:
-            with no_unit_fits_beside_optimizer_state():
+            with no_unit_fits(beside_state=True):
                 run_plan(session, PLAN, steps=1, report=lambda text: None)
         except OutOfMemoryInTrial as error:
             short = error.ranks
@@ -128,6 +132,24 @@ def run_without_memory_for_a_pass() -> tuple[tuple[int, ...], int]:
 
 def test_state_is_dropped_to_complete_a_pass_with_the_other_ranks(ranks: Pool) -> None:
     assert ranks.run(run_without_memory_for_a_pass, ranks=3) == [((SHORT,), 3)] * 3
+
+
+def run_without_any_memory() -> Failure | None:
+    session = session_on_meta(models.mean_over_samples)
+    with (
+        harness.catching() as caught,
+        session.measuring(),
+        no_unit_fits(beside_state=False),
+    ):
+        run_plan(session, PLAN, steps=1, report=lambda text: None)
+    return caught[0] if caught else None
+
+
+def test_a_trial_ends_on_all_ranks_if_dropping_the_state_is_not_enough() -> None:
+    for failure in one_off(3, run_without_any_memory, timeout=120):
+        assert isinstance(failure, Failure), failure
+        assert failure.is_a(CollectiveTimeout), failure
+        assert f"rank {SHORT} is out of memory and cannot complete a pass" in failure.message
 
 
 def train_until_a_pass_cannot_be_completed(communicator: str) -> Failure | None:
