@@ -186,7 +186,7 @@ def test_load_reads_optimizer_state_once_and_values_twice(ranks: Pool, tmp_path:
         if index.fqn.startswith("model.")
     }
     values = sum(lengths.values())
-    small = 2 * sizes[".metadata"] + 60_000  # and values that are not tensors, on both ranks
+    small = 2 * sizes[".metadata"] + 100_000  # and values that both ranks read, such as steps
     assert data + values < read < data + values + small
 
 
