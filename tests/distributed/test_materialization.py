@@ -294,7 +294,7 @@ def broken_files(folder: Path) -> dict[str, tuple[Any, str]]:
         "foreign": (folder / "foreign", "of another format"),
         "absent": (folder / "absent", "missing"),
         "index": (folder / "index.json", "whole2"),
-        "missing": (save("a", without), r"missing \['norm.bias'\], unexpected none"),
+        "missing": (save("a", without), r"missing 'norm.bias', unexpected none"),
         "unexpected": (save("b", {**state, "x": torch.ones(1)}), "unexpected 'x'"),
         "shape": (
             save("c", {**state, "norm.bias": torch.ones(3)}),
