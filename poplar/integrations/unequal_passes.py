@@ -111,8 +111,6 @@ class UnequalPasses:
             ValueError, TypeError, RuntimeError: this rank's batch is wrong, a loop body called
                 `backward` of the loss itself, or not at all.
         """
-        if self._in_step:
-            raise RuntimeError("a step was started inside the loop of another step; end it first")
         opened = self._splitter.open(
             self._control, batch, weight, loss, partial(self._check, batch)
         )
@@ -224,6 +222,8 @@ class UnequalPasses:
     # Checks.
 
     def _check(self, batch: Any) -> None:
+        if self._in_step:
+            raise RuntimeError("a step was started inside the loop of another step; end it first")
         if self._has_failed and not self.continues_after_failure:
             raise RuntimeError(
                 f"an earlier step was left in the middle of a pass, and {self.engine} holds parts "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import unequal_passes as training
 from torch import Tensor, nn
 
+from poplar.tuning import autotune
 from poplar.zero.loss_mean import wrong_weight
 
 SEEDS = range(10)
@@ -153,3 +155,19 @@ def test_nothing_changes_in_model_and_random_state():
         assert torch.equal(value, before[name])
     assert all(p.grad is None for p in model.parameters())
     assert not model._forward_pre_hooks
+
+
+def test_autotune_warns_on_the_first_rank_of_models_with_values():
+    model, batch = training.build("tagger"), ragged(seed=1)
+    request = SimpleNamespace(loss_fn=training.loss_fn, model=model, example=batch)
+
+    def warnings_of(rank: int, is_on_meta: bool) -> list[str]:
+        group = SimpleNamespace(rank=rank)
+        session = SimpleNamespace(request=request, group=group, is_on_meta=is_on_meta)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            autotune._warn_of_wrong_weight(SimpleNamespace(session=session))
+        return [str(warning.message) for warning in caught]
+
+    assert "weight=poplar.tokens(shift=False)" in warnings_of(0, False)[0]
+    assert warnings_of(1, False) == warnings_of(0, True) == []
