@@ -79,7 +79,7 @@ def square_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> to
     return ((logits - 1.0).square() * counted).sum() / num_items_in_batch
 
 
-class MeanOverLabels(LlamaForCausalLM):
+class MeanForCausalLM(LlamaForCausalLM):
     """Computes the mean of its own labels, as models do that take no `num_items_in_batch`."""
 
     accepts_loss_kwargs = False
@@ -106,7 +106,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "in the order of the dataset": {"args": {"train_sampling_strategy": "sequential"}},
     "token counts": {"args": {"include_num_input_tokens_seen": "non_padding"}},
     "plain SGD": {"args": {"optim": "sgd", "max_grad_norm": 0.0}},
-    "a mean over labels": {"model": lambda model: MeanOverLabels(model.config)},
+    "a mean over labels": {"model": lambda model: MeanForCausalLM(model.config)},
     "wide tail": {"args": {"num_train_epochs": 2, "max_steps": -1}, "samples": 55},
 }
 

@@ -42,7 +42,7 @@ from poplar.integrations.transformers.batches import (
 )
 from poplar.integrations.transformers.checks import check_arguments, check_trainer
 from poplar.integrations.transformers.compilation import compile_blocks
-from poplar.integrations.transformers.loss import PassMetrics, TrainerLoss
+from poplar.integrations.transformers.loss import PassMetrics, TrainerLoss, own_mean_weight
 from poplar.integrations.transformers.optimizer import TrainerOptimizer
 from poplar.plan import Plan
 from poplar.tuning.autotune import Tuned, tune
@@ -292,6 +292,13 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return torch.tensor(result.loss, device=self.args.device)
+
+    def loss_weight(self, inputs: Any) -> float:
+        """What the mean loss of a micro-batch counts, if it takes no `num_items_in_batch`.
+
+        Override it if the loss is another mean than over labels that are not -100 or samples.
+        """
+        return own_mean_weight(inputs, getattr(self, "_loss_shifts_labels", False))
 
     def _max_norm(self) -> float:
         """Without a limit the norm is logged all the same."""
