@@ -126,7 +126,9 @@ def grouped_by_length(lengths: Sequence[int], batch: int, generator: torch.Gener
     `Trainer` sorts them within a batch, too. Here they are shuffled, so that no rank always has the
     longest ones.
     """
-    order = get_length_grouped_indices(lengths, batch, generator=generator)
+    order: list[int] = get_length_grouped_indices(  # type: ignore[no-untyped-call]
+        lengths, batch, generator=generator
+    )
     batches = [order[start : start + batch] for start in range(0, len(order), batch)]
     shuffled = (torch.randperm(len(own), generator=generator).tolist() for own in batches)
     return [own[at] for own, places in zip(batches, shuffled, strict=True) for at in places]

@@ -90,6 +90,11 @@ def _of_arguments(args: Any) -> Iterator[str]:
         yield "save_on_each_node=True: checkpoints need an output_dir that all ranks see"
     if getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
         yield "train_sampling_strategy='batch_rebalance': the plan balances ranks; leave it out"
+    if not getattr(args, "dataloader_in_order", True):
+        yield (
+            "dataloader_in_order=False: ranks would train on parts of different global batches; "
+            "leave it out"
+        )
     if getattr(args, "activation_offloading", False):
         yield "activation_offloading=True: use activation (gradient) checkpointing"
     yield from _of_accelerator_config(args.accelerator_config)

@@ -10,9 +10,12 @@ from unittest import mock
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from poplar.data import pytree
 from poplar.integrations.transformers.batches import TrainerBatch
+
+logger = logging.get_logger(__name__)
 
 IGNORED = -100
 """The label of tokens that do not count."""
@@ -61,14 +64,28 @@ class TrainerLoss:
         return None if items is None else torch.as_tensor(items)
 
     def _weight(self, inputs: Any, items: Tensor | None) -> float:
-        if items is not None:
-            return float(items)
-        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 1:
-            # The model takes the mean over the labels itself.
-            shifted = getattr(self._trainer, "_loss_shifts_labels", False)
-            return float((labels[..., 1:] if shifted else labels).ne(IGNORED).sum())
-        return float(pytree.samples_in(inputs))
+        return float(self._trainer.loss_weight(inputs) if items is None else items)
+
+
+def own_mean_weight(inputs: Any, shifted: bool) -> float:
+    """What the loss of a model counts that takes no `num_items_in_batch`.
+
+    Args:
+        inputs: of one micro-batch.
+        shifted: the loss leaves out the first label of each row.
+
+    Returns:
+        The labels that are not ignored, if there are several per sample, else the samples.
+    """
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 1:
+        logger.warning_once(
+            "the model takes no num_items_in_batch: its loss is weighted as a mean over the "
+            f"labels that are not {IGNORED}{', shifted by one' if shifted else ''}. If it is "
+            "another mean, override loss_weight(inputs) of the trainer"
+        )
+        return float((labels[..., 1:] if shifted else labels).ne(IGNORED).sum())
+    return float(pytree.samples_in(inputs))
 
 
 class PassMetrics:

@@ -11,6 +11,7 @@ Tested with transformers 5.23, accelerate 1.15 and trl 1.16.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -41,7 +42,7 @@ from poplar.integrations.transformers.batches import (
 )
 from poplar.integrations.transformers.checks import check_arguments, check_trainer
 from poplar.integrations.transformers.compilation import compile_blocks
-from poplar.integrations.transformers.loss import PassMetrics, TrainerLoss
+from poplar.integrations.transformers.loss import PassMetrics, TrainerLoss, own_mean_weight
 from poplar.integrations.transformers.optimizer import TrainerOptimizer
 from poplar.plan import Plan
 from poplar.tuning.autotune import Tuned, tune
@@ -119,6 +120,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             "pin_memory": self.args.dataloader_pin_memory,
             "persistent_workers": self.args.dataloader_persistent_workers,
             "prefetch_factor": self.args.dataloader_prefetch_factor,
+            "multiprocessing_context": getattr(
+                self.args, "dataloader_multiprocessing_context", None
+            ),
         }
         if isinstance(dataset, IterableDataset):
             stream = split_stream(dataset, plan, drop_last=self.args.dataloader_drop_last)
@@ -131,8 +135,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
     def _dataset_and_collator(self, dataset: Any) -> tuple[Any, Collate]:
         """The dataset without columns that the model does not take, and its collator."""
-        if hasattr(dataset, "column_names") and not isinstance(dataset, IterableDataset):
-            return self._remove_unused_columns(dataset, description="Training"), self.data_collator
+        datasets: Any = sys.modules.get("datasets")  # imported, if this is one of its datasets
+        if datasets is not None and isinstance(dataset, datasets.Dataset):
+            dataset = self._remove_unused_columns(dataset, description="Training")
+            return dataset, self.data_collator
         collate = self._get_collator_with_removed_columns(self.data_collator, "Training")
         return dataset, collate
 
@@ -177,9 +183,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
     def _make_plan(self, dataset: Any) -> Plan:
         """The plan that was given, or the best one for this job. Collective."""
+        self._prepare_model()
         if self._plan is not None:
             return cast(Plan, self.plan)
-        self._prepare_model()
         global_batch = self.args.train_batch_size * self.args.world_size
         self._plan = self.poplar.given_plan(global_batch)
         if self._plan is None:
@@ -189,7 +195,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         return self._plan
 
     def _prepare_model(self) -> None:
-        """Autocast and placement as by `Trainer`, compiled blocks, and no DDP."""
+        """Autocast and placement as by `Trainer`, compiled blocks, and no DDP; once per model."""
         with compile_blocks(self.accelerator, self.model):
             prepared = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         if prepared is not self.model:
@@ -286,6 +292,13 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return torch.tensor(result.loss, device=self.args.device)
+
+    def loss_weight(self, inputs: Any) -> float:
+        """What the mean loss of a micro-batch counts, if it takes no `num_items_in_batch`.
+
+        Override it if the loss is another mean than over labels that are not -100 or samples.
+        """
+        return own_mean_weight(inputs, getattr(self, "_loss_shifts_labels", False))
 
     def _max_norm(self) -> float:
         """Without a limit the norm is logged all the same."""
