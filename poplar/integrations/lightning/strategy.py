@@ -233,6 +233,7 @@ class PoplarStrategy(DistributedStrategy):
         _check_trainer(trainer, module)
         self._accumulated = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = 1
+        self._train_loader = self._result = self._profile = None
         trainer.fit_loop._skip_backward = True  # `training_step` runs the backward of each pass
         self._plan = self._given_plan
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
