@@ -79,6 +79,8 @@ NOT_IN_WHEEL := libtorch.so libtorch_cpu.so libtorch_cuda.so libc10.so libc10_cu
 
 .PHONY: wheel
 wheel: setup ## Build a Linux wheel into dist/ that installs without a compiler; with CUDA operators (needs nvcc): make wheel CUDA=1
+	@[ -z "$(CUDA)" ] || $(BIN)/python -c 'import sys, torch; torch.version.cuda or \
+	  sys.exit(f"wheel: CUDA=1 needs a CUDA build of torch, found {torch.__version__}")'
 	rm -rf $(WHEEL_BUILD)/unchecked
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip --disable-pip-version-check -q wheel . --no-deps \
 	  --no-build-isolation -w $(WHEEL_BUILD)/unchecked -C build-dir=$(WHEEL_BUILD)/cmake \

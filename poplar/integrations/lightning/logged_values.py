@@ -6,14 +6,17 @@ Lightning logs the values of one batch on one rank. Here a step has several pass
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
+from torchmetrics import Metric
 
 from poplar.comm import Control
 
@@ -164,6 +167,21 @@ class EvaluationLog(_ResultCollection):
             if counted and options.get("batch_size") is None:
                 options["batch_size"] = float(self._weight(self.batch))  # type: ignore[misc]
         super().log(fx, name, value, **options)
+
+
+@contextmanager
+def discarding(trainer: Any, module: pl.LightningModule) -> Iterator[None]:
+    """A context for passes that do not count: nothing is logged, and metrics are reset."""
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    before = loop._results, connector._current_fx, module._current_fx_name
+    loop._results, module._current_fx_name = DiscardedLog(), "training_step"
+    try:
+        yield
+    finally:
+        loop._results, connector._current_fx, module._current_fx_name = before
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.reset()
 
 
 def already_reduced(value: Any, *_: Any, **__: Any) -> Any:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.overrides.distributed import _sync_module_states
@@ -25,10 +24,10 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from poplar.data import pytree
 from poplar.integrations.lightning import batches, checkpoints
+from poplar.integrations.lightning.checks import batch_index, check_trainer, loss_of
 from poplar.integrations.lightning.configured_optimizer import (
     OptimizerRecipe,
     StepCounter,
@@ -36,7 +35,7 @@ from poplar.integrations.lightning.configured_optimizer import (
     check_configured,
 )
 from poplar.integrations.lightning.distributed import DistributedStrategy
-from poplar.integrations.lightning.logged_values import DiscardedLog, EvaluationLog, PassLog
+from poplar.integrations.lightning.logged_values import EvaluationLog, PassLog, discarding
 from poplar.integrations.lightning.precision import AutocastPrecision, supported
 from poplar.integrations.lightning.running_step import RunningStep
 from poplar.optimizer import HeteroZeroOptimizer
@@ -230,9 +229,10 @@ class PoplarStrategy(DistributedStrategy):
         """Plan, and build the optimizer with the class and options of `configure_optimizers`."""
         module = self.lightning_module
         assert module is not None
-        _check_trainer(trainer, module)
+        check_trainer(trainer, module)
         self._accumulated = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = 1
+        self._train_loader = self._result = self._profile = None
         trainer.fit_loop._skip_backward = True  # `training_step` runs the backward of each pass
         self._plan = self._given_plan
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
@@ -310,10 +310,10 @@ class PoplarStrategy(DistributedStrategy):
             )
 
         def loss_fn(_: nn.Module, batch: Any) -> Tensor:
-            return _loss_of(self._run_step(module, batch, *_batch_index(module, 0)))
+            return loss_of(self._run_step(module, batch, *batch_index(module, 0)))
 
         clip = trainer.gradient_clip_val
-        with self._discarding(trainer, module):
+        with discarding(trainer, module):
             tuned = tune(
                 module,
                 loss_fn,
@@ -330,20 +330,6 @@ class PoplarStrategy(DistributedStrategy):
             )
         self._profile = tuned.profile
         return tuned.plan
-
-    @contextmanager
-    def _discarding(self, trainer: Any, module: pl.LightningModule) -> Iterator[None]:
-        """A context for passes that do not count: nothing is logged, and metrics are reset."""
-        loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
-        before = loop._results, connector._current_fx, module._current_fx_name
-        loop._results, module._current_fx_name = DiscardedLog(), "training_step"
-        try:
-            yield
-        finally:
-            loop._results, connector._current_fx, module._current_fx_name = before
-            for metric in module.modules():
-                if isinstance(metric, Metric):
-                    metric.reset()
 
     def _loader_of_user(self) -> Any:
         """The training loader, as the user has built it."""
@@ -418,7 +404,7 @@ class PoplarStrategy(DistributedStrategy):
             for number, micro_batch in enumerate(passes):
                 log.weight = weights[number]
                 output = self._run_step(module, micro_batch, *rest, **kwargs)
-                loss = _loss_of(output)
+                loss = loss_of(output)
                 log.add_loss(loss)
                 self.backward(loss, optimizer)
                 del loss
@@ -520,47 +506,3 @@ class PoplarStrategy(DistributedStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _check_trainer(trainer: Any, module: pl.LightningModule) -> None:
-    """Reject what would train on another gradient than the user expects.
-
-    Raises:
-        ValueError: names it, and what to use instead.
-    """
-    if not module.automatic_optimization:
-        raise ValueError(
-            "PoplarStrategy does not support manual optimization, because it runs training_step "
-            "once per pass; use automatic optimization, or a loop of your own with "
-            "HeteroZeroOptimizer.micro_batches"
-        )
-    if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") != "norm":
-        raise ValueError(
-            "PoplarStrategy clips gradients by norm only; use gradient_clip_algorithm='norm'"
-        )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise ValueError(
-            "PoplarStrategy splits batches into passes, so training_step must take a batch, not a "
-            "dataloader_iter"
-        )
-    for callback in trainer.callbacks:
-        if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
-            raise ValueError(
-                f"PoplarStrategy does not support {type(callback).__name__}: the plan has one "
-                "global batch, and the parameters may be sharded; remove the callback"
-            )
-
-
-def _batch_index(module: pl.LightningModule, index: int) -> tuple[int, ...]:
-    """The arguments of `training_step` after the batch."""
-    return (index,) if len(inspect.signature(module.training_step).parameters) > 1 else ()
-
-
-def _loss_of(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            "training_step must return its loss, or a dict with 'loss', in every pass, got "
-            f"{type(output).__name__}"
-        )
-    return loss

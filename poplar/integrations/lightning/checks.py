@@ -1,0 +1,60 @@
+"""What a Trainer and a LightningModule must be so that a step can run in passes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from torch import Tensor
+
+
+def check_trainer(trainer: Any, module: pl.LightningModule) -> None:
+    """Reject what would train on another gradient than the user expects.
+
+    Raises:
+        ValueError: names it, and what to use instead.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            "PoplarStrategy does not support manual optimization, because it runs training_step "
+            "once per pass; use automatic optimization, or a loop of your own with "
+            "HeteroZeroOptimizer.micro_batches"
+        )
+    if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") != "norm":
+        raise ValueError(
+            "PoplarStrategy clips gradients by norm only; use gradient_clip_algorithm='norm'"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ValueError(
+            "PoplarStrategy splits batches into passes, so training_step must take a batch, not a "
+            "dataloader_iter"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+            raise ValueError(
+                f"PoplarStrategy does not support {type(callback).__name__}: the plan has one "
+                "global batch, and the parameters may be sharded; remove the callback"
+            )
+
+
+def batch_index(module: pl.LightningModule, index: int) -> tuple[int, ...]:
+    """The arguments of `training_step` after the batch, if it is batch `index`."""
+    return (index,) if len(inspect.signature(module.training_step).parameters) > 1 else ()
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what `training_step` returned.
+
+    Raises:
+        TypeError: it returned none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            "training_step must return its loss, or a dict with 'loss', in every pass, got "
+            f"{type(output).__name__}"
+        )
+    return loss

@@ -1,0 +1,108 @@
+"""Language models of Hugging Face under Lightning, with losses that are means over tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import ranks as pool
+import torch
+import transformers
+from subset import choose
+from test_lightning_integration import EVERY_RANK, environment, plan_of, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
+
+import poplar
+from poplar.integrations.lightning import PoplarStrategy
+
+STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 20, 8, 12, 61
+SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
+LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def language_model(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=2,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config)
+    if kind == "bert":
+        none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config = transformers.BertConfig(**SIZES, **LLAMA, **none, intermediate_size=48)
+        return transformers.BertForMaskedLM(config)
+    config = transformers.LlamaConfig(**SIZES, **LLAMA, intermediate_size=48)
+    return transformers.LlamaForCausalLM(config)
+
+
+class LanguageModel(pl.LightningModule):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.model = language_model(kind)
+        self.seen = SumMetric()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.model(**batch).loss
+        self.log("loss", loss)
+        self.seen.update(len(batch["labels"]))
+        self.log("samples", self.seen, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def samples() -> list[dict[str, Tensor]]:
+    """Sequences whose labels count in part, from two tokens to all."""
+    generator = torch.Generator().manual_seed(2)
+    found = []
+    for _ in range(GLOBAL_BATCH * 4):
+        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        counted = int(torch.randint(2, LENGTH, (1,), generator=generator))
+        labels = torch.where(torch.arange(LENGTH) < counted, tokens, -100)
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def shifted_tokens(batch: Any) -> int:
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def all_tokens(batch: Any) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def train(folder: Path, kind: str, stage: int) -> dict[str, Any]:
+    module = LanguageModel(kind)
+    with environment():
+        weight = all_tokens if kind == "bert" else shifted_tokens
+        plan: poplar.Plan = plan_of(stage, EVERY_RANK)
+        strategy = PoplarStrategy(plan=plan, weight=weight)
+        run = trainer(folder, strategy=strategy, devices=pool.size(), max_steps=STEPS)
+        run.fit(module, DataLoader(samples(), batch_size=2))
+    return {"losses": module.losses, "samples": float(run.callback_metrics["samples"])}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    choose(
+        quick=(("llama", 3),),
+        full=tuple((kind, stage) for kind in ("llama", "bert", "gpt2") for stage in range(4)),
+    ),
+)
+def test_losses_over_tokens_are_those_of_one_process(ranks, tmp_path, kind, stage):
+    reference = LanguageModel(kind)
+    alone = trainer(tmp_path, devices=1, max_steps=STEPS)
+    alone.fit(reference, DataLoader(samples(), batch_size=GLOBAL_BATCH))
+    for found in ranks.run(train, tmp_path, kind, stage, timeout=180):
+        torch.testing.assert_close(found["losses"], reference.losses, rtol=1e-4, atol=1e-5)
+        assert found["samples"] == float(alone.callback_metrics["samples"])
