@@ -30,6 +30,7 @@ from poplar.system.trace import Span
 from poplar.zero import model_checks, nonfinite
 from poplar.zero.agreement import (
     MicroBatchesTooLarge,
+    StepSizes,
     StepSummary,
     raise_on_any_error,
     run_on_all_ranks,
@@ -769,11 +770,20 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> OpenedStep:
         """Check and split the batch and start to exchange its weight. Collective."""
-        if not self._has_compared_batches:
-            self._has_compared_batches = True
-            has_samples = self._plan is None or self._plan.samples(self._group.rank) > 0
-            compare_first_batches(self._control, batch if has_samples else None)
-        return self._splitter.open(self._control, batch, weight, loss, self._check_before_step)
+        check = self._check_before_step
+        opened = self._splitter.open(self._control, batch, weight, loss, check)
+        if self._has_compared_batches:
+            return opened
+
+        def wait(on_error: Callable[[], None]) -> tuple[list[MicroBatch], StepSizes, float]:
+            result = opened.wait(on_error)
+            if not self._engine.has_early_pass:  # whose collectives come first
+                self._has_compared_batches = True
+                has_samples = result[1].samples[self._group.rank] > 0
+                compare_first_batches(self._control, batch if has_samples else None)
+            return result
+
+        return replace(opened, wait=wait)
 
     def _check_before_step(self) -> None:
         if self._engine.has_unsharded_units:

@@ -18,7 +18,7 @@ from poplar.data.sampler import orders_of_samplers
 
 
 def compare_first_batches(control: Control, batch: Any) -> None:
-    """Collective, once, before the first step; the host reads one sample.
+    """Collective, once, when the first step is opened; the host reads one sample.
 
     Args:
         batch: of this rank; None without samples.
