@@ -211,6 +211,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         optimizer_class, options = self._optimizer_class_and_options()
         precision = self.accelerator.mixed_precision
         about = f"of {_length(features[0])} tokens, {self.args.label_smoothing_factor}, {precision}"
+        loss = TrainerLoss(self, about)
         own = self.poplar.engine_options(_dtype(self.model))
         own |= {"optimizer_class": optimizer_class, **self.poplar.tuning_options()}
         # Blocks that the model recomputes itself need not be recomputed by the plan.
@@ -221,9 +222,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         with self.pass_metrics.collecting():
             tuned = tune(
                 self.model,
-                TrainerLoss(self, about),
+                loss,
                 TrainerBatch.of(features),
                 global_batch=global_batch,
+                weight=loss.weight,
                 max_norm=self._max_norm(),
                 recompute="never" if checkpointed else "auto",
                 progress=not self.args.disable_tqdm,
