@@ -61,7 +61,7 @@ class Monitor:
         if every < 1:
             raise ValueError(f"Monitor(every={every}); report every step or less often")
         self._optimizer, self._every, self._profile = optimizer, every, profile
-        self._control = optimizer.training_parts().control
+        self._control = optimizer.training_parts().engine.control
         self._loggers = tuple(loggers) if self._control.group.rank == 0 else ()
         self._sum_of_speeds = None if profile is None else _sum_of_speeds(profile)
         self._pending: list[StepResult] = []

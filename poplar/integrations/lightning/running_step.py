@@ -21,7 +21,9 @@ class RunningStep:
     def __init__(self, optimizer: HeteroZeroOptimizer, log: PassLog) -> None:
         self._parts = optimizer.training_parts()
         self._log = log
-        self._stopwatch = Stopwatch(self._parts.engine.strategy.streams, self._parts.control.group)
+        self._stopwatch = Stopwatch(
+            self._parts.engine.strategy.streams, self._parts.engine.control.group
+        )
 
     def passes_done(self) -> None:
         """Called after the last pass, before the update, which drops the state of the step."""
@@ -31,7 +33,7 @@ class RunningStep:
     def finish(self, device: torch.device) -> tuple[Tensor, StepResult]:
         """Log the values of the step; returns the loss of the global batch. Collective."""
         self._stopwatch.stop()
-        loss = self._log.finish(self._parts.control, device)
+        loss = self._log.finish(self._parts.engine.control, device)
         state, waiting = self._state, self._waiting
         result = StepResult(
             samples=state.samples,

@@ -355,12 +355,12 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
         doing = f"save_model({str(folder)!r})"
         if sharded and isinstance(self.model, PreTrainedModel):
-            run_on_all_ranks(parts.control, lambda: save({}), doing=doing)
+            run_on_all_ranks(parts.engine.control, lambda: save({}), doing=doing)
             # Every rank sends its part, so no rank holds the whole model.
             owned.save_model(Path(folder) / SAFE_WEIGHTS_NAME)
         else:
             with owned.full_parameters() if sharded else nullcontext():
-                run_on_all_ranks(parts.control, save, doing=doing)
+                run_on_all_ranks(parts.engine.control, save, doing=doing)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -376,7 +376,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             return
         owned, folder = self.optimizer.owned, Path(checkpoint)
         found = [name for name in (FOLDER, "optimizer.pt") if (folder / name).exists()][:1]
-        control = owned.training_parts().control
+        control = owned.training_parts().engine.control
         by_rank = control.exchange_objects(found, what="resume_from_checkpoint")
         if any(other != by_rank[0] for other in by_rank):
             raise ValueError(
