@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +23,8 @@ from poplar.errors import DamagedCheckpoint
 
 _CHUNK = 1 << 20
 """Bytes that are read at a time: still in the processor's cache when their checksum is computed."""
+_AHEAD = 64 << 20
+"""Bytes that the system is told to read before they are needed."""
 
 
 class ItemReader:
@@ -71,6 +73,33 @@ class ItemReader:
                 self._folder / file,
                 f"the checksum of {part.length} bytes from byte {part.offset} on differs",
             )
+
+    def read_ahead(self, parts: Sequence[tuple[str, Part]]) -> Callable[[], None]:
+        """Let the disk read parts of files before they are needed.
+
+        Returns:
+            To be called before each part is read, by any thread.
+        """
+        left, begun, advised = iter(parts), 0, 0
+        lengths = [part.length for _, part in parts]
+        lock = threading.Lock()
+
+        def begin() -> None:
+            nonlocal begun, advised
+            with lock:
+                advised -= lengths[begun]
+                begun += 1
+                while advised < _AHEAD and (following := next(left, None)) is not None:
+                    file, part = following
+                    self._advise(file, part)
+                    advised += part.length
+
+        return begin
+
+    def _advise(self, file: str, part: Part) -> None:
+        if hasattr(os, "posix_fadvise"):
+            handle = self._open(file).fileno()
+            os.posix_fadvise(handle, part.offset, part.length, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close all files."""

@@ -29,6 +29,8 @@ from poplar.checkpoint.shard_tensor import ShardTensor
 from poplar.errors import DamagedCheckpoint
 
 T = TypeVar("T")
+Key = tuple[str, int]
+"""Of a part: its file and the first byte in it."""
 
 PRIVATE = "poplar."
 """Names that only Poplar writes start with this."""
@@ -46,6 +48,11 @@ class _Read(NamedTuple):
     """The first of the elements in the part, if they follow each other there and in `wanted`."""
     is_whole: bool
     """They follow each other and are all elements of the part."""
+
+    @property
+    def key(self) -> Key:
+        """Of the part."""
+        return self.place.relative_path, self.place.offset
 
 
 class OpenedCheckpoint:
@@ -111,7 +118,7 @@ class OpenedCheckpoint:
             if min(before * world_size // total, world_size - 1) == rank:
                 mine.append(key)
             before += part.length
-        _in_threads(self._verify, mine)
+        self._read_parts(self._verify, mine, mine)
 
     def value(self, name: str) -> Any:
         """A value that is not a sharded tensor. It is unpickled: the source must be trusted.
@@ -157,7 +164,8 @@ class OpenedCheckpoint:
             DamagedCheckpoint: a file does not contain what its metadata says.
         """
         reads = list(self._reads(targets))
-        _in_threads(self._read_directly, [read for read in reads if read.first is not None])
+        direct = [read for read in reads if read.first is not None]
+        self._read_parts(self._read_directly, direct, [read.key for read in direct])
         last: tuple[Any, Tensor] | None = None
         for read in reads:
             if read.first is not None:
@@ -176,8 +184,8 @@ class OpenedCheckpoint:
         Raises:
             DamagedCheckpoint: they differ; names the file.
         """
-        whole = [read.place for read in self._reads(targets) if read.is_whole]
-        _in_threads(self._verify, [(place.relative_path, place.offset) for place in whole])
+        whole = [read.key for read in self._reads(targets) if read.is_whole]
+        self._read_parts(self._verify, whole, whole)
 
     def _reads(self, targets: Iterable[tuple[str, Tensor]]) -> Iterator[_Read]:
         """What is read for these tensors, in the order of the files."""
@@ -212,7 +220,7 @@ class OpenedCheckpoint:
     def _read_directly(self, read: _Read) -> None:
         """Read into the memory of the target, or into a CPU tensor if it has another dtype."""
         described = self.tensor(read.item.storage_index.fqn)
-        key = read.place.relative_path, read.place.offset
+        key = read.key
         start = self._parts[key].values
         assert described is not None
         assert start is not None
@@ -227,11 +235,23 @@ class OpenedCheckpoint:
         if not direct:
             wanted.copy_(buffer)
 
-    def _verify(self, key: tuple[str, int], target: Tensor | None = None) -> None:
+    def _verify(self, key: Key, target: Tensor | None = None) -> None:
         """Compare the checksum of a part, if it has one; see `ItemReader.verify`."""
         if key in self._parts:
             self._reader.verify(key[0], self._parts[key], target)
             self.verified.add(self._numbers[key])
+
+    def _read_parts(
+        self, read: Callable[[T], None], items: Sequence[T], keys: Sequence[Key]
+    ) -> None:
+        """Call `read` for all `items[i]`, which reads the part `keys[i]`, in threads."""
+        begin = self._reader.read_ahead([(file, self._parts[file, at]) for file, at in keys])
+
+        def begin_and_read(item: T) -> None:
+            begin()
+            read(item)
+
+        _in_threads(begin_and_read, items)
 
     def close(self) -> None:
         """Close the data files."""
