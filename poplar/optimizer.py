@@ -803,6 +803,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             )
         self._check_model()
 
+    def expect_artificial_data(self) -> None:
+        """Do not warn of the data and the mode of the model in the first step; for measurements."""
+        self._has_stepped = self._has_compared_batches = True
+        self._first_loss = FirstLossCheck(looks=False)
+
     def _check_model(self) -> None:
         """Check, before a step, that the optimizer still trains what it was built for."""
         self._structure.check()

@@ -33,7 +33,7 @@ from poplar.profile import (
     NetworkProfile,
 )
 from poplar.profiler.memory import pass_bytes
-from poplar.profiler.preserved_state import gradients_dropped
+from poplar.zero.preserved_state import gradients_dropped
 
 OBJECTS_BYTES = 10 << 20
 """Of a limit, for what plans do not count: objects of Python and of autograd, and the freed blocks

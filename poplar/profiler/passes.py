@@ -19,11 +19,11 @@ from poplar.curve import error_of_median
 from poplar.data import pytree
 from poplar.profile import BatchPoint
 from poplar.profiler.memory import PassBytes, batch_bytes, pass_bytes
-from poplar.profiler.preserved_state import gradients_dropped
 from poplar.profiler.timing import repeats_in_a_sample, seconds_of
 from poplar.profiler.unit_memory import TrainedUnit
 from poplar.system.out_of_memory import free_cached_memory, free_frames, is_out_of_memory
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
+from poplar.zero.preserved_state import gradients_dropped
 
 T = TypeVar("T")
 

@@ -17,7 +17,13 @@ from poplar.profiler import memory_limit
 from poplar.profiler.compilation import HookedGraphs, compiled_code_preserved
 from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.passes import Passes
-from poplar.profiler.preserved_state import (
+from poplar.profiler.request import Request
+from poplar.profiler.unit_memory import TrainedUnit
+from poplar.system.out_of_memory import is_out_of_memory
+from poplar.zero import setup
+from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.materialization import is_on_meta
+from poplar.zero.preserved_state import (
     computing_in,
     gradients_dropped,
     host_copies,
@@ -25,12 +31,6 @@ from poplar.profiler.preserved_state import (
     parameters_preserved,
     parameters_restored,
 )
-from poplar.profiler.request import Request
-from poplar.profiler.unit_memory import TrainedUnit
-from poplar.system.out_of_memory import is_out_of_memory
-from poplar.zero import setup
-from poplar.zero.agreement import run_on_all_ranks
-from poplar.zero.materialization import is_on_meta
 
 T = TypeVar("T")
 

@@ -171,10 +171,9 @@ def tune(
         given=profile,
     )
     profiler = Profiler(request, Group.of(process_group, timeout))
-    if weight is None and loss == "mean":
-        _warn_of_wrong_weight(profiler)
     cached = CachedProfile(profiler, cache, show=progress)
     tuner = Tuner(cached, global_batch=global_batch, policy=policy, recompute=recompute)
+    tuner.weighs_samples = weight is None and loss == "mean"
     return tuner.tune(profile, verify=verify)
 
 
@@ -184,7 +183,7 @@ def _warn_of_wrong_weight(profiler: Profiler) -> None:
     if session.group.rank == 0 and not session.is_on_meta:
         found = wrong_weight(request.loss_fn, request.model, request.example)
         if found is not None:
-            warnings.warn(found, stacklevel=4)
+            warnings.warn(found, stacklevel=5)
 
 
 def _plan_of(tune: Callable[_P, Tuned]) -> Callable[_P, Plan]:
@@ -258,6 +257,8 @@ class Tuner:
         self.global_batch = global_batch
         self.policy = policy
         self.recompute = recompute
+        self.weighs_samples = False
+        """The loss is taken for a mean over samples, because the user has given no weight."""
 
     def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
         """The best plan on `given`, or on a profile from the cache or measured now."""
@@ -270,6 +271,8 @@ class Tuner:
         known = self.cached.plans.get(key) if given is None else None
         if known is not None and fits(profile, known):
             return Tuned(known, profile, ())
+        if self.weighs_samples:
+            _warn_of_wrong_weight(self.profiler)
         plans = self._search(profile)
         if not verify:
             return Tuned(plans[0], profile, ())

@@ -23,7 +23,6 @@ from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, RankFailed
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
-from poplar.profiler.preserved_state import model_preserved, parameters_preserved
 from poplar.verification.one_process import (
     Gradient,
     OneProcess,
@@ -35,6 +34,7 @@ from poplar.zero.agreement import raise_on_all_ranks, raise_on_any_error
 from poplar.zero.input_cast import inputs_cast
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
+from poplar.zero.preserved_state import model_preserved, parameters_preserved
 from poplar.zero.unit import resolve_units
 
 _DOING = "poplar.verify()"

@@ -13,6 +13,7 @@ from torch import Tensor
 from poplar.formatting import format_bytes
 from poplar.system import devices
 from poplar.zero.engine import Engine
+from poplar.zero.placeholder_gradient import PlaceholderGradient
 from poplar.zero.update import ShardedUpdate
 
 
@@ -73,7 +74,8 @@ def held_memory(
     cached = engine.comm.cached_bytes()
     states = [value for state in update.inner.state.values() for value in state.values()]
     gradients = [tensor for flat in trained for tensor in (flat.gradient, flat.squares)]
-    own = [p.grad for flat in trained for p in flat.parameters if p.grad is not None]
+    found = [p.grad for flat in trained for p in flat.parameters if p.grad is not None]
+    own = [grad for grad in found if not isinstance(grad, PlaceholderGradient)]
     in_flight = [bucket.data for bucket in engine.strategy.reductions.buckets()]
     return HeldMemory(
         {

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from poplar.data import pytree
 from poplar.data.token_weights import IGNORE_INDEX, is_integer, tokens
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
+from poplar.zero.preserved_state import model_preserved
 
 MOST_SAMPLES = 8
 """Samples that are compared, at most."""
@@ -131,11 +132,10 @@ def _value(loss_fn: LossFunction, model: nn.Module, batch: Any) -> float:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Evaluation mode without gradients, with modes and random state restored.
+    """Evaluation mode without gradients; the model and random states are as before at the end.
 
     Yields a function that tells whether the model has run under autocast.
     """
-    modes = [(module, module.training) for module in model.modules()]
     device = next(model.parameters()).device
     seen: list[bool] = []
 
@@ -143,14 +143,12 @@ def _evaluating(model: nn.Module) -> Iterator[Callable[[], bool]]:
         seen.append(torch.is_autocast_enabled(device.type))
 
     handle = model.register_forward_pre_hook(look)
-    model.eval()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        with model_preserved(model, device), torch.no_grad():
+            model.eval()
             yield lambda: any(seen)
     finally:
         handle.remove()
-        for module, training in modes:
-            module.training = training
 
 
 def _ignoring_labels(batch: Any) -> Iterator[_Labels]:

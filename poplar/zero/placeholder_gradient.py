@@ -30,6 +30,9 @@ class PlaceholderGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DESCRIPTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
         raise RuntimeError(_NOT_HERE)
 
     @classmethod
@@ -40,6 +43,26 @@ class PlaceholderGradient(Tensor):
             raise RuntimeError(_SECOND_BACKWARD)
         raise RuntimeError(_NOT_HERE)
 
+
+_DESCRIPTIONS = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "device",
+            "dtype",
+            "grad",
+            "is_leaf",
+            "layout",
+            "ndim",
+            "requires_grad",
+            "shape",
+        )
+    ),
+}
+"""What may be asked about it: tools look at all tensors of a process."""
 
 _NOT_HERE = (
     "the gradient is not in .grad: at stages 1 to 3 it is sharded over the ranks, and inside of a "

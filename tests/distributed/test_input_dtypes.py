@@ -145,10 +145,10 @@ def test_released_model_has_no_hooks(ranks, stage):
 
 
 @pytest.mark.parametrize("dtype", ["auto", FP32])
-def test_fp32_model_has_no_hooks(ranks, dtype):
+def test_fp32_model_has_only_the_hook_that_notices_ddp(ranks, dtype):
     if torch.cuda.is_available() and dtype == "auto":
         pytest.skip("'auto' computes in bf16 on a GPU")
-    assert ranks.run(hooks_after, 0, dtype, release=False, ranks=2) == [0, 0]
+    assert ranks.run(hooks_after, 0, dtype, release=False, ranks=2) == [1, 1]
 
 
 def verified(stage: int) -> tuple[bool, str, dict[str, torch.dtype]]:

@@ -385,22 +385,20 @@ def between_good_steps(run: Run, mistake: Mistake) -> tuple[Failure | None, int,
 
 
 @pytest.mark.parametrize(
-    ("mistake", "raises"),
+    "mistake",
     [
-        (fail_in_second_pass, True),
-        (run_out_of_memory, True),
-        (leave_the_loop, True),
-        (skip_a_pass, False),
-        (fail_in_implicit_pass, True),
+        fail_in_second_pass,
+        run_out_of_memory,
+        leave_the_loop,
+        skip_a_pass,
+        fail_in_implicit_pass,
     ],
 )
-def test_abandoned_step_frees_memory_and_training_continues(
-    ranks: Pool, mistake: Mistake, raises: bool
-) -> None:
+def test_abandoned_step_frees_memory_and_training_continues(ranks: Pool, mistake: Mistake) -> None:
     run = Run(RECIPE, plan_of("root", "blocks.1"), engine=RAISE)
     results = ranks.run(between_good_steps, run, mistake)
     for rank, (failure, persisting, left) in enumerate(results):
-        assert (failure is not None) == raises, f"rank {rank}: {failure}"
+        assert failure is not None, f"rank {rank}"
         assert persisting == 0, f"rank {rank} holds {persisting} bytes"
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
 
@@ -494,6 +492,7 @@ def test_out_of_memory_for_zeros_names_the_rank() -> None:
     engine.comm.group.rank = 3
     engine.control = mock.Mock()
     engine.units = ()
+    engine.free_state = None
     with pytest.raises(PoplarError, match=r"rank 3 is out of memory.*smaller share") as raised:
         engine.end_pass()
     engine.control.abort.assert_called_once_with(str(raised.value))  # the others need not wait

@@ -14,7 +14,7 @@ from poplar.planner.recomputed_curves import with_recomputed_units
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 from poplar.profiler import recomputed_curves
 from poplar.profiler.passes import Passes
-from poplar.profiler.preserved_state import gradients_dropped
+from poplar.zero.preserved_state import gradients_dropped
 from poplar.zero.recomputation import Recomputation
 
 BLOCKS = [f"blocks.{block}" for block in range(4)]

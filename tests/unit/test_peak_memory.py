@@ -23,10 +23,10 @@ from poplar.profile import ClusterProfile, DeviceProfile, NetworkProfile
 from poplar.profiler.memory import pass_bytes
 from poplar.profiler.model_profile import model_profile, trained_units
 from poplar.profiler.passes import Passes
-from poplar.profiler.preserved_state import computing_in, gradients_dropped
 from poplar.profiler.unit_memory import TrainedUnit, UnitBytes
 from poplar.zero import setup
 from poplar.zero import unit as units
+from poplar.zero.preserved_state import computing_in, gradients_dropped
 
 STAGES = (0, 1, 2, 3)
 RANKS = 4

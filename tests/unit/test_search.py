@@ -287,7 +287,10 @@ def test_the_error_says_that_no_rank_can_hold_a_sample():
         ({"stages": (0, "a")}, r"stages must be a non-empty subset of .* got \(0, 'a'\)"),
         ({"preference": -0.1}, r"preference must be finite and at least 0, got -0\.1"),
         ({"preference": math.nan}, "preference must be finite and at least 0, got nan"),
-        ({"policy": "best"}, "policy must be one of exact, even, flops, paper, got 'best'"),
+        (
+            {"policy": "best"},
+            "policy must be one of exact, even, even_shares, flops, paper, got 'best'",
+        ),
     ],
 )
 def test_invalid_arguments_raise(changes, message):

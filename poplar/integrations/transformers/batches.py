@@ -130,5 +130,7 @@ def grouped_by_length(lengths: Sequence[int], batch: int, generator: torch.Gener
         lengths, batch, generator=generator
     )
     batches = [order[start : start + batch] for start in range(0, len(order), batch)]
-    shuffled = (torch.randperm(len(own), generator=generator).tolist() for own in batches)
+    shuffled = (
+        torch.randperm(len(own), generator=generator, device="cpu").tolist() for own in batches
+    )
     return [own[at] for own, places in zip(batches, shuffled, strict=True) for at in places]

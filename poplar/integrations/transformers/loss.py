@@ -61,7 +61,7 @@ class TrainerLoss:
     def _items(self, inputs: Any) -> Tensor | None:
         """The number that `Trainer` passes to the loss; None if it passes none."""
         items = self._trainer._get_num_items_in_batch([inputs], torch.device("cpu"))
-        return None if items is None else torch.as_tensor(items)
+        return None if items is None else torch.as_tensor(items, device="cpu")
 
     def _weight(self, inputs: Any, items: Tensor | None) -> float:
         return float(self._trainer.loss_weight(inputs) if items is None else items)

@@ -163,7 +163,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if isinstance(sampler, SequentialSampler):
             return lambda _: range(len(dataset))
         if isinstance(sampler, RandomSampler):
-            return lambda epoch: torch.randperm(len(dataset), generator=generator(epoch)).tolist()
+            return lambda epoch: torch.randperm(
+                len(dataset), generator=generator(epoch), device="cpu"
+            ).tolist()
         if isinstance(sampler, LengthGroupedSampler):
             size = self.args.train_batch_size * self.args.world_size
             return lambda epoch: grouped_by_length(sampler.lengths, size, generator(epoch))
