@@ -39,6 +39,7 @@ from poplar.zero.first_batch import compare_first_batches
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
 from poplar.zero.initial_values import Weights
+from poplar.zero.length_watch import LengthWatch
 from poplar.zero.loss_mean import FirstLossCheck
 from poplar.zero.materialization import check_unused, move_to_meta
 from poplar.zero.micro_batch_loop import MicroBatchLoop
@@ -227,8 +228,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         replicated = self._engine.strategy.replicates_state
         self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
         looking = 0 if plan is None else max(range(plan.world_size), key=plan.samples)
-        looks = self._group.rank == looking and self._engine.values_are_readable
-        self._first_loss = FirstLossCheck(looks=looks)
+        looks = self._group.rank == looking
+        self._first_loss = FirstLossCheck(looks=looks and self._engine.values_are_readable)
+        self._lengths = LengthWatch(looks=looks)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
         self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
@@ -773,6 +775,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._has_compared_batches = True
             has_samples = self._plan is None or self._plan.samples(self._group.rank) > 0
             compare_first_batches(self._control, batch if has_samples else None)
+        self._lengths.look(batch)
         return self._splitter.open(self._control, batch, weight, loss, self._check_before_step)
 
     def _check_before_step(self) -> None:

@@ -1,7 +1,7 @@
-"""`CollateMicroBatches`: collates each micro-batch on its own, so that it is padded to its own length.
+"""`CollateMicroBatches`: each micro-batch is collated, so padded, on its own.
 
-Collate functions may also pack the samples of a micro-batch into one row: samples are counted
-before they are collated.
+Collate functions may also pack the samples of a micro-batch into one row, because samples are
+counted before they are collated.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from poplar.data import pytree
 from poplar.data.global_batch import resolve_rank
 from poplar.plan import Plan
 
 Collate = Callable[[list[Any]], Any]
 
 
-class MicroBatches:
+class MicroBatches(pytree.SplitsItself):
     """The samples of one rank in a global batch, collated by micro-batch.
 
-    A batch for `train_step`, `micro_batches` and `verify`. Micro-batches of other sizes than the
-    planned ones, such as after running out of memory, are collated when they are needed.
+    A batch for `train_step` and `micro_batches`. Micro-batches of other sizes than the planned
+    ones, such as after running out of memory, are collated when they are needed.
     """
 
     def __init__(self, samples: Sequence[Any], sizes: Sequence[int], collate: Collate) -> None:
@@ -32,55 +34,53 @@ class MicroBatches:
             sizes: of the micro-batches that are collated now.
             collate: makes a batch of a list of samples.
         """
-        self.samples = list(samples)
+        self._samples = list(samples)
         self._collate = collate
-        self._device: torch.device | None = None
+        self._changes: tuple[Callable[[Tensor], Tensor], ...] = ()
         self._collated: dict[tuple[int, int], Any] = {}
         self.split(sizes)
 
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._samples)
+
     def split(self, sizes: Sequence[int]) -> list[Any]:
-        """Batches of consecutive samples; a size of 0 gives None."""
+        """Batches of consecutive samples; None for a size of 0."""
         bounds = pairwise(accumulate(sizes, initial=0))
         return [self._part(start, stop) if stop > start else None for start, stop in bounds]
 
     def take(self, indices: Sequence[int]) -> Any:
         """One batch of the samples at these positions."""
-        return self._placed(self._collate([self.samples[at] for at in indices]))
+        batch = self._collate([self._samples[at] for at in indices])
+        for change in self._changes:
+            batch = pytree.map_tensors(change, batch)
+        return batch
 
-    @property
-    def collated(self) -> list[Any]:
+    def parts(self) -> list[Any]:
         """The micro-batches that have been collated so far."""
         return list(self._collated.values())
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatches:
-        """These micro-batches, on `device`, where later ones are put too."""
-        moved = MicroBatches(self.samples, (), self._collate)
-        moved._device = torch.device(device)
-        moved._collated = {
-            bounds: moved._placed(batch, non_blocking) for bounds, batch in self._collated.items()
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> MicroBatches:
+        """The same micro-batches with `fn` applied to all tensors, also to those of later ones."""
+        mapped = MicroBatches(self._samples, (), self._collate)
+        mapped._changes = (*self._changes, fn)
+        mapped._collated = {
+            bounds: pytree.map_tensors(fn, batch) for bounds, batch in self._collated.items()
         }
-        return moved
+        return mapped
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatches:
+        """The same micro-batches on `device`."""
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatches:
-        """Put the micro-batches into pinned memory; `DataLoader` calls it."""
-        from poplar.data import pytree
-
-        for bounds, batch in self._collated.items():
-            self._collated[bounds] = pytree.map_tensors(torch.Tensor.pin_memory, batch)
-        return self
+        """The same micro-batches in pinned memory; `DataLoader` calls it."""
+        return self.map_tensors(torch.Tensor.pin_memory)
 
     def _part(self, start: int, stop: int) -> Any:
         if (start, stop) not in self._collated:
             self._collated[start, stop] = self.take(range(start, stop))
         return self._collated[start, stop]
-
-    def _placed(self, batch: Any, non_blocking: bool = False) -> Any:
-        from poplar.data import pytree
-
-        device = self._device
-        if device is None:
-            return batch
-        return pytree.map_tensors(lambda t: t.to(device, non_blocking=non_blocking), batch)
 
 
 class CollateMicroBatches:
@@ -90,13 +90,16 @@ class CollateMicroBatches:
         loader = DataLoader(
             dataset, batch_sampler=sampler, collate_fn=CollateMicroBatches(collate, plan)
         )
+        for batch in loader:
+            optimizer.train_step(loss_fn, batch.to(device), weight=poplar.tokens())
 
-    Without it, the samples of a rank are padded to the longest one of the whole step.
+    Each micro-batch is then padded to its own longest sample; otherwise all samples of the rank are
+    padded to the longest one of them. `loss_fn` and `weight` get what `collate` returns.
 
     Args:
         collate: makes a batch of a list of samples, such as Hugging Face's
-            `DataCollatorWithPadding` or `DataCollatorWithFlattening`.
-        plan: of the sampler.
+            `DataCollatorWithPadding`, or `DataCollatorWithFlattening`, which packs them.
+        plan: the plan of the sampler.
         rank: None: this process's rank in `torch.distributed`.
     """
 

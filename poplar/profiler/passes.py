@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from poplar.curve import error_of_median
 from poplar.data import pytree
+from poplar.data.example_lengths import at_length
+from poplar.data.sample_lengths import SampleLengths
 from poplar.profile import BatchPoint
 from poplar.profiler.memory import PassBytes, batch_bytes, pass_bytes
 from poplar.profiler.preserved_state import gradients_dropped
@@ -55,14 +57,28 @@ class Passes:
     device: torch.device
     units: Sequence[TrainedUnit] = ()
     """Whose memory is measured; none: only the peak of a pass is."""
-    _batches: dict[int, Any] = field(default_factory=dict)
+    lengths: SampleLengths | None = None
+    """To which length batches are padded; None: that of the example."""
+    _batches: dict[tuple[int, bool], Any] = field(default_factory=dict)
 
-    def batch(self, size: int) -> Any:
-        """A batch of `size` samples of the example."""
-        if size not in self._batches:
+    def batch(self, size: int, *, longest: bool = False) -> Any:
+        """A batch of `size` samples of the example.
+
+        With `lengths`, it has a typical length, or, if `longest`, one for which to plan memory.
+        """
+        longest = longest and self.lengths is not None
+        if (size, longest) not in self._batches:
             available = pytree.samples_in(self.example)
-            self._batches[size] = pytree.take(self.example, [at % available for at in range(size)])
-        return self._batches[size]
+            batch = pytree.take(self.example, [at % available for at in range(size)])
+            if self.lengths is not None:
+                length = self.lengths.longest(size) if longest else self.lengths.typical(size)
+                batch = at_length(batch, length)
+            self._batches[size, longest] = batch
+        return self._batches[size, longest]
+
+    def step_batch(self, samples: int) -> Any:
+        """A batch for an optimizer step, whose micro-batches have typical lengths."""
+        return self.batch(samples) if self.lengths is None else _StepBatch(self, samples)
 
     @contextmanager
     def one_pass(self, size: int) -> Iterator[None]:
@@ -74,10 +90,10 @@ class Passes:
         """The result of `work`, which runs passes while the other ranks run theirs."""
         return work()
 
-    def run(self, size: int) -> None:
+    def run(self, size: int, *, longest: bool = False) -> None:
         """Run one pass and drop its gradients."""
         with self.one_pass(size):
-            self.loss_fn(self.model, self.batch(size)).backward()
+            self.loss_fn(self.model, self.batch(size, longest=longest)).backward()
 
     def check(self) -> None:
         """Run a first pass of one sample.
@@ -149,7 +165,10 @@ class Passes:
         """
         with self._memory_freed_after_failure(size), gradients_dropped(self.model):
             seconds = self.settled_seconds(size)
-            held, given = self.pass_bytes(size), batch_bytes(self.batch(size), self.device)
+            if self.lengths is not None:
+                self.run(size, longest=True)  # it may compile
+            held = self.pass_bytes(size)
+            given = batch_bytes(self.batch(size, longest=True), self.device)
             units = held.units.plus(given)
             return BatchPoint(
                 batch=size,
@@ -161,7 +180,7 @@ class Passes:
 
     def pass_bytes(self, size: int) -> PassBytes:
         """Memory of a pass above the model."""
-        return pass_bytes(lambda: self.run(size), self.device, self.units)
+        return pass_bytes(lambda: self.run(size, longest=True), self.device, self.units)
 
     @contextmanager
     def _memory_freed_after_failure(self, size: int) -> Iterator[None]:
@@ -177,9 +196,32 @@ class Passes:
                 raise
             free_frames(error)
             self.model.zero_grad()
-            self._batches.pop(size, None)
+            for longest in (False, True):
+                self._batches.pop((size, longest), None)
             free_cached_memory(self.device)
             raise torch.OutOfMemoryError(str(error)) from None
+
+
+class _StepBatch(pytree.SplitsItself):
+    """Samples of one rank in a step; each micro-batch is padded to its own typical length."""
+
+    def __init__(self, passes: Passes, samples: int) -> None:
+        self._passes, self._samples = passes, samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def split(self, sizes: Sequence[int]) -> list[Any]:
+        return [self._passes.batch(size) if size else None for size in sizes]
+
+    def take(self, indices: Sequence[int]) -> Any:
+        return self._passes.batch(len(indices))
+
+    def parts(self) -> list[Any]:
+        return []
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> _StepBatch:
+        return _StepBatch(replace(self._passes, example=pytree.map_tensors(fn, self._passes.example)), self._samples)
 
 
 def climb(

@@ -53,6 +53,8 @@ def profile_cluster(
     allow_batch_norm: bool = False,
     weights: Weights = None,
     device: torch.device | str | None = None,
+    lengths: Iterable[float] | Tensor | None = None,
+    length_quantile: float = 0.99,
     cache: bool | str | Path = True,
     progress: bool = True,
     **optimizer_kwargs: Any,
@@ -112,6 +114,7 @@ def profile_cluster(
         allow_batch_norm=allow_batch_norm,
         weights=weights,
         device=device,
+        lengths=None if lengths is None else SampleLengths(lengths, length_quantile),
     )
     profiler = Profiler(request, Group.of(process_group, timeout))
     return CachedProfile(profiler, cache, show=progress).profile()
