@@ -59,22 +59,22 @@ class Passes:
     """Whose memory is measured; none: only the peak of a pass is."""
     lengths: SampleLengths | None = None
     """To which length batches are padded; None: that of the example."""
-    _batches: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    _batches: dict[tuple[int, int | None], Any] = field(default_factory=dict)
 
-    def batch(self, size: int, *, longest: bool = False) -> Any:
-        """A batch of `size` samples of the example.
+    def batch(self, size: int) -> Any:
+        """A batch of `size` samples of the example, of a typical length if there are `lengths`."""
+        return self._made(size, None if self.lengths is None else self.lengths.typical(size))
 
-        With `lengths`, it has a typical length, or, if `longest`, one for which to plan memory.
-        """
-        longest = longest and self.lengths is not None
-        if (size, longest) not in self._batches:
+    def longest_batch(self, size: int) -> Any:
+        """As `batch`, but of the length for which to plan memory."""
+        return self._made(size, self.lengths.longest(size)) if self.lengths else self.batch(size)
+
+    def _made(self, size: int, length: int | None) -> Any:
+        if (size, length) not in self._batches:
             available = pytree.samples_in(self.example)
             batch = pytree.take(self.example, [at % available for at in range(size)])
-            if self.lengths is not None:
-                length = self.lengths.longest(size) if longest else self.lengths.typical(size)
-                batch = at_length(batch, length)
-            self._batches[size, longest] = batch
-        return self._batches[size, longest]
+            self._batches[size, length] = batch if length is None else at_length(batch, length)
+        return self._batches[size, length]
 
     def step_batch(self, samples: int) -> Any:
         """A batch for an optimizer step, whose micro-batches have typical lengths."""
@@ -90,10 +90,15 @@ class Passes:
         """The result of `work`, which runs passes while the other ranks run theirs."""
         return work()
 
-    def run(self, size: int, *, longest: bool = False) -> None:
+    def run(self, size: int) -> None:
         """Run one pass and drop its gradients."""
         with self.one_pass(size):
-            self.loss_fn(self.model, self.batch(size, longest=longest)).backward()
+            self.loss_fn(self.model, self.batch(size)).backward()
+
+    def run_longest(self, size: int) -> None:
+        """Run one pass of the length for which to plan memory, and drop its gradients."""
+        with self.one_pass(size):
+            self.loss_fn(self.model, self.longest_batch(size)).backward()
 
     def check(self) -> None:
         """Run a first pass of one sample.
@@ -166,9 +171,9 @@ class Passes:
         with self._memory_freed_after_failure(size), gradients_dropped(self.model):
             seconds = self.settled_seconds(size)
             if self.lengths is not None:
-                self.run(size, longest=True)  # it may compile
+                self.run_longest(size)  # it may compile
             held = self.pass_bytes(size)
-            given = batch_bytes(self.batch(size, longest=True), self.device)
+            given = batch_bytes(self.longest_batch(size), self.device)
             units = held.units.plus(given)
             return BatchPoint(
                 batch=size,
@@ -180,7 +185,8 @@ class Passes:
 
     def pass_bytes(self, size: int) -> PassBytes:
         """Memory of a pass above the model."""
-        return pass_bytes(lambda: self.run(size, longest=True), self.device, self.units)
+        run = self.run if self.lengths is None else self.run_longest
+        return pass_bytes(lambda: run(size), self.device, self.units)
 
     @contextmanager
     def _memory_freed_after_failure(self, size: int) -> Iterator[None]:
@@ -196,8 +202,8 @@ class Passes:
                 raise
             free_frames(error)
             self.model.zero_grad()
-            for longest in (False, True):
-                self._batches.pop((size, longest), None)
+            for key in [key for key in self._batches if key[0] == size]:
+                del self._batches[key]
             free_cached_memory(self.device)
             raise torch.OutOfMemoryError(str(error)) from None
 
@@ -221,7 +227,8 @@ class _StepBatch(pytree.SplitsItself):
         return []
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> _StepBatch:
-        return _StepBatch(replace(self._passes, example=pytree.map_tensors(fn, self._passes.example)), self._samples)
+        example = pytree.map_tensors(fn, self._passes.example)
+        return _StepBatch(replace(self._passes, example=example, _batches={}), self._samples)
 
 
 def climb(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import poplar
 from poplar.data import pytree
@@ -50,8 +50,20 @@ class Request:
     allow_batch_norm: bool
     weights: Weights = None
     device: torch.device | str | None = None
-    lengths: SampleLengths | None = None
+    lengths: Iterable[float] | Tensor | None = None
     """Of the samples of the dataset; None: all are as long as the example."""
+    length_quantile: float = 0.99
+
+    @functools.cached_property
+    def sample_lengths(self) -> SampleLengths | None:
+        """The distribution of `lengths`.
+
+        Raises:
+            ValueError: `lengths` or `length_quantile` are wrong.
+        """
+        if self.lengths is None:
+            return None
+        return SampleLengths(self.lengths, self.length_quantile)
 
     def check(self) -> None:
         """Check what needs no communication, except for what the engine checks.
@@ -72,7 +84,7 @@ class Request:
             raise ValueError(f"seconds must be above 0, got {self.seconds}")
         if pytree.samples_in(self.example) < 1:
             raise ValueError("example_batch has no samples; give at least one")
-        if self.lengths is not None and not padded_length(self.example):
+        if self.sample_lengths is not None and not padded_length(self.example):
             raise ValueError(
                 "lengths= needs an example_batch with tensors of the shape [samples, length, ...], "
                 "which are cut or repeated along dim 1"
@@ -89,7 +101,7 @@ class Request:
             "max_norm": self.max_norm,
             "loss_fn": getattr(function, "__qualname__", type(function).__qualname__),
             "versions": f"poplar {poplar.__version__}, torch {torch.__version__}",
-            "lengths": None if self.lengths is None else str(self.lengths),
+            "lengths": None if self.lengths is None else str(self.sample_lengths),
         }
 
     def may_differ(self, device: torch.device) -> dict[str, Any]:
@@ -144,7 +156,7 @@ class Request:
         }
         identity |= {key: str(equal[key]) for key in ("stages", "max_norm", "loss_fn", "versions")}
         if self.lengths is not None:
-            identity["lengths"] = str(self.lengths)
+            identity["lengths"] = str(self.sample_lengths)
         for key in by_rank[0]:
             values = [own[key] for own in by_rank]
             identity[key] = str(values[0] if len(set(values)) == 1 else values)

@@ -111,7 +111,7 @@ class Session:
             request.example,
             self.device,
             units,
-            lengths=request.lengths,
+            lengths=request.sample_lengths,
         )
 
     @contextmanager

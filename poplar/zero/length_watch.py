@@ -45,8 +45,7 @@ class LengthWatch:
         warnings.warn(
             f"batches were padded to {self._shortest} to {self._longest} tokens (dim 1) in the "
             "first steps, but the plan counts samples, so ranks with longer samples make the "
-            "others wait; pass lengths=, the length of each sample, to HeteroBatchSampler, and collate "
-            "with poplar.data.CollateMicroBatches",
+            "others wait; pass lengths=, the length of each sample, to HeteroBatchSampler and to "
+            "autotune, and collate with poplar.data.CollateMicroBatches",
             stacklevel=5,
         )
-
