@@ -156,7 +156,7 @@ class Request:
         }
         identity |= {key: str(equal[key]) for key in ("stages", "max_norm", "loss_fn", "versions")}
         if self.lengths is not None:
-            identity["lengths"] = str(self.sample_lengths)
+            identity["length_distribution"] = str(self.sample_lengths)
         for key in by_rank[0]:
             values = [own[key] for own in by_rank]
             identity[key] = str(values[0] if len(set(values)) == 1 else values)

@@ -78,7 +78,7 @@ _MUST_MATCH = (
     "optimizer",
     "compute_dtype",
     "reduce_dtype",
-    "lengths",
+    "length_distribution",
     "example",
     "device",
 )
@@ -453,7 +453,7 @@ class Tuner:
                     "profile_cluster()"
                 )
         request = self.session.request
-        if request.lengths is not None and "lengths" not in given.identity:
+        if request.lengths is not None and "length_distribution" not in given.identity:
             raise ValueError(
                 "the profile was measured without lengths=; measure again with "
                 "profile_cluster(lengths=...), or leave out lengths"
