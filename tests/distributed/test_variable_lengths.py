@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import poplar
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
-from poplar.data import CollateMicroBatches
+from poplar.data import CollateMicroBatches, pytree
 
 WORDS, STEPS = 40, 3
 PLANS = {
@@ -115,15 +115,19 @@ def test_training_equals_one_process(ranks: Pool, stage, collate, grouped):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def train_with_hugging_face(plan):
-    """Losses with Hugging Face's collator; None on ranks without it."""
+def hugging_face_tokenizer():
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {f"w{number}": number for number in range(WORDS)}
     words = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
+
+
+def train_with_hugging_face(plan):
+    from transformers import DataCollatorForTokenClassification
+
     data, model = dataset(), build()
     data = [{"input_ids": own["ids"], "labels": own["labels"]} for own in data]
 
@@ -132,18 +136,33 @@ def train_with_hugging_face(plan):
         return token_mean(model, {"ids": batch["input_ids"], "starts": starts, **batch})
 
     sampler = HeteroBatchSampler(len(data), plan, lengths=[len(o["labels"]) for o in data])
-    collate = CollateMicroBatches(DataCollatorForTokenClassification(tokenizer), plan)
+    collate = CollateMicroBatches(
+        DataCollatorForTokenClassification(hugging_face_tokenizer()), plan
+    )
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=collate)
     optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=1e-2)
     weight = poplar.tokens(shift=False)
     return [float(optimizer.train_step(loss_fn, b, weight=weight).loss) for b in loader]
 
 
-def test_collators_of_hugging_face_pad_each_micro_batch(ranks: Pool):
+def test_training_with_a_collator_of_hugging_face_equals_one_process(ranks: Pool):
     pytest.importorskip("transformers")
     expected, _ = train_one_process(False)
     for losses in ranks.run(train_with_hugging_face, PLANS[0]):
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_collators_of_hugging_face_pad_or_pack_each_micro_batch():
+    transformers = pytest.importorskip("transformers")
+    plan = Plan(stage=0, global_batch=3, micro_batches=((2, 1),), shares=(1.0,))
+    samples = [{"input_ids": [1] * length} for length in (5, 4, 2)]
+    padding = transformers.DataCollatorWithPadding(hugging_face_tokenizer())
+    packing = transformers.DataCollatorWithFlattening(return_tensors="pt")
+    for collate, shapes in ((padding, [(2, 5), (1, 2)]), (packing, [(1, 9), (1, 2)])):
+        batch = CollateMicroBatches(collate, plan)(samples)
+        assert pytree.samples_in(batch) == 3
+        parts = pytree.split(batch, plan.micro_batches[0])
+        assert [tuple(part["input_ids"].shape) for part in parts] == shapes
 
 
 def retry_smaller(plan):
@@ -205,7 +224,10 @@ def test_profile_is_of_the_lengths_and_not_of_the_padding(ranks: Pool, tmp_path)
     assert again.plan == first.plan
     assert again.observations == ()  # from the cache
     for message in ranks.run(error_of, False, 7, None, profile=first.profile):
-        assert "the profile is of another length distribution: measured '5 samples of 3 to 30" in message
+        assert (
+            "the profile is of another length distribution: measured '5 samples of 3 to 30"
+            in message
+        )
 
 
 def test_wrong_lengths_on_one_rank_raise_on_all_ranks(ranks: Pool):
