@@ -40,6 +40,7 @@ from poplar.zero.first_batch import compare_first_batches
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
 from poplar.zero.initial_values import Weights
+from poplar.zero.length_watch import LengthWatch
 from poplar.zero.loss_mean import FirstLossCheck
 from poplar.zero.materialization import check_unused, move_to_meta
 from poplar.zero.micro_batch_loop import MicroBatchLoop
@@ -228,8 +229,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         replicated = self._engine.strategy.replicates_state
         self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
         looking = 0 if plan is None else max(range(plan.world_size), key=plan.samples)
-        looks = self._group.rank == looking and self._engine.values_are_readable
-        self._first_loss = FirstLossCheck(looks=looks)
+        looks = self._group.rank == looking
+        self._first_loss = FirstLossCheck(looks=looks and self._engine.values_are_readable)
+        self._lengths = LengthWatch(looks=looks)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
         self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
@@ -770,6 +772,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> OpenedStep:
         """Check and split the batch and start to exchange its weight. Collective."""
+        self._lengths.look(batch)
         check = self._check_before_step
         opened = self._splitter.open(self._control, batch, weight, loss, check)
         if self._has_compared_batches:
@@ -806,7 +809,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def expect_artificial_data(self) -> None:
         """Do not warn of the data and the mode of the model in the first step; for measurements."""
         self._has_stepped = self._has_compared_batches = True
-        self._first_loss = FirstLossCheck(looks=False)
+        self._first_loss, self._lengths = FirstLossCheck(looks=False), LengthWatch(looks=False)
 
     def _check_model(self) -> None:
         """Check, before a step, that the optimizer still trains what it was built for."""

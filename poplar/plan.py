@@ -126,12 +126,13 @@ class Plan(Document):
         self._check_passes()
 
     @property
-    def _synchronizes_every_pass(self) -> bool:
+    def synchronizes_every_pass(self) -> bool:
+        """Whether ranks wait for each other at every pass, not only once per step."""
         stages = [self.stage, *(STRATEGIES.index(unit.strategy) for unit in self.units)]
         return max(stages) >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
 
     def _check_passes(self) -> None:
-        if not self._synchronizes_every_pass:
+        if not self.synchronizes_every_pass:
             return
         counts = [len(passes) for passes in self.micro_batches]
         for rank, count in enumerate(counts):
@@ -368,7 +369,7 @@ class Plan(Document):
             [max(1, -(-size // limits.get(rank, max(1, size)))) for size in own]
             for rank, own in enumerate(self.micro_batches)
         ]
-        if self._synchronizes_every_pass:
+        if self.synchronizes_every_pass:
             parts = [[max(each) for each in zip(*parts, strict=True)]] * self.world_size
         micro_batches = []
         for own, counts in zip(self.micro_batches, parts, strict=True):

@@ -3,13 +3,14 @@
 Tensors and lists with one value per sample are split; other values are passed on unchanged.
 Supported containers: dicts, lists, tuples and their subclasses, `UserDict`s
 (Hugging Face's `BatchEncoding`), named tuples, dataclasses (also frozen and slotted). Containers
-are copied and never changed in place.
+are copied and never changed in place. A batch may also split itself, see `SplitsItself`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast
@@ -18,6 +19,30 @@ import torch
 from torch import Tensor
 
 PyTree = TypeVar("PyTree")
+
+
+class SplitsItself(ABC):
+    """A batch that is not split along dim 0 of its tensors."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    @abstractmethod
+    def split(self, sizes: Sequence[int]) -> list[Any]:
+        """Consecutive micro-batches; sizes sum to the samples."""
+
+    @abstractmethod
+    def take(self, indices: Sequence[int]) -> Any:
+        """One micro-batch of the samples at these positions."""
+
+    @abstractmethod
+    def parts(self) -> Sequence[Any]:
+        """Pytrees with the tensors of this batch."""
+
+    @abstractmethod
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> SplitsItself:
+        """The batch with every tensor replaced by `fn(tensor)`."""
 
 
 def samples_in(batch: Any) -> int:
@@ -29,6 +54,8 @@ def samples_in(batch: Any) -> int:
     Raises:
         ValueError: the tensors differ in dim 0 (the message names two), or none has a dim 0.
     """
+    if isinstance(batch, SplitsItself):
+        return len(batch)
     first: tuple[str, int] | None = None
     for path, tensor in _tensors_with_paths(batch, "batch"):
         if tensor.dim() == 0:
@@ -72,6 +99,8 @@ def split(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
             f"a batch of {samples} samples cannot be split into {list(sizes)}, which is "
             f"{sum(sizes)}; sizes must be 0 or more and sum to the batch"
         )
+    if isinstance(batch, SplitsItself):
+        return batch.split(sizes)
     bounds = pairwise(accumulate(sizes, initial=0))
     return [_slice(batch, samples, start, stop) for start, stop in bounds]
 
@@ -86,6 +115,8 @@ def take(batch: PyTree, indices: Sequence[int]) -> PyTree:
     Raises:
         ValueError: as for `samples_in`.
     """
+    if isinstance(batch, SplitsItself):
+        return cast(PyTree, batch.take(indices))
     samples = samples_in(batch)
     return cast(PyTree, _take(batch, samples, list(indices)))
 
@@ -99,6 +130,8 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: PyTree) -> PyTree:
     """The pytree with every tensor replaced by `fn(tensor)`."""
     if isinstance(tree, Tensor):
         return cast(PyTree, fn(tree))
+    if isinstance(tree, SplitsItself):
+        return cast(PyTree, tree.map_tensors(fn))
     return cast(PyTree, _rebuild(tree, lambda child: map_tensors(fn, child)))
 
 
@@ -135,7 +168,9 @@ def _has_value_per_sample(tree: Any, samples: int) -> bool:
 
 def _children(tree: Any) -> Iterator[tuple[str, Any]]:
     """The members of a container with their access paths; empty for a leaf."""
-    if isinstance(tree, Mapping):
+    if isinstance(tree, SplitsItself):
+        yield from ((f".parts()[{at}]", part) for at, part in enumerate(tree.parts()))
+    elif isinstance(tree, Mapping):
         for key in tree:
             yield f"[{key!r}]", tree[key]
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):

@@ -3,6 +3,7 @@
 Step `k` is the same global batch for every plan: it depends only on the seed and the step. So plans
 can be compared, changed and resumed without a change in the order of the data. Nothing here
 communicates: each rank computes the same order and the same split, and takes its own part.
+With `lengths`, the samples of a global batch are divided by length; it has the same samples.
 
 A rank without samples in the plan still draws one sample per step, because an empty list breaks
 collate functions; the optimizer drops it.
@@ -11,7 +12,7 @@ collate functions; the optimizer drops it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -25,6 +26,7 @@ from poplar.data.global_batch import (
     rank_slice,
     resolve_rank,
 )
+from poplar.data.length_balance import checked_lengths, deal, digest_of, grouped_order
 from poplar.plan import Plan
 
 _SAMPLERS: WeakSet[HeteroBatchSampler] = WeakSet()
@@ -49,11 +51,17 @@ class HeteroBatchSampler(Sampler[list[int]]):
         drop_last: True drops the samples that do not fill a global batch. False splits them by the
             same plan; every rank with samples in the plan gets at least one.
         rank: the rank whose part is drawn; None: this process's rank in `torch.distributed`.
+        lengths: length of each sample, such as its number of tokens, the same on all ranks. The
+            samples of a global batch are then divided so that each pass has samples of similar
+            length, and ranks get padded tokens in proportion to their samples. That saves time if
+            each micro-batch is padded on its own, as `poplar.data.CollateMicroBatches` does.
+        group_by_length: with `lengths` and `shuffle`, global batches are drawn from groups of
+            samples of similar length.
 
     Raises:
         ValueError: the dataset is too small for one step; with `drop_last=False`, the last global
             batch has fewer samples than the plan has ranks with samples; the plan does not have
-            this rank.
+            this rank; `lengths` is not one number above 0 per sample.
     """
 
     def __init__(
@@ -65,6 +73,8 @@ class HeteroBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = True,
         rank: int | None = None,
+        lengths: Iterable[float] | torch.Tensor | None = None,
+        group_by_length: bool = False,
     ) -> None:
         self._rank = resolve_rank(plan, rank)
         self._plan = plan
@@ -81,6 +91,14 @@ class HeteroBatchSampler(Sampler[list[int]]):
                 f"{plan.global_batch}; make a plan for a smaller global batch"
                 + (", or pass drop_last=False" if length > 0 else "")
             )
+        if group_by_length and (lengths is None or not shuffle):
+            raise ValueError(
+                "group_by_length=True needs lengths= and shuffle=True: it draws global batches at "
+                "random from groups of samples of similar length"
+            )
+        self._lengths = None if lengths is None else checked_lengths(lengths, length)
+        self._lengths_digest = "" if self._lengths is None else digest_of(self._lengths)
+        self._group_by_length = group_by_length
         self._epoch = 0
         self._start = 0  # first step of an iteration of this epoch; not 0 after load_state_dict
         self._drawn = 0  # steps of this epoch that were drawn, including those before `_start`
@@ -116,8 +134,15 @@ class HeteroBatchSampler(Sampler[list[int]]):
         self._drawn = self._start
         for step in range(self._start, self._steps):
             self._drawn = step + 1
-            first, stop = rank_slice(self._plan, self._rank, min(size, self._length - step * size))
-            yield order[step * size + first : step * size + stop].tolist()
+            yield self._own_part(order[step * size : (step + 1) * size])
+
+    def _own_part(self, global_batch: torch.Tensor) -> list[int]:
+        """The samples of this rank in a global batch of these indices."""
+        if self._lengths is not None and self._plan.samples(self._rank):
+            dealt = deal(self._plan, self._lengths[global_batch].tolist())
+            return global_batch[dealt[self._rank]].tolist()
+        first, stop = rank_slice(self._plan, self._rank, len(global_batch))
+        return global_batch[first:stop].tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`.
@@ -167,11 +192,14 @@ class HeteroBatchSampler(Sampler[list[int]]):
         self._start = self._drawn = state["step"]
 
     def _state_identity(self) -> dict[str, Any]:
+        """What decides which samples are in which global batch."""
+        grouped = {"grouped_by_length": self._lengths_digest} if self._group_by_length else {}
         return {
             "length": self._length,
             "global_batch": self._plan.global_batch,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            **grouped,
         }
 
     def _order(self) -> torch.Tensor:
@@ -180,9 +208,20 @@ class HeteroBatchSampler(Sampler[list[int]]):
         # Hashed, not added: seed 0 in epoch 1 must differ from seed 1 in epoch 0.
         mixed = hashlib.sha256(f"{self._seed}:{self._epoch}".encode()).digest()[:4]
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(mixed, "little"))
-        return torch.randperm(self._length, generator=generator, device="cpu")
+        order = torch.randperm(self._length, generator=generator, device="cpu")
+        if self._group_by_length and self._lengths is not None:
+            return grouped_order(order, self._lengths, self._plan.global_batch, generator)
+        return order
 
 
-def orders_of_samplers() -> frozenset[tuple[Any, ...]]:
-    """What decides the order of each sampler of this process; equal on all ranks."""
-    return frozenset(tuple(sampler._state_identity().values()) for sampler in _SAMPLERS)
+def orders_of_samplers() -> frozenset[tuple[tuple[str, Any], ...]]:
+    """By sampler of this process, names and values that decide its parts; equal on all ranks."""
+    return frozenset(
+        (*sampler._state_identity().items(), ("lengths", sampler._lengths_digest))
+        for sampler in _SAMPLERS
+    )
+
+
+def some_sampler_knows_lengths() -> bool:
+    """Whether a sampler of this process divides global batches by length."""
+    return any(sampler._lengths is not None for sampler in _SAMPLERS)

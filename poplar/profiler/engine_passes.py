@@ -58,6 +58,7 @@ def sharded_passes(session: Session) -> Iterator[EnginePasses]:
             request.example,
             session.device,
             trained_units(session),
+            lengths=request.sample_lengths,
             engine=optimizer._engine,
             control=session.control,
             unsharded_bytes=memory.unsharded_units,

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from poplar.curve import error_of_median
 from poplar.data import pytree
+from poplar.data.example_lengths import at_length
+from poplar.data.sample_lengths import SampleLengths
 from poplar.profile import BatchPoint
 from poplar.profiler.memory import PassBytes, batch_bytes, pass_bytes
 from poplar.profiler.timing import repeats_in_a_sample, seconds_of
@@ -55,14 +57,28 @@ class Passes:
     device: torch.device
     units: Sequence[TrainedUnit] = ()
     """Whose memory is measured; none: only the peak of a pass is."""
-    _batches: dict[int, Any] = field(default_factory=dict)
+    lengths: SampleLengths | None = None
+    """To which length batches are padded; None: that of the example."""
+    _batches: dict[tuple[int, int | None], Any] = field(default_factory=dict)
 
     def batch(self, size: int) -> Any:
-        """A batch of `size` samples of the example."""
-        if size not in self._batches:
+        """A batch of `size` samples of the example, of a typical length if there are `lengths`."""
+        return self._made(size, None if self.lengths is None else self.lengths.typical(size))
+
+    def longest_batch(self, size: int) -> Any:
+        """As `batch`, but of the length for which to plan memory."""
+        return self._made(size, self.lengths.longest(size)) if self.lengths else self.batch(size)
+
+    def _made(self, size: int, length: int | None) -> Any:
+        if (size, length) not in self._batches:
             available = pytree.samples_in(self.example)
-            self._batches[size] = pytree.take(self.example, [at % available for at in range(size)])
-        return self._batches[size]
+            batch = pytree.take(self.example, [at % available for at in range(size)])
+            self._batches[size, length] = batch if length is None else at_length(batch, length)
+        return self._batches[size, length]
+
+    def step_batch(self, samples: int) -> Any:
+        """A batch for an optimizer step, whose micro-batches have typical lengths."""
+        return self.batch(samples) if self.lengths is None else _StepBatch(self, samples)
 
     @contextmanager
     def one_pass(self, size: int) -> Iterator[None]:
@@ -78,6 +94,11 @@ class Passes:
         """Run one pass and drop its gradients."""
         with self.one_pass(size):
             self.loss_fn(self.model, self.batch(size)).backward()
+
+    def run_longest(self, size: int) -> None:
+        """Run one pass of the length for which to plan memory, and drop its gradients."""
+        with self.one_pass(size):
+            self.loss_fn(self.model, self.longest_batch(size)).backward()
 
     def check(self) -> None:
         """Run a first pass of one sample.
@@ -149,7 +170,10 @@ class Passes:
         """
         with self._memory_freed_after_failure(size), gradients_dropped(self.model):
             seconds = self.settled_seconds(size)
-            held, given = self.pass_bytes(size), batch_bytes(self.batch(size), self.device)
+            if self.lengths is not None:
+                self.run_longest(size)  # it may compile
+            held = self.pass_bytes(size)
+            given = batch_bytes(self.longest_batch(size), self.device)
             units = held.units.plus(given)
             return BatchPoint(
                 batch=size,
@@ -161,7 +185,8 @@ class Passes:
 
     def pass_bytes(self, size: int) -> PassBytes:
         """Memory of a pass above the model."""
-        return pass_bytes(lambda: self.run(size), self.device, self.units)
+        run = self.run if self.lengths is None else self.run_longest
+        return pass_bytes(lambda: run(size), self.device, self.units)
 
     @contextmanager
     def _memory_freed_after_failure(self, size: int) -> Iterator[None]:
@@ -177,9 +202,33 @@ class Passes:
                 raise
             free_frames(error)
             self.model.zero_grad()
-            self._batches.pop(size, None)
+            for key in [key for key in self._batches if key[0] == size]:
+                del self._batches[key]
             free_cached_memory(self.device)
             raise torch.OutOfMemoryError(str(error)) from None
+
+
+class _StepBatch(pytree.SplitsItself):
+    """Samples of one rank in a step; each micro-batch is padded to its own typical length."""
+
+    def __init__(self, passes: Passes, samples: int) -> None:
+        self._passes, self._samples = passes, samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def split(self, sizes: Sequence[int]) -> list[Any]:
+        return [self._passes.batch(size) if size else None for size in sizes]
+
+    def take(self, indices: Sequence[int]) -> Any:
+        return self._passes.batch(len(indices))
+
+    def parts(self) -> list[Any]:
+        return []
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> _StepBatch:
+        example = pytree.map_tensors(fn, self._passes.example)
+        return _StepBatch(replace(self._passes, example=example, _batches={}), self._samples)
 
 
 def climb(

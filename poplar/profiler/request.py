@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import poplar
 from poplar.data import pytree
+from poplar.data.example_lengths import at_length, padded_length
+from poplar.data.sample_lengths import SampleLengths
 from poplar.plan import STRATEGIES
 from poplar.profiler import memory_limit
 from poplar.profiler.compilation import is_compiled
@@ -48,6 +50,20 @@ class Request:
     allow_batch_norm: bool
     weights: Weights = None
     device: torch.device | str | None = None
+    lengths: Iterable[float] | Tensor | None = None
+    """Of the samples of the dataset; None: all are as long as the example."""
+    length_quantile: float = 0.99
+
+    @functools.cached_property
+    def sample_lengths(self) -> SampleLengths | None:
+        """The distribution of `lengths`.
+
+        Raises:
+            ValueError: `lengths` or `length_quantile` are wrong.
+        """
+        if self.lengths is None:
+            return None
+        return SampleLengths(self.lengths, self.length_quantile)
 
     def check(self) -> None:
         """Check what needs no communication, except for what the engine checks.
@@ -68,6 +84,11 @@ class Request:
             raise ValueError(f"seconds must be above 0, got {self.seconds}")
         if pytree.samples_in(self.example) < 1:
             raise ValueError("example_batch has no samples; give at least one")
+        if self.sample_lengths is not None and not padded_length(self.example):
+            raise ValueError(
+                "lengths= needs an example_batch with tensors of the shape [samples, length, ...], "
+                "which are cut or repeated along dim 1"
+            )
 
     def must_be_equal(self) -> dict[str, Any]:
         """What must be equal on all ranks, because they would otherwise wait for each other."""
@@ -80,12 +101,15 @@ class Request:
             "max_norm": self.max_norm,
             "loss_fn": getattr(function, "__qualname__", type(function).__qualname__),
             "versions": f"poplar {poplar.__version__}, torch {torch.__version__}",
+            "lengths": None if self.lengths is None else str(self.sample_lengths),
         }
 
     def may_differ(self, device: torch.device) -> dict[str, Any]:
         """Entries of the identity that may differ between ranks, as plain values."""
         info, on_cpu = devices.describe(device), device.type == "cpu"
-        shapes = (f"{list(t.shape[1:])}:{t.dtype}" for t in pytree.tensors(self.example))
+        # Measured lengths do not depend on how far the example happens to be padded.
+        example = self.example if self.lengths is None else at_length(self.example, 1)
+        shapes = (f"{list(t.shape[1:])}:{t.dtype}" for t in pytree.tensors(example))
         return {
             "device": f"{info.name} {info.uuid}".strip(),
             "host": info.host,
@@ -131,6 +155,8 @@ class Request:
             "world_size": str(len(by_rank)),
         }
         identity |= {key: str(equal[key]) for key in ("stages", "max_norm", "loss_fn", "versions")}
+        if self.lengths is not None:
+            identity["length_distribution"] = str(self.sample_lengths)
         for key in by_rank[0]:
             values = [own[key] for own in by_rank]
             identity[key] = str(values[0] if len(set(values)) == 1 else values)

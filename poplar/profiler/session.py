@@ -105,7 +105,14 @@ class Session:
     def passes(self, units: Sequence[TrainedUnit] = ()) -> Passes:
         """Plain passes of the model; memory is measured for these units, too."""
         request = self.request
-        return Passes(request.model, request.loss_fn, request.example, self.device, units)
+        return Passes(
+            request.model,
+            request.loss_fn,
+            request.example,
+            self.device,
+            units,
+            lengths=request.sample_lengths,
+        )
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

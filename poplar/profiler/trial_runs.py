@@ -93,7 +93,7 @@ def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
     request, samples = session.request, plan.samples(session.group.rank)
 
     def take_batch() -> Any:
-        return session.passes().batch(samples) if samples else None
+        return session.passes().step_batch(samples) if samples else None
 
     batch = run_on_all_ranks(session.control, take_batch, doing="allocating a batch")
     options = request.optimizer_options

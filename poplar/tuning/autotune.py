@@ -12,7 +12,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal, ParamSpec
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from poplar.comm import Group
 from poplar.observation import Observation, Trials
@@ -72,7 +72,16 @@ WORTH_A_TRIAL = 5e-3
 """A plan joins if it is predicted to be faster than all others by more than this fraction."""
 UNSEEN = 0.05
 """Part of a rank's memory that plans leave free in addition, after they have run out of it."""
-_MUST_MATCH = ("model", "units", "optimizer", "compute_dtype", "reduce_dtype", "example", "device")
+_MUST_MATCH = (
+    "model",
+    "units",
+    "optimizer",
+    "compute_dtype",
+    "reduce_dtype",
+    "length_distribution",
+    "example",
+    "device",
+)
 """Entries of a profile's identity that must be those of this job."""
 
 
@@ -113,6 +122,8 @@ def tune(
     allow_batch_norm: bool = False,
     weights: Weights = None,
     device: torch.device | str | None = None,
+    lengths: Iterable[float] | Tensor | None = None,
+    length_quantile: float = 0.99,
     cache: bool | str | Path = True,
     progress: bool = True,
     **optimizer_kwargs: Any,
@@ -122,8 +133,8 @@ def tune(
     Args:
         model, loss_fn, example_batch, optimizer_class, max_batch, memory_limit, max_norm,
             process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, weights,
-            device, cache, progress, optimizer_kwargs: as for `profile_cluster`, and as training
-            will use them.
+            device, lengths, length_quantile, cache, progress, optimizer_kwargs: as for
+            `profile_cluster`, and as training will use them.
         global_batch: samples behind one optimizer step, over all ranks. No plan changes it.
         stage: a ZeRO stage, or "auto" for the fastest stage that fits.
         policy: `"exact"`, `"even_shares"` for engines without uneven shares (DDP, FSDP2), or a
@@ -164,6 +175,8 @@ def tune(
         allow_batch_norm=allow_batch_norm,
         weights=weights,
         device=device,
+        lengths=lengths,
+        length_quantile=length_quantile,
         global_batch=global_batch,
         policy=policy,
         recompute=recompute,
@@ -436,13 +449,18 @@ class Tuner:
             )
         own = self.session.identity
         for key in _MUST_MATCH:
-            if key in given.identity and given.identity[key] != own[key]:
+            if key in given.identity and given.identity[key] != own.get(key):
                 raise ValueError(
                     f"the profile is of another {key.replace('_', ' ')}: measured "
-                    f"{given.identity[key]!r}, here {own[key]!r}; measure again with "
+                    f"{given.identity[key]!r}, here {own.get(key)!r}; measure again with "
                     "profile_cluster()"
                 )
         request = self.session.request
+        if request.lengths is not None and "length_distribution" not in given.identity:
+            raise ValueError(
+                "the profile was measured without lengths=; measure again with "
+                "profile_cluster(lengths=...), or leave out lengths"
+            )
         limits = self.session.exchange((request.max_batch, self.session.memory_limit))
         cut = (
             _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)

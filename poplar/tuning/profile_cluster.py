@@ -8,7 +8,7 @@ were measured in this job before, only the network and the calibration steps are
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from poplar.comm import Group
 from poplar.plan import Plan
@@ -53,6 +53,8 @@ def profile_cluster(
     allow_batch_norm: bool = False,
     weights: Weights = None,
     device: torch.device | str | None = None,
+    lengths: Iterable[float] | Tensor | None = None,
+    length_quantile: float = 0.99,
     cache: bool | str | Path = True,
     progress: bool = True,
     **optimizer_kwargs: Any,
@@ -79,6 +81,12 @@ def profile_cluster(
         max_norm: gradient clipping in the measured steps, as in training; None for none.
         process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, weights,
             device: as for `HeteroZeroOptimizer`.
+        lengths: length of each sample of the dataset, the same on all ranks, if lengths vary. The
+            example is then cut or repeated along dim 1: the time of a batch size is measured at the
+            expected longest of so many random samples, and the profile does not depend on how far
+            the example is padded.
+        length_quantile: memory is measured at the longest sample of at least this part of all
+            micro-batches of a size; longer ones may need more.
         cache: True to use and store profiles in the default folder, a folder, or False. A cached
             profile is used if model, dtype, devices and versions are the same. If only other hosts
             were lost or have joined, the curves of the devices are used.
@@ -112,6 +120,8 @@ def profile_cluster(
         allow_batch_norm=allow_batch_norm,
         weights=weights,
         device=device,
+        lengths=lengths,
+        length_quantile=length_quantile,
     )
     profiler = Profiler(request, Group.of(process_group, timeout))
     return CachedProfile(profiler, cache, show=progress).profile()

@@ -33,7 +33,7 @@ def compare_first_batches(control: Control, batch: Any) -> None:
             raise ValueError(
                 f"the HeteroBatchSampler of rank 0 has {_text(received[0][0])}, that of rank "
                 f"{rank} {_text(orders)}, so their parts are not of the same global batch; give "
-                "all ranks the same dataset length, plan, seed and shuffle"
+                "all ranks the same dataset length, plan, seed, shuffle and lengths"
             )
     first_with: dict[Any, int] = {}
     for rank, (_, fingerprint) in enumerate(received):
@@ -48,10 +48,8 @@ def compare_first_batches(control: Control, batch: Any) -> None:
             break
 
 
-def _text(orders: frozenset[tuple[Any, ...]]) -> str:
-    names = ("length", "global_batch", "seed", "shuffle")
-    each = (", ".join(f"{k}={v}" for k, v in zip(names, o, strict=True)) for o in sorted(orders))
-    return " or ".join(each)
+def _text(orders: frozenset[tuple[tuple[str, Any], ...]]) -> str:
+    return " or ".join(", ".join(f"{k}={v}" for k, v in o if v != "") for o in sorted(orders))
 
 
 def _fingerprint(batch: Any) -> tuple[Any, ...] | None:

@@ -48,19 +48,14 @@ _DESCRIPTIONS = {
     Tensor.size,
     Tensor.dim,
     Tensor.numel,
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "device",
-            "dtype",
-            "grad",
-            "is_leaf",
-            "layout",
-            "ndim",
-            "requires_grad",
-            "shape",
-        )
-    ),
+    Tensor.device.__get__,
+    Tensor.dtype.__get__,
+    Tensor.grad.__get__,
+    Tensor.is_leaf.__get__,
+    Tensor.layout.__get__,
+    Tensor.ndim.__get__,
+    Tensor.requires_grad.__get__,
+    Tensor.shape.__get__,
 }
 """What may be asked about it: tools look at all tensors of a process."""
 

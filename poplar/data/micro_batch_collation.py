@@ -1,0 +1,112 @@
+"""`CollateMicroBatches`: each micro-batch is collated, so padded, on its own.
+
+Collate functions may also pack the samples of a micro-batch into one row, because samples are
+counted before they are collated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poplar.data import pytree
+from poplar.data.global_batch import resolve_rank
+from poplar.plan import Plan
+
+Collate = Callable[[list[Any]], Any]
+
+
+class MicroBatches(pytree.SplitsItself):
+    """The samples of one rank in a global batch, collated by micro-batch.
+
+    A batch for `train_step` and `micro_batches`. Micro-batches of other sizes than the planned
+    ones, such as after running out of memory, are collated when they are needed.
+    """
+
+    def __init__(self, samples: Sequence[Any], sizes: Sequence[int], collate: Collate) -> None:
+        """
+        Args:
+            samples: of the dataset.
+            sizes: of the micro-batches that are collated now.
+            collate: makes a batch of a list of samples.
+        """
+        self._samples = list(samples)
+        self._collate = collate
+        self._changes: tuple[Callable[[Tensor], Tensor], ...] = ()
+        self._collated: dict[tuple[int, int], Any] = {}
+        self.split(sizes)
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._samples)
+
+    def split(self, sizes: Sequence[int]) -> list[Any]:
+        """Batches of consecutive samples; None for a size of 0."""
+        bounds = pairwise(accumulate(sizes, initial=0))
+        return [self._part(start, stop) if stop > start else None for start, stop in bounds]
+
+    def take(self, indices: Sequence[int]) -> Any:
+        """One batch of the samples at these positions."""
+        batch = self._collate([self._samples[at] for at in indices])
+        for change in self._changes:
+            batch = pytree.map_tensors(change, batch)
+        return batch
+
+    def parts(self) -> list[Any]:
+        """The micro-batches that have been collated so far."""
+        return list(self._collated.values())
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> MicroBatches:
+        """The same micro-batches with `fn` applied to all tensors, also to those of later ones."""
+        mapped = MicroBatches(self._samples, (), self._collate)
+        mapped._changes = (*self._changes, fn)
+        mapped._collated = {
+            bounds: pytree.map_tensors(fn, batch) for bounds, batch in self._collated.items()
+        }
+        return mapped
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatches:
+        """The same micro-batches on `device`."""
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> MicroBatches:
+        """The same micro-batches in pinned memory; `DataLoader` calls it."""
+        return self.map_tensors(torch.Tensor.pin_memory)
+
+    def _part(self, start: int, stop: int) -> Any:
+        if (start, stop) not in self._collated:
+            self._collated[start, stop] = self.take(range(start, stop))
+        return self._collated[start, stop]
+
+
+class CollateMicroBatches:
+    """A `collate_fn` for `DataLoader` that collates the planned micro-batches one by one.
+
+        sampler = HeteroBatchSampler(len(dataset), plan, lengths=lengths)
+        loader = DataLoader(
+            dataset, batch_sampler=sampler, collate_fn=CollateMicroBatches(collate, plan)
+        )
+        for batch in loader:
+            optimizer.train_step(loss_fn, batch.to(device), weight=poplar.tokens())
+
+    Each micro-batch is then padded to its own longest sample; otherwise all samples of the rank are
+    padded to the longest one of them. `loss_fn` and `weight` get what `collate` returns.
+
+    Args:
+        collate: makes a batch of a list of samples, such as Hugging Face's
+            `DataCollatorWithPadding`, or `DataCollatorWithFlattening`, which packs them.
+        plan: the plan of the sampler.
+        rank: None: this process's rank in `torch.distributed`.
+    """
+
+    def __init__(self, collate: Collate, plan: Plan, rank: int | None = None) -> None:
+        self._collate, self._plan, self._rank = collate, plan, resolve_rank(plan, rank)
+
+    def __call__(self, samples: Sequence[Any]) -> MicroBatches:
+        planned = self._plan.samples(self._rank)  # 0: the only sample is a placeholder
+        sizes = self._plan.micro_batch_sizes(self._rank, len(samples)) if planned else ()
+        return MicroBatches(samples, sizes, self._collate)

@@ -1,0 +1,140 @@
+"""Micro-batches that are collated one by one, and the warning where lengths are not balanced."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from poplar.data import CollateMicroBatches, HeteroBatchSampler, pytree
+from poplar.plan import Plan
+from poplar.zero.length_watch import LengthWatch
+
+SAMPLES = [list(range(1, 1 + length)) for length in (9, 2, 7, 5, 3, 4, 8, 6)]
+LENGTHS = [len(sample) for sample in SAMPLES]
+PLAN = Plan(stage=0, global_batch=8, micro_batches=((2, 3), (3,)), shares=(0.5, 0.5))
+
+
+def padded(samples):
+    """The simplest collate function: 0 after the end of each sample."""
+    longest = max(map(len, samples))
+    return {"ids": torch.tensor([[*own, *[0] * (longest - len(own))] for own in samples])}
+
+
+def packed(samples):
+    """All samples in one row."""
+    return {"ids": torch.tensor([[word for own in samples for word in own]])}
+
+
+def loaded(rank, collate, **options):
+    sampler = HeteroBatchSampler(8, PLAN, rank=rank, lengths=LENGTHS, shuffle=False)
+    (batch,) = DataLoader(
+        SAMPLES,
+        batch_sampler=sampler,
+        collate_fn=CollateMicroBatches(collate, PLAN, rank),
+        **options,
+    )
+    return batch
+
+
+def words_of(micro_batches):
+    return sorted(int(word) for part in micro_batches for word in part["ids"].flatten() if word)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_micro_batch_is_padded_to_its_own_longest_sample(workers):
+    batches = [loaded(rank, padded, num_workers=workers) for rank in (0, 1)]
+    parts = [pytree.split(batch, PLAN.micro_batches[rank]) for rank, batch in enumerate(batches)]
+    assert [[list(part["ids"].shape) for part in own] for own in parts] == [
+        [[2, 9], [3, 4]],
+        [[3, 7]],
+    ]
+    assert words_of([*parts[0], *parts[1]]) == sorted(word for sample in SAMPLES for word in sample)
+
+
+def test_packed_samples_are_counted_before_they_are_packed():
+    batch = loaded(0, packed)
+    assert pytree.samples_in(batch) == 5
+    assert [part["ids"].shape[0] for part in pytree.split(batch, (2, 3))] == [1, 1]
+
+
+def test_other_sizes_are_collated_from_the_samples():
+    batch = loaded(0, padded)
+    first, second, third = pytree.split(batch, (1, 3, 1))
+    assert [part["ids"].shape[0] for part in (first, second, third)] == [1, 3, 1]
+    assert words_of([first, second, third]) == words_of(pytree.split(batch, (2, 3)))
+    assert pytree.take(batch, [4])["ids"].tolist() == third["ids"].tolist()
+    assert pytree.split(batch, (0, 5))[0] is None
+    with pytest.raises(ValueError, match="5 samples cannot be split into"):
+        pytree.split(batch, (2, 2))
+
+
+def test_a_batch_that_was_moved_collates_later_micro_batches_there():
+    moved = loaded(0, padded).to("meta")
+    assert {tensor.device.type for tensor in pytree.tensors(moved)} == {"meta"}
+    (later,) = pytree.split(moved, (5,))
+    assert later["ids"].device.type == "meta"
+
+
+def test_a_micro_batch_is_collated_once():
+    collated = []
+
+    def collate(samples):
+        collated.append(len(samples))
+        return padded(samples)
+
+    batch = CollateMicroBatches(collate, PLAN, rank=0)(SAMPLES[:5])
+    pytree.split(batch, (2, 3))
+    pytree.split(batch, (2, 3))
+    assert collated == [2, 3]
+    assert len(pickle.loads(pickle.dumps(CollateMicroBatches(padded, PLAN, 0)(SAMPLES[:5])))) == 5
+
+
+def test_a_placeholder_is_not_collated():
+    plan = Plan.manual("0,8", stage=0)
+    batch = CollateMicroBatches(padded, plan, rank=0)(SAMPLES[:1])
+    assert pytree.tensors(batch) == []
+    assert pytree.samples_in(batch) == 1
+
+
+# The warning
+
+
+def looked_at(*lengths):
+    """What a rank is told after batches that are padded to these lengths."""
+    gc.collect()  # samplers of other tests
+    watch = LengthWatch(looks=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in lengths:
+            watch.look({"ids": torch.zeros(2, length), "weight": torch.zeros(2)})
+    return [str(warning.message) for warning in caught]
+
+
+def test_changing_lengths_give_one_warning():
+    (message,) = looked_at(100, 104, 130, 200, 60)
+    assert "padded to 100 to 130 tokens" in message
+    assert "pass lengths=" in message
+
+
+def test_nearly_equal_lengths_and_later_steps_give_no_warning():
+    assert looked_at(100, 115, 108) == []
+    assert looked_at(*[100] * 16, 200) == []
+
+
+def test_no_warning_with_lengths_in_the_sampler():
+    sampler = HeteroBatchSampler(8, PLAN, rank=0, lengths=LENGTHS)
+    assert looked_at(100, 200) == []
+    del sampler
+
+
+def test_batches_without_lengths_give_no_warning():
+    watch = LengthWatch(looks=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in (None, torch.zeros(3), [torch.zeros(2), "text"]):
+            watch.look(batch)

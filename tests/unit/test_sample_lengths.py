@@ -1,0 +1,174 @@
+"""Passes are measured at the lengths to which micro-batches of a dataset are padded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from statistics import fmean
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from poplar.data import pytree
+from poplar.data.example_lengths import at_length, padded_length
+from poplar.data.sample_lengths import SampleLengths
+from poplar.profiler.passes import Passes
+from poplar.profiler.request import Request
+
+CPU = torch.device("cpu")
+some_lengths = st.lists(st.integers(1, 30), min_size=1, max_size=5)
+
+
+# The longest of a few samples
+
+
+@given(lengths=some_lengths, samples=st.integers(1, 4))
+def test_typical_length_is_the_expected_longest(lengths, samples):
+    every_draw = [max(drawn) for drawn in product(lengths, repeat=samples)]
+    typical = SampleLengths(lengths, 0.9).typical(samples)
+    assert typical - 1 < fmean(every_draw) + 1e-6
+    assert fmean(every_draw) <= typical + 1e-6
+
+
+@given(lengths=some_lengths, samples=st.integers(1, 4), quantile=st.sampled_from([0.5, 0.9, 0.99]))
+def test_few_micro_batches_are_longer_than_the_quantile(lengths, samples, quantile):
+    every_draw = [max(drawn) for drawn in product(lengths, repeat=samples)]
+    longest = SampleLengths(lengths, quantile).longest(samples)
+
+    def part_up_to(length):
+        return fmean(drawn <= length for drawn in every_draw)
+
+    assert part_up_to(longest) >= quantile - 1e-6
+    shorter = max((length for length in lengths if length < longest), default=0)
+    assert part_up_to(shorter) < quantile + 1e-6
+
+
+def test_larger_micro_batches_are_longer():
+    lengths = SampleLengths(range(1, 1001), 0.99)
+    assert [lengths.typical(size) for size in (1, 3, 999)] == [501, 751, 1000]
+    assert [lengths.longest(size) for size in (1, 10, 10_000)] == [990, 999, 1000]
+
+
+# Batches of these lengths
+
+
+def test_a_batch_is_cut_or_repeated_to_a_length():
+    batch = {"ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "other": torch.zeros(2, 5), "sum": [1, 2]}
+    batch["ids"] = torch.cat([batch["ids"], batch["ids"] + 6], dim=1)
+    assert padded_length(batch) == 6
+    assert at_length(batch, 6) is batch
+    assert at_length(batch, 2)["ids"].tolist() == [[1, 2], [4, 5]]
+    assert at_length(batch, 8)["ids"].tolist()[0] == [1, 2, 3, 7, 8, 9, 1, 2]
+    assert at_length(batch, 8)["other"].shape == (2, 5)
+    assert at_length(batch, 8)["sum"] == [1, 2]
+
+
+class Words(nn.Module):
+    """Activations in proportion to the padded tokens; keeps the shapes that it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen = []
+
+    def forward(self, ids):
+        self.seen.append(tuple(ids.shape))
+        return (ids.float() * self.weight).square().mean()
+
+
+def words_loss(model, batch):
+    return model(batch["ids"])
+
+
+@pytest.fixture
+def passes():
+    example = {"ids": torch.arange(24).view(2, 12)}
+    lengths = SampleLengths([4] * 90 + [8] * 9 + [20], 0.99)
+    return Passes(Words(), words_loss, example, CPU, lengths=lengths)
+
+
+def test_times_are_of_typical_and_memory_is_of_long_micro_batches(passes):
+    passes.seconds(3)
+    assert set(passes.model.seen) == {(3, passes.lengths.typical(3))}
+    passes.model.seen.clear()
+    held = passes.first(3).activation_bytes
+    assert passes.model.seen[-1] == (3, 20)
+    assert passes.lengths.typical(3) < 8
+    shorter = replace(passes, lengths=SampleLengths([10], 0.95), _batches={})
+    assert held == pytest.approx(2 * shorter.first(3).activation_bytes, rel=0.1)
+
+
+def test_micro_batches_of_a_trial_step_have_their_own_lengths(passes):
+    batch = passes.step_batch(5)
+    assert pytree.samples_in(batch) == 5
+    parts = pytree.split(batch, (1, 0, 4))
+    assert parts[1] is None
+    shapes = [tuple(part["ids"].shape) for part in (parts[0], parts[2])]
+    assert shapes == [(size, passes.lengths.typical(size)) for size in (1, 4)]
+
+
+def test_without_lengths_the_example_is_repeated_as_it_is(passes):
+    plain = replace(passes, lengths=None, _batches={})
+    plain.first(3)
+    assert set(plain.model.seen) == {(3, 12)}
+    assert torch.equal(plain.step_batch(4)["ids"], plain.batch(4)["ids"])
+
+
+# Requests
+
+
+def request_of(**options) -> Request:
+    given = {
+        "model": Words(),
+        "loss_fn": words_loss,
+        "example": {"ids": torch.zeros(2, 12)},
+        "optimizer_class": torch.optim.AdamW,
+        "optimizer_options": {},
+        "max_batch": None,
+        "memory_limit": None,
+        "stages": (0,),
+        "seconds": 1.0,
+        "max_norm": None,
+        "units": None,
+        "compute_dtype": "auto",
+        "reduce_dtype": torch.float32,
+        "allow_batch_norm": False,
+    }
+    return Request(**{**given, **options})
+
+
+def test_padding_of_the_example_is_no_part_of_the_identity_with_lengths():
+    def example_entry(tokens, **options):
+        request = request_of(example={"ids": torch.zeros(2, tokens)}, **options)
+        return request.may_differ(CPU)["example"]
+
+    assert example_entry(12) != example_entry(15)
+    assert example_entry(12, lengths=[3, 12]) == example_entry(15, lengths=[3, 12])
+
+
+def test_lengths_are_part_of_the_identity():
+    def entry(*lengths, quantile=0.99):
+        request = request_of(lengths=lengths, length_quantile=quantile)
+        return request.must_be_equal()["lengths"]
+
+    assert entry(3, 12) == entry(12, 3)
+    assert len({entry(3, 12), entry(3, 13), entry(3, 12, quantile=0.9)}) == 3
+    assert "2 samples of 3 to 12, mean 7.5, memory at quantile 0.99" in entry(3, 12)
+    assert request_of().must_be_equal()["lengths"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [0, 1]}, "finite numbers above 0"),
+        ({"lengths": torch.ones(2, 2)}, "must have one dimension"),
+        ({"lengths": [1], "length_quantile": 1.0}, "length_quantile must be above 0 and below 1"),
+        ({"lengths": [1], "example": torch.zeros(3)}, "tensors of the shape \\[samples, length"),
+    ],
+)
+def test_wrong_lengths_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        request_of(**options).check()
