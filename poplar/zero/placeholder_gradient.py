@@ -44,18 +44,12 @@ class PlaceholderGradient(Tensor):
         raise RuntimeError(_NOT_HERE)
 
 
+_ATTRIBUTES = ("device", "dtype", "grad", "is_leaf", "layout", "ndim", "requires_grad", "shape")
 _DESCRIPTIONS = {
     Tensor.size,
     Tensor.dim,
     Tensor.numel,
-    Tensor.device.__get__,
-    Tensor.dtype.__get__,
-    Tensor.grad.__get__,
-    Tensor.is_leaf.__get__,
-    Tensor.layout.__get__,
-    Tensor.ndim.__get__,
-    Tensor.requires_grad.__get__,
-    Tensor.shape.__get__,
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
 }
 """What may be asked about it: tools look at all tensors of a process."""
 

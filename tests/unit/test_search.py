@@ -289,7 +289,7 @@ def test_the_error_says_that_no_rank_can_hold_a_sample():
         ({"preference": math.nan}, "preference must be finite and at least 0, got nan"),
         (
             {"policy": "best"},
-            "policy must be one of exact, even, even_shares, flops, paper, got 'best'",
+            "policy must be one of exact, even, flops, paper, even_shares, got 'best'",
         ),
     ],
 )
