@@ -781,9 +781,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         def wait(on_error: Callable[[], None]) -> tuple[list[MicroBatch], StepSizes, float]:
             result = opened.wait(on_error)
             if not self._engine.has_early_pass:  # whose collectives come first
-                self._has_compared_batches = True
                 has_samples = result[1].samples[self._group.rank] > 0
                 compare_first_batches(self._control, batch if has_samples else None)
+                self._has_compared_batches = True  # not after an error, which a caller may handle
             return result
 
         return replace(opened, wait=wait)

@@ -35,7 +35,7 @@ class Job:
     optimizer: str = "AdamW"
     max_norm: float | None = None
     variant: str = ""
-    """"checkpointing", "compiled", "scaler" or "autocast"."""
+    """"checkpointing", "reentrant checkpointing", "compiled", "scaler" or "autocast"."""
     ddp: dict[str, Any] = field(default_factory=dict)
     """Options of DistributedDataParallel."""
 
@@ -105,7 +105,7 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recomputes = False
+        self.recomputes = self.is_reentrant = False
         self.embedding = nn.Embedding(VOCABULARY, 16)
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.head = nn.Linear(16, VOCABULARY)
@@ -113,12 +113,10 @@ class Tagger(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.embedding(input_ids)
         for block in self.blocks:
-            x = (
-                x
-                + (
-                    checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
-                ).tanh()
-            )
+            if self.recomputes:
+                x = x + checkpoint(block, x, use_reentrant=self.is_reentrant).tanh()
+            else:
+                x = x + block(x).tanh()
         return {"loss": nn.functional.cross_entropy(self.head(x).mT, labels, ignore_index=IGNORED)}
 
 
@@ -199,8 +197,8 @@ def train_alone(job: Job) -> list[float]:
 def wrap(job: Job, model: nn.Module | None = None) -> nn.Module:
     """The model in the engine of the plan, on the ranks of this call."""
     model = build(job.model) if model is None else model
-    if job.variant == "checkpointing":
-        model.recomputes = True
+    if job.variant.endswith("checkpointing"):
+        model.recomputes, model.is_reentrant = True, job.variant.startswith("reentrant")
     group = ranks.group()
     if job.plan.stage == 0:
         return DistributedDataParallel(model, process_group=group, **job.ddp)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from poplar.comm import Group, connect_control
 from poplar.data import pytree
@@ -59,6 +60,10 @@ class UnequalPasses:
         self._splitter = BatchSplitter(plan, synchronizes_every_pass=every_pass)
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(self._model)
         self._open: MicroBatch | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._holding: nn.Parameter | None = None
+        """A parameter that has a gradient of earlier passes of this step."""
+        self._in_backward = False
         self._has_run = False
         self._in_step = False
         self._has_agreed = False
@@ -116,6 +121,7 @@ class UnequalPasses:
         )
         micro_batches, _, _ = opened.wait(lambda: None)
         self._in_step, self._has_agreed, self._loss = True, False, 0.0
+        self._parameters, self._holding = list(self._model.parameters()), None
         watch = self._called.register_forward_hook(self._watch_outputs)
         try:
             for micro_batch in micro_batches:
@@ -124,6 +130,8 @@ class UnequalPasses:
                     yield micro_batch.batch if micro_batch.samples else one_sample(batch)
                     if self._open is not None:
                         raise RuntimeError(self._without_backward())
+                    if not micro_batch.last:
+                        self._check_gradients_are_kept()
         except GeneratorExit:  # a break, or an exception in the loop body
             if self._open is not None or not micro_batch.last:
                 self._fail(PoplarError(_left_early(self._group.rank)))
@@ -134,6 +142,7 @@ class UnequalPasses:
         finally:
             watch.remove()
             self._open, self._in_step = None, False
+            self._parameters, self._holding = [], None
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of this pass with its weight. Collective in the last pass of a step.
@@ -143,8 +152,8 @@ class UnequalPasses:
 
         Raises:
             RankFailed: another rank failed before its last backward, so no gradient was reduced.
-            RuntimeError: not in the loop, called twice for one micro-batch, or the loss is not of
-                this model.
+            RuntimeError: not in the loop, called twice for one micro-batch, the loss is not of
+                this model, or gradients of earlier passes were dropped.
         """
         micro_batch = self._open
         if micro_batch is None:
@@ -160,11 +169,20 @@ class UnequalPasses:
                 "with that model, and give UnequalPasses the compiled one if you compile it"
             )
         check_scalar(loss, prefix=f"rank {self._group.rank}: ")
+        self._check_gradients_are_kept()
         if micro_batch.last:
             self._agree()
         self._open = None
-        factor = micro_batch.weight * self._group.size  # the engine divides by the size
+        self._in_backward = True
+        try:
+            self._run_backward(loss, micro_batch)
+        finally:
+            self._in_backward = False
+        self._holding = next((p for p in self._parameters if p.grad is not None), None)
+
+    def _run_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         if micro_batch.weight and micro_batch.samples:
+            factor = micro_batch.weight * self._group.size  # the engine divides by the size
             (loss * factor).backward()
             self._loss = self._loss + loss.detach().double() * micro_batch.weight
         else:
@@ -205,8 +223,14 @@ class UnequalPasses:
         self._has_run = True
 
         def check(gradient: Tensor) -> None:
+            if not self._in_step or self._in_backward:
+                return
             if self._open is not None:
                 raise RuntimeError(self._without_backward())
+            raise RuntimeError(
+                f"rank {self._group.rank}: a second backward in the loop body, whose gradient has "
+                "no weight; add the losses and call passes.backward(loss) once for each micro-batch"
+            )
 
         for tensor in pytree.tensors(output):
             if tensor.requires_grad:
@@ -220,6 +244,15 @@ class UnequalPasses:
         )
 
     # Checks.
+
+    def _check_gradients_are_kept(self) -> None:
+        """Raise if the loop body has dropped the gradients of the passes before."""
+        if self._holding is not None and self._holding.grad is None:
+            raise RuntimeError(
+                f"rank {self._group.rank}: zero_grad() inside of the loop dropped the gradients of "
+                "this step's earlier passes, which add up; call step() and zero_grad() after the "
+                "loop"
+            )
 
     def _check(self, batch: Any) -> None:
         if self._in_step:
@@ -288,13 +321,15 @@ def one_sample(batch: Any) -> Any:
 def gradients_zeroed(loss: Tensor) -> Iterator[None]:
     """Gradients that a backward of `loss` adds to parameters are exactly 0, also if it is NaN.
 
-    A factor of 0 would not do: the mean over an empty set is NaN, and 0 * NaN is NaN.
+    A factor of 0 would not do: the mean over an empty set is NaN, and 0 * NaN is NaN. Functions
+    written in Python get zeros too, because they may run a backward of their own, to parameters
+    that are not in this graph: reentrant checkpointing does.
     """
 
     def zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
-    handles = [leaf.register_prehook(zeros) for leaf in _leaves(loss)]
+    handles = [node.register_prehook(zeros) for node in _reaching_parameters(loss)]
     try:
         yield
     finally:
@@ -302,15 +337,15 @@ def gradients_zeroed(loss: Tensor) -> Iterator[None]:
             handle.remove()
 
 
-def _leaves(loss: Tensor) -> list[Any]:
-    """The nodes of the autograd graph that add gradients to parameters."""
+def _reaching_parameters(loss: Tensor) -> list[Any]:
+    """The nodes of the autograd graph that add gradients to parameters, or may do so inside."""
     found, seen, stack = [], set(), [loss.grad_fn]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
+        if hasattr(node, "variable") or isinstance(node, BackwardCFunction):
             found.append(node)
         stack += [following for following, _ in node.next_functions]
     return found

@@ -47,10 +47,14 @@ def reject_forward_in_ddp(model: nn.Module, _inputs: Any) -> None:
     Raises:
         TypeError: the forward is one of a DDP module that contains the model.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
     wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    if wrapper is not None and any(module is model for module in wrapper.module.modules()):
+    if wrapper is not None and torch.is_grad_enabled():
+        _reject_forward_in(wrapper, model)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, but only inside of DDP
+def _reject_forward_in(wrapper: nn.Module, model: nn.Module) -> None:
+    if any(module is model for module in wrapper.modules()):
         raise TypeError(
             "the model was wrapped in DistributedDataParallel after its HeteroZeroOptimizer was "
             "built; DDP averages gradients with equal weights a second time. Do not wrap or "

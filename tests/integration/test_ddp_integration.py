@@ -44,7 +44,8 @@ def test_losses_are_those_of_one_process(ranks: Pool) -> None:
 
 def test_what_scripts_use_with_ddp_still_works(ranks: Pool) -> None:
     plain = Job("tagger", ONE_WITHOUT_SAMPLES)
-    jobs = [replace(plain, variant=variant) for variant in ("checkpointing", "compiled", "scaler")]
+    variants = ("checkpointing", "reentrant checkpointing", "compiled", "scaler")
+    jobs = [replace(plain, variant=variant) for variant in variants]
     jobs.append(replace(plain, optimizer="Muon"))
     by_rank = ranks.run(training.train_many, jobs, ranks=3, timeout=200)
     for number, job in enumerate(jobs):
@@ -99,6 +100,25 @@ def calls_backward_twice(job: Job, model: Any, passes: Any) -> None:
             passes.backward(loss)
 
 
+def runs_a_second_backward_itself(job: Job, model: Any, passes: Any) -> None:
+    for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+        passes.backward(training.loss_fn(model, micro_batch))
+        if harness.rank() == 0:
+            training.loss_fn(model, micro_batch).backward()
+
+
+def drops_gradients_before_each_backward(job: Job, model: Any, passes: Any) -> None:
+    for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+        model.zero_grad()
+        passes.backward(training.loss_fn(model, micro_batch))
+
+
+def drops_gradients_after_each_backward(job: Job, model: Any, passes: Any) -> None:
+    for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+        passes.backward(training.loss_fn(model, micro_batch))
+        model.zero_grad()
+
+
 def has_a_batch_of_another_size(job: Job, model: Any, passes: Any) -> None:
     batch = training.batch_of(job, 0) if harness.rank() == 0 else training.part_of(job, 0)
     list(passes(batch, weight=job.weight))
@@ -118,6 +138,9 @@ LOOPS = {
         calls_no_backward,
         runs_the_unwrapped_model,
         calls_backward_twice,
+        runs_a_second_backward_itself,
+        drops_gradients_before_each_backward,
+        drops_gradients_after_each_backward,
         has_a_batch_of_another_size,
         has_a_loss_that_is_no_scalar,
     )
@@ -128,6 +151,9 @@ MESSAGES = {
     "calls_no_backward": "did not call passes.backward(loss)",
     "runs_the_unwrapped_model": "compute the loss with that model",
     "calls_backward_twice": "rank 0 left the loop over its passes",
+    "runs_a_second_backward_itself": "rank 0 left the loop over its passes",
+    "drops_gradients_before_each_backward": "rank 0 left the loop over its passes",
+    "drops_gradients_after_each_backward": "call step() and zero_grad() after the loop",
     "has_a_batch_of_another_size": "but the plan gives this rank 3",
     "has_a_loss_that_is_no_scalar": "rank 0 left the loop over its passes",
 }

@@ -126,6 +126,26 @@ def mistakes(job: Job) -> list[str]:
     return messages
 
 
+def drop_gradients_in_the_loop(job: Job) -> str:
+    """The message of a loop body that zeroes the gradients before each backward."""
+    model = training.wrap(job)
+    optimizer = training.optimizer_of(job, model)
+    passes = fsdp2.UnequalPasses(model, job.plan)
+    with harness.catching() as caught:
+        for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+            optimizer.zero_grad()
+            passes.backward(training.loss_fn(model, micro_batch))
+    return caught[0].message
+
+
+@pytest.mark.filterwarnings("ignore:rank .* left the loop")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_grad_in_the_loop_raises(ranks: Pool, stage: int) -> None:
+    job = Job("tagger", plan_of(PLANS[stage], stage))
+    for message in ranks.run(drop_gradients_in_the_loop, job, ranks=3):
+        assert "call step() and zero_grad() after the loop" in message
+
+
 @pytest.mark.filterwarnings("ignore:rank .* left the loop")
 def test_mistakes_raise_with_the_fix(ranks: Pool) -> None:
     expected = [

@@ -244,6 +244,12 @@ def wrapped_in_ddp(made: Made) -> None:
     made.optimizer.step()
 
 
+def compiled_in_ddp(made: Made) -> None:
+    compiled = torch.compile(made.model, backend="aot_eager")
+    wrapped = nn.parallel.DistributedDataParallel(compiled, process_group=harness.group())
+    made.optimizer.train_step(lambda _, batch: loss_fn(wrapped, batch), made.batch)
+
+
 def given_in_ddp(made: Made) -> None:
     model = models.build(RECIPE.spec)
     made.new_optimizer(nn.parallel.DistributedDataParallel(model, process_group=harness.group()))
@@ -451,7 +457,9 @@ def samplers_with_different_seeds(made: Made) -> None:
     sampler = HeteroBatchSampler(64, made.run.plan, seed=harness.rank(), rank=harness.rank())
     fresh = made.new_optimizer()
     try:
-        fresh.train_step(loss_fn, made.batch)
+        with pytest.raises(ValueError, match="give all ranks the same"):
+            fresh.train_step(loss_fn, made.batch)
+        fresh.train_step(loss_fn, made.batch)  # a handled error does not end the check
     finally:
         assert len(sampler) == 8
 
@@ -513,6 +521,7 @@ MISTAKES = [
     Mistake(nonfinite_loss, "rank 1: the loss is nan in pass 2 of 2"),
     Mistake(nonfinite_gradient, "the gradient norm is not finite"),
     Mistake(wrapped_in_ddp, "Do not wrap", stages=(0, 1, 2)),  # at stage 3 DDP itself raises
+    Mistake(compiled_in_ddp, "Do not wrap", stages=(0, 1, 2)),
     Mistake(given_in_ddp, "pass the unwrapped model", stages=(0, 3)),
     Mistake(sharded_by_fsdp2, "pass the unwrapped model", stages=(0, 1, 2)),
     Mistake(parameter_added, "build a new optimizer"),
