@@ -400,14 +400,16 @@ class PoplarStrategy(DistributedStrategy):
         output: Any = None
         with self._collecting(trainer) as log:
             self._step = RunningStep(optimizer, log)
-            passes = optimizer.micro_batches(batch, weight)
-            for number, micro_batch in enumerate(passes):
-                log.weight = weights[number]
-                output = self._run_step(module, micro_batch, *rest, **kwargs)
-                loss = loss_of(output)
-                log.add_loss(loss)
-                self.backward(loss, optimizer)
-                del loss
+            # As a context: Lightning keeps an exception of `training_step`, and this frame with it,
+            # while the other ranks wait for the passes.
+            with optimizer.micro_batches(batch, weight) as passes:
+                for number, micro_batch in enumerate(passes):
+                    log.weight = weights[number]
+                    output = self._run_step(module, micro_batch, *rest, **kwargs)
+                    loss = loss_of(output)
+                    log.add_loss(loss)
+                    self.backward(loss, optimizer)
+                    del loss
             self._step.passes_done()
         shown = torch.zeros((), device=self.root_device)
         return {**output, "loss": shown} if isinstance(output, Mapping) else shown
