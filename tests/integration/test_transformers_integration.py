@@ -211,7 +211,7 @@ def evaluated(trainer: Trainer) -> list[tuple[float, float]]:
 
 
 def save_and_resume(plan: poplar.Plan, folder: str) -> Any:
-    """Train six steps; again from the third, in the middle of the second epoch. Returns what came of it."""
+    """Train six steps; again from the third, in mid-epoch of the second. Returns the outcomes."""
     as_launched()
 
     def trainer() -> PoplarTrainer:
@@ -411,7 +411,7 @@ def generate(folder: str) -> Any:
     as_launched()
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=WORDS, **sizes))
+    model = T5ForConditionalGeneration(T5Config(vocab_size=WORDS, decoder_start_token_id=0, **sizes))
     settings = arguments(folder, max_steps=1, **SHARES).to_dict()
     names = ("output_dir", "max_steps", *SHARES, "save_strategy", "report_to", "use_cpu")
     trainer = PlannedSeq2SeqTrainer(
