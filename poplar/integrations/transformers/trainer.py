@@ -252,6 +252,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             "plan": self._plan,
             "communicator": self.poplar.communicator,
             "on_out_of_memory": self.poplar.on_out_of_memory,
+            "on_nonfinite": self.poplar.on_nonfinite,
         }
         given = self.optimizer_cls_and_kwargs
         self.optimizer_cls_and_kwargs = (
