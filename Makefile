@@ -87,7 +87,7 @@ wheel: setup ## Build a Linux wheel into dist/ that installs without a compiler;
 	  -C cmake.define.POPLAR_CPU_OPS=ON -C cmake.define.POPLAR_CUDA=$(if $(CUDA),ON,OFF)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair $(NOT_IN_WHEEL:%=--exclude %) \
 	  -w $(WHEELS) $(WHEEL_BUILD)/unchecked/*.whl
-	$(BIN)/python -m auditwheel show $(WHEELS)/*.whl
+	@for made in $(WHEELS)/*.whl; do $(BIN)/python -m auditwheel show "$$made" || exit 1; done
 
 .PHONY: demo
 demo: setup ## Train a Llama on four CPU ranks of unequal speed: an even plan against a planned one

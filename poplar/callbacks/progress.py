@@ -26,7 +26,7 @@ class Progress:
     waiting_seconds: tuple[float, ...]
     """By rank, the mean per step of the time in which it waited for other ranks."""
     skipped: int
-    """Steps that were not applied, because a scaled gradient was not finite."""
+    """Steps that were not applied, because a loss or the gradient was not finite."""
     sum_of_speeds: float | None
     """Samples per second of all devices, each alone at its best batch; None without a profile."""
     plan: Plan | None

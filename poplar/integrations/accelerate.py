@@ -12,6 +12,7 @@ Attributes of `Accelerator` that this module replaces on the given object: `clip
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,7 +34,7 @@ from poplar.checkpoint.save import start_save
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
-from poplar.tuning.autotune import autotune
+from poplar.tuning.autotune import autotune, tune
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 
@@ -110,8 +111,7 @@ def prepare(
     if plan is None:
         if loss_fn is None:
             raise ValueError("prepare() needs loss_fn= to make a plan, or plan=")
-        shared = {k: options[k] for k in ("compute_dtype", "reduce_dtype") if k in options}
-        own = {k: v for k, v in options.items() if k not in _OF_THE_ENGINE}
+        tuned = {k: v for k, v in options.items() if k not in _OF_THE_ENGINE_ONLY}
         example = send_to_device(next(iter(loader)), accelerator.device)
         plan = autotune(
             model,
@@ -119,7 +119,7 @@ def prepare(
             example,
             global_batch=global_batch,
             optimizer_class=optimizer_class,
-            **(own | shared | dict(tuning or {})),
+            **(tuned | dict(tuning or {})),
         )
     if plan.global_batch != global_batch:
         raise ValueError(
@@ -142,18 +142,10 @@ def prepare(
     return Prepared(model, optimizer, planned, made)
 
 
-_OF_THE_ENGINE = {
-    "allow_batch_norm",
-    "communicator",
-    "compute_dtype",
-    "on_out_of_memory",
-    "overlap_param_gather",
-    "process_group",
-    "reduce_dtype",
-    "timeout",
-    "units",
-}
-"""Options of `HeteroZeroOptimizer` that are not options of `optimizer_class`."""
+_OF_THE_ENGINE_ONLY = (
+    inspect.signature(HeteroZeroOptimizer).parameters.keys() - inspect.signature(tune).parameters
+)
+"""Options of `HeteroZeroOptimizer` that change no plan; `autotune` would give them to the class."""
 
 
 class _PlannedLoader(DataLoader[Any]):

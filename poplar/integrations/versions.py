@@ -6,9 +6,9 @@ from importlib import metadata
 
 SUPPORTED = {
     "accelerate": ("1.10", "1.16"),
-    "lightning": ("2.5", "2.7"),
-    "transformers": ("4.57", "5.24"),
-    "trl": ("0.24", "1.17"),
+    "lightning": ("2.6", "2.7"),
+    "transformers": ("5.20", "5.24"),
+    "trl": ("1.16", "1.17"),
 }
 """By library, the oldest supported version and the first one that is not."""
 

@@ -26,6 +26,10 @@ from transformers import (
     HfArgumentParser,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -190,10 +194,10 @@ class Fixed(Dataset[dict[str, list[int]]]):
 SAVING = {
     "max_steps": 6,
     "save_strategy": "steps",
-    "save_steps": 2,
+    "save_steps": 3,
     "save_total_limit": 2,
     "eval_strategy": "steps",
-    "eval_steps": 2,
+    "eval_steps": 3,
     "per_device_eval_batch_size": 2,
     "load_best_model_at_end": True,
     "metric_for_best_model": "margin",
@@ -207,7 +211,7 @@ def evaluated(trainer: Trainer) -> list[tuple[float, float]]:
 
 
 def save_and_resume(plan: poplar.Plan, folder: str) -> Any:
-    """Train six steps; again from the second, in mid-epoch. Returns what came of it."""
+    """Train six steps; again from the third, in mid-epoch of the second. Returns the outcomes."""
     as_launched()
 
     def trainer() -> PoplarTrainer:
@@ -215,7 +219,7 @@ def save_and_resume(plan: poplar.Plan, folder: str) -> Any:
             model_of("llama"),
             arguments(folder, **(SAVING | SHARES)),
             data_collator=padded,
-            train_dataset=Sentences(30),
+            train_dataset=Sentences(24),
             eval_dataset=Fixed(),
             compute_metrics=metrics_of,
             poplar=PoplarArguments(plan=plan),
@@ -225,7 +229,7 @@ def save_and_resume(plan: poplar.Plan, folder: str) -> Any:
     first.train()
     kept = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
     again = trainer()
-    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
     predictions = again.predict(Fixed())
     again.save_model(f"{folder}/saved")
     return {
@@ -247,7 +251,7 @@ def test_stop_resume_evaluate_predict_save_load(three, tmp_path, stage):
         model_of("llama"),
         arguments(tmp_path / "alone", **SAVING),
         data_collator=padded,
-        train_dataset=Sentences(30),
+        train_dataset=Sentences(24),
         eval_dataset=Fixed(),
         compute_metrics=metrics_of,
     )
@@ -398,6 +402,43 @@ def test_tied_weights_and_adapters_are_saved_at_stage_3(three, tmp_path, name):
         torch.testing.assert_close(found[key], value, rtol=0, atol=0)
 
 
+class PlannedSeq2SeqTrainer(PoplarTrainerMixin, Seq2SeqTrainer):
+    """The trainer of encoder-decoder models with the mixin."""
+
+
+def generate(folder: str) -> Any:
+    """Text whose length differs by rank, after one step with sharded parameters."""
+    as_launched()
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = T5Config(vocab_size=WORDS, decoder_start_token_id=0, **sizes)
+    model = T5ForConditionalGeneration(config)
+    settings = arguments(folder, max_steps=1, **SHARES).to_dict()
+    names = ("output_dir", "max_steps", *SHARES, "save_strategy", "report_to", "use_cpu")
+    trainer = PlannedSeq2SeqTrainer(
+        model,
+        Seq2SeqTrainingArguments(
+            **{name: settings[name] for name in names},
+            predict_with_generate=True,
+            disable_tqdm=True,
+        ),
+        data_collator=padded,
+        train_dataset=Sentences(12),
+        poplar=PoplarArguments(plan=PLANS[3], timeout=30.0),
+    )
+    trainer.train()
+
+    def stop(words: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(words),), words.shape[1] >= 3 + pool.rank())
+
+    return trainer.predict(Fixed(), max_new_tokens=8, stopping_criteria=[stop]).predictions
+
+
+def test_ranks_that_generate_wait_for_the_longest_text(three, tmp_path):
+    for predictions in three.run(generate, str(tmp_path), timeout=120):
+        assert len(predictions) >= len(Fixed())  # the last batch is filled up
+
+
 def resume_a_stream(plan: poplar.Plan, folder: str) -> Any:
     """Five steps, and the last two again after a checkpoint, with a loss scale."""
     as_launched()
@@ -507,6 +548,53 @@ def test_what_is_not_supported_says_what_to_change(three, tmp_path):
     for messages in three.run(refusals, str(tmp_path)):
         for expected, message in zip(REFUSED, messages, strict=True):
             assert expected in message
+
+
+class MeanOverSamples:
+    """A loss that is the mean of the samples' mean losses, whatever their numbers of labels."""
+
+    def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, :-1].transpose(1, 2)
+        losses = nn.functional.cross_entropy(logits, labels[:, 1:], reduction="none")
+        return (losses.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)).mean()
+
+    def loss_weight(self, inputs: Any) -> float:
+        return float(len(inputs["labels"]))
+
+
+class PlannedMeanOverSamples(MeanOverSamples, PoplarTrainer):
+    pass
+
+
+class AloneMeanOverSamples(MeanOverSamples, Trainer):
+    pass
+
+
+def train_on_samples(trainer_class: Any, folder: str, sizes: dict[str, int], **options: Any) -> Any:
+    trainer = trainer_class(
+        model_of("llama"),
+        arguments(folder, max_steps=4, **sizes),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        **options,
+    )
+    trainer.train()
+    return logged(trainer)
+
+
+def train_on_samples_on_ranks(folder: str) -> Any:
+    as_launched()
+    options = {"poplar": PoplarArguments(plan=PLANS[1])}
+    return train_on_samples(PlannedMeanOverSamples, folder, SHARES, **options)
+
+
+def test_loss_weight_of_the_user_replaces_the_items_that_the_trainer_counts(three, tmp_path):
+    here = three.run(train_on_samples_on_ranks, str(tmp_path), timeout=120)
+    fresh_state()
+    alone = train_on_samples(AloneMeanOverSamples, str(tmp_path), {})
+    for each in here:
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
 
 
 class GathersInLoss(PoplarTrainer):

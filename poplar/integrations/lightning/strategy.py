@@ -182,8 +182,9 @@ class PoplarStrategy(DistributedStrategy):
     # Setup.
 
     def setup_environment(self) -> None:
-        super().setup_environment()
         trainer = self._trainer
+        self._accumulated = trainer.accumulate_grad_batches  # which `teardown` restores
+        super().setup_environment()
         if trainer._accelerator_connector.use_distributed_sampler:
             # `process_dataloader` splits loaders; Lightning's sampler would split them before.
             trainer._accelerator_connector.use_distributed_sampler = False
@@ -230,7 +231,6 @@ class PoplarStrategy(DistributedStrategy):
         module = self.lightning_module
         assert module is not None
         check_trainer(trainer, module)
-        self._accumulated = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = 1
         self._train_loader = self._result = self._profile = None
         trainer.fit_loop._skip_backward = True  # `training_step` runs the backward of each pass
@@ -320,6 +320,7 @@ class PoplarStrategy(DistributedStrategy):
                 self._example(loader),
                 global_batch=self._global_batch(loader),
                 optimizer_class=recipe.optimizer_class,
+                weight=self._weight,
                 compute_dtype=self._dtype_of(module),
                 max_norm=float(clip) if clip else None,
                 timeout=self._timeout,
@@ -400,14 +401,16 @@ class PoplarStrategy(DistributedStrategy):
         output: Any = None
         with self._collecting(trainer) as log:
             self._step = RunningStep(optimizer, log)
-            passes = optimizer.micro_batches(batch, weight)
-            for number, micro_batch in enumerate(passes):
-                log.weight = weights[number]
-                output = self._run_step(module, micro_batch, *rest, **kwargs)
-                loss = loss_of(output)
-                log.add_loss(loss)
-                self.backward(loss, optimizer)
-                del loss
+            # As a context: Lightning keeps an exception of `training_step`, and this frame with it,
+            # while the other ranks wait for the passes.
+            with optimizer.micro_batches(batch, weight) as passes:
+                for number, micro_batch in enumerate(passes):
+                    log.weight = weights[number]
+                    output = self._run_step(module, micro_batch, *rest, **kwargs)
+                    loss = loss_of(output)
+                    log.add_loss(loss)
+                    self.backward(loss, optimizer)
+                    del loss
             self._step.passes_done()
         shown = torch.zeros((), device=self.root_device)
         return {**output, "loss": shown} if isinstance(output, Mapping) else shown

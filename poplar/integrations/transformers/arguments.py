@@ -53,6 +53,9 @@ class PoplarArguments:
     reduce_dtype: str = _option("fp32", "In which gradients are sent: 'fp32', 'bf16' or 'fp16'.")
     communicator: str = _option("auto", "The transport, as for `HeteroZeroOptimizer`.")
     on_out_of_memory: str = _option("retry", "'retry' in smaller micro-batches, or 'raise'.")
+    on_nonfinite: str = _option(
+        "raise", "If a loss or the gradient norm is not finite: 'raise', or 'skip' the step."
+    )
     timeout: float | None = _option(None, "Seconds that a rank waits for others; default: 300.")
 
     def __post_init__(self) -> None:

@@ -42,8 +42,8 @@ class TrainerLoss:
     def __call__(self, model: nn.Module, batch: TrainerBatch) -> Tensor:
         trainer = self._trainer
         inputs = batch.inputs(trainer.collate_train)
-        items = self._items(inputs)
-        weight = self._weight(inputs, items)
+        weight = trainer.loss_weight(inputs)
+        items = items_in(trainer, inputs)
         if items is not None:
             # A micro-batch without items has a loss and a gradient of 0, not 0 / 0.
             items = items.clamp(min=1).to(trainer.args.device)
@@ -55,16 +55,14 @@ class TrainerLoss:
 
     def weight(self, batch: TrainerBatch) -> float:
         """What the mean loss of a micro-batch counts."""
-        inputs = batch.inputs(self._trainer.collate_train)
-        return self._weight(inputs, self._items(inputs))
+        trainer = self._trainer
+        return float(trainer.loss_weight(batch.inputs(trainer.collate_train)))
 
-    def _items(self, inputs: Any) -> Tensor | None:
-        """The number that `Trainer` passes to the loss; None if it passes none."""
-        items = self._trainer._get_num_items_in_batch([inputs], torch.device("cpu"))
-        return None if items is None else torch.as_tensor(items, device="cpu")
 
-    def _weight(self, inputs: Any, items: Tensor | None) -> float:
-        return float(self._trainer.loss_weight(inputs) if items is None else items)
+def items_in(trainer: Any, inputs: Any) -> Tensor | None:
+    """The number of items that `Trainer` passes to the loss; None if it passes none."""
+    items = trainer._get_num_items_in_batch([inputs], torch.device("cpu"))
+    return None if items is None else torch.as_tensor(items, device="cpu")
 
 
 def own_mean_weight(inputs: Any, shifted: bool) -> float:

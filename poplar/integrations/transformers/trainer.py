@@ -4,7 +4,8 @@ Private methods of `Trainer` that it overrides: `_clip_grad_norm`, `_get_grad_no
 `_track_num_input_tokens`, `_maybe_log_save_evaluate`, `_save_optimizer_and_scheduler`,
 `_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`, `_prepare_inputs`,
 `_remove_unused_columns`, `_get_collator_with_removed_columns`, `_get_train_sampler`, `_save`.
-Attributes: `_train_batch_size`, `_globalstep_last_logged`, `_loss_shifts_labels`, `_metrics` (TRL).
+Attributes: `_train_batch_size`, `_globalstep_last_logged`, `_loss_shifts_labels`, `_gen_kwargs` (of
+`Seq2SeqTrainer`), `_metrics` (of TRL).
 Tested with transformers 5.23, accelerate 1.15 and trl 1.16.
 """
 
@@ -42,7 +43,12 @@ from poplar.integrations.transformers.batches import (
 )
 from poplar.integrations.transformers.checks import check_arguments, check_trainer
 from poplar.integrations.transformers.compilation import compile_blocks
-from poplar.integrations.transformers.loss import PassMetrics, TrainerLoss, own_mean_weight
+from poplar.integrations.transformers.loss import (
+    PassMetrics,
+    TrainerLoss,
+    items_in,
+    own_mean_weight,
+)
 from poplar.integrations.transformers.optimizer import TrainerOptimizer
 from poplar.plan import Plan
 from poplar.tuning.autotune import Tuned, tune
@@ -248,6 +254,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             "plan": self._plan,
             "communicator": self.poplar.communicator,
             "on_out_of_memory": self.poplar.on_out_of_memory,
+            "on_nonfinite": self.poplar.on_nonfinite,
         }
         given = self.optimizer_cls_and_kwargs
         self.optimizer_cls_and_kwargs = (
@@ -297,11 +304,23 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             clear_device_cache()
         return torch.tensor(result.loss, device=self.args.device)
 
-    def loss_weight(self, inputs: Any) -> float:
-        """What the mean loss of a micro-batch counts, if it takes no `num_items_in_batch`.
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the trainer class. Ranks that generate run equally many forwards at stage 3."""
+        owned = self._owned_optimizer()
+        if owned is not None and hasattr(self, "_gen_kwargs"):
+            sharded = owned.training_parts().engine.strategy.shards_parameters
+            self._gen_kwargs = {"synced_gpus": sharded} | self._gen_kwargs
+        return super().prediction_step(*args, **kwargs)
 
-        Override it if the loss is another mean than over labels that are not -100 or samples.
+    def loss_weight(self, inputs: Any) -> float:
+        """What the mean loss of a micro-batch counts: the items that `Trainer` counts.
+
+        Override it if `compute_loss` returns another mean, such as one over samples. If the model
+        takes no `num_items_in_batch`, it is a mean over labels that are not -100, or over samples.
         """
+        items = items_in(self, inputs)
+        if items is not None:
+            return float(items)
         return own_mean_weight(inputs, getattr(self, "_loss_shifts_labels", False))
 
     def _max_norm(self) -> float:
