@@ -307,9 +307,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As of the trainer class. Ranks that generate run equally many forwards at stage 3."""
         owned = self._owned_optimizer()
-        if owned is not None and hasattr(self, "_gen_kwargs"):
+        options: dict[str, Any] | None = getattr(self, "_gen_kwargs", None)
+        if owned is not None and options is not None:
             sharded = owned.training_parts().engine.strategy.shards_parameters
-            self._gen_kwargs = {"synced_gpus": sharded} | self._gen_kwargs
+            self._gen_kwargs = {"synced_gpus": sharded} | options
         return super().prediction_step(*args, **kwargs)
 
     def loss_weight(self, inputs: Any) -> float:
