@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 SUPPORTED = {
-    "accelerate": ("1.10", "1.16"),
+    "accelerate": ("1.15", "1.16"),
     "lightning": ("2.6", "2.7"),
     "transformers": ("5.20", "5.24"),
     "trl": ("1.16", "1.17"),

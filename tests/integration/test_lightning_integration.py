@@ -255,6 +255,11 @@ def make_mistakes(folder: Path) -> dict[str, str]:
                 on_ranks(folder, plan_of(0)).fit(model(), loader)
             except (Exception, SystemExit) as error:
                 messages[name] = str(error)
+        wrong = {"accumulate_grad_batches": 2, "gradient_clip_algorithm": "value"}
+        run = on_ranks(folder, plan_of(0), **wrong)
+        with pytest.raises(ValueError, match="by norm only"):
+            run.fit(model(), data())
+        assert run.accumulate_grad_batches == 2, "as before the refused fit"
     return messages
 
 

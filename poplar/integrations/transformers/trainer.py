@@ -86,6 +86,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     args: Any
     optimizer_cls_and_kwargs: Any
     _train_batch_size: Any
+    _gen_kwargs: Any
 
     def __init__(self, *args: Any, poplar: PoplarArguments | None = None, **kwargs: Any) -> None:
         self.poplar = PoplarArguments() if poplar is None else poplar
