@@ -350,7 +350,9 @@ class Session:
             exchange=lambda values, what: lambda: [values] * size,
             exchange_objects=lambda value, what: [value] * size,
         )
-        self.request = SimpleNamespace(stages=tuple(stages), max_batch=None, seconds=45.0)
+        self.request = SimpleNamespace(
+            stages=tuple(stages), max_batch=None, seconds=45.0, lengths=None
+        )
         self.memory_limit = None
         self.identity: dict[str, str] = {}
         self.asynchronous = False
