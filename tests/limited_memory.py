@@ -7,18 +7,14 @@ threads. Memory that is shared between processes does not count.
 from __future__ import annotations
 
 import ctypes
+import re
 import resource
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from memory_limits.process_memory import (
-    peak_resident_bytes,
-    private_bytes,
-    reset_peak,
-    resident_bytes,
-)
+from memory_limits.process_memory import private_bytes, reset_peak
 
 __all__ = [
     "limit_to",
@@ -32,6 +28,7 @@ __all__ = [
 THREAD_STACK_BYTES = 1 << 20
 """Instead of 8 MiB, which count although a thread touches little of them."""
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_STATUS = Path("/proc/self/status")
 
 
 def return_freed_memory() -> None:
@@ -52,3 +49,19 @@ def limit_to(nbytes: int) -> None:
     """Allow this process so many more bytes of private memory than it has."""
     limit = private_bytes() + nbytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def resident_bytes() -> int:
+    """Resident memory, with shared pages and mapped files."""
+    return _status("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident memory since `reset_peak`, with shared pages and mapped files."""
+    return _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"^{field}:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
