@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,7 +38,9 @@ class JsonLines:
 
     def _write(self, values: dict[str, Any]) -> None:
         assert self._file is not None, "start() comes first"
-        self._file.write(json.dumps(values) + "\n")
+        # JSON has no NaN: a loss that is not finite is null.
+        finite = {k: None if _is_not_finite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
 
@@ -91,3 +94,7 @@ class WandB:
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -47,7 +47,7 @@ def reject_forward_in_ddp(model: nn.Module, _inputs: Any) -> None:
     Raises:
         TypeError: the forward is one of a DDP module that contains the model.
     """
-    wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
     if wrapper is not None and torch.is_grad_enabled():
         _reject_forward_in(wrapper, model)
 

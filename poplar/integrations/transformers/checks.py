@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from poplar.integrations.versions import check_version
+
 OPTIMIZERS = ("adagrad", "adamw_torch", "adamw_torch_fused", "rmsprop", "sgd")
 """Values of `optim` that name a class of `torch.optim`."""
 
@@ -38,7 +40,10 @@ def check_trainer(trainer: Any, mixin: type) -> None:
 
     Raises:
         ValueError: Poplar cannot train with it.
+        ImportError: it is one of an unsupported version of TRL.
     """
+    if any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__):
+        check_version("trl")
     _raise([*_of_class(type(trainer), mixin), *_of_trainer(trainer)])
 
 
