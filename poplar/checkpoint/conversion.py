@@ -200,5 +200,5 @@ def _value(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> Any:
     if found is None:
         return opened.value(name)
     value = torch.empty(found.size, dtype=_dtype(opened, name, dtype), device="cpu")
-    opened.read_into([(name, value)])
+    opened.read_into(opened.reads([(name, value)]))
     return value

@@ -147,8 +147,9 @@ class Load:
 
     def read_optimizer_state(self) -> None:
         """Read this rank's part of the optimizer state, and verify that of the values. Local."""
-        self.opened.read_into(self._optimizer_targets())
-        self.opened.verify_whole(self._value_targets())
+        self._value_reads = self.opened.reads(self._value_targets())
+        of_optimizer = self.opened.reads(self._optimizer_targets())
+        self.opened.read_into(of_optimizer, verify=self._value_reads)
 
     def verify_rest(self, doing: str) -> None:
         """Verify what no rank has verified so far. Collective."""
@@ -178,7 +179,7 @@ class Load:
         strategy = self.parts.engine.strategy
         for flat in self.parts.engine.flats:
             strategy.wait_for_readers(flat)
-        self.opened.read_into(self._value_targets())
+        self.opened.read_into(self._value_reads)
         for flat in self.parts.engine.flats:
             if flat.trained and flat.shard is not flat.master:
                 flat.shard.copy_(flat.master)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,7 +40,7 @@ _THREADS = 2
 """That read: one waits for the disk while the other one computes a checksum."""
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """Elements of a stored part that belong into a tensor."""
 
     place: Any
@@ -53,6 +55,11 @@ class _Read(NamedTuple):
     def key(self) -> Key:
         """Of the part."""
         return self.place.relative_path, self.place.offset
+
+    @property
+    def is_direct(self) -> bool:
+        """Nothing but the elements has to be read."""
+        return self.first is not None
 
 
 class OpenedCheckpoint:
@@ -118,7 +125,7 @@ class OpenedCheckpoint:
             if min(before * world_size // total, world_size - 1) == rank:
                 mine.append(key)
             before += part.length
-        self._read_parts(self._verify, mine, mine)
+        self._read_parts([(key, partial(self._verify, key)) for key in mine])
 
     def value(self, name: str) -> Any:
         """A value that is not a sharded tensor. It is unpickled: the source must be trusted.
@@ -155,40 +162,12 @@ class OpenedCheckpoint:
             set_element(root, self.paths[part][2:], self.value(part))
         return root
 
-    def read_into(self, targets: Iterable[tuple[str, Tensor]]) -> None:
-        """Read tensors into the memory of these, which may be `ShardTensor`s.
-
-        A part of which all elements are read is verified. Other parts have to be verified too.
+    def reads(self, targets: Iterable[tuple[str, Tensor]]) -> list[Read]:
+        """What has to be read for these tensors, which may be `ShardTensor`s.
 
         Raises:
-            DamagedCheckpoint: a file does not contain what its metadata says.
+            DamagedCheckpoint: the checkpoint lacks elements of them.
         """
-        reads = list(self._reads(targets))
-        direct = [read for read in reads if read.first is not None]
-        self._read_parts(self._read_directly, direct, [read.key for read in direct])
-        last: tuple[Any, Tensor] | None = None
-        for read in reads:
-            if read.first is not None:
-                continue
-            place, item = read.place, read.item
-            if last is None or last[0] != place:
-                last = None  # free it before the next one is allocated
-                stored = self._reader.tensor(place.relative_path, place.offset, place.length)
-                last = place, stored
-            part = narrow_tensor_by_index(last[1], item.storage_offsets, item.lengths)
-            read.wanted.copy_(part)
-
-    def verify_whole(self, targets: Iterable[tuple[str, Tensor]]) -> None:
-        """Verify the parts of which `read_into` would read all elements; nothing is changed.
-
-        Raises:
-            DamagedCheckpoint: they differ; names the file.
-        """
-        whole = [read.key for read in self._reads(targets) if read.is_whole]
-        self._read_parts(self._verify, whole, whole)
-
-    def _reads(self, targets: Iterable[tuple[str, Tensor]]) -> Iterator[_Read]:
-        """What is read for these tensors, in the order of the files."""
         reads = []
         for name, target in targets:
             items = _create_read_items(name, self.described[name], target)
@@ -201,23 +180,54 @@ class OpenedCheckpoint:
                     f"it has {count} of the {local.numel()} elements of {name!r} that were read",
                 )
             reads += found
-        return iter(sorted(reads, key=lambda read: (read.place.relative_path, read.place.offset)))
+        return reads
 
-    def _read_of(self, item: ReadItem, target: Tensor) -> _Read:
+    def read_into(self, reads: Iterable[Read], verify: Iterable[Read] = ()) -> None:
+        """Read into the memory of tensors, in the order of the files.
+
+        A part of which all elements are read is verified. Other parts have to be verified too.
+
+        Args:
+            reads: as `reads` returns them.
+            verify: further ones, of which only the parts that they read whole are verified; their
+                tensors do not change.
+
+        Raises:
+            DamagedCheckpoint: a file does not contain what its metadata says.
+        """
+        wanted = sorted(reads, key=lambda read: read.key)
+        work: list[tuple[Key, Callable[[], None]]] = [
+            (read.key, partial(self._read_directly, read)) for read in wanted if read.is_direct
+        ]
+        work += [(read.key, partial(self._verify, read.key)) for read in verify if read.is_whole]
+        self._read_parts(sorted(work, key=itemgetter(0)))
+        last: tuple[Any, Tensor] | None = None
+        for read in wanted:
+            if read.is_direct:
+                continue
+            place, item = read.place, read.item
+            if last is None or last[0] != place:
+                last = None  # free it before the next one is allocated
+                stored = self._reader.tensor(place.relative_path, place.offset, place.length)
+                last = place, stored
+            part = narrow_tensor_by_index(last[1], item.storage_offsets, item.lengths)
+            read.wanted.copy_(part)
+
+    def _read_of(self, item: ReadItem, target: Tensor) -> Read:
         place = self._place(item.storage_index)
         box = find_state_dict_object({item.dest_index.fqn: target}, item.dest_index)
         wanted = narrow_tensor_by_index(box.detach(), item.dest_offsets, item.lengths)
         part = self._parts.get((place.relative_path, place.offset))
         if part is None or part.values is None or not wanted.is_contiguous():
-            return _Read(place, item, wanted, None, False)
+            return Read(place, item, wanted, None, False)
         described = self.tensor(item.storage_index.fqn)
         assert described is not None
         sizes = next(c.sizes for c in described.chunks if c.offsets == item.storage_index.offset)
         first = _first_of_contiguous(sizes, item.storage_offsets, item.lengths)
         is_whole = first is not None and tuple(item.lengths) == tuple(sizes)
-        return _Read(place, item, wanted, first, is_whole)
+        return Read(place, item, wanted, first, is_whole)
 
-    def _read_directly(self, read: _Read) -> None:
+    def _read_directly(self, read: Read) -> None:
         """Read into the memory of the target, or into a CPU tensor if it has another dtype."""
         described = self.tensor(read.item.storage_index.fqn)
         key = read.key
@@ -241,17 +251,15 @@ class OpenedCheckpoint:
             self._reader.verify(key[0], self._parts[key], target)
             self.verified.add(self._numbers[key])
 
-    def _read_parts(
-        self, read: Callable[[T], None], items: Sequence[T], keys: Sequence[Key]
-    ) -> None:
-        """Call `read` for all `items[i]`, which reads the part `keys[i]`, in threads."""
-        begin = self._reader.read_ahead([(file, self._parts[file, at]) for file, at in keys])
+    def _read_parts(self, work: Sequence[tuple[Key, Callable[[], None]]]) -> None:
+        """Call functions, in threads, each of which reads the part of this key."""
+        begin = self._reader.read_ahead([(key[0], self._parts[key]) for key, _ in work])
 
-        def begin_and_read(item: T) -> None:
+        def begin_and_read(item: tuple[Key, Callable[[], None]]) -> None:
             begin()
-            read(item)
+            item[1]()
 
-        _in_threads(begin_and_read, items)
+        _in_threads(begin_and_read, work)
 
     def close(self) -> None:
         """Close the data files."""

@@ -111,11 +111,11 @@ def test_tensor_of_which_a_part_is_missing_is_not_read(tmp_path):
     dcp.save({"model": {"w": torch.ones(4)}}, checkpoint_id=tmp_path, no_dist=True)
     opened = OpenedCheckpoint(tmp_path)
     target = torch.zeros(4)
-    opened.read_into([("model.w", target)])
+    opened.read_into(opened.reads([("model.w", target)]))
     assert torch.equal(target, torch.ones(4))
     opened.described["model.w"].chunks.clear()
     with pytest.raises(DamagedCheckpoint, match="0 of the 4 elements"):
-        opened.read_into([("model.w", target)])
+        opened.read_into(opened.reads([("model.w", target)]))
 
 
 def test_error_of_a_thread_ends_the_others():
