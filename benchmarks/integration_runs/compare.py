@@ -19,7 +19,7 @@ from head_to_head.workers import WorkerContext, Workers
 import poplar
 from integration_runs.row import Row
 from integration_runs.task import Task, loss_fn
-from integration_runs.ways import INTEGRATIONS, STAGES, WAYS
+from integration_runs.ways import INTEGRATIONS, STAGES, WAYS, WITHOUT_WEIGHTS
 from poplar import Plan
 
 WARM_UP = 3
@@ -59,9 +59,7 @@ def compare(
             log(plan)
         medians: dict[tuple[str, int], list[float]] = {}
         turns = [
-            (way, STAGES.get(name, 0))
-            for name in settings.integrations
-            for way in INTEGRATIONS[name]
+            (way, STAGES.get(name, 0)) for name in settings.integrations for way in ways_of(name)
         ]
         for number in range(settings.rounds):
             order = list(dict.fromkeys(turns))
@@ -77,10 +75,16 @@ def compare(
             task=task,
             cluster=cluster.name,
             plan=plans[STAGES.get(name, 0)],
-            seconds=[medians[way, STAGES.get(name, 0)] for way in INTEGRATIONS[name]],
+            seconds=[medians[way, STAGES.get(name, 0)] for way in ways_of(name)],
         )
         for name in settings.integrations
     ]
+
+
+def ways_of(integration: str) -> list[str]:
+    """The ways that are measured of an integration."""
+    engine = [WITHOUT_WEIGHTS[integration]] if integration in WITHOUT_WEIGHTS else []
+    return [*INTEGRATIONS[integration], *engine]
 
 
 def _prepare(context: WorkerContext, task: Task, integrations: tuple[str, ...]) -> None:

@@ -38,6 +38,8 @@ class Row:
     over_own: float
     """Medians of the ratios of the rounds."""
     of_poplar: float
+    of_engine: float | None
+    """Of the library's own engine with the plan's batches and no weights; None: not measured."""
     commit: str
 
     @classmethod
@@ -52,9 +54,10 @@ class Row:
     ) -> Row:
         """
         Args:
-            seconds: of a step in each round: of the library, with Poplar, and of Poplar alone.
+            seconds: of a step in each round: of the library, with Poplar, of Poplar alone, and of
+                the library's engine with the plan's batches, if it was measured.
         """
-        own, with_poplar, alone = seconds
+        own, with_poplar, alone, *engine = seconds
         speeds = [task.samples / statistics.median(values) for values in seconds]
         pairs = list(zip(own, with_poplar, alone, strict=True))
         return cls(
@@ -71,6 +74,11 @@ class Row:
             poplar=speeds[2],
             over_own=statistics.median(a / b for a, b, _ in pairs),
             of_poplar=statistics.median(c / b for _, b, c in pairs),
+            of_engine=(
+                statistics.median(d / b for b, d in zip(with_poplar, engine[0], strict=True))
+                if engine
+                else None
+            ),
             commit=commit(),
         )
 
@@ -80,7 +88,14 @@ def table_of(rows: Sequence[Row]) -> Table:
     first = rows[0]
     title = f"{first.model} ({first.size}) at {first.cluster}, global batch {first.samples}"
     table = Table("integration", "stage", "plan", title=title, box=SIMPLE_HEAD)
-    for heading in ("own samples/s", "with Poplar", "Poplar's loop", "over own", "of Poplar"):
+    for heading in (
+        "own samples/s",
+        "with Poplar",
+        "Poplar's loop",
+        "over own",
+        "of Poplar",
+        "of engine",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -92,6 +107,7 @@ def table_of(rows: Sequence[Row]) -> Table:
             f"{row.poplar:.1f}",
             f"{row.over_own:.2f}x",
             f"{100 * row.of_poplar:.1f} %",
+            "" if row.of_engine is None else f"{100 * row.of_engine:.1f} %",
         )
     return table
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import poplar
 from integration_runs.task import Task, loss_fn
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
+from poplar.data import pytree
 
 Way = Callable[[Task, Plan, int], list[float]]
 """`way(task, plan, steps)`; the ways of other engines do not use the plan."""
@@ -35,6 +37,9 @@ INTEGRATIONS = {
     "lightning": ("own_lightning", "poplar_lightning", "poplar"),
 }
 """By integration: the library's own way, the one with Poplar, and Poplar's loop with that plan."""
+WITHOUT_WEIGHTS = {"ddp": "planned_ddp", "fsdp2": "planned_fsdp2"}
+"""The library's own engine with the batches of the plan and a plain backward: what the integration
+itself costs is the difference to that."""
 STAGES = {"fsdp2": 3}
 """The stage of an integration's plan; 0 for those that are not listed. Plans have even shares."""
 
@@ -89,6 +94,40 @@ def passes_step(passes: Any, model: Any, optimizer: torch.optim.Optimizer) -> Ca
         optimizer.zero_grad()
 
     return step
+
+
+def plain_passes(
+    task: Task, plan: Plan, model: Any, before_last: Callable[[], Any]
+) -> Callable[[Any], object]:
+    """The passes of a plan with a plain backward: as fast as the engine is, wrongly weighted.
+
+    Args:
+        before_last: the context of passes before the last.
+    """
+    optimizer = adamw(model.parameters())
+    sizes = plan.micro_batch_sizes(dist.get_rank(), plan.samples(dist.get_rank()))
+
+    def step(batch: Any) -> None:
+        parts = pytree.split(batch, sizes)
+        for number, part in enumerate(parts, 1):
+            with nullcontext() if number == len(parts) else before_last():
+                loss_fn(model, part).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def planned_ddp(task: Task, plan: Plan, steps: int) -> list[float]:
+    """DDP with the plan's batches and no weights."""
+    model = DistributedDataParallel(task.new_model(), gradient_as_bucket_view=True)
+    return timed(planned_batches(task, plan), steps, plain_passes(task, plan, model, model.no_sync))
+
+
+def planned_fsdp2(task: Task, plan: Plan, steps: int) -> list[float]:
+    """FSDP2 with the plan's batches and no weights."""
+    model = sharded(task)
+    return timed(planned_batches(task, plan), steps, plain_passes(task, plan, model, nullcontext))
 
 
 def own_ddp(task: Task, plan: Plan, steps: int) -> list[float]:
@@ -304,6 +343,8 @@ def poplar_lightning(task: Task, plan: Plan, steps: int) -> list[float]:
 
 WAYS: dict[str, Way] = {
     "own_ddp": own_ddp,
+    "planned_ddp": planned_ddp,
+    "planned_fsdp2": planned_fsdp2,
     "poplar_ddp": poplar_ddp,
     "own_fsdp2": own_fsdp2,
     "poplar_fsdp2": poplar_fsdp2,
