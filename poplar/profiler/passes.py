@@ -42,8 +42,9 @@ SMALL_SIZES = (1, 2, 4)
 """Sizes whose memory gives the line that predicts the largest batch."""
 CONFIRMATIONS = 2
 """Sizes near the limit that are tried."""
-WORTHWHILE = 0.03
-"""A batch that is larger by less than this fraction is not tried."""
+WORTHWHILE = 0.01
+"""A batch that is larger by less than this fraction is not tried. The largest one is wanted within
+3 %, and a line may end below it."""
 
 
 @dataclass
