@@ -56,6 +56,11 @@ class PoplarArguments:
     on_nonfinite: str = _option(
         "raise", "If a loss or the gradient norm is not finite: 'raise', or 'skip' the step."
     )
+    run_record: bool = _option(
+        True,
+        "Write the measured steps to poplar_run.json in output_dir, for `poplar report`, if the "
+        "plan was made from a profile.",
+    )
     timeout: float | None = _option(None, "Seconds that a rank waits for others; default: 300.")
 
     def __post_init__(self) -> None:
@@ -87,6 +92,7 @@ class PoplarArguments:
 
         Raises:
             ValueError: it has another global batch or stage, or the text is not one.
+            OSError: its file cannot be read.
         """
         if self.plan is None:
             return None
@@ -105,16 +111,20 @@ class PoplarArguments:
         return plan
 
     def given_profile(self) -> ClusterProfile | None:
-        """The profile that these arguments name."""
+        """The profile that these arguments name; None if they name none.
+
+        Raises:
+            OSError: its file cannot be read.
+            ValueError: the file is not a profile.
+        """
         if self.profile is None or isinstance(self.profile, ClusterProfile):
             return self.profile
         return ClusterProfile.from_json(self.profile)
 
     def tuning_options(self) -> dict[str, Any]:
-        """Arguments for `poplar.tune` that only these arguments determine."""
+        """Arguments for `poplar.tune` that only these arguments determine, without the profile."""
         return {
             "stage": self.stage if self.stage == "auto" else int(self.stage),
-            "profile": self.given_profile(),
             "verify": self.verify,
             "max_batch": self.max_batch,
             "memory_limit": self.memory_limit,
@@ -134,8 +144,12 @@ class PoplarArguments:
         return {
             "compute_dtype": _DTYPES.get(self.compute_dtype, own),
             "reduce_dtype": _DTYPES[self.reduce_dtype],
-            "timeout": None if self.timeout is None else timedelta(seconds=self.timeout),
+            "timeout": self.wait_limit(),
         }
+
+    def wait_limit(self) -> timedelta | None:
+        """How long a rank waits for others; None: the default."""
+        return None if self.timeout is None else timedelta(seconds=self.timeout)
 
     def _read_plan(self, global_batch: int) -> Plan:
         if isinstance(self.plan, Plan):

@@ -31,9 +31,14 @@ class Samples:
         self.collated: dict[tuple[int, ...], Any] = {}
 
     def micro_batch(self, positions: Sequence[int], collate: Collate) -> Any:
-        """The collated samples at these positions."""
+        """The collated samples at these positions.
+
+        Micro-batches that share samples with it are dropped: they were collated for a plan that has
+        changed because a rank ran out of memory.
+        """
         key = tuple(positions)
         if key not in self.collated:
+            self.collated = {k: v for k, v in self.collated.items() if not {*k} & {*key}}
             # Some collators change the samples, which may be collated again.
             parts = [self.features[at] for at in key]
             self.collated[key] = collate([dict(p) if isinstance(p, dict) else p for p in parts])
@@ -56,6 +61,11 @@ class TrainerBatch:
     def inputs(self, collate: Collate) -> Any:
         """The inputs of the model for these samples, on the CPU."""
         return self.samples.micro_batch(self.positions.tolist(), collate)
+
+    @property
+    def starts_step(self) -> bool:
+        """Whether it has the first sample, with which the passes of a step begin."""
+        return bool(self.positions[0] == 0)
 
     def all_values(self, names: Sequence[str]) -> dict[str, Tensor]:
         """By name, the values of all collated micro-batches in a row, for counting them."""

@@ -2,10 +2,11 @@
 
 Private methods of `Trainer` that it overrides: `_clip_grad_norm`, `_get_grad_norm`,
 `_track_num_input_tokens`, `_maybe_log_save_evaluate`, `_save_optimizer_and_scheduler`,
-`_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`, `_prepare_inputs`,
-`_remove_unused_columns`, `_get_collator_with_removed_columns`, `_get_train_sampler`, `_save`.
-Attributes: `_train_batch_size`, `_globalstep_last_logged`, `_loss_shifts_labels`, `_gen_kwargs` (of
-`Seq2SeqTrainer`), `_metrics` (of TRL).
+`_load_from_checkpoint`, `_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`,
+`_prepare_inputs`, `_remove_unused_columns`, `_get_collator_with_removed_columns`,
+`_get_train_sampler`, `_save`.
+Attributes: `_train_batch_size`, `_globalstep_last_logged`, `_tr_loss`, `_loss_shifts_labels`,
+`_gen_kwargs` (of `Seq2SeqTrainer`), `_metrics` and `_total_train_tokens` (of TRL).
 Tested with transformers 5.23, accelerate 1.15 and trl 1.16.
 """
 
@@ -18,7 +19,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -29,8 +30,10 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
+from poplar.callbacks import Logger, Monitor, Progress, RunFile
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import start_save
+from poplar.comm import Control, Group
 from poplar.data.stream import split_stream
 from poplar.integrations.transformers.arguments import PoplarArguments
 from poplar.integrations.transformers.batches import (
@@ -51,6 +54,7 @@ from poplar.integrations.transformers.loss import (
 )
 from poplar.integrations.transformers.optimizer import TrainerOptimizer
 from poplar.plan import Plan
+from poplar.profile import ClusterProfile
 from poplar.tuning.autotune import Tuned, tune
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.grad_scaler import GradScaler
@@ -58,11 +62,16 @@ from poplar.zero.step_result import StepResult
 
 FOLDER = "poplar"
 """In a checkpoint of the trainer: the state of training, as `poplar.save_checkpoint` writes it."""
+RUN_FILE = "poplar_run.json"
+"""In `output_dir`: the record of the run, for `poplar report`."""
+STEPS_PER_REPORT = 1000
+"""Steps whose results are kept at most, if logs are less frequent or switched off."""
 EXAMPLE_SAMPLES = 8
 """Samples of the dataset that are measured; larger batches repeat them."""
 
 logger = logging.get_logger(__name__)
 
+_T = TypeVar("_T")
 
 _Base: Any = object  # a trainer class follows it in the list of base classes
 
@@ -77,6 +86,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     Args:
         *args: as for the trainer class.
         poplar: the options of Poplar.
+        loggers: of `poplar.callbacks`, beside the reporters of `TrainingArguments`; they get the
+            steps since the last log. The same on all ranks, used on rank 0.
         **kwargs: as for the trainer class.
 
     Raises:
@@ -86,21 +97,35 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     args: Any
     optimizer_cls_and_kwargs: Any
     _train_batch_size: Any
+    _tr_loss: Any
     _gen_kwargs: Any
 
-    def __init__(self, *args: Any, poplar: PoplarArguments | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        poplar: PoplarArguments | None = None,
+        loggers: Sequence[Logger] = (),
+        **kwargs: Any,
+    ) -> None:
         self.poplar = PoplarArguments() if poplar is None else poplar
         self.tuned: Tuned | None = None
         """The profile and the trial runs behind the plan; None if the plan was given."""
         self._plan: Plan | None = None
+        self._profile: ClusterProfile | None = None
+        self._control: Control | None = None
         super().__init__(*args, **kwargs)
         check_arguments(self.args)
         check_trainer(self, PoplarTrainerMixin)
+        self._replaces_nonfinite = self.args.logging_nan_inf_filter
         self.args = _without_accumulation(self.args)
         self._train_batch_size = self.args.train_batch_size
         self.collate_train: Collate = self.data_collator
         self.pass_metrics = PassMetrics(self)
         self._scaler = GradScaler(self.args.device.type) if self.args.fp16 else None
+        self._loggers = tuple(loggers)
+        self._monitor: Monitor | None = None
+        self._progress: Progress | None = None
+        """Not logged yet."""
 
     @property
     def plan(self) -> Plan | None:
@@ -196,12 +221,21 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if self._plan is not None:
             return cast(Plan, self.plan)
         global_batch = self.args.train_batch_size * self.args.world_size
-        self._plan = self.poplar.given_plan(global_batch)
+        self._plan, self._profile = self._on_all_ranks(
+            lambda: (self.poplar.given_plan(global_batch), self.poplar.given_profile()),
+            doing="reading the plan and the profile of PoplarArguments",
+        )
         if self._plan is None:
             self.tuned = self._tune(dataset, global_batch)
-            self._plan = self.tuned.plan
+            self._plan, self._profile = self.tuned.plan, self.tuned.profile
             logger.info(f"{self._plan}")
         return self._plan
+
+    def _on_all_ranks(self, work: Callable[[], _T], *, doing: str) -> _T:
+        """The result of `work`; if it fails on one rank, all ranks raise. Collective."""
+        if self._control is None:
+            self._control = Control(Group.of(None, self.poplar.wait_limit()))
+        return run_on_all_ranks(self._control, work, doing=doing)
 
     def _prepare_model(self) -> None:
         """Autocast and placement as by `Trainer`, compiled blocks, and no DDP; once per model."""
@@ -214,7 +248,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             )
 
     def _tune(self, dataset: Any, global_batch: int) -> Tuned:
-        features = list(_first(dataset, self.poplar.profile_samples))
+        features = self._on_all_ranks(
+            lambda: list(_first(dataset, self.poplar.profile_samples)),
+            doing="reading the first samples of the dataset",
+        )
         features.sort(key=_length, reverse=True)
         features = features[:EXAMPLE_SAMPLES]
         optimizer_class, options = self._optimizer_class_and_options()
@@ -236,6 +273,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 global_batch=global_batch,
                 weight=loss.weight,
                 max_norm=self._max_norm(),
+                profile=self._profile,
                 recompute="never" if checkpointed else "auto",
                 progress=not self.args.disable_tqdm,
                 **own,
@@ -300,10 +338,24 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 max_norm=self._max_norm(),
                 scaler=self._scaler,
             )
+        if self._monitor is None:
+            self._monitor = self._start_monitor()
+        self._monitor(result)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        return torch.tensor(result.loss, device=self.args.device)
+        return self._logged_loss(result.loss_on_device)
+
+    def _logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss in fp32; the mean since the last log for one that `Trainer` would filter.
+
+        `Trainer` itself would wait for the device in every step to find such a loss.
+        """
+        loss = loss.to(self.args.device, torch.float32)
+        if not self._replaces_nonfinite:
+            return loss
+        steps = 1 + self.state.global_step - self._globalstep_last_logged
+        return torch.where(loss.isfinite(), loss, self._tr_loss / steps)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As of the trainer class. Ranks that generate run equally many forwards at stage 3."""
@@ -329,12 +381,12 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         """Without a limit the norm is logged all the same."""
         return self.args.max_grad_norm if self.args.max_grad_norm else float("inf")
 
-    def _clip_grad_norm(self, *_: Any, **__: Any) -> float | None:
+    def _clip_grad_norm(self, *_: Any, **__: Any) -> torch.Tensor | None:
         return self._get_grad_norm()
 
-    def _get_grad_norm(self, *_: Any, **__: Any) -> float | None:
-        """The norm before clipping; the step has clipped in its update."""
-        return None if self.step_result is None else self.step_result.grad_norm
+    def _get_grad_norm(self, *_: Any, **__: Any) -> torch.Tensor | None:
+        """The norm before clipping, on the device; the step has clipped in its update."""
+        return None if self.step_result is None else self.step_result.grad_norm_on_device
 
     def _owned_optimizer(self) -> Any:
         return getattr(getattr(self, "optimizer", None), "owned", None)
@@ -355,9 +407,45 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         empty = torch.zeros(0, dtype=torch.int64, device="cpu")
         return dict.fromkeys(names[:1], empty) | inputs.all_values(names)
 
+    def _start_monitor(self) -> Monitor:
+        """Reports speeds and waits to the loggers, and with every log of losses. Collective."""
+        loggers = list(self._loggers)
+        if self._profile is not None and self.poplar.run_record:
+            path = Path(self.args.output_dir) / RUN_FILE
+            loggers.append(RunFile(path, self.args.run_name or type(self.model).__name__))
+        return Monitor(
+            self.optimizer.owned,
+            loggers,
+            every=max(STEPS_PER_REPORT, self.state.logging_steps),
+            start_step=self.state.global_step,
+            profile=self._profile,
+        )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the trainer class. Collective."""
+        self._monitor = None
+        output = super().train(*args, **kwargs)
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.close()
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log values; with a loss, also speeds and waits since the last log."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            logs |= {name: v for name, v in progress.scalars().items() if name not in logs}
+        super().log(logs, *args, **kwargs)
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+        control, result = self.control, self.step_result
+        if control.should_log and self.state.global_step > self._globalstep_last_logged:
             self.pass_metrics.merge()
+            self._progress = None if self._monitor is None else self._monitor.report()
+        elif result is not None and (
+            control.should_evaluate or control.should_save or control.should_training_stop
+        ):
+            result.seconds  # noqa: B018 (waits for the device with a deadline)
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     # Saving.
@@ -393,6 +481,14 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             Path(output_dir) / FOLDER, self.optimizer.owned, state=self._state(), replaces=True
         ).wait()
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        self._on_all_ranks(
+            lambda: super(PoplarTrainerMixin, self)._load_from_checkpoint(
+                resume_from_checkpoint, *args, **kwargs
+            ),
+            doing=f"loading the model of {str(resume_from_checkpoint)!r}",
+        )
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what `_save_optimizer_and_scheduler`, or `Trainer`, has saved. Collective."""
         if checkpoint is None:
@@ -409,8 +505,13 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if found == [FOLDER]:
             load_checkpoint(folder / FOLDER, owned, state=self._state())
         elif found:
-            owned.load_state_dict(_loaded(folder / "optimizer.pt"))
-            self.lr_scheduler.load_state_dict(_loaded(folder / "scheduler.pt"))
+            names = ("optimizer.pt", "scheduler.pt")
+            states = self._on_all_ranks(
+                lambda: [_loaded(folder / name) for name in names],
+                doing=f"reading the state of the optimizer in {checkpoint!r}",
+            )
+            owned.load_state_dict(states[0])
+            self.lr_scheduler.load_state_dict(states[1])
         else:
             logger.warning(
                 f"{checkpoint} has no state of an optimizer (save_only_model=True?): training goes "
@@ -435,12 +536,14 @@ class PoplarTrainer(PoplarTrainerMixin, Trainer):  # type: ignore[misc]
 def _without_accumulation(args: Any) -> Any:
     """A copy of `TrainingArguments` for a loop in which a step is one batch of the loader.
 
-    Tokens are counted over all ranks by the weights of the passes, not by `Trainer`.
+    Tokens are counted over all ranks by the weights of the passes, and losses that are not finite
+    are filtered on the device, not by `Trainer`.
     """
     args = copy.copy(args)
     args.per_device_train_batch_size *= args.gradient_accumulation_steps
     args.gradient_accumulation_steps = 1
     args.average_tokens_across_devices = False
+    args.logging_nan_inf_filter = False
     return args
 
 
