@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -17,6 +21,7 @@ import torch
 import trl
 from launched import BATCH, PLANS, SHARES, as_launched, fresh_state, three_ranks
 from ranks import Pool
+from records import cluster
 from subset import choose
 from tokenizers import Tokenizer, models
 from torch import nn
@@ -36,11 +41,15 @@ from transformers import (
 )
 
 import poplar
+from poplar.callbacks import JsonLines
 from poplar.integrations.transformers import (
     PoplarArguments,
     PoplarTrainer,
     PoplarTrainerMixin,
 )
+from poplar.integrations.transformers.trainer import RUN_FILE
+from poplar.report import RunRecord
+from poplar.zero.step_result import Stopwatch
 
 
 def imported() -> None:
@@ -316,6 +325,7 @@ def fine_tuned(trainer_class: Any, folder: str, changes: dict[str, Any], **optio
     )
     trainer.train()
     names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+    names += ("num_input_tokens_seen",) if "include_num_input_tokens_seen" in changes else ()
     return [[e[name] for name in names] for e in trainer.state.log_history if "entropy" in e]
 
 
@@ -337,6 +347,121 @@ def test_supervised_fine_tuning_of_trl(three, tmp_path, stage, packed):
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-4)
 
 
+class OutOfMemoryOnce(PlannedSFTTrainer):
+    """Rank 1 runs out of memory in its second pass of the second step."""
+
+    passes = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.passes += 1
+        if pool.rank() == 1 and self.passes == 4:
+            raise torch.OutOfMemoryError("planted")
+        return loss
+
+
+COUNTED = {"include_num_input_tokens_seen": "non_padding"}
+
+
+def fine_tune_with_little_memory(folder: str) -> Any:
+    as_launched()
+    options = {"poplar": PoplarArguments(plan=PLANS[0])}
+    return fine_tuned(OutOfMemoryOnce, folder, SHARES | COUNTED, **options)
+
+
+def test_a_step_that_ran_out_of_memory_counts_once_in_metrics_and_tokens(three, tmp_path):
+    here = three.run(fine_tune_with_little_memory, str(tmp_path), timeout=120)
+    fresh_state()
+    changes = {"per_device_train_batch_size": BATCH, **COUNTED}
+    alone = fine_tuned(trl.SFTTrainer, str(tmp_path), changes)
+    for each in here:
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-4)
+
+
+def train_by_own_file(folder: str, name: str) -> None:
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, max_steps=2, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(24),
+        poplar=PoplarArguments(**{name: f"{folder}/rank-{pool.rank()}.json"}),
+    )
+    trainer.train()
+
+
+@pytest.mark.parametrize("name", ["plan", "profile"])
+def test_a_file_that_one_rank_lacks_ends_all_ranks(three, tmp_path, name):
+    for rank in (0, 2):
+        document = PLANS[1] if name == "plan" else cluster((3.0, 2.0, 1.0), ["CPU"] * 3)
+        document.to_json(tmp_path / f"rank-{rank}.json")
+    errors = three.run_expecting_errors(train_by_own_file, str(tmp_path), name)
+    assert [error.type for error in errors] == ["RankFailed", "FileNotFoundError", "RankFailed"]
+    for rank in (0, 2):
+        assert "rank 1: FileNotFoundError" in errors[rank].message
+
+
+def watch_the_device(folder: str) -> Any:
+    """After each step, whether the host has waited for the device; and what was logged."""
+    as_launched()
+    waits: list[int] = []
+    by_step: list[bool] = []
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            by_step.append(bool(waits))
+            waits.clear()
+
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, max_steps=6, logging_steps=3, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        callbacks=[Steps()],
+        poplar=PoplarArguments(plan=PLANS[2]),
+        loggers=[JsonLines(f"{folder}/progress.jsonl")],
+    )
+    with mock.patch.object(Stopwatch, "wait", side_effect=lambda: waits.append(1)):
+        trainer.train()
+    return by_step, trainer.state.log_history
+
+
+def test_only_logs_wait_for_the_device_and_have_speeds_and_waits(three, tmp_path):
+    fresh_state()
+    alone = Trainer(
+        model_of("llama"),
+        arguments(tmp_path, max_steps=6, logging_steps=3),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+    )
+    alone.train()
+    expected = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
+    for waits, history in three.run(watch_the_device, str(tmp_path / "here"), timeout=120):
+        assert waits == [False, False, False, True, False, False]
+        logs = [entry for entry in history if "loss" in entry]
+        torch.testing.assert_close([e["loss"] for e in logs], expected, rtol=1e-4, atol=1e-5)
+        for entry in logs:
+            assert entry["samples_per_second"] > 0
+            assert all(entry[f"waiting_percent/rank_{rank}"] >= 0 for rank in range(3))
+    lines = (tmp_path / "here" / "progress.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line).get("step") for line in lines] == [None, 3, 6]
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_losses_that_are_not_finite_are_logged_as_by_trainer(filters):
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(device=torch.device("cpu")),
+        state=SimpleNamespace(global_step=8),
+        _globalstep_last_logged=5,
+        _tr_loss=torch.tensor(6.0),
+        _replaces_nonfinite=filters,
+    )
+    given = torch.tensor([2.5, math.inf, math.nan], dtype=torch.float64)
+    expected = torch.tensor([2.5, 1.5, 1.5]) if filters else given.float()
+    logged = PoplarTrainerMixin._logged_loss(trainer, given)
+    torch.testing.assert_close(logged, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def plan_and_train(folder: str) -> Any:
     """Two steps under a plan that was measured."""
     as_launched()
@@ -348,7 +473,7 @@ def plan_and_train(folder: str) -> Any:
         poplar=PoplarArguments(seconds=2.0, cache=False, verify=False, profile_samples=16),
     )
     trainer.train()
-    return trainer.plan, trainer.tuned is not None, logged(trainer)
+    return trainer.plan, trainer.tuned is not None, logged(trainer), trainer.state.log_history
 
 
 def test_without_a_plan_the_ranks_are_measured(three, tmp_path):
@@ -360,12 +485,16 @@ def test_without_a_plan_the_ranks_are_measured(three, tmp_path):
         train_dataset=Sentences(40),
     )
     alone.train()
-    for plan, measured, losses in three.run(plan_and_train, str(tmp_path), timeout=120):
+    for plan, measured, losses, history in three.run(plan_and_train, str(tmp_path), timeout=120):
         assert plan.global_batch == BATCH
         assert measured
         torch.testing.assert_close(
             torch.tensor(losses), torch.tensor(logged(alone)), rtol=1e-4, atol=1e-5
         )
+        assert history[0]["percent_of_sum_of_speeds"] > 0
+    record = RunRecord.from_json(tmp_path / RUN_FILE)
+    assert record.runs[-1].plan == plan
+    assert len(record.runs[-1].losses) == 1, "without the first step, which prepares kernels"
 
 
 def a_saved_model(name: str, folder: str) -> dict[str, torch.Tensor]:

@@ -328,6 +328,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 "PoplarTrainer.training_step needs the optimizer of create_optimizer and the "
                 "batches of get_train_dataloader; do not override these methods"
             )
+        if self._monitor is None:
+            self._monitor = self._start_monitor()
         self.model.train()
         with self.pass_metrics.collecting():
             loss_fn = TrainerLoss(self)
@@ -338,8 +340,6 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 max_norm=self._max_norm(),
                 scaler=self._scaler,
             )
-        if self._monitor is None:
-            self._monitor = self._start_monitor()
         self._monitor(result)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
