@@ -45,6 +45,12 @@ class PoplarArguments:
     profile_samples: int = _option(
         64, "The longest 8 of this many first samples of the dataset are what is measured."
     )
+    balance_lengths: bool = _option(
+        False,
+        "Divide each global batch by the lengths of its samples (the column length_column_name of "
+        "TrainingArguments, or measured), and plan for these lengths. The gradient stays the same. "
+        "train_sampling_strategy='group_by_length' does so, too.",
+    )
     compute_dtype: str = _option(
         "model",
         "'model': that of the parameters (bf16=True and fp16=True of TrainingArguments are "

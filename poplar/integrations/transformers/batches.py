@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
@@ -101,16 +100,22 @@ class EpochSampler(HeteroBatchSampler):
     """A `HeteroBatchSampler` in the order that `Trainer` gives to an epoch on one process."""
 
     def __init__(
-        self, length: int, plan: Plan, order: Callable[[int], Sequence[int]], *, drop_last: bool
+        self,
+        length: int,
+        plan: Plan,
+        order: Callable[[int], Sequence[int]],
+        *,
+        drop_last: bool,
+        lengths: Sequence[int] | None,
     ) -> None:
         """
         Args:
             length: number of samples in the dataset.
             plan: how a global batch is split.
             order: the indices of an epoch; the same on all ranks.
-            drop_last: as for `HeteroBatchSampler`.
+            drop_last, lengths: as for `HeteroBatchSampler`.
         """
-        super().__init__(length, plan, drop_last=drop_last)
+        super().__init__(length, plan, drop_last=drop_last, lengths=lengths)
         self._order_of = order
 
     def _order(self) -> Tensor:
@@ -128,19 +133,3 @@ class EpochLoader(DataLoader[Any]):
         for part in (self.batch_sampler, self.source):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-
-
-def grouped_by_length(lengths: Sequence[int], batch: int, generator: torch.Generator) -> list[int]:
-    """An order in which the samples of a global batch have similar lengths.
-
-    `Trainer` sorts them within a batch, too. Here they are shuffled, so that no rank always has the
-    longest ones.
-    """
-    order: list[int] = get_length_grouped_indices(  # type: ignore[no-untyped-call]
-        lengths, batch, generator=generator
-    )
-    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
-    shuffled = (
-        torch.randperm(len(own), generator=generator, device="cpu").tolist() for own in batches
-    )
-    return [own[at] for own, places in zip(batches, shuffled, strict=True) for at in places]

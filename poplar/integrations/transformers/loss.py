@@ -40,11 +40,12 @@ class TrainerLoss:
         self._trainer = trainer
         self.__qualname__ = f"{type(trainer).__qualname__}.compute_loss {about}".strip()
 
-    def __call__(self, model: nn.Module, batch: TrainerBatch) -> Tensor:
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of a `TrainerBatch`, or of collated inputs."""
         trainer = self._trainer
-        if batch.starts_step:
+        if isinstance(batch, TrainerBatch) and batch.starts_step:
             trainer.pass_metrics.restart_step()
-        inputs = batch.inputs(trainer.collate_train)
+        inputs = self._inputs(batch)
         weight = trainer.loss_weight(inputs)
         items = items_in(trainer, inputs)
         if items is not None:
@@ -56,10 +57,14 @@ class TrainerLoss:
         trainer.pass_metrics.passed(weight)
         return cast(Tensor, loss)
 
-    def weight(self, batch: TrainerBatch) -> float:
+    def weight(self, batch: Any) -> float:
         """What the mean loss of a micro-batch counts."""
-        trainer = self._trainer
-        return float(trainer.loss_weight(batch.inputs(trainer.collate_train)))
+        return float(self._trainer.loss_weight(self._inputs(batch)))
+
+    def _inputs(self, batch: Any) -> Any:
+        if isinstance(batch, TrainerBatch):
+            return batch.inputs(self._trainer.collate_train)
+        return batch
 
 
 def items_in(trainer: Any, inputs: Any) -> Tensor | None:

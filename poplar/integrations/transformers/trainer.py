@@ -34,6 +34,8 @@ from poplar.callbacks import Logger, Monitor, Progress, RunFile
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import start_save
 from poplar.comm import Control, Group
+from poplar.data import pytree
+from poplar.data.example_lengths import padded_length
 from poplar.data.stream import split_stream
 from poplar.integrations.transformers.arguments import PoplarArguments
 from poplar.integrations.transformers.batches import (
@@ -42,10 +44,10 @@ from poplar.integrations.transformers.batches import (
     EpochLoader,
     EpochSampler,
     TrainerBatch,
-    grouped_by_length,
 )
 from poplar.integrations.transformers.checks import check_arguments, check_trainer
 from poplar.integrations.transformers.compilation import compile_blocks
+from poplar.integrations.transformers.lengths import ADVICE, grouped_by_length, lengths_of
 from poplar.integrations.transformers.loss import (
     PassMetrics,
     TrainerLoss,
@@ -58,6 +60,7 @@ from poplar.profile import ClusterProfile
 from poplar.tuning.autotune import Tuned, tune
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.length_watch import LengthWatch
 from poplar.zero.step_result import StepResult
 
 FOLDER = "poplar"
@@ -113,6 +116,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self._plan: Plan | None = None
         self._profile: ClusterProfile | None = None
         self._control: Control | None = None
+        self._lengths: list[int] | None = None
+        """Of the samples of the dataset, if global batches are divided by them."""
         super().__init__(*args, **kwargs)
         check_arguments(self.args)
         check_trainer(self, PoplarTrainerMixin)
@@ -122,6 +127,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self.collate_train: Collate = self.data_collator
         self.pass_metrics = PassMetrics(self)
         self._scaler = GradScaler(self.args.device.type) if self.args.fp16 else None
+        self._length_watch = LengthWatch(looks=self.args.process_index == 0, advice=ADVICE)
         self._loggers = tuple(loggers)
         self._monitor: Monitor | None = None
         self._progress: Progress | None = None
@@ -145,6 +151,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if self.train_dataset is None:
             raise ValueError("PoplarTrainer: training requires a train_dataset")
         dataset, self.collate_train = self._dataset_and_collator(self.train_dataset)
+        sampler = self._on_all_ranks(
+            self._sampler_and_lengths, doing="reading the samples' lengths"
+        )
         plan = self._make_plan(dataset)
         options: dict[str, Any] = {
             "collate_fn": CollateMicroBatches(self.collate_train, plan, self.args.process_index),
@@ -163,7 +172,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             return loader
         workers, rank = self.args.dataloader_num_workers, self.args.process_index
         options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=rank)
-        return EpochLoader(dataset, batch_sampler=self._batch_sampler(dataset, plan), **options)
+        batch_sampler = self._batch_sampler(len(dataset), sampler, plan)
+        return EpochLoader(dataset, batch_sampler=batch_sampler, **options)
 
     def _dataset_and_collator(self, dataset: Any) -> tuple[Any, Collate]:
         """The dataset without columns that the model does not take, and its collator."""
@@ -174,33 +184,60 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         collate = self._get_collator_with_removed_columns(self.data_collator, "Training")
         return dataset, collate
 
-    def _batch_sampler(self, dataset: Any, plan: Plan) -> EpochSampler:
-        order = self._order_of_epochs(dataset)
+    def _sampler_and_lengths(self) -> Any:
+        """The sampler that `Trainer` would use, None for a stream; sets the lengths of samples."""
+        if isinstance(self.train_dataset, IterableDataset):
+            if self.poplar.balance_lengths or self._groups_by_length():
+                raise ValueError(
+                    "PoplarTrainer does not support balance_lengths and train_sampling_strategy="
+                    "'group_by_length' with an IterableDataset, whose lengths are not known before "
+                    "it is read; leave them out, or pass a dataset with __len__"
+                )
+            return None
+        sampler = self._get_train_sampler(self.train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            self._lengths = list(sampler.lengths)
+        elif self.poplar.balance_lengths:
+            self._lengths = lengths_of(
+                self.train_dataset, self.args.length_column_name, self.processing_class
+            )
+        return sampler
+
+    def _groups_by_length(self) -> bool:
+        return bool(self.args.train_sampling_strategy == "group_by_length")
+
+    def _batch_sampler(self, length: int, sampler: Any, plan: Plan) -> EpochSampler:
         try:
-            return EpochSampler(len(dataset), plan, order, drop_last=self.args.dataloader_drop_last)
+            return EpochSampler(
+                length,
+                plan,
+                self._order_of_epochs(length, sampler),
+                drop_last=self.args.dataloader_drop_last,
+                lengths=self._lengths,
+            )
         except ValueError as error:
             raise ValueError(
                 f"{error} (in TrainingArguments: dataloader_drop_last, "
                 "per_device_train_batch_size and gradient_accumulation_steps)"
             ) from None
 
-    def _order_of_epochs(self, dataset: Any) -> Callable[[int], Sequence[int]]:
+    def _order_of_epochs(self, length: int, sampler: Any) -> Callable[[int], Sequence[int]]:
         """The order in which `Trainer` would read the dataset, by epoch."""
-        sampler = self._get_train_sampler(dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
 
         def generator(epoch: int) -> torch.Generator:
             return torch.Generator("cpu").manual_seed(seed + epoch)
 
         if isinstance(sampler, SequentialSampler):
-            return lambda _: range(len(dataset))
+            return lambda _: range(length)
         if isinstance(sampler, RandomSampler):
             return lambda epoch: torch.randperm(
-                len(dataset), generator=generator(epoch), device="cpu"
+                length, generator=generator(epoch), device="cpu"
             ).tolist()
         if isinstance(sampler, LengthGroupedSampler):
-            size = self.args.train_batch_size * self.args.world_size
-            return lambda epoch: grouped_by_length(sampler.lengths, size, generator(epoch))
+            return lambda epoch: grouped_by_length(
+                sampler.lengths, self._global_batch(), generator(epoch)
+            )
         raise ValueError(
             f"PoplarTrainer does not support the sampler {type(sampler).__name__}: the order must "
             "be the same on all ranks; use train_sampling_strategy 'random', 'sequential' or "
@@ -220,7 +257,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self._prepare_model()
         if self._plan is not None:
             return cast(Plan, self.plan)
-        global_batch = self.args.train_batch_size * self.args.world_size
+        global_batch = self._global_batch()
         self._plan, self._profile = self._on_all_ranks(
             lambda: (self.poplar.given_plan(global_batch), self.poplar.given_profile()),
             doing="reading the plan and the profile of PoplarArguments",
@@ -230,6 +267,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             self._plan, self._profile = self.tuned.plan, self.tuned.profile
             logger.info(f"{self._plan}")
         return self._plan
+
+    def _global_batch(self) -> int:
+        return int(self.args.train_batch_size * self.args.world_size)
 
     def _on_all_ranks(self, work: Callable[[], _T], *, doing: str) -> _T:
         """The result of `work`; if it fails on one rank, all ranks raise. Collective."""
@@ -255,9 +295,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         features.sort(key=_length, reverse=True)
         features = features[:EXAMPLE_SAMPLES]
         optimizer_class, options = self._optimizer_class_and_options()
-        precision = self.accelerator.mixed_precision
-        about = f"of {_length(features[0])} tokens, {self.args.label_smoothing_factor}, {precision}"
-        loss = TrainerLoss(self, about)
+        example, lengths = self._example(features)
+        about = "of given lengths" if lengths else f"of {_length(features[0])} tokens"
+        settings = f"{self.args.label_smoothing_factor}, {self.accelerator.mixed_precision}"
+        loss = TrainerLoss(self, f"{about}, {settings}")
         own = self.poplar.engine_options(_dtype(self.model))
         own |= {"optimizer_class": optimizer_class, **self.poplar.tuning_options()}
         # Blocks that the model recomputes itself need not be recomputed by the plan.
@@ -269,7 +310,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             tuned = tune(
                 self.model,
                 loss,
-                TrainerBatch.of(features),
+                example,
+                lengths=lengths,
                 global_batch=global_batch,
                 weight=loss.weight,
                 max_norm=self._max_norm(),
@@ -281,6 +323,17 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             )
         self.pass_metrics.reset()
         return tuned
+
+    def _example(self, features: Sequence[Any]) -> tuple[Any, Sequence[int] | None]:
+        """What is measured, and to which lengths; None: to its own.
+
+        Only a padded batch with a row per sample can be cut to other lengths, not a packed one.
+        """
+        if self._lengths is not None:
+            inputs = TrainerBatch.of(features).inputs(self.collate_train)
+            if padded_length(inputs) and pytree.samples_in(inputs) == len(features):
+                return self._prepare_inputs(inputs), self._lengths
+        return TrainerBatch.of(features), None
 
     # The step.
 
@@ -330,6 +383,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             )
         if self._monitor is None:
             self._monitor = self._start_monitor()
+        self._length_watch.look(list(inputs.samples.collated.values()))
         self.model.train()
         with self.pass_metrics.collecting():
             loss_fn = TrainerLoss(self)
