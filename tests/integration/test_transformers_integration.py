@@ -42,6 +42,7 @@ from transformers import (
 
 import poplar
 from poplar.callbacks import JsonLines
+from poplar.data.length_balance import deal
 from poplar.integrations.transformers import (
     PoplarArguments,
     PoplarTrainer,
@@ -148,14 +149,16 @@ def train_with_feature(feature: str, plan: poplar.Plan, folder: str) -> Any:
     return trained(PoplarTrainer, feature, folder, SHARES, poplar=PoplarArguments(plan=plan))
 
 
-def train_on_ranks(name: str, plan: poplar.Plan, folder: str, changes: dict[str, Any]) -> Any:
+def train_on_ranks(
+    name: str, plan: poplar.Plan, folder: str, changes: dict[str, Any], **options: Any
+) -> Any:
     as_launched()
     trainer = PoplarTrainer(
         model_of(name),
         arguments(folder, **(SHARES | changes)),
         data_collator=padded,
         train_dataset=Sentences(60),
-        poplar=PoplarArguments(plan=plan),
+        poplar=PoplarArguments(plan=plan, **options),
     )
     trainer.train()
     return logged(trainer)
@@ -179,6 +182,14 @@ def test_losses_equal_those_of_one_process(three, tmp_path, name, stage):
     here = three.run(train_on_ranks, name, PLANS[stage], str(tmp_path), {}, timeout=120)
     alone = train_alone(name, tmp_path)
     assert len(alone) == 20
+    for each in here:
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_balanced_lengths_change_no_loss(three, tmp_path):
+    options = {"balance_lengths": True}
+    here = three.run(train_on_ranks, "llama", PLANS[2], str(tmp_path), {}, timeout=120, **options)
+    alone = train_alone("llama", tmp_path)
     for each in here:
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
 
@@ -462,7 +473,7 @@ def test_losses_that_are_not_finite_are_logged_as_by_trainer(filters):
     torch.testing.assert_close(logged, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def plan_and_train(folder: str) -> Any:
+def plan_and_train(folder: str, balanced: bool) -> Any:
     """Two steps under a plan that was measured."""
     as_launched()
     trainer = PoplarTrainer(
@@ -470,13 +481,20 @@ def plan_and_train(folder: str) -> Any:
         arguments(folder, max_steps=2, **SHARES),
         data_collator=padded,
         train_dataset=Sentences(40),
-        poplar=PoplarArguments(seconds=2.0, cache=False, verify=False, profile_samples=16),
+        poplar=PoplarArguments(
+            seconds=2.0,
+            cache=False,
+            verify=False,
+            profile_samples=16,
+            balance_lengths=balanced,
+        ),
     )
     trainer.train()
     return trainer.plan, trainer.tuned is not None, logged(trainer), trainer.state.log_history
 
 
-def test_without_a_plan_the_ranks_are_measured(three, tmp_path):
+@pytest.mark.parametrize("balanced", [False, True])
+def test_without_a_plan_the_ranks_are_measured(three, tmp_path, balanced):
     fresh_state()
     alone = Trainer(
         model_of("llama"),
@@ -485,7 +503,8 @@ def test_without_a_plan_the_ranks_are_measured(three, tmp_path):
         train_dataset=Sentences(40),
     )
     alone.train()
-    for plan, measured, losses, history in three.run(plan_and_train, str(tmp_path), timeout=120):
+    here = three.run(plan_and_train, str(tmp_path), balanced, timeout=120)
+    for plan, measured, losses, history in here:
         assert plan.global_batch == BATCH
         assert measured
         torch.testing.assert_close(
@@ -494,6 +513,7 @@ def test_without_a_plan_the_ranks_are_measured(three, tmp_path):
         assert history[0]["percent_of_sum_of_speeds"] > 0
     record = RunRecord.from_json(tmp_path / RUN_FILE)
     assert record.runs[-1].plan == plan
+    assert ("length_distribution" in record.profile.identity) == balanced
     assert len(record.runs[-1].losses) == 1, "without the first step, which prepares kernels"
 
 
@@ -767,15 +787,22 @@ def test_a_method_that_the_mixin_would_replace_is_refused(three, tmp_path):
         assert "OwnStep.training_step, which it would replace" in error.message
 
 
-def orders(strategy: str) -> list[list[int]]:
+LENGTHS = [len(sample["input_ids"]) for sample in Sentences(240).samples]
+
+
+def orders(strategy: str, balanced: bool = False, column: str = "") -> list[list[int]]:
     """The samples of this rank's batches in the second epoch."""
     as_launched()
+    data = Sentences(240)
+    if column:
+        data = datasets.Dataset.from_list(data.samples).add_column(column, LENGTHS[::-1])
+    settings = {"length_column_name": column} if column else {}
     trainer = PoplarTrainer(
         model_of("llama"),
-        arguments("unused", train_sampling_strategy=strategy, seed=3, **SHARES),
+        arguments("unused", train_sampling_strategy=strategy, seed=3, **SHARES, **settings),
         data_collator=padded,
-        train_dataset=Sentences(240),
-        poplar=PoplarArguments(plan=PLANS[0]),
+        train_dataset=data,
+        poplar=PoplarArguments(plan=PLANS[0], balance_lengths=balanced),
     )
     loader = trainer.get_train_dataloader()
     loader.set_epoch(1)
@@ -783,15 +810,42 @@ def orders(strategy: str) -> list[list[int]]:
 
 
 def test_batches_grouped_by_length_have_samples_of_similar_lengths(three):
-    lengths = [len(sample["input_ids"]) for sample in Sentences(240).samples]
-
     def spread(by_rank: list[list[list[int]]]) -> int:
         batches = [list(chain(*parts)) for parts in zip(*by_rank, strict=True)]
-        assert sorted(chain(*batches)) == list(range(len(lengths)))
-        return sum(max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in batches)
+        assert sorted(chain(*batches)) == list(range(len(LENGTHS)))
+        return sum(max(LENGTHS[i] for i in b) - min(LENGTHS[i] for i in b) for b in batches)
 
     grouped, shuffled = (three.run(orders, name) for name in ("group_by_length", "random"))
     assert spread(grouped) < spread(shuffled)
+
+
+@pytest.mark.parametrize("column", ["", "tokens"])
+def test_global_batches_are_divided_by_the_lengths_of_the_column_or_of_the_samples(three, column):
+    lengths = LENGTHS[::-1] if column else LENGTHS
+    shuffled = three.run(orders, "random")
+    balanced = three.run(orders, "random", balanced=True, column=column)
+    for parts, plain in zip(zip(*balanced, strict=True), zip(*shuffled, strict=True), strict=True):
+        batch = list(chain(*plain))
+        dealt = deal(PLANS[0], [lengths[at] for at in batch])
+        assert list(parts) == [[batch[place] for place in places] for places in dealt]
+
+
+def group_a_stream(folder: str) -> None:
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, max_steps=2, **SHARES),
+        data_collator=padded,
+        train_dataset=Stream(),
+        poplar=PoplarArguments(plan=PLANS[0], balance_lengths=True),
+    )
+    trainer.train()
+
+
+def test_lengths_of_a_stream_are_refused(three, tmp_path):
+    for error in three.run_expecting_errors(group_a_stream, str(tmp_path)):
+        assert "balance_lengths and" in error.message
+        assert "pass a dataset with __len__" in error.message
 
 
 def test_options_can_be_parsed_beside_training_arguments():
