@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -432,9 +433,12 @@ def watch_the_device(folder: str) -> Any:
         poplar=PoplarArguments(plan=PLANS[2]),
         loggers=[JsonLines(f"{folder}/progress.jsonl")],
     )
-    with mock.patch.object(Stopwatch, "wait", side_effect=lambda: waits.append(1)):
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        mock.patch.object(Stopwatch, "wait", side_effect=lambda: waits.append(1)),
+    ):
         trainer.train()
-    return by_step, trainer.state.log_history
+    return by_step, trainer.state.log_history, [str(each.message) for each in warned]
 
 
 def test_only_logs_wait_for_the_device_and_have_speeds_and_waits(three, tmp_path):
@@ -447,8 +451,11 @@ def test_only_logs_wait_for_the_device_and_have_speeds_and_waits(three, tmp_path
     )
     alone.train()
     expected = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
-    for waits, history in three.run(watch_the_device, str(tmp_path / "here"), timeout=120):
+    here = three.run(watch_the_device, str(tmp_path / "here"), timeout=120)
+    for rank, (waits, history, warned) in enumerate(here):
         assert waits == [False, False, False, True, False, False]
+        of_lengths = [message for message in warned if "balance_lengths=True" in message]
+        assert len(of_lengths) == (rank == 0), "sentences have unequal lengths"
         logs = [entry for entry in history if "loss" in entry]
         torch.testing.assert_close([e["loss"] for e in logs], expected, rtol=1e-4, atol=1e-5)
         for entry in logs:
@@ -670,6 +677,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a global batch of 12, but TrainingArguments ask for 6": (
         {"per_device_train_batch_size": 2},
         {"poplar": PoplarArguments(plan=PLANS[0])},
+    ),
+    "the plan of PoplarArguments is for 2 ranks, but there are 3": (
+        {"per_device_train_batch_size": 2},
+        {"poplar": PoplarArguments(plan=poplar.Plan.manual("4,2", stage=1))},
     ),
     "dataloader_drop_last": ({**SHARES, "num_train_epochs": 1, "max_steps": -1}, {}),
 }

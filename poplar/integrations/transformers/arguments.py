@@ -127,6 +127,24 @@ class PoplarArguments:
             return self.profile
         return ClusterProfile.from_json(self.profile)
 
+    def given(
+        self, global_batch: int, world_size: int
+    ) -> tuple[Plan | None, ClusterProfile | None]:
+        """`given_plan` and `given_profile`, whose ranks must be those of the job.
+
+        Raises:
+            ValueError: they are of other ranks, or not what these arguments say.
+            OSError: a file cannot be read.
+        """
+        plan, profile = self.given_plan(global_batch), self.given_profile()
+        for name, value in (("plan", plan), ("profile", profile)):
+            if value is not None and value.world_size != world_size:
+                raise ValueError(
+                    f"the {name} of PoplarArguments is for {value.world_size} ranks, but there "
+                    f"are {world_size}; start as many, or make another {name}"
+                )
+        return plan, profile
+
     def tuning_options(self) -> dict[str, Any]:
         """Arguments for `poplar.tune` that only these arguments determine, without the profile."""
         return {

@@ -259,7 +259,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             return cast(Plan, self.plan)
         global_batch = self._global_batch()
         self._plan, self._profile = self._on_all_ranks(
-            lambda: (self.poplar.given_plan(global_batch), self.poplar.given_profile()),
+            lambda: self.poplar.given(global_batch, self.args.world_size),
             doing="reading the plan and the profile of PoplarArguments",
         )
         if self._plan is None:
@@ -288,15 +288,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             )
 
     def _tune(self, dataset: Any, global_batch: int) -> Tuned:
-        features = self._on_all_ranks(
-            lambda: list(_first(dataset, self.poplar.profile_samples)),
-            doing="reading the first samples of the dataset",
+        example, lengths, about = self._on_all_ranks(
+            lambda: self._example(dataset), doing="reading the first samples of the dataset"
         )
-        features.sort(key=_length, reverse=True)
-        features = features[:EXAMPLE_SAMPLES]
         optimizer_class, options = self._optimizer_class_and_options()
-        example, lengths = self._example(features)
-        about = "of given lengths" if lengths else f"of {_length(features[0])} tokens"
         settings = f"{self.args.label_smoothing_factor}, {self.accelerator.mixed_precision}"
         loss = TrainerLoss(self, f"{about}, {settings}")
         own = self.poplar.engine_options(_dtype(self.model))
@@ -324,16 +319,18 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self.pass_metrics.reset()
         return tuned
 
-    def _example(self, features: Sequence[Any]) -> tuple[Any, Sequence[int] | None]:
-        """What is measured, and to which lengths; None: to its own.
+    def _example(self, dataset: Any) -> tuple[Any, Sequence[int] | None, str]:
+        """What is measured, the lengths for which to plan (None: its own), and a text of both.
 
         Only a padded batch with a row per sample can be cut to other lengths, not a packed one.
         """
+        features = sorted(_first(dataset, self.poplar.profile_samples), key=_length, reverse=True)
+        batch = TrainerBatch.of(features[:EXAMPLE_SAMPLES])
         if self._lengths is not None:
-            inputs = TrainerBatch.of(features).inputs(self.collate_train)
-            if padded_length(inputs) and pytree.samples_in(inputs) == len(features):
-                return self._prepare_inputs(inputs), self._lengths
-        return TrainerBatch.of(features), None
+            inputs = batch.inputs(self.collate_train)
+            if padded_length(inputs) and pytree.samples_in(inputs) == pytree.samples_in(batch):
+                return self._prepare_inputs(inputs), self._lengths, "of given lengths"
+        return batch, None, f"of {_length(features[0])} tokens"
 
     # The step.
 
