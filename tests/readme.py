@@ -1,4 +1,4 @@
-"""The README as data: its quickstart program, for tests that run it as it stands."""
+"""The README and the guides as data: programs and changes, for tests that run them."""
 
 from __future__ import annotations
 
@@ -27,3 +27,20 @@ def save_quickstart(folder: Path) -> Path:
     path = folder / "train.py"
     path.write_text(quickstart(), encoding="utf-8")
     return path
+
+
+def patched(script: str, guide: str) -> tuple[str, int]:
+    """A script of the repository with the change that a guide shows.
+
+    Returns:
+        The changed script, and how many lines the change removes and adds.
+    """
+    text = (REPOSITORY / script).read_text("utf-8")
+    page = (REPOSITORY / guide).read_text("utf-8")
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", page, re.DOTALL | re.M)
+    lines = [line for line in diff.splitlines(keepends=True) if line[0] in "+-"]
+    for removed, added in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)*)", "".join(lines), re.M):
+        old, new = (re.sub(r"^[+-]", "", part, flags=re.M) for part in (removed, added))
+        assert text.count(old) == 1, f"{script} has these lines {text.count(old)} times:\n{old}"
+        text = text.replace(old, new)
+    return text, len(lines)

@@ -42,7 +42,8 @@ class Monitor:
     Args:
         optimizer: whose results it gets.
         loggers: where reports go; the same on all ranks, used on rank 0.
-        every: steps per report.
+        every: steps per report, at most; see `report`.
+        start_step: steps that were trained before, if training was resumed.
         profile: of `poplar.tune(...).profile`, for the percentage of the sum of speeds and for
             `RunFile`; the same on all ranks.
 
@@ -56,6 +57,7 @@ class Monitor:
         loggers: Sequence[Logger],
         *,
         every: int = 20,
+        start_step: int = 0,
         profile: ClusterProfile | None = None,
     ) -> None:
         if every < 1:
@@ -65,7 +67,7 @@ class Monitor:
         self._loggers = tuple(loggers) if self._control.group.rank == 0 else ()
         self._sum_of_speeds = None if profile is None else _sum_of_speeds(profile)
         self._pending: list[StepResult] = []
-        self._step = 0
+        self._step = start_step
         self._on_loggers(lambda logger: logger.start(optimizer.plan, profile))
         self._since = time.perf_counter()
 
@@ -78,17 +80,25 @@ class Monitor:
         self._step += 1
         self._pending.append(result)
         if len(self._pending) == self._every:
-            self._report()
+            self.report()
 
     def close(self) -> None:
         """Report the last steps and close the loggers. Collective."""
-        if self._pending:
-            self._report()
+        self.report()
         self._on_loggers(lambda logger: logger.close())
 
-    def _report(self) -> None:
-        """Read the results and log them. Collective."""
+    def report(self) -> Progress | None:
+        """Report the steps since the last report now. Collective.
+
+        Returns:
+            What was logged, on all ranks; None if there was no step.
+
+        Raises:
+            RankFailed: a logger failed on rank 0, which raises the cause.
+        """
         results, self._pending = self._pending, []
+        if not results:
+            return None
         mine = [(result.seconds, result.waiting_seconds) for result in results]
         by_rank = self._control.exchange_objects(mine, what="the progress of training")
         now = time.perf_counter()
@@ -109,6 +119,7 @@ class Monitor:
         )
         self._on_loggers(lambda logger: logger.log(progress))
         self._since = now
+        return progress
 
     def _on_loggers(self, call: Callable[[Logger], None]) -> None:
         """Call all loggers; if one fails, all ranks raise. Collective."""

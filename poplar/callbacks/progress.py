@@ -12,7 +12,7 @@ class Progress:
     """Some consecutive steps; the same on every rank."""
 
     step: int
-    """Steps since the monitor was made."""
+    """Trained so far."""
     losses: tuple[float, ...]
     """Of the global batches, step by step."""
     grad_norm: float | None

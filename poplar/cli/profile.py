@@ -28,6 +28,19 @@ def profile(
         str | None, typer.Option(help="Memory per rank: 8GiB, or 8GiB,4GiB by rank.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Approximate duration.")] = 60.0,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A text file with the length of each sample of the dataset, such as its tokens: "
+            "numbers between spaces or line breaks.",
+        ),
+    ] = None,
+    length_quantile: Annotated[
+        float,
+        typer.Option(help="With --lengths: memory is enough for this part of all micro-batches."),
+    ] = 0.99,
     stages: Annotated[
         str, typer.Option(help="ZeRO stages to measure: auto, or as in 0,2.")
     ] = "auto",
@@ -58,6 +71,8 @@ def profile(
                 max_batch=max_batch,
                 memory_limit=of_rank(limits, world.rank, world.size),
                 stages=measured_stages,
+                lengths=None if lengths is None else read_lengths(lengths),
+                length_quantile=length_quantile,
                 seconds=seconds,
                 cache=cache,
                 **work.optimizer_arguments,
@@ -68,6 +83,22 @@ def profile(
         if path is not None and world.rank == 0:
             cluster.to_json(path)
             result.show(f"written to {path}; next: poplar plan {path} --global-batch B")
+
+
+def read_lengths(path: Path) -> list[float]:
+    """The numbers in a text file.
+
+    Raises:
+        ValueError: there is something else in it.
+    """
+    words = path.read_text(encoding="utf-8").split()
+    try:
+        return [float(word) for word in words]
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: {error}; expected the length of each sample, as numbers between spaces or "
+            "line breaks"
+        ) from None
 
 
 def _shown(cluster: ClusterProfile) -> list[Table | Text]:

@@ -17,6 +17,11 @@ TOLERANCE = 0.15
 """The longest may be longer than the shortest by this fraction: the time of a pass grows at least
 in proportion to the length where the model takes most of it."""
 
+_ADVICE = (
+    "pass lengths=, the length of each sample, to HeteroBatchSampler and to autotune, and collate "
+    "with poplar.data.CollateMicroBatches"
+)
+
 
 class LengthWatch:
     """Warns once, in the first steps, if padded lengths differ much and nothing evens them out.
@@ -24,7 +29,13 @@ class LengthWatch:
     One rank looks, at shapes only, so nothing waits for the device.
     """
 
-    def __init__(self, *, looks: bool) -> None:
+    def __init__(self, *, looks: bool, advice: str = _ADVICE) -> None:
+        """
+        Args:
+            looks: whether this rank looks.
+            advice: what to do about it; the end of the warning.
+        """
+        self._advice = advice
         self._steps_left = STEPS if looks else 0
         self._shortest, self._longest = 0, 0
 
@@ -45,7 +56,6 @@ class LengthWatch:
         warnings.warn(
             f"batches were padded to {self._shortest} to {self._longest} tokens (dim 1) in the "
             "first steps, but the plan counts samples, so ranks with longer samples make the "
-            "others wait; pass lengths=, the length of each sample, to HeteroBatchSampler and to "
-            "autotune, and collate with poplar.data.CollateMicroBatches",
+            f"others wait; {self._advice}",
             stacklevel=5,
         )

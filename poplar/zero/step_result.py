@@ -96,6 +96,16 @@ class StepResult:
         self._stopwatch.wait()
         return None if self._norm is None else float(self._norm)
 
+    @property
+    def loss_on_device(self) -> Tensor:
+        """`loss` as a float64 tensor on the device. Reading it has no deadline."""
+        return self._losses.sum()
+
+    @property
+    def grad_norm_on_device(self) -> Tensor | None:
+        """`grad_norm` as a float64 tensor on the device. Reading it has no deadline."""
+        return self._norm
+
     @cached_property
     def skipped(self) -> bool:
         """The loss or the gradient was not finite, so no rank has stepped."""

@@ -19,6 +19,7 @@ from poplar.cli.app import app
 from poplar.cli.options import of_rank, parse_sizes
 from poplar.cli.output import command_output, table
 from poplar.cli.process_group import joined
+from poplar.cli.profile import read_lengths
 from poplar.plan import Plan
 from poplar.planner.search import POLICIES
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
@@ -367,19 +368,30 @@ def test_a_workload_is_checked_at_construction():
 
 
 def test_profile_plan_and_verify_on_one_rank(train, tmp_path):
-    path, plan = tmp_path / "c.json", tmp_path / "p.json"
+    path, plan, lengths = tmp_path / "c.json", tmp_path / "p.json", tmp_path / "lengths.txt"
+    lengths.write_text("8 8\n8\n")
     shown = launch(
         *("profile", f"{train}:workload", "-o", path, "--seconds", 0.5, "--max-batch", 4),
         *("--memory-limit", "1GiB", "--stages", "0,3", "--no-cache", "--device", "cpu"),
+        *("--lengths", lengths, "--length-quantile", 0.9),
     )
     assert shown.returncode == 0, shown.stderr
     assert "rank" in shown.stdout
-    (alone,) = ClusterProfile.from_json(path).devices
+    profile = ClusterProfile.from_json(path)
+    (alone,) = profile.devices
     assert alone.max_batch <= 4
+    assert "3 samples of 8 to 8, mean 8, memory at quantile 0.9" in str(profile.identity)
     assert run("plan", path, "--global-batch", 8, "--stage", "3", "-o", plan).exit_code == 0
     printed = launch("verify", f"{train}:workload", "--plan", plan, "--json", "--device", "cpu")
     assert printed.returncode == 0, printed.stderr
     assert json.loads(printed.stdout)["ok"], "and what the workload prints is not on stdout"
+
+
+def test_a_file_with_other_words_than_lengths_is_refused(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("3 five")
+    with pytest.raises(ValueError, match=r"lengths.txt: .*'five'; expected the length of each"):
+        read_lengths(path)
 
 
 def test_verify_on_two_ranks_finds_a_loss_that_couples_samples(train, tmp_path):

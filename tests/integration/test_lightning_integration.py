@@ -151,6 +151,38 @@ def test_losses_and_logged_values_are_those_of_one_process(ranks, tmp_path, stag
     assert reports[-1]["loss"] == pytest.approx(module.losses[-1], rel=1e-4)
 
 
+def train_by_length(folder: Path, lengths: list[int]) -> list[float]:
+    with environment():
+        strategy = PoplarStrategy(plan=plan_of(2), lengths=lengths)
+        module, run = model(), on_ranks(folder, None, strategy=strategy, max_steps=8)
+        run.fit(module, data())
+        return module.losses
+
+
+def test_lengths_divide_global_batches_without_another_loss(ranks, tmp_path):
+    reference, module = trainer(tmp_path, devices=1, max_steps=8), model()
+    reference.fit(module, data(batch_size=GLOBAL_BATCH))
+    lengths = [1 + 7 * at % 11 for at in range(SAMPLES)]
+    for losses in ranks.run(train_by_length, tmp_path, lengths, timeout=120):
+        torch.testing.assert_close(losses, module.losses, rtol=1e-4, atol=1e-6)
+
+
+class ChangesBatches(Regression):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+def change_batches(folder: Path) -> None:
+    with environment():
+        strategy = PoplarStrategy(plan=plan_of(2), lengths=[1] * SAMPLES)
+        on_ranks(folder, None, strategy=strategy, max_steps=8).fit(ChangesBatches(), data())
+
+
+def test_hooks_of_whole_batches_are_refused_with_lengths(ranks, tmp_path):
+    for error in ranks.run_expecting_errors(change_batches, tmp_path):
+        assert "does not support on_after_batch_transfer of the module" in error.message
+
+
 def stop_and_resume(folder: Path, stage: int) -> dict[str, Any]:
     """Train 10 steps; train the last 4 again in new objects, from the middle of an epoch."""
     loader = {"shuffle": True}

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from readme import patched
 from test_checkpoint_guide import ROOT, launch
+
+CHANGED_LINES = 5
+"""That a script for `Trainer` needs; test_install.py runs the changed one."""
 
 
 def program_of(guide: str, folder: Path) -> Path:
@@ -13,6 +17,12 @@ def program_of(guide: str, folder: Path) -> Path:
     script = folder / "train.py"
     script.write_text(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)[0])
     return script
+
+
+def test_a_script_for_trainer_changes_in_five_lines() -> None:
+    script, changed = patched("examples/plain_trainer.py", "docs/guides/transformers.md")
+    assert changed <= CHANGED_LINES
+    compile(script, "plain_trainer.py", "exec")
 
 
 def test_program_with_trainer_plans_trains_and_resumes(tmp_path: Path) -> None:

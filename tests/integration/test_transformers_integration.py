@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
+import warnings
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -17,6 +22,7 @@ import torch
 import trl
 from launched import BATCH, PLANS, SHARES, as_launched, fresh_state, three_ranks
 from ranks import Pool
+from records import cluster
 from subset import choose
 from tokenizers import Tokenizer, models
 from torch import nn
@@ -36,11 +42,16 @@ from transformers import (
 )
 
 import poplar
+from poplar.callbacks import JsonLines
+from poplar.data.length_balance import deal
 from poplar.integrations.transformers import (
     PoplarArguments,
     PoplarTrainer,
     PoplarTrainerMixin,
 )
+from poplar.integrations.transformers.trainer import RUN_FILE
+from poplar.report import RunRecord
+from poplar.zero.step_result import Stopwatch
 
 
 def imported() -> None:
@@ -139,14 +150,16 @@ def train_with_feature(feature: str, plan: poplar.Plan, folder: str) -> Any:
     return trained(PoplarTrainer, feature, folder, SHARES, poplar=PoplarArguments(plan=plan))
 
 
-def train_on_ranks(name: str, plan: poplar.Plan, folder: str, changes: dict[str, Any]) -> Any:
+def train_on_ranks(
+    name: str, plan: poplar.Plan, folder: str, changes: dict[str, Any], **options: Any
+) -> Any:
     as_launched()
     trainer = PoplarTrainer(
         model_of(name),
         arguments(folder, **(SHARES | changes)),
         data_collator=padded,
         train_dataset=Sentences(60),
-        poplar=PoplarArguments(plan=plan),
+        poplar=PoplarArguments(plan=plan, **options),
     )
     trainer.train()
     return logged(trainer)
@@ -170,6 +183,14 @@ def test_losses_equal_those_of_one_process(three, tmp_path, name, stage):
     here = three.run(train_on_ranks, name, PLANS[stage], str(tmp_path), {}, timeout=120)
     alone = train_alone(name, tmp_path)
     assert len(alone) == 20
+    for each in here:
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_balanced_lengths_change_no_loss(three, tmp_path):
+    options = {"balance_lengths": True}
+    here = three.run(train_on_ranks, "llama", PLANS[2], str(tmp_path), {}, timeout=120, **options)
+    alone = train_alone("llama", tmp_path)
     for each in here:
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
 
@@ -316,6 +337,7 @@ def fine_tuned(trainer_class: Any, folder: str, changes: dict[str, Any], **optio
     )
     trainer.train()
     names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+    names += ("num_input_tokens_seen",) if "include_num_input_tokens_seen" in changes else ()
     return [[e[name] for name in names] for e in trainer.state.log_history if "entropy" in e]
 
 
@@ -337,7 +359,128 @@ def test_supervised_fine_tuning_of_trl(three, tmp_path, stage, packed):
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-4)
 
 
-def plan_and_train(folder: str) -> Any:
+class OutOfMemoryOnce(PlannedSFTTrainer):
+    """Rank 1 runs out of memory in its second pass of the second step."""
+
+    passes = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.passes += 1
+        if pool.rank() == 1 and self.passes == 4:
+            raise torch.OutOfMemoryError("planted")
+        return loss
+
+
+COUNTED = {"include_num_input_tokens_seen": "non_padding"}
+
+
+def fine_tune_with_little_memory(folder: str) -> Any:
+    as_launched()
+    options = {"poplar": PoplarArguments(plan=PLANS[0])}
+    return fine_tuned(OutOfMemoryOnce, folder, SHARES | COUNTED, **options)
+
+
+def test_a_step_that_ran_out_of_memory_counts_once_in_metrics_and_tokens(three, tmp_path):
+    here = three.run(fine_tune_with_little_memory, str(tmp_path), timeout=120)
+    fresh_state()
+    changes = {"per_device_train_batch_size": BATCH, **COUNTED}
+    alone = fine_tuned(trl.SFTTrainer, str(tmp_path), changes)
+    for each in here:
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-4)
+
+
+def train_by_own_file(folder: str, name: str) -> None:
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, max_steps=2, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(24),
+        poplar=PoplarArguments(**{name: f"{folder}/rank-{pool.rank()}.json"}),
+    )
+    trainer.train()
+
+
+@pytest.mark.parametrize("name", ["plan", "profile"])
+def test_a_file_that_one_rank_lacks_ends_all_ranks(three, tmp_path, name):
+    for rank in (0, 2):
+        document = PLANS[1] if name == "plan" else cluster((3.0, 2.0, 1.0), ["CPU"] * 3)
+        document.to_json(tmp_path / f"rank-{rank}.json")
+    errors = three.run_expecting_errors(train_by_own_file, str(tmp_path), name)
+    assert [error.type for error in errors] == ["RankFailed", "FileNotFoundError", "RankFailed"]
+    for rank in (0, 2):
+        assert "rank 1: FileNotFoundError" in errors[rank].message
+
+
+def watch_the_device(folder: str) -> Any:
+    """After each step, whether the host has waited for the device; and what was logged."""
+    as_launched()
+    waits: list[int] = []
+    by_step: list[bool] = []
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            by_step.append(bool(waits))
+            waits.clear()
+
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, max_steps=6, logging_steps=3, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        callbacks=[Steps()],
+        poplar=PoplarArguments(plan=PLANS[2]),
+        loggers=[JsonLines(f"{folder}/progress.jsonl")],
+    )
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        mock.patch.object(Stopwatch, "wait", side_effect=lambda: waits.append(1)),
+    ):
+        trainer.train()
+    return by_step, trainer.state.log_history, [str(each.message) for each in warned]
+
+
+def test_only_logs_wait_for_the_device_and_have_speeds_and_waits(three, tmp_path):
+    fresh_state()
+    alone = Trainer(
+        model_of("llama"),
+        arguments(tmp_path, max_steps=6, logging_steps=3),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+    )
+    alone.train()
+    expected = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
+    here = three.run(watch_the_device, str(tmp_path / "here"), timeout=120)
+    for rank, (waits, history, warned) in enumerate(here):
+        assert waits == [False, False, False, True, False, False]
+        of_lengths = [message for message in warned if "balance_lengths=True" in message]
+        assert len(of_lengths) == (rank == 0), "sentences have unequal lengths"
+        logs = [entry for entry in history if "loss" in entry]
+        torch.testing.assert_close([e["loss"] for e in logs], expected, rtol=1e-4, atol=1e-5)
+        for entry in logs:
+            assert entry["samples_per_second"] > 0
+            assert all(entry[f"waiting_percent/rank_{rank}"] >= 0 for rank in range(3))
+    lines = (tmp_path / "here" / "progress.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line).get("step") for line in lines] == [None, 3, 6]
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_losses_that_are_not_finite_are_logged_as_by_trainer(filters):
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(device=torch.device("cpu")),
+        state=SimpleNamespace(global_step=8),
+        _globalstep_last_logged=5,
+        _tr_loss=torch.tensor(6.0),
+        _replaces_nonfinite=filters,
+    )
+    given = torch.tensor([2.5, math.inf, math.nan], dtype=torch.float64)
+    expected = torch.tensor([2.5, 1.5, 1.5]) if filters else given.float()
+    logged = PoplarTrainerMixin._logged_loss(trainer, given)
+    torch.testing.assert_close(logged, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def plan_and_train(folder: str, balanced: bool) -> Any:
     """Two steps under a plan that was measured."""
     as_launched()
     trainer = PoplarTrainer(
@@ -345,13 +488,20 @@ def plan_and_train(folder: str) -> Any:
         arguments(folder, max_steps=2, **SHARES),
         data_collator=padded,
         train_dataset=Sentences(40),
-        poplar=PoplarArguments(seconds=2.0, cache=False, verify=False, profile_samples=16),
+        poplar=PoplarArguments(
+            seconds=2.0,
+            cache=False,
+            verify=False,
+            profile_samples=16,
+            balance_lengths=balanced,
+        ),
     )
     trainer.train()
-    return trainer.plan, trainer.tuned is not None, logged(trainer)
+    return trainer.plan, trainer.tuned is not None, logged(trainer), trainer.state.log_history
 
 
-def test_without_a_plan_the_ranks_are_measured(three, tmp_path):
+@pytest.mark.parametrize("balanced", [False, True])
+def test_without_a_plan_the_ranks_are_measured(three, tmp_path, balanced):
     fresh_state()
     alone = Trainer(
         model_of("llama"),
@@ -360,12 +510,18 @@ def test_without_a_plan_the_ranks_are_measured(three, tmp_path):
         train_dataset=Sentences(40),
     )
     alone.train()
-    for plan, measured, losses in three.run(plan_and_train, str(tmp_path), timeout=120):
+    here = three.run(plan_and_train, str(tmp_path), balanced, timeout=120)
+    for plan, measured, losses, history in here:
         assert plan.global_batch == BATCH
         assert measured
         torch.testing.assert_close(
             torch.tensor(losses), torch.tensor(logged(alone)), rtol=1e-4, atol=1e-5
         )
+        assert history[0]["percent_of_sum_of_speeds"] > 0
+    record = RunRecord.from_json(tmp_path / RUN_FILE)
+    assert record.runs[-1].plan == plan
+    assert ("length_distribution" in record.profile.identity) == balanced
+    assert len(record.runs[-1].losses) == 1, "without the first step, which prepares kernels"
 
 
 def a_saved_model(name: str, folder: str) -> dict[str, torch.Tensor]:
@@ -522,6 +678,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"per_device_train_batch_size": 2},
         {"poplar": PoplarArguments(plan=PLANS[0])},
     ),
+    "the plan of PoplarArguments is for 2 ranks, but there are 3": (
+        {"per_device_train_batch_size": 2},
+        {"poplar": PoplarArguments(plan=poplar.Plan.manual("4,2", stage=1))},
+    ),
     "dataloader_drop_last": ({**SHARES, "num_train_epochs": 1, "max_steps": -1}, {}),
 }
 
@@ -638,15 +798,22 @@ def test_a_method_that_the_mixin_would_replace_is_refused(three, tmp_path):
         assert "OwnStep.training_step, which it would replace" in error.message
 
 
-def orders(strategy: str) -> list[list[int]]:
+LENGTHS = [len(sample["input_ids"]) for sample in Sentences(240).samples]
+
+
+def orders(strategy: str, balanced: bool = False, column: str = "") -> list[list[int]]:
     """The samples of this rank's batches in the second epoch."""
     as_launched()
+    data = Sentences(240)
+    if column:
+        data = datasets.Dataset.from_list(data.samples).add_column(column, LENGTHS[::-1])
+    settings = {"length_column_name": column} if column else {}
     trainer = PoplarTrainer(
         model_of("llama"),
-        arguments("unused", train_sampling_strategy=strategy, seed=3, **SHARES),
+        arguments("unused", train_sampling_strategy=strategy, seed=3, **SHARES, **settings),
         data_collator=padded,
-        train_dataset=Sentences(240),
-        poplar=PoplarArguments(plan=PLANS[0]),
+        train_dataset=data,
+        poplar=PoplarArguments(plan=PLANS[0], balance_lengths=balanced),
     )
     loader = trainer.get_train_dataloader()
     loader.set_epoch(1)
@@ -654,15 +821,42 @@ def orders(strategy: str) -> list[list[int]]:
 
 
 def test_batches_grouped_by_length_have_samples_of_similar_lengths(three):
-    lengths = [len(sample["input_ids"]) for sample in Sentences(240).samples]
-
     def spread(by_rank: list[list[list[int]]]) -> int:
         batches = [list(chain(*parts)) for parts in zip(*by_rank, strict=True)]
-        assert sorted(chain(*batches)) == list(range(len(lengths)))
-        return sum(max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in batches)
+        assert sorted(chain(*batches)) == list(range(len(LENGTHS)))
+        return sum(max(LENGTHS[i] for i in b) - min(LENGTHS[i] for i in b) for b in batches)
 
     grouped, shuffled = (three.run(orders, name) for name in ("group_by_length", "random"))
     assert spread(grouped) < spread(shuffled)
+
+
+@pytest.mark.parametrize("column", ["", "tokens"])
+def test_global_batches_are_divided_by_the_lengths_of_the_column_or_of_the_samples(three, column):
+    lengths = LENGTHS[::-1] if column else LENGTHS
+    shuffled = three.run(orders, "random")
+    balanced = three.run(orders, "random", balanced=True, column=column)
+    for parts, plain in zip(zip(*balanced, strict=True), zip(*shuffled, strict=True), strict=True):
+        batch = list(chain(*plain))
+        dealt = deal(PLANS[0], [lengths[at] for at in batch])
+        assert list(parts) == [[batch[place] for place in places] for places in dealt]
+
+
+def group_a_stream(folder: str) -> None:
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, max_steps=2, **SHARES),
+        data_collator=padded,
+        train_dataset=Stream(),
+        poplar=PoplarArguments(plan=PLANS[0], balance_lengths=True),
+    )
+    trainer.train()
+
+
+def test_lengths_of_a_stream_are_refused(three, tmp_path):
+    for error in three.run_expecting_errors(group_a_stream, str(tmp_path)):
+        assert "balance_lengths and" in error.message
+        assert "pass a dataset with __len__" in error.message
 
 
 def test_options_can_be_parsed_beside_training_arguments():

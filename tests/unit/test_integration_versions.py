@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from poplar.integrations.versions import SUPPORTED, check_version
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 @pytest.mark.parametrize("library", SUPPORTED)
@@ -21,6 +24,12 @@ def test_installed_versions_are_supported(library, monkeypatch):
         monkeypatch.setattr(metadata, "version", lambda _, other=other: other)
         with pytest.raises(ImportError, match=rf"but {other} is installed; install '{library}>="):
             check_version(library)
+
+
+@pytest.mark.parametrize("library", SUPPORTED)
+def test_extras_install_supported_versions(library):
+    oldest, end = SUPPORTED[library]
+    assert f'"{library}>={oldest},<{end}"' in PROJECT.read_text(encoding="utf-8")
 
 
 def test_a_missing_library_is_named(monkeypatch):

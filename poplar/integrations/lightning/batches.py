@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -16,8 +17,11 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from poplar.data import HeteroBatchSampler, StreamSplit
+from poplar.data import CollateMicroBatches, HeteroBatchSampler, StreamSplit
 from poplar.plan import Plan
+
+Lengths = Sequence[float] | Tensor | None
+"""Of the samples of the training dataset; None: not known."""
 
 _KEPT = (
     "num_workers",
@@ -53,12 +57,17 @@ class PlannedLoader(DataLoader[Any]):
         loader: the user's loader.
         sampler: this rank's samples of each step.
         steps_done: returns the trained steps of the epoch; workers draw batches ahead of them.
+        collate: instead of the loader's own function.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], sampler: PlannedSampler, steps_done: Callable[[], int]
+        self,
+        loader: DataLoader[Any],
+        sampler: PlannedSampler,
+        steps_done: Callable[[], int],
+        collate: Callable[[list[Any]], Any],
     ) -> None:
-        kept = {name: getattr(loader, name) for name in _KEPT}
+        kept = {name: getattr(loader, name) for name in _KEPT} | {"collate_fn": collate}
         super().__init__(loader.dataset, batch_sampler=sampler, **kept)
         self._steps_done = steps_done
 
@@ -142,8 +151,13 @@ def check_train_loader(loader: Any) -> None:
         )
 
 
-def planned(loader: DataLoader[Any], plan: Plan, rank: int, trainer: Any) -> PlannedLoader:
-    """The training loader by the plan, with the order of the seed of `seed_everything`."""
+def planned(
+    loader: DataLoader[Any], plan: Plan, rank: int, trainer: Any, lengths: Lengths
+) -> PlannedLoader:
+    """The training loader by the plan, with the order of the seed of `seed_everything`.
+
+    With `lengths`, each micro-batch is collated on its own.
+    """
     dataset: Any = loader.dataset
     sampler = PlannedSampler(
         len(dataset),
@@ -152,9 +166,13 @@ def planned(loader: DataLoader[Any], plan: Plan, rank: int, trainer: Any) -> Pla
         shuffle=isinstance(loader.sampler, RandomSampler) and not trainer.overfit_batches,
         drop_last=bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
         rank=rank,
+        lengths=lengths,
     )
+    collate: Any = loader.collate_fn
+    if lengths is not None:
+        collate = CollateMicroBatches(collate, plan, rank)
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    return PlannedLoader(loader, sampler, lambda: int(progress.current.ready))
+    return PlannedLoader(loader, sampler, lambda: int(progress.current.ready), collate)
 
 
 def even(loader: Any, rank: int, world_size: int, *, predicting: bool) -> DataLoader[Any]:

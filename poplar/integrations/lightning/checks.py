@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 
@@ -38,6 +39,24 @@ def check_trainer(trainer: Any, module: pl.LightningModule) -> None:
                 f"PoplarStrategy does not support {type(callback).__name__}: the plan has one "
                 "global batch, and the parameters may be sharded; remove the callback"
             )
+
+
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def check_batch_hooks(module: pl.LightningModule) -> None:
+    """Reject hooks of whole batches, for training with micro-batches of their own lengths.
+
+    Raises:
+        ValueError: names them, and what to use instead.
+    """
+    found = [name for name in _BATCH_HOOKS if is_overridden(name, module)]
+    if found:
+        raise ValueError(
+            f"PoplarStrategy(lengths=...) does not support {', '.join(found)} of the module, "
+            "because micro-batches have tensors of different lengths; put what they do into the "
+            "collate_fn of the loader or into training_step"
+        )
 
 
 def batch_index(module: pl.LightningModule, index: int) -> tuple[int, ...]:

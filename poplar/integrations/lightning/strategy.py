@@ -27,7 +27,12 @@ from torch import Tensor, nn
 
 from poplar.data import pytree
 from poplar.integrations.lightning import batches, checkpoints
-from poplar.integrations.lightning.checks import batch_index, check_trainer, loss_of
+from poplar.integrations.lightning.checks import (
+    batch_index,
+    check_batch_hooks,
+    check_trainer,
+    loss_of,
+)
 from poplar.integrations.lightning.configured_optimizer import (
     OptimizerRecipe,
     StepCounter,
@@ -67,6 +72,8 @@ class PoplarStrategy(DistributedStrategy):
         memory_limit: as for `poplar.autotune`.
         compute_dtype: dtype of the parameters in forward and backward, over fp32 master values;
             None: as they are.
+        lengths: of the samples of the training dataset, as for `HeteroBatchSampler` and
+            `poplar.autotune`. Each micro-batch is then collated on its own.
         units, communicator, overlap_param_gather, allow_batch_norm, timeout: as for
             `HeteroZeroOptimizer`.
         process_group_backend: for `init_process_group`; None: by the device.
@@ -83,6 +90,7 @@ class PoplarStrategy(DistributedStrategy):
         weight: Callable[[Any], Any] | None = None,
         memory_limit: Any = None,
         compute_dtype: torch.dtype | None = None,
+        lengths: batches.Lengths = None,
         units: Any = None,
         communicator: Any = "auto",
         overlap_param_gather: bool = False,
@@ -106,6 +114,7 @@ class PoplarStrategy(DistributedStrategy):
         self._given_plan = plan if plan is None or isinstance(plan, Plan) else Plan.from_json(plan)
         self._tuning = {"stage": stage, "memory_limit": memory_limit, **tuning}
         self._weight = weight
+        self._lengths = lengths
         self._compute_dtype = compute_dtype
         self._engine_options = {"units": units, "allow_batch_norm": allow_batch_norm}
         self._training_options = {
@@ -231,6 +240,8 @@ class PoplarStrategy(DistributedStrategy):
         module = self.lightning_module
         assert module is not None
         check_trainer(trainer, module)
+        if self._lengths is not None:
+            check_batch_hooks(module)
         trainer.accumulate_grad_batches = 1
         self._train_loader = self._result = self._profile = None
         trainer.fit_loop._skip_backward = True  # `training_step` runs the backward of each pass
@@ -276,6 +287,11 @@ class PoplarStrategy(DistributedStrategy):
                 f"the plan is for {plan.world_size} ranks, but the Trainer has {self.world_size}"
             )
         if batches.follows_a_plan(loader):
+            if self._lengths is not None:
+                raise ValueError(
+                    "the training loader follows a plan, so pass lengths= to its "
+                    "HeteroBatchSampler, not to PoplarStrategy"
+                )
             return
         expected = self._global_batch(loader)
         if plan.global_batch != expected:
@@ -321,6 +337,7 @@ class PoplarStrategy(DistributedStrategy):
                 global_batch=self._global_batch(loader),
                 optimizer_class=recipe.optimizer_class,
                 weight=self._weight,
+                lengths=self._lengths,
                 compute_dtype=self._dtype_of(module),
                 max_norm=float(clip) if clip else None,
                 timeout=self._timeout,
@@ -374,7 +391,13 @@ class PoplarStrategy(DistributedStrategy):
         if plan is None:  # only the number of steps is asked for, which no plan changes
             loader: Any = dataloader
             plan = Plan.even(self.world_size, self._global_batch(loader), loader.batch_size, 0)
-        return batches.planned(dataloader, plan, self.global_rank, trainer)  # type: ignore[arg-type]
+        return batches.planned(
+            dataloader,  # type: ignore[arg-type]
+            plan,
+            self.global_rank,
+            trainer,
+            self._lengths,
+        )
 
     # A step.
 

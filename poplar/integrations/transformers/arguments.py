@@ -45,6 +45,12 @@ class PoplarArguments:
     profile_samples: int = _option(
         64, "The longest 8 of this many first samples of the dataset are what is measured."
     )
+    balance_lengths: bool = _option(
+        False,
+        "Divide each global batch by the lengths of its samples (the column length_column_name of "
+        "TrainingArguments, or measured), and plan for these lengths. The gradient stays the same. "
+        "train_sampling_strategy='group_by_length' does so, too.",
+    )
     compute_dtype: str = _option(
         "model",
         "'model': that of the parameters (bf16=True and fp16=True of TrainingArguments are "
@@ -55,6 +61,11 @@ class PoplarArguments:
     on_out_of_memory: str = _option("retry", "'retry' in smaller micro-batches, or 'raise'.")
     on_nonfinite: str = _option(
         "raise", "If a loss or the gradient norm is not finite: 'raise', or 'skip' the step."
+    )
+    run_record: bool = _option(
+        True,
+        "Write the measured steps to poplar_run.json in output_dir, for `poplar report`, if the "
+        "plan was made from a profile.",
     )
     timeout: float | None = _option(None, "Seconds that a rank waits for others; default: 300.")
 
@@ -87,6 +98,7 @@ class PoplarArguments:
 
         Raises:
             ValueError: it has another global batch or stage, or the text is not one.
+            OSError: its file cannot be read.
         """
         if self.plan is None:
             return None
@@ -105,16 +117,38 @@ class PoplarArguments:
         return plan
 
     def given_profile(self) -> ClusterProfile | None:
-        """The profile that these arguments name."""
+        """The profile that these arguments name; None if they name none.
+
+        Raises:
+            OSError: its file cannot be read.
+            ValueError: the file is not a profile.
+        """
         if self.profile is None or isinstance(self.profile, ClusterProfile):
             return self.profile
         return ClusterProfile.from_json(self.profile)
 
+    def given(
+        self, global_batch: int, world_size: int
+    ) -> tuple[Plan | None, ClusterProfile | None]:
+        """`given_plan` and `given_profile`, whose ranks must be those of the job.
+
+        Raises:
+            ValueError: they are of other ranks, or not what these arguments say.
+            OSError: a file cannot be read.
+        """
+        plan, profile = self.given_plan(global_batch), self.given_profile()
+        for name, value in (("plan", plan), ("profile", profile)):
+            if value is not None and value.world_size != world_size:
+                raise ValueError(
+                    f"the {name} of PoplarArguments is for {value.world_size} ranks, but there "
+                    f"are {world_size}; start as many, or make another {name}"
+                )
+        return plan, profile
+
     def tuning_options(self) -> dict[str, Any]:
-        """Arguments for `poplar.tune` that only these arguments determine."""
+        """Arguments for `poplar.tune` that only these arguments determine, without the profile."""
         return {
             "stage": self.stage if self.stage == "auto" else int(self.stage),
-            "profile": self.given_profile(),
             "verify": self.verify,
             "max_batch": self.max_batch,
             "memory_limit": self.memory_limit,
@@ -134,8 +168,12 @@ class PoplarArguments:
         return {
             "compute_dtype": _DTYPES.get(self.compute_dtype, own),
             "reduce_dtype": _DTYPES[self.reduce_dtype],
-            "timeout": None if self.timeout is None else timedelta(seconds=self.timeout),
+            "timeout": self.wait_limit(),
         }
+
+    def wait_limit(self) -> timedelta | None:
+        """How long a rank waits for others; None: the default."""
+        return None if self.timeout is None else timedelta(seconds=self.timeout)
 
     def _read_plan(self, global_batch: int) -> Plan:
         if isinstance(self.plan, Plan):

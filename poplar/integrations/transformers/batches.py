@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
@@ -31,9 +30,14 @@ class Samples:
         self.collated: dict[tuple[int, ...], Any] = {}
 
     def micro_batch(self, positions: Sequence[int], collate: Collate) -> Any:
-        """The collated samples at these positions."""
+        """The collated samples at these positions.
+
+        Micro-batches that share samples with it are dropped: they were collated for a plan that has
+        changed because a rank ran out of memory.
+        """
         key = tuple(positions)
         if key not in self.collated:
+            self.collated = {k: v for k, v in self.collated.items() if not {*k} & {*key}}
             # Some collators change the samples, which may be collated again.
             parts = [self.features[at] for at in key]
             self.collated[key] = collate([dict(p) if isinstance(p, dict) else p for p in parts])
@@ -56,6 +60,11 @@ class TrainerBatch:
     def inputs(self, collate: Collate) -> Any:
         """The inputs of the model for these samples, on the CPU."""
         return self.samples.micro_batch(self.positions.tolist(), collate)
+
+    @property
+    def starts_step(self) -> bool:
+        """Whether it has the first sample, with which the passes of a step begin."""
+        return bool(self.positions[0] == 0)
 
     def all_values(self, names: Sequence[str]) -> dict[str, Tensor]:
         """By name, the values of all collated micro-batches in a row, for counting them."""
@@ -91,16 +100,22 @@ class EpochSampler(HeteroBatchSampler):
     """A `HeteroBatchSampler` in the order that `Trainer` gives to an epoch on one process."""
 
     def __init__(
-        self, length: int, plan: Plan, order: Callable[[int], Sequence[int]], *, drop_last: bool
+        self,
+        length: int,
+        plan: Plan,
+        order: Callable[[int], Sequence[int]],
+        *,
+        drop_last: bool,
+        lengths: Sequence[int] | None,
     ) -> None:
         """
         Args:
             length: number of samples in the dataset.
             plan: how a global batch is split.
             order: the indices of an epoch; the same on all ranks.
-            drop_last: as for `HeteroBatchSampler`.
+            drop_last, lengths: as for `HeteroBatchSampler`.
         """
-        super().__init__(length, plan, drop_last=drop_last)
+        super().__init__(length, plan, drop_last=drop_last, lengths=lengths)
         self._order_of = order
 
     def _order(self) -> Tensor:
@@ -118,19 +133,3 @@ class EpochLoader(DataLoader[Any]):
         for part in (self.batch_sampler, self.source):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-
-
-def grouped_by_length(lengths: Sequence[int], batch: int, generator: torch.Generator) -> list[int]:
-    """An order in which the samples of a global batch have similar lengths.
-
-    `Trainer` sorts them within a batch, too. Here they are shuffled, so that no rank always has the
-    longest ones.
-    """
-    order: list[int] = get_length_grouped_indices(  # type: ignore[no-untyped-call]
-        lengths, batch, generator=generator
-    )
-    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
-    shuffled = (
-        torch.randperm(len(own), generator=generator, device="cpu").tolist() for own in batches
-    )
-    return [own[at] for own, places in zip(batches, shuffled, strict=True) for at in places]

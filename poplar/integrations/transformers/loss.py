@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from accelerate.utils import gather_object
@@ -39,9 +40,12 @@ class TrainerLoss:
         self._trainer = trainer
         self.__qualname__ = f"{type(trainer).__qualname__}.compute_loss {about}".strip()
 
-    def __call__(self, model: nn.Module, batch: TrainerBatch) -> Tensor:
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of a `TrainerBatch`, or of collated inputs."""
         trainer = self._trainer
-        inputs = batch.inputs(trainer.collate_train)
+        if isinstance(batch, TrainerBatch) and batch.starts_step:
+            trainer.pass_metrics.restart_step()
+        inputs = self._inputs(batch)
         weight = trainer.loss_weight(inputs)
         items = items_in(trainer, inputs)
         if items is not None:
@@ -53,10 +57,14 @@ class TrainerLoss:
         trainer.pass_metrics.passed(weight)
         return cast(Tensor, loss)
 
-    def weight(self, batch: TrainerBatch) -> float:
+    def weight(self, batch: Any) -> float:
         """What the mean loss of a micro-batch counts."""
-        trainer = self._trainer
-        return float(trainer.loss_weight(batch.inputs(trainer.collate_train)))
+        return float(self._trainer.loss_weight(self._inputs(batch)))
+
+    def _inputs(self, batch: Any) -> Any:
+        if isinstance(batch, TrainerBatch):
+            return batch.inputs(self._trainer.collate_train)
+        return batch
 
 
 def items_in(trainer: Any, inputs: Any) -> Tensor | None:
@@ -86,16 +94,32 @@ def own_mean_weight(inputs: Any, shifted: bool) -> float:
     return float(pytree.samples_in(inputs))
 
 
+@dataclass(frozen=True)
+class _Collected:
+    """How much was collected when a step began."""
+
+    passes: int = 0
+    values: Mapping[str, int] = field(default_factory=dict)
+    """By metric."""
+    tokens: int = 0
+
+
 class PassMetrics:
     """Metrics that TRL's trainers collect in `compute_loss`; merged over ranks to be logged.
 
     These trainers gather values over all ranks in every pass. Ranks may run different numbers of
-    passes, so here every rank collects its own, with the weights of its passes.
+    passes, so here every rank collects its own, with the weights of its passes. What a step has
+    collected before it ran out of memory is dropped when it runs again.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._weights: list[float] = []
+        self._collects = False
+        self._at_start = _Collected()
+        for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
+            original = getattr(trainer.accelerator, name)
+            setattr(trainer.accelerator, name, self._unless_collecting(original))
 
     def passed(self, weight: float) -> None:
         """A pass of this rank has computed its loss."""
@@ -103,10 +127,8 @@ class PassMetrics:
 
     def reset(self) -> None:
         """Drop what was collected."""
-        self._weights.clear()
-        if hasattr(self._trainer, "_metrics"):
-            self._trainer._metrics["train"].clear()
-            self._trainer._total_train_tokens = 0
+        self._at_start = _Collected()
+        self.restart_step()
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
@@ -114,20 +136,40 @@ class PassMetrics:
 
         For other trainers than TRL's it raises there.
         """
-        accelerator = self._trainer.accelerator
-        replaced = self._own if hasattr(self._trainer, "_metrics") else self._refuse
-        names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
-        with contextlib.ExitStack() as stack:
-            for name in names:
-                stack.enter_context(mock.patch.object(accelerator, name, replaced))
+        self._at_start = _Collected(
+            passes=len(self._weights),
+            values={name: len(values) for name, values in self._metrics().items()},
+            tokens=getattr(self._trainer, "_total_train_tokens", 0),
+        )
+        self._collects = True
+        try:
             yield
+        finally:
+            self._collects = False
+
+    def restart_step(self) -> None:
+        """Drop what was collected in this step."""
+        start = self._at_start
+        del self._weights[start.passes :]
+        metrics = self._metrics()
+        for name in metrics.keys() - start.values.keys():
+            del metrics[name]
+        for name, count in start.values.items():
+            del metrics[name][count:]
+        if hasattr(self._trainer, "_total_train_tokens"):
+            self._trainer._total_train_tokens = start.tokens
+
+    def _metrics(self) -> dict[str, list[float]]:
+        """By name, the values of passes that are not logged yet."""
+        metrics: dict[str, list[float]] = getattr(self._trainer, "_metrics", {}).get("train", {})
+        return metrics
 
     def merge(self) -> None:
         """Replace what was collected since the last call by its mean over all ranks. Collective."""
         weights, self._weights = self._weights, []
         if not hasattr(self._trainer, "_metrics"):
             return
-        metrics: dict[str, list[float]] = self._trainer._metrics["train"]
+        metrics = self._metrics()
         tokens = getattr(self._trainer, "_total_train_tokens", 0)
         by_rank = gather_object([(dict(metrics), weights, tokens)])
         for name in sorted({name for own, _, _ in by_rank for name in own}):
@@ -141,14 +183,19 @@ class PassMetrics:
         if "num_tokens" in metrics:
             metrics["num_tokens"] = [sum(own for _, _, own in by_rank)]
 
-    @staticmethod
-    def _own(data: Any, *_: Any, **__: Any) -> Any:
-        return data
+    def _unless_collecting(self, gather: Callable[..., Any]) -> Callable[..., Any]:
+        """`gather`, which in a step returns this rank's values, or raises."""
 
-    @staticmethod
-    def _refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(
-            "compute_loss communicates (accelerator.gather, reduce or pad_across_processes), but "
-            "ranks may run different numbers of passes, so they would wait for each other; collect "
-            "the values, and gather them in a callback (on_step_end)"
-        )
+        @functools.wraps(gather)
+        def gather_or_own(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._collects:
+                return gather(data, *args, **kwargs)
+            if hasattr(self._trainer, "_metrics"):
+                return data
+            raise RuntimeError(
+                "compute_loss communicates (accelerator.gather, reduce or pad_across_processes), "
+                "but ranks may run different numbers of passes, so they would wait for each other; "
+                "collect the values, and gather them in a callback (on_step_end)"
+            )
+
+        return gather_or_own

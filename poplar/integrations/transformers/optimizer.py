@@ -42,10 +42,14 @@ class TrainerOptimizer(torch.optim.Optimizer):
         self.owned = HeteroZeroOptimizer(owner, optimizer_class, params=groups, **options)
         self.result: StepResult | None = None
         self._completed = True
+        self._skips_nonfinite = options.get("on_nonfinite") == "skip"
+        self._may_skip = False
 
     def train_step(self, *args: Any, **kwargs: Any) -> StepResult:
         """One optimizer step; see `HeteroZeroOptimizer.train_step`. Collective."""
         self.result = self.owned.train_step(*args, **kwargs)
+        scaler = kwargs.get("scaler") or self.owned.training_parts().scaler
+        self._may_skip = self._skips_nonfinite or scaler is not None
         self._completed = False
         return self.result
 
@@ -64,8 +68,12 @@ class TrainerOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """The scaled gradient was not finite; `Accelerator` asks for it."""
-        return self.result is not None and self.result.skipped
+        """The step was not applied, so the schedule does not advance; `Accelerator` asks for it.
+
+        Without a loss scale and with `on_nonfinite="raise"`, such a step ends training, and nothing
+        is read from the device.
+        """
+        return self._may_skip and self.result is not None and self.result.skipped
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

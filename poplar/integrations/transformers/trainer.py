@@ -2,10 +2,11 @@
 
 Private methods of `Trainer` that it overrides: `_clip_grad_norm`, `_get_grad_norm`,
 `_track_num_input_tokens`, `_maybe_log_save_evaluate`, `_save_optimizer_and_scheduler`,
-`_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`, `_prepare_inputs`,
-`_remove_unused_columns`, `_get_collator_with_removed_columns`, `_get_train_sampler`, `_save`.
-Attributes: `_train_batch_size`, `_globalstep_last_logged`, `_loss_shifts_labels`, `_gen_kwargs` (of
-`Seq2SeqTrainer`), `_metrics` (of TRL).
+`_load_from_checkpoint`, `_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`,
+`_prepare_inputs`, `_remove_unused_columns`, `_get_collator_with_removed_columns`,
+`_get_train_sampler`, `_save`.
+Attributes: `_train_batch_size`, `_globalstep_last_logged`, `_tr_loss`, `_loss_shifts_labels`,
+`_gen_kwargs` (of `Seq2SeqTrainer`), `_metrics` and `_total_train_tokens` (of TRL).
 Tested with transformers 5.23, accelerate 1.15 and trl 1.16.
 """
 
@@ -18,7 +19,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -29,8 +30,12 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
+from poplar.callbacks import Logger, Monitor, Progress, RunFile
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import start_save
+from poplar.comm import Control, Group
+from poplar.data import pytree
+from poplar.data.example_lengths import padded_length
 from poplar.data.stream import split_stream
 from poplar.integrations.transformers.arguments import PoplarArguments
 from poplar.integrations.transformers.batches import (
@@ -39,10 +44,10 @@ from poplar.integrations.transformers.batches import (
     EpochLoader,
     EpochSampler,
     TrainerBatch,
-    grouped_by_length,
 )
 from poplar.integrations.transformers.checks import check_arguments, check_trainer
 from poplar.integrations.transformers.compilation import compile_blocks
+from poplar.integrations.transformers.lengths import ADVICE, grouped_by_length, lengths_of
 from poplar.integrations.transformers.loss import (
     PassMetrics,
     TrainerLoss,
@@ -51,18 +56,25 @@ from poplar.integrations.transformers.loss import (
 )
 from poplar.integrations.transformers.optimizer import TrainerOptimizer
 from poplar.plan import Plan
+from poplar.profile import ClusterProfile
 from poplar.tuning.autotune import Tuned, tune
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.length_watch import LengthWatch
 from poplar.zero.step_result import StepResult
 
 FOLDER = "poplar"
 """In a checkpoint of the trainer: the state of training, as `poplar.save_checkpoint` writes it."""
+RUN_FILE = "poplar_run.json"
+"""In `output_dir`: the record of the run, for `poplar report`."""
+STEPS_PER_REPORT = 1000
+"""Steps whose results are kept at most, if logs are less frequent or switched off."""
 EXAMPLE_SAMPLES = 8
 """Samples of the dataset that are measured; larger batches repeat them."""
 
 logger = logging.get_logger(__name__)
 
+_T = TypeVar("_T")
 
 _Base: Any = object  # a trainer class follows it in the list of base classes
 
@@ -77,6 +89,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     Args:
         *args: as for the trainer class.
         poplar: the options of Poplar.
+        loggers: of `poplar.callbacks`, beside the reporters of `TrainingArguments`; they get the
+            steps since the last log. The same on all ranks, used on rank 0.
         **kwargs: as for the trainer class.
 
     Raises:
@@ -86,21 +100,38 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     args: Any
     optimizer_cls_and_kwargs: Any
     _train_batch_size: Any
+    _tr_loss: Any
     _gen_kwargs: Any
 
-    def __init__(self, *args: Any, poplar: PoplarArguments | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        poplar: PoplarArguments | None = None,
+        loggers: Sequence[Logger] = (),
+        **kwargs: Any,
+    ) -> None:
         self.poplar = PoplarArguments() if poplar is None else poplar
         self.tuned: Tuned | None = None
         """The profile and the trial runs behind the plan; None if the plan was given."""
         self._plan: Plan | None = None
+        self._profile: ClusterProfile | None = None
+        self._control: Control | None = None
+        self._lengths: list[int] | None = None
+        """Of the samples of the dataset, if global batches are divided by them."""
         super().__init__(*args, **kwargs)
         check_arguments(self.args)
         check_trainer(self, PoplarTrainerMixin)
+        self._replaces_nonfinite = self.args.logging_nan_inf_filter
         self.args = _without_accumulation(self.args)
         self._train_batch_size = self.args.train_batch_size
         self.collate_train: Collate = self.data_collator
         self.pass_metrics = PassMetrics(self)
         self._scaler = GradScaler(self.args.device.type) if self.args.fp16 else None
+        self._length_watch = LengthWatch(looks=self.args.process_index == 0, advice=ADVICE)
+        self._loggers = tuple(loggers)
+        self._monitor: Monitor | None = None
+        self._progress: Progress | None = None
+        """Not logged yet."""
 
     @property
     def plan(self) -> Plan | None:
@@ -120,6 +151,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if self.train_dataset is None:
             raise ValueError("PoplarTrainer: training requires a train_dataset")
         dataset, self.collate_train = self._dataset_and_collator(self.train_dataset)
+        sampler = self._on_all_ranks(
+            self._sampler_and_lengths, doing="reading the samples' lengths"
+        )
         plan = self._make_plan(dataset)
         options: dict[str, Any] = {
             "collate_fn": CollateMicroBatches(self.collate_train, plan, self.args.process_index),
@@ -138,7 +172,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             return loader
         workers, rank = self.args.dataloader_num_workers, self.args.process_index
         options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=rank)
-        return EpochLoader(dataset, batch_sampler=self._batch_sampler(dataset, plan), **options)
+        batch_sampler = self._batch_sampler(len(dataset), sampler, plan)
+        return EpochLoader(dataset, batch_sampler=batch_sampler, **options)
 
     def _dataset_and_collator(self, dataset: Any) -> tuple[Any, Collate]:
         """The dataset without columns that the model does not take, and its collator."""
@@ -149,33 +184,60 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         collate = self._get_collator_with_removed_columns(self.data_collator, "Training")
         return dataset, collate
 
-    def _batch_sampler(self, dataset: Any, plan: Plan) -> EpochSampler:
-        order = self._order_of_epochs(dataset)
+    def _sampler_and_lengths(self) -> Any:
+        """The sampler that `Trainer` would use, None for a stream; sets the lengths of samples."""
+        if isinstance(self.train_dataset, IterableDataset):
+            if self.poplar.balance_lengths or self._groups_by_length():
+                raise ValueError(
+                    "PoplarTrainer does not support balance_lengths and train_sampling_strategy="
+                    "'group_by_length' with an IterableDataset, whose lengths are not known before "
+                    "it is read; leave them out, or pass a dataset with __len__"
+                )
+            return None
+        sampler = self._get_train_sampler(self.train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            self._lengths = list(sampler.lengths)
+        elif self.poplar.balance_lengths:
+            self._lengths = lengths_of(
+                self.train_dataset, self.args.length_column_name, self.processing_class
+            )
+        return sampler
+
+    def _groups_by_length(self) -> bool:
+        return bool(self.args.train_sampling_strategy == "group_by_length")
+
+    def _batch_sampler(self, length: int, sampler: Any, plan: Plan) -> EpochSampler:
         try:
-            return EpochSampler(len(dataset), plan, order, drop_last=self.args.dataloader_drop_last)
+            return EpochSampler(
+                length,
+                plan,
+                self._order_of_epochs(length, sampler),
+                drop_last=self.args.dataloader_drop_last,
+                lengths=self._lengths,
+            )
         except ValueError as error:
             raise ValueError(
                 f"{error} (in TrainingArguments: dataloader_drop_last, "
                 "per_device_train_batch_size and gradient_accumulation_steps)"
             ) from None
 
-    def _order_of_epochs(self, dataset: Any) -> Callable[[int], Sequence[int]]:
+    def _order_of_epochs(self, length: int, sampler: Any) -> Callable[[int], Sequence[int]]:
         """The order in which `Trainer` would read the dataset, by epoch."""
-        sampler = self._get_train_sampler(dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
 
         def generator(epoch: int) -> torch.Generator:
             return torch.Generator("cpu").manual_seed(seed + epoch)
 
         if isinstance(sampler, SequentialSampler):
-            return lambda _: range(len(dataset))
+            return lambda _: range(length)
         if isinstance(sampler, RandomSampler):
             return lambda epoch: torch.randperm(
-                len(dataset), generator=generator(epoch), device="cpu"
+                length, generator=generator(epoch), device="cpu"
             ).tolist()
         if isinstance(sampler, LengthGroupedSampler):
-            size = self.args.train_batch_size * self.args.world_size
-            return lambda epoch: grouped_by_length(sampler.lengths, size, generator(epoch))
+            return lambda epoch: grouped_by_length(
+                sampler.lengths, self._global_batch(), generator(epoch)
+            )
         raise ValueError(
             f"PoplarTrainer does not support the sampler {type(sampler).__name__}: the order must "
             "be the same on all ranks; use train_sampling_strategy 'random', 'sequential' or "
@@ -195,13 +257,25 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self._prepare_model()
         if self._plan is not None:
             return cast(Plan, self.plan)
-        global_batch = self.args.train_batch_size * self.args.world_size
-        self._plan = self.poplar.given_plan(global_batch)
+        global_batch = self._global_batch()
+        self._plan, self._profile = self._on_all_ranks(
+            lambda: self.poplar.given(global_batch, self.args.world_size),
+            doing="reading the plan and the profile of PoplarArguments",
+        )
         if self._plan is None:
             self.tuned = self._tune(dataset, global_batch)
-            self._plan = self.tuned.plan
+            self._plan, self._profile = self.tuned.plan, self.tuned.profile
             logger.info(f"{self._plan}")
         return self._plan
+
+    def _global_batch(self) -> int:
+        return int(self.args.train_batch_size * self.args.world_size)
+
+    def _on_all_ranks(self, work: Callable[[], _T], *, doing: str) -> _T:
+        """The result of `work`; if it fails on one rank, all ranks raise. Collective."""
+        if self._control is None:
+            self._control = Control(Group.of(None, self.poplar.wait_limit()))
+        return run_on_all_ranks(self._control, work, doing=doing)
 
     def _prepare_model(self) -> None:
         """Autocast and placement as by `Trainer`, compiled blocks, and no DDP; once per model."""
@@ -214,13 +288,12 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             )
 
     def _tune(self, dataset: Any, global_batch: int) -> Tuned:
-        features = list(_first(dataset, self.poplar.profile_samples))
-        features.sort(key=_length, reverse=True)
-        features = features[:EXAMPLE_SAMPLES]
+        example, lengths, about = self._on_all_ranks(
+            lambda: self._example(dataset), doing="reading the first samples of the dataset"
+        )
         optimizer_class, options = self._optimizer_class_and_options()
-        precision = self.accelerator.mixed_precision
-        about = f"of {_length(features[0])} tokens, {self.args.label_smoothing_factor}, {precision}"
-        loss = TrainerLoss(self, about)
+        settings = f"{self.args.label_smoothing_factor}, {self.accelerator.mixed_precision}"
+        loss = TrainerLoss(self, f"{about}, {settings}")
         own = self.poplar.engine_options(_dtype(self.model))
         own |= {"optimizer_class": optimizer_class, **self.poplar.tuning_options()}
         # Blocks that the model recomputes itself need not be recomputed by the plan.
@@ -232,10 +305,12 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             tuned = tune(
                 self.model,
                 loss,
-                TrainerBatch.of(features),
+                example,
+                lengths=lengths,
                 global_batch=global_batch,
                 weight=loss.weight,
                 max_norm=self._max_norm(),
+                profile=self._profile,
                 recompute="never" if checkpointed else "auto",
                 progress=not self.args.disable_tqdm,
                 **own,
@@ -243,6 +318,19 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             )
         self.pass_metrics.reset()
         return tuned
+
+    def _example(self, dataset: Any) -> tuple[Any, Sequence[int] | None, str]:
+        """What is measured, the lengths for which to plan (None: its own), and a text of both.
+
+        Only a padded batch with a row per sample can be cut to other lengths, not a packed one.
+        """
+        features = sorted(_first(dataset, self.poplar.profile_samples), key=_length, reverse=True)
+        batch = TrainerBatch.of(features[:EXAMPLE_SAMPLES])
+        if self._lengths is not None:
+            inputs = batch.inputs(self.collate_train)
+            if padded_length(inputs) and pytree.samples_in(inputs) == pytree.samples_in(batch):
+                return self._prepare_inputs(inputs), self._lengths, "of given lengths"
+        return batch, None, f"of {_length(features[0])} tokens"
 
     # The step.
 
@@ -290,6 +378,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 "PoplarTrainer.training_step needs the optimizer of create_optimizer and the "
                 "batches of get_train_dataloader; do not override these methods"
             )
+        if self._monitor is None:
+            self._monitor = self._start_monitor()
+        self._length_watch.look(list(inputs.samples.collated.values()))
         self.model.train()
         with self.pass_metrics.collecting():
             loss_fn = TrainerLoss(self)
@@ -300,10 +391,22 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 max_norm=self._max_norm(),
                 scaler=self._scaler,
             )
+        self._monitor(result)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        return torch.tensor(result.loss, device=self.args.device)
+        return self._logged_loss(result.loss_on_device)
+
+    def _logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss in fp32; the mean since the last log for one that `Trainer` would filter.
+
+        `Trainer` itself would wait for the device in every step to find such a loss.
+        """
+        loss = loss.to(self.args.device, torch.float32)
+        if not self._replaces_nonfinite:
+            return loss
+        steps = 1 + self.state.global_step - self._globalstep_last_logged
+        return torch.where(loss.isfinite(), loss, self._tr_loss / steps)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As of the trainer class. Ranks that generate run equally many forwards at stage 3."""
@@ -329,12 +432,12 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         """Without a limit the norm is logged all the same."""
         return self.args.max_grad_norm if self.args.max_grad_norm else float("inf")
 
-    def _clip_grad_norm(self, *_: Any, **__: Any) -> float | None:
+    def _clip_grad_norm(self, *_: Any, **__: Any) -> torch.Tensor | None:
         return self._get_grad_norm()
 
-    def _get_grad_norm(self, *_: Any, **__: Any) -> float | None:
-        """The norm before clipping; the step has clipped in its update."""
-        return None if self.step_result is None else self.step_result.grad_norm
+    def _get_grad_norm(self, *_: Any, **__: Any) -> torch.Tensor | None:
+        """The norm before clipping, on the device; the step has clipped in its update."""
+        return None if self.step_result is None else self.step_result.grad_norm_on_device
 
     def _owned_optimizer(self) -> Any:
         return getattr(getattr(self, "optimizer", None), "owned", None)
@@ -355,9 +458,45 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         empty = torch.zeros(0, dtype=torch.int64, device="cpu")
         return dict.fromkeys(names[:1], empty) | inputs.all_values(names)
 
+    def _start_monitor(self) -> Monitor:
+        """Reports speeds and waits to the loggers, and with every log of losses. Collective."""
+        loggers = list(self._loggers)
+        if self._profile is not None and self.poplar.run_record:
+            path = Path(self.args.output_dir) / RUN_FILE
+            loggers.append(RunFile(path, self.args.run_name or type(self.model).__name__))
+        return Monitor(
+            self.optimizer.owned,
+            loggers,
+            every=max(STEPS_PER_REPORT, self.state.logging_steps),
+            start_step=self.state.global_step,
+            profile=self._profile,
+        )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the trainer class. Collective."""
+        self._monitor = None
+        output = super().train(*args, **kwargs)
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.close()
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log values; with a loss, also speeds and waits since the last log."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            logs |= {name: v for name, v in progress.scalars().items() if name not in logs}
+        super().log(logs, *args, **kwargs)
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+        control, result = self.control, self.step_result
+        if control.should_log and self.state.global_step > self._globalstep_last_logged:
             self.pass_metrics.merge()
+            self._progress = None if self._monitor is None else self._monitor.report()
+        elif result is not None and (
+            control.should_evaluate or control.should_save or control.should_training_stop
+        ):
+            result.seconds  # noqa: B018 (waits for the device with a deadline)
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     # Saving.
@@ -393,6 +532,14 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             Path(output_dir) / FOLDER, self.optimizer.owned, state=self._state(), replaces=True
         ).wait()
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        self._on_all_ranks(
+            lambda: super(PoplarTrainerMixin, self)._load_from_checkpoint(
+                resume_from_checkpoint, *args, **kwargs
+            ),
+            doing=f"loading the model of {str(resume_from_checkpoint)!r}",
+        )
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what `_save_optimizer_and_scheduler`, or `Trainer`, has saved. Collective."""
         if checkpoint is None:
@@ -409,8 +556,13 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if found == [FOLDER]:
             load_checkpoint(folder / FOLDER, owned, state=self._state())
         elif found:
-            owned.load_state_dict(_loaded(folder / "optimizer.pt"))
-            self.lr_scheduler.load_state_dict(_loaded(folder / "scheduler.pt"))
+            names = ("optimizer.pt", "scheduler.pt")
+            states = self._on_all_ranks(
+                lambda: [_loaded(folder / name) for name in names],
+                doing=f"reading the state of the optimizer in {checkpoint!r}",
+            )
+            owned.load_state_dict(states[0])
+            self.lr_scheduler.load_state_dict(states[1])
         else:
             logger.warning(
                 f"{checkpoint} has no state of an optimizer (save_only_model=True?): training goes "
@@ -435,12 +587,14 @@ class PoplarTrainer(PoplarTrainerMixin, Trainer):  # type: ignore[misc]
 def _without_accumulation(args: Any) -> Any:
     """A copy of `TrainingArguments` for a loop in which a step is one batch of the loader.
 
-    Tokens are counted over all ranks by the weights of the passes, not by `Trainer`.
+    Tokens are counted over all ranks by the weights of the passes, and losses that are not finite
+    are filtered on the device, not by `Trainer`.
     """
     args = copy.copy(args)
     args.per_device_train_batch_size *= args.gradient_accumulation_steps
     args.gradient_accumulation_steps = 1
     args.average_tokens_across_devices = False
+    args.logging_nan_inf_filter = False
     return args
 
 
