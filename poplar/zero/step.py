@@ -129,13 +129,12 @@ class Step:
             The first error of this rank.
         """
         error: Exception | None = None
-        losses: list[Tensor] = []
         for micro_batch in micro_batches:
             if not self.begin_pass(micro_batch):
                 continue
             try:
                 if micro_batch.samples and error is None:
-                    losses += self._run_pass(micro_batch, forward, scaler)
+                    self._run_pass(micro_batch, forward, scaler)
             except CollectiveTimeout:
                 self._engine.abort()
                 raise
@@ -147,22 +146,18 @@ class Step:
                 if not is_out_of_memory(caught):
                     raise
                 error = error or self._failed_pass(caught, micro_batch)
-        state = self._engine.step
-        state.loss, state.pass_losses, state.has_losses = sum(losses), losses, True
         return error
 
     def _run_pass(
         self, micro_batch: MicroBatch, forward: MicroBatchLoss, scaler: GradScaler | None
-    ) -> list[Tensor]:
-        """Forward and backward; returns the weighted loss, if it counts.
+    ) -> None:
+        """Forward and backward.
 
         Its own function, so that an error leaves no other reference to the autograd graph.
         """
         value = forward(micro_batch.batch)
         (value if scaler is None else scaler.scale(value)).backward()
-        if not micro_batch.weight:  # the mean over an empty set is NaN
-            return []
-        return [value.detach().double() * micro_batch.weight]
+        self._engine.step.add_loss(value)
 
     def _failed_pass(self, error: Exception, micro_batch: MicroBatch) -> Exception:
         """The error to report; if memory ran out, free what the pass held and note its size."""
@@ -410,11 +405,12 @@ class Step:
         """
         self.finish_passes()
         engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
-        summary = state.summary or self.close(None)
+        # The norm shows losses that nobody told; the reductions have computed sums of squares.
+        summary = state.summary or self.close(2.0)
         unused, found_inf = summary.unused, state.found_inf
         flag = None
         if found_inf is None:  # else a loss scaler decides
-            flag = self._nonfinite.flag(summary, has_losses=state.has_losses)
+            flag = self._nonfinite.flag(summary)
             found_inf = flag if self._nonfinite.skips() else None
         with self._stops_all_ranks():
             strategy.updated.finish()  # of units that have had no forward since the last update
@@ -432,8 +428,15 @@ class Step:
             losses, passes, applied = summary.losses, state.pass_losses, found_inf is None
             state.skipped = self._nonfinite.record(flag, losses, passes, applied=applied)
         self.reset()
-        if not strategy.streams.asynchronous:
-            self._nonfinite.raise_if_found()
+        self._nonfinite.raise_if_read()
+
+    def raise_if_nonfinite(self) -> None:
+        """Raise on all ranks if the last step was not finite; see `NonFiniteSteps`. Collective."""
+        self._nonfinite.raise_if_found()
+
+    def raise_if_nonfinite_here(self) -> None:
+        """As `raise_if_nonfinite`, on this rank alone."""
+        self._nonfinite.raise_here()
 
     @contextmanager
     def _stops_all_ranks(self) -> Iterator[None]:
