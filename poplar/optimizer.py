@@ -30,13 +30,11 @@ from poplar.system.trace import Span
 from poplar.zero import model_checks, nonfinite
 from poplar.zero.agreement import (
     MicroBatchesTooLarge,
-    StepSizes,
     StepSummary,
     raise_on_any_error,
     run_on_all_ranks,
 )
 from poplar.zero.evaluation import Evaluation
-from poplar.zero.first_batch import compare_first_batches
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
 from poplar.zero.initial_values import Weights
@@ -240,7 +238,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
         self._step = Step(self._engine, self._update, self._replicas, on_nonfinite)
         self._follow_plan()
-        self._has_stepped = self._has_compared_batches = False
+        self._has_stepped = False
         self._members = [list(map(id, group["params"])) for group in self.param_groups]
         given = model.parameters() if params is None else _all_parameters(self.param_groups)
         self._structure = ModelStructure(model, set(map(id, given)))
@@ -785,19 +783,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Check and split the batch and start to exchange its weight. Collective."""
         self._lengths.look(batch)
         check = self._check_before_step
-        opened = self._splitter.open(self._control, batch, weight, loss, check)
-        if self._has_compared_batches:
-            return opened
-
-        def wait(on_error: Callable[[], None]) -> tuple[list[MicroBatch], StepSizes, float]:
-            result = opened.wait(on_error)
-            if not self._engine.has_early_pass:  # whose collectives come first
-                has_samples = result[1].samples[self._group.rank] > 0
-                compare_first_batches(self._control, batch if has_samples else None)
-                self._has_compared_batches = True  # not after an error, which a caller may handle
-            return result
-
-        return replace(opened, wait=wait)
+        return self._splitter.open(self._control, batch, weight, loss, check)
 
     def _check_before_step(self) -> None:
         if self._engine.has_unsharded_units:
@@ -828,7 +814,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def expect_artificial_data(self) -> None:
         """Do not warn of the data and the mode of the model in the first step; for measurements."""
-        self._has_stepped = self._has_compared_batches = True
+        self._has_stepped = True
+        self._step.first_batches.skip()
         self._first_loss, self._lengths = FirstLossCheck(looks=False), LengthWatch(looks=False)
 
     def _check_model(self) -> None:

@@ -32,6 +32,7 @@ from poplar.zero.agreement import (
     norm_rows,
 )
 from poplar.zero.engine import Engine
+from poplar.zero.first_batch import FirstBatchCheck
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import held_memory
 from poplar.zero.micro_batch_loop import MicroBatchLoop
@@ -62,6 +63,7 @@ class Step:
         update.before_reading_state = self._nonfinite.settle
         self._rank = engine.comm.group.rank
         self._trace = engine.comm.group.trace
+        self.first_batches = FirstBatchCheck(engine.control)
         self._loop: weakref.ref[MicroBatchLoop] | None = None
 
     def reset(self) -> None:
@@ -75,6 +77,8 @@ class Step:
         engine = self._engine
         try:
             micro_batches, sizes, waited = opened.wait(self._drop_early_pass)
+            if not engine.has_early_pass:  # whose collectives come first
+                self.first_batches.look(opened.batch)
         except CollectiveTimeout:
             engine.abort()
             raise
