@@ -88,7 +88,7 @@ class UnequalPasses(_UnequalPasses):
         return True
 
     @contextmanager
-    def _pass(self, *, last: bool) -> Iterator[None]:
+    def _pass(self, last: bool) -> Iterator[None]:
         if last:
             yield
         else:

@@ -137,7 +137,7 @@ class UnequalPasses(_UnequalPasses):
         return not self._mode.communicates_every_pass
 
     @contextmanager
-    def _pass(self, *, last: bool) -> Iterator[None]:
+    def _pass(self, last: bool) -> Iterator[None]:
         model, mode = self._model, self._mode
         model.set_requires_gradient_sync(last or mode.reduces_every_pass)
         model.set_reshard_after_backward(last or not mode.keeps_parameters)

@@ -48,6 +48,8 @@ from poplar.zero.update import ShardedUpdate
 class Step:
     """Moves the steps of one engine through their phases. One object serves all steps."""
 
+    left_early = "the micro_batches loop was left early"
+
     def __init__(
         self,
         engine: Engine,
@@ -193,7 +195,10 @@ class Step:
             Whether there was one.
         """
         loop = self._loop() if self._loop is not None else None
-        if loop is None or not loop.is_open:
+        if loop is None:
+            return False
+        if not loop.is_open:  # its step has been applied, or it has ended
+            loop.end()
             return False
         loop.close(why, why=why)
         return True
@@ -257,6 +262,18 @@ class Step:
         elif state.phase is Phase.ACCUMULATED:
             engine.reduce_without_backward()  # all passes were inside no_sync()
         engine.finish_gradients()
+
+    def begin_user_pass(self, micro_batch: MicroBatch, rest: Sequence[MicroBatch]) -> bool:
+        """Open a pass of the user's loop; one without samples is run here. Collective.
+
+        Returns:
+            Whether the body of the loop runs it.
+        """
+        if not self.begin_pass(micro_batch):
+            return False
+        if not micro_batch.samples:
+            self.end_user_pass(rest)
+        return micro_batch.samples > 0
 
     def end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
         """End the open pass of the user's loop; on an error, abandon the step on all ranks.
