@@ -44,7 +44,8 @@ class UnequalPasses(_UnequalPasses):
     before anything is reduced; training may continue. An error inside the last backward of a step
     is found by the deadline of the process group.
 
-    Compute losses in fp32: the weight is a factor of the loss, and 16 bits would round it.
+    Compute losses in fp32: the weight is a factor of the loss, and 16 bits round it. A warning says
+    so.
 
     Args:
         model: a `DistributedDataParallel`, possibly compiled. `find_unused_parameters`,

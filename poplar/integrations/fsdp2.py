@@ -80,7 +80,8 @@ class UnequalPasses(_UnequalPasses):
     deadline of the process group. FSDP2 is then in the middle of a pass, so start again from a
     checkpoint.
 
-    Compute losses in fp32: the weight is a factor of the loss, and 16 bits would round it.
+    Compute losses in fp32: the weight is a factor of the loss, and 16 bits round it. A warning says
+    so.
 
     Args:
         model: to which, and to whose blocks, `fully_shard` was applied, over a mesh of one

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -172,6 +173,8 @@ class UserStep:
         if micro_batch.weight and micro_batch.samples:
             # The engine divides by the number of ranks.
             factor = micro_batch.weight * self._control.group.size
+            if _rounds(factor, loss.dtype):
+                warnings.warn(_ROUNDED, stacklevel=4)
             (loss * factor).backward()
             self.loss = self.loss + loss.detach().double() * micro_batch.weight
         else:
@@ -219,6 +222,11 @@ class UserStep:
             )
 
 
+def _rounds(factor: float, dtype: torch.dtype) -> bool:
+    """Whether a gradient of this dtype cannot hold the weight of a pass to fp32 precision."""
+    return dtype.itemsize < 4 and torch.tensor(factor, dtype=dtype, device="cpu").item() != factor
+
+
 def outside_of_the_loop(rank: int) -> str:
     """The message of a backward for which there is no pass."""
     return (
@@ -226,6 +234,11 @@ def outside_of_the_loop(rank: int) -> str:
         "micro_batch in passes(batch): passes.backward(loss_fn(model, micro_batch))"
     )
 
+
+_ROUNDED = (
+    "the loss has 16 bits, and so has its gradient; so the weight of a pass, a factor of the loss, is"
+    " rounded (bf16: by up to 0.2 %). Then compute the loss in fp32, for example from logits.float()"
+)
 
 _STEP_INSIDE_LOOP = (
     "a step was started inside the loop of another step; end it first. After an exception in its "

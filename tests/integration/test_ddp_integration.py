@@ -77,6 +77,15 @@ def raises_on_one_rank(job: Job, model: Any, passes: Any) -> None:
         passes.backward(loss)
 
 
+def raises_in_a_context(job: Job, model: Any, passes: Any) -> None:
+    with passes(training.part_of(job, 0), weight=job.weight) as kept:
+        for number, micro_batch in enumerate(kept):
+            loss = training.loss_fn(model, micro_batch)
+            if harness.rank() == 0 and number == 1:
+                raise KeyError("lost on rank 0")
+            passes.backward(loss)
+
+
 def calls_backward_of_the_loss(job: Job, model: Any, passes: Any) -> None:
     for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
         training.loss_fn(model, micro_batch).backward()
@@ -134,6 +143,7 @@ LOOPS = {
     function.__name__: function
     for function in (
         raises_on_one_rank,
+        raises_in_a_context,
         calls_backward_of_the_loss,
         calls_no_backward,
         runs_the_unwrapped_model,
@@ -147,6 +157,7 @@ LOOPS = {
 }
 MESSAGES = {
     "raises_on_one_rank": "rank 0 left the loop over its passes",
+    "raises_in_a_context": "before its end: KeyError: 'lost on rank 0'",
     "calls_backward_of_the_loss": "did not call passes.backward(loss)",
     "calls_no_backward": "did not call passes.backward(loss)",
     "runs_the_unwrapped_model": "compute the loss with that model",
@@ -169,6 +180,56 @@ def test_all_ranks_raise_and_training_may_continue(ranks: Pool, mistake: str) ->
         assert len(caught) == 1
     assert MESSAGES[mistake] in answers[1][0][0].message
     assert_equal_losses([losses for _, losses in answers], job)
+
+
+def keep_the_iterator_of_a_failed_loop(job: Job) -> tuple[list[str], list[float]]:
+    """The messages of a loop that fails on rank 0 and of the step after it; then a training."""
+    model = training.wrap(job)
+    optimizer = training.optimizer_of(job, model)
+    passes = ddp.UnequalPasses(model, job.plan)
+    kept = passes(training.part_of(job, 0), weight=job.weight)
+    messages = []
+    with harness.catching() as caught:
+        for number, micro_batch in enumerate(kept):
+            loss = training.loss_fn(model, micro_batch)
+            if harness.rank() == 0 and number == 1:
+                raise KeyError("lost on rank 0")
+            passes.backward(loss)
+    messages.append(caught[0].message)
+    with harness.catching() as caught:
+        training.step_with(job, model, optimizer, passes, 0)
+    messages.append(caught[0].message)
+    steps = range(job.steps)
+    return messages, [training.step_with(job, model, optimizer, passes, step) for step in steps]
+
+
+@pytest.mark.filterwarnings("ignore:rank 0 left the loop")
+def test_a_kept_iterator_ends_when_the_next_step_begins(ranks: Pool) -> None:
+    job = Job("tagger", ONE_WITHOUT_SAMPLES, steps=2)
+    answers = ranks.run(keep_the_iterator_of_a_failed_loop, job, ranks=3)
+    for messages, _ in answers:
+        assert "use `with passes(batch) as micro_batches:`" in messages[1]
+    assert "rank 0 left the loop over its passes" in answers[1][0][0]
+    assert_equal_losses([losses for _, losses in answers], job)
+
+
+def warnings_of_a_16_bit_loss(job: Job, dtype: torch.dtype) -> int:
+    """How many warnings a step has whose losses are of this dtype."""
+    model = training.wrap(job)
+    passes = ddp.UnequalPasses(model, job.plan)
+    with warnings.catch_warnings(record=True) as caught:
+        for micro_batch in passes(training.part_of(job, 0)):
+            passes.backward(training.loss_fn(model, micro_batch).to(dtype))
+    return sum("compute the loss in fp32" in str(warning.message) for warning in caught)
+
+
+def test_16_bit_losses_warn_if_their_weights_are_rounded(ranks: Pool) -> None:
+    """Weights of the even plan are powers of two."""
+    uneven = Job("tagger", UNEQUAL)
+    even = Job("tagger", Plan.even(3, global_batch=6, micro_batch=1, stage=0))
+    assert min(ranks.run(warnings_of_a_16_bit_loss, uneven, torch.bfloat16, ranks=3)) > 0
+    assert ranks.run(warnings_of_a_16_bit_loss, uneven, torch.float32, ranks=3) == [0, 0, 0]
+    assert ranks.run(warnings_of_a_16_bit_loss, even, torch.bfloat16, ranks=3) == [0, 0, 0]
 
 
 def leave_early(job: Job) -> list[bool]:
