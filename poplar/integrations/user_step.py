@@ -236,8 +236,8 @@ def outside_of_the_loop(rank: int) -> str:
 
 
 _ROUNDED = (
-    "the loss has 16 bits, and so has its gradient; so the weight of a pass, a factor of the loss, is"
-    " rounded (bf16: by up to 0.2 %). Then compute the loss in fp32, for example from logits.float()"
+    "the loss has 16 bits, so its gradient, which is the weight of the pass, is rounded (bf16: by "
+    "up to 0.2 %); compute the loss in fp32, for example from logits.float()"
 )
 
 _STEP_INSIDE_LOOP = (
