@@ -346,7 +346,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         def start() -> list[MicroBatch]:
             if weight is None and loss == "mean":
-                self._first_loss.look(None, self._model, batch)
+                self._first_loss.look_at_loop(self._model, batch)
             return self._step.start(self._open_step(batch, weight, loss))
 
         return MicroBatchLoop(self._step, start)

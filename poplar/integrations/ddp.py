@@ -88,6 +88,10 @@ class UnequalPasses(_UnequalPasses):
     def _may_differ_in_passes(self) -> bool:
         return True
 
+    def _model_of_one_rank(self) -> nn.Module:
+        inner: nn.Module = self._model.module
+        return inner
+
     @contextmanager
     def _pass(self, last: bool) -> Iterator[None]:
         if last:

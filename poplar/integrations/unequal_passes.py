@@ -24,6 +24,7 @@ from poplar.plan import STRATEGIES, Plan
 from poplar.zero import model_checks
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.first_batch import FirstBatchCheck
+from poplar.zero.loss_mean import FirstLossCheck
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, Weight
 
@@ -57,6 +58,8 @@ class UnequalPasses:
         self._splitter = BatchSplitter(plan, synchronizes_every_pass=every_pass)
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(self._model)
         self._first_batches = FirstBatchCheck(self._control)
+        looking = max(range(plan.world_size), key=plan.samples)
+        self._first_loss = FirstLossCheck(looks=self._group.rank == looking)
         self._step: UserStep | None = None
         """The current one."""
         self._loss: Tensor | float = math.nan
@@ -80,6 +83,10 @@ class UnequalPasses:
 
     def _may_differ_in_passes(self) -> bool:
         """Whether ranks may have different numbers of passes under the plan."""
+        raise NotImplementedError
+
+    def _model_of_one_rank(self) -> nn.Module | None:
+        """The model, as one rank can run it without the others; None if it cannot."""
         raise NotImplementedError
 
     def _pass(self, last: bool) -> AbstractContextManager[None]:
@@ -128,6 +135,9 @@ class UnequalPasses:
         )
 
         def start() -> list[MicroBatch]:
+            model = self._model_of_one_rank()
+            if model is not None and weight is None and loss == "mean":
+                self._first_loss.look_at_loop(model, batch)
             check = partial(self._check, batch)
             opened = self._splitter.open(self._control, batch, weight, loss, check)
             micro_batches, _, _ = opened.wait(lambda: None)

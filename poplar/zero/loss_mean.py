@@ -122,12 +122,20 @@ class FirstLossCheck:
         if self._looks:
             self._loss_fn, self._where = loss_fn, where
 
-    def look(self, loss_fn: LossFunction | None, model: nn.Module, batch: Any) -> None:
-        """Look at the first batch that is given with a loss function; ignore later ones."""
-        loss_fn = loss_fn or self._loss_fn
-        if not self._looks or loss_fn is None:
+    def look_at_loop(self, model: nn.Module, batch: Any) -> None:
+        """As `look`, for a loop whose loss function is not known, unless it was told.
+
+        Language models return their own loss if they are called with a batch that has labels.
+        """
+        if self._loss_fn is None:
+            self._where = "to the loop over micro-batches, if it uses the model's own loss"
+        self.look(self._loss_fn or _own_loss, model, batch)
+
+    def look(self, loss_fn: LossFunction, model: nn.Module, batch: Any) -> None:
+        """Look at the first batch that is given; ignore later ones."""
+        looks, self._looks, self._loss_fn = self._looks, False, None
+        if not looks:
             return
-        self._looks, self._loss_fn = False, None
         try:
             has_labels = next(_ignoring_labels(batch), None) is not None
             found = wrong_weight(loss_fn, model, batch, where=self._where) if has_labels else None
@@ -135,6 +143,13 @@ class FirstLossCheck:
             return
         if found is not None:
             warnings.warn(found, stacklevel=4)
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a model returns, as those of Hugging Face do; it raises for other models."""
+    output = model(**batch)
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
+    return loss
 
 
 def _value(loss_fn: LossFunction, model: nn.Module, batch: Any) -> float:

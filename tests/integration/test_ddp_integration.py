@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from unequal_passes import Job, assert_equal_losses
 
+import poplar
 from poplar import Plan
 from poplar.integrations import ddp
 
@@ -230,6 +231,37 @@ def test_16_bit_losses_warn_if_their_weights_are_rounded(ranks: Pool) -> None:
     assert min(ranks.run(warnings_of_a_16_bit_loss, uneven, torch.bfloat16, ranks=3)) > 0
     assert ranks.run(warnings_of_a_16_bit_loss, uneven, torch.float32, ranks=3) == [0, 0, 0]
     assert ranks.run(warnings_of_a_16_bit_loss, even, torch.bfloat16, ranks=3) == [0, 0, 0]
+
+
+def warnings_of_own_loops(job: Job, is_weighted: bool) -> list[list[str]]:
+    """What two steps of a loop warn of, in DDP and in Poplar's own engine."""
+    plain = training.build(job.model)
+    options = {"plan": job.plan, "process_group": harness.group(), "lr": 0.1}
+    own = poplar.HeteroZeroOptimizer(plain, torch.optim.SGD, **options)
+    model = training.wrap(job)
+    passes = ddp.UnequalPasses(model, job.plan)
+    weight, part = job.weight if is_weighted else None, training.part_of(job, 0)
+    found = []
+    for loop, called in ((passes, model), (own.micro_batches, plain)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for micro_batch in loop(part, weight=weight):
+                    loss = training.loss_fn(called, micro_batch)
+                    passes.backward(loss) if loop is passes else loss.backward()
+                if loop is not passes:
+                    own.step()
+        found.append([str(warning.message) for warning in caught])
+    return found
+
+
+def test_the_own_loss_of_a_model_warns_once_without_its_weight(ranks: Pool) -> None:
+    job = Job("bert", UNEQUAL)
+    for number, of_engines in enumerate(ranks.run(warnings_of_own_loops, job, False, ranks=3)):
+        for messages in of_engines:
+            assert len(messages) == (number == 0), "the rank with most samples looks"
+            assert all("weight=poplar.tokens(shift=False)" in text for text in messages)
+    assert ranks.run(warnings_of_own_loops, job, True, ranks=3) == [[[], []]] * 3
 
 
 def leave_early(job: Job) -> list[bool]:
