@@ -6,6 +6,7 @@ and calls `backward`.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -224,7 +225,8 @@ class UserStep:
 
 def _rounds(factor: float, dtype: torch.dtype) -> bool:
     """Whether a gradient of this dtype cannot hold the weight of a pass to fp32 precision."""
-    return dtype.itemsize < 4 and torch.tensor(factor, dtype=dtype, device="cpu").item() != factor
+    rounded = float(torch.tensor(factor, dtype=dtype, device="cpu"))
+    return not math.isclose(rounded, factor, rel_tol=1e-6)
 
 
 def outside_of_the_loop(rank: int) -> str:
