@@ -30,13 +30,11 @@ from poplar.system.trace import Span
 from poplar.zero import model_checks, nonfinite
 from poplar.zero.agreement import (
     MicroBatchesTooLarge,
-    StepSizes,
     StepSummary,
     raise_on_any_error,
     run_on_all_ranks,
 )
 from poplar.zero.evaluation import Evaluation
-from poplar.zero.first_batch import compare_first_batches
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
 from poplar.zero.initial_values import Weights
@@ -148,12 +146,15 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         on_out_of_memory: if a rank runs out of memory in `train_step`: "retry" runs the same global
             batch again on all ranks, in smaller micro-batches on that rank, and keeps the changed
             plan; "raise" raises on all ranks.
-        on_nonfinite: if a loss of `train_step`, or a gradient norm that was asked for (`max_norm`,
-            `clip_grad_norm_`), is NaN or infinite: no rank applies the step, and "raise" raises on
-            all ranks, naming rank and pass; "skip" continues, with a warning and
-            `result.skipped`. On CUDA the device decides and the host does not wait for it, so
-            "raise" raises in the next step. (An optimizer class that cannot skip on the device has
-            applied the step by then.) With a loss scaler, the scaler decides.
+        on_nonfinite: if a loss of `train_step`, or a gradient norm that is computed (with
+            `max_norm` or `clip_grad_norm_`, and in every step outside `train_step`), is NaN or
+            infinite: no rank applies the step, and "raise" raises on all ranks, naming rank and
+            pass if losses are known; "skip" continues, with a warning and `result.skipped`. On CUDA
+            the device decides and the host does not wait for it, so "raise" raises in the next
+            step, or when values are read or saved: `evaluate`, `full_parameters`, `state_dict`,
+            `full_state_dict`, `save_model`, `poplar.save_checkpoint`. (An optimizer class that
+            cannot skip on the device has applied the step by then.) With a loss scaler, the scaler
+            decides.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -237,7 +238,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
         self._step = Step(self._engine, self._update, self._replicas, on_nonfinite)
         self._follow_plan()
-        self._has_stepped = self._has_compared_batches = False
+        self._has_stepped = False
         self._members = [list(map(id, group["params"])) for group in self.param_groups]
         given = model.parameters() if params is None else _all_parameters(self.param_groups)
         self._structure = ModelStructure(model, set(map(id, given)))
@@ -344,6 +345,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
 
         def start() -> list[MicroBatch]:
+            if weight is None and loss == "mean":
+                self._first_loss.look_at_loop(self._model, batch)
             return self._step.start(self._open_step(batch, weight, loss))
 
         return MicroBatchLoop(self._step, start)
@@ -505,6 +508,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             RankFailed: another rank could not load or evaluate a batch.
             ValueError: no rank had a batch.
         """
+        self._step.raise_if_nonfinite()
         was_training = self._model.training
         self._model.eval()
         try:
@@ -534,6 +538,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def _full_parameters(
         self, writeback: bool, modules: Sequence[str | nn.Module] | None
     ) -> Iterator[None]:
+        self._step.raise_if_nonfinite()
         units = self._engine.units
         if modules is not None:
             units = self._units_of(modules)
@@ -645,6 +650,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         After `consolidate_state_dict(to)`, on rank `to` and until the next step or load, it is the
         whole state.
         """
+        self._step.raise_if_nonfinite_here()
         if self._update.collected is not None:
             return copy_of(self._update.collected)
         state = super().state_dict()
@@ -697,6 +703,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         from poplar.checkpoint.full_state import full_state_dict
 
+        self._step.raise_if_nonfinite()
         state = full_state_dict(self, self._engine, self._update, to)
         if state is not None and self._default_scaler is not None:
             state["poplar"] = {"scaler": self._default_scaler.state_dict()}
@@ -713,6 +720,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             stage=self._stage,
             plan=self._plan,
             scaler=self._default_scaler,
+            raise_if_nonfinite=self._step.raise_if_nonfinite,
         )
 
     def save_model(self, path: str | Path, *, sharded: bool = False) -> None:
@@ -731,6 +739,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         from poplar.checkpoint.saved_model import save_model
 
+        self._step.raise_if_nonfinite()
         save_model(self._engine, self._control, self._model, Path(path), sharded=sharded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -774,19 +783,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Check and split the batch and start to exchange its weight. Collective."""
         self._lengths.look(batch)
         check = self._check_before_step
-        opened = self._splitter.open(self._control, batch, weight, loss, check)
-        if self._has_compared_batches:
-            return opened
-
-        def wait(on_error: Callable[[], None]) -> tuple[list[MicroBatch], StepSizes, float]:
-            result = opened.wait(on_error)
-            if not self._engine.has_early_pass:  # whose collectives come first
-                has_samples = result[1].samples[self._group.rank] > 0
-                compare_first_batches(self._control, batch if has_samples else None)
-                self._has_compared_batches = True  # not after an error, which a caller may handle
-            return result
-
-        return replace(opened, wait=wait)
+        return self._splitter.open(self._control, batch, weight, loss, check)
 
     def _check_before_step(self) -> None:
         if self._engine.has_unsharded_units:
@@ -806,9 +803,19 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             )
         self._check_model()
 
+    def expect_loss(self, loss_fn: LossFunction, where: str) -> None:
+        """Check the first batch of `micro_batches` with this loss function; for integrations.
+
+        Args:
+            loss_fn: as for `train_step`.
+            where: where the user passes `weight=`, for a warning.
+        """
+        self._first_loss.expect(loss_fn, where)
+
     def expect_artificial_data(self) -> None:
         """Do not warn of the data and the mode of the model in the first step; for measurements."""
-        self._has_stepped = self._has_compared_batches = True
+        self._has_stepped = True
+        self._step.first_batches.skip()
         self._first_loss, self._lengths = FirstLossCheck(looks=False), LengthWatch(looks=False)
 
     def _check_model(self) -> None:

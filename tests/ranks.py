@@ -346,16 +346,16 @@ class _World:
     def _silent(self, rank: int, wait_seconds: float = 1.0) -> Silent:
         process = self.processes[rank]
         path = Path(self.folder) / f"stacks-{rank}"
-        notes = Path(self.folder) / f"note-{rank}"
-        note = notes.read_text() if notes.exists() else ""
-        if process.exitcode is None and process.pid is not None:
+        note = _text(Path(self.folder) / f"note-{rank}")
+        # Before a worker has made this file, the signal would end it.
+        if path.exists() and process.exitcode is None and process.pid is not None:
             with contextlib.suppress(ProcessLookupError):  # it may have just ended
                 os.kill(process.pid, signal.SIGUSR1)
             end = time.monotonic() + wait_seconds  # a stopped process never answers
-            while time.monotonic() < end and not path.read_text().strip():
+            while time.monotonic() < end and not _text(path).strip():
                 time.sleep(0.02)
             time.sleep(0.05)
-        return Silent(rank=rank, exit_code=process.exitcode, stacks=note + path.read_text())
+        return Silent(rank=rank, exit_code=process.exitcode, stacks=note + _text(path))
 
     def kill(self) -> None:
         for channel in self.channels:
@@ -365,6 +365,11 @@ class _World:
         for process in self.processes:
             process.join(10)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _text(file: Path) -> str:
+    """What a worker has written; empty if it has not come that far."""
+    return file.read_text() if file.exists() else ""
 
 
 class Pool:

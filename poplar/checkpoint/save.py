@@ -100,6 +100,7 @@ def start_save(
     """
     path = Path(os.path.abspath(folder))
     parts = optimizer.training_parts()
+    parts.raise_if_nonfinite()
     control, doing = parts.engine.control, f"save_checkpoint({str(folder)!r})"
     agreement = Agreement() if agreement is None else agreement
 

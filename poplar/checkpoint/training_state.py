@@ -7,7 +7,7 @@ which the model computes are a rounding, so that readers of any dtype get the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,8 @@ class TrainingParts:
     stage: int
     plan: Plan | None
     scaler: GradScaler | None
+    raise_if_nonfinite: Callable[[], None]
+    """Raises on all ranks if the last step was not finite and this was not said yet. Collective."""
 
 
 class Checkpointed(Protocol):

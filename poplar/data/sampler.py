@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch.utils.data import Sampler
@@ -29,8 +29,8 @@ from poplar.data.global_batch import (
 from poplar.data.length_balance import checked_lengths, deal, digest_of, grouped_order
 from poplar.plan import Plan
 
-_SAMPLERS: WeakSet[HeteroBatchSampler] = WeakSet()
-"""The samplers of this process; the optimizer compares their orders with those of other ranks."""
+_last_drawn: ref[HeteroBatchSampler] | None = None
+"""The sampler of this process that has drawn a batch last. See `last_drawn_order`."""
 
 
 class HeteroBatchSampler(Sampler[list[int]]):
@@ -102,7 +102,6 @@ class HeteroBatchSampler(Sampler[list[int]]):
         self._epoch = 0
         self._start = 0  # first step of an iteration of this epoch; not 0 after load_state_dict
         self._drawn = 0  # steps of this epoch that were drawn, including those before `_start`
-        _SAMPLERS.add(self)
 
     @property
     def epoch(self) -> int:
@@ -127,6 +126,7 @@ class HeteroBatchSampler(Sampler[list[int]]):
         return self._steps
 
     def __iter__(self) -> Iterator[list[int]]:
+        global _last_drawn
         if self._drawn == self._steps:
             self.set_epoch(self._epoch + 1)
         size = self._plan.global_batch
@@ -134,6 +134,7 @@ class HeteroBatchSampler(Sampler[list[int]]):
         self._drawn = self._start
         for step in range(self._start, self._steps):
             self._drawn = step + 1
+            _last_drawn = ref(self)
             yield self._own_part(order[step * size : (step + 1) * size])
 
     def _own_part(self, global_batch: torch.Tensor) -> list[int]:
@@ -214,14 +215,21 @@ class HeteroBatchSampler(Sampler[list[int]]):
         return order
 
 
-def orders_of_samplers() -> frozenset[tuple[tuple[str, Any], ...]]:
-    """By sampler of this process, names and values that decide its parts; equal on all ranks."""
-    return frozenset(
-        (*sampler._state_identity().items(), ("lengths", sampler._lengths_digest))
-        for sampler in _SAMPLERS
-    )
+def last_drawn_order() -> dict[str, Any]:
+    """What decides the parts that the last used sampler of this process gives; equal on all ranks.
 
+    In a training loop that is the sampler of the batch of the step: a `DataLoader` draws in the
+    process that iterates it, also with workers. It is another one if a loader with a sampler of its
+    own was iterated between the batch and the step.
 
-def some_sampler_knows_lengths() -> bool:
-    """Whether a sampler of this process divides global batches by length."""
-    return any(sampler._lengths is not None for sampler in _SAMPLERS)
+    Returns:
+        Names and values; empty if no sampler has drawn a batch.
+    """
+    sampler = None if _last_drawn is None else _last_drawn()
+    if sampler is None:
+        return {}
+    return {
+        **sampler._state_identity(),
+        "lengths": sampler._lengths_digest,
+        "epoch": sampler.epoch,
+    }

@@ -4,8 +4,8 @@
         accelerator, model, torch.optim.AdamW, loader, loss_fn=loss_fn, lr=3e-4
     )
 
-Attributes of `Accelerator` that this module replaces on the given object: `clip_grad_norm_`,
-`clip_grad_value_`, `accumulate`. Tested with accelerate 1.15.
+Attributes of `Accelerator` that this module replaces on the given object: `backward`,
+`clip_grad_norm_`, `clip_grad_value_`, `accumulate`. Tested with accelerate 1.15.
 """
 
 # ruff: noqa: E402 (what is missing is said before it is imported)
@@ -91,7 +91,8 @@ def prepare(
         optimizer_class: as for `HeteroZeroOptimizer`.
         loader: of a map-style dataset, shuffled or not, not prepared. Its dataset, batch size,
             `collate_fn` and options of workers are used.
-        loss_fn: `loss_fn(model, micro_batch)` -> mean loss; needed to make a plan.
+        loss_fn: `loss_fn(model, micro_batch)` -> mean loss; needed to make a plan, and to check in
+            the first step that samples are its weight.
         plan: train with it instead of measuring.
         scheduler: makes a scheduler from the optimizer.
         params: parameters or param groups; default: all of the model.
@@ -128,6 +129,8 @@ def prepare(
             f"{accumulated} accumulation steps x {world_size} ranks); change one of them"
         )
     optimizer = HeteroZeroOptimizer(model, optimizer_class, plan=plan, params=params, **options)
+    if loss_fn is not None:
+        optimizer.expect_loss(loss_fn, "to micro_batches")
     accelerator.gradient_accumulation_steps = 1
     planned = _PlannedLoader.like(loader, plan, accelerator)
     made = None if scheduler is None else scheduler(optimizer)
@@ -250,6 +253,16 @@ def _adapt(accelerator: Accelerator, optimizer: HeteroZeroOptimizer) -> None:
     """Let the accelerator's methods for loops act on this optimizer."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
+    def backward(loss: Tensor, **options: Any) -> None:
+        if accelerator.gradient_accumulation_steps != 1:
+            raise RuntimeError(
+                "accelerator.gradient_accumulation_steps was set to "
+                f"{accelerator.gradient_accumulation_steps} after prepare(), so backward() would "
+                "divide the loss by it, but the plan weights the passes; leave it at 1"
+            )
+        loss.backward(**options)
+        optimizer.training_parts().engine.step.add_loss(loss)
+
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         trained = {id(parameter) for parameter in given if parameter.requires_grad}
@@ -273,6 +286,7 @@ def _adapt(accelerator: Accelerator, optimizer: HeteroZeroOptimizer) -> None:
             "backward, and step() after it"
         )
 
+    accelerator.backward = backward
     accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.clip_grad_value_ = clip_grad_value_
     accelerator.accumulate = accumulate

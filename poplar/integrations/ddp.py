@@ -44,7 +44,8 @@ class UnequalPasses(_UnequalPasses):
     before anything is reduced; training may continue. An error inside the last backward of a step
     is found by the deadline of the process group.
 
-    Compute losses in fp32: the weight is a factor of the loss, and 16 bits would round it.
+    Compute losses in fp32: the weight is a factor of the loss, and 16 bits round it. A warning says
+    so.
 
     Args:
         model: a `DistributedDataParallel`, possibly compiled. `find_unused_parameters`,
@@ -87,8 +88,12 @@ class UnequalPasses(_UnequalPasses):
     def _may_differ_in_passes(self) -> bool:
         return True
 
+    def _model_of_one_rank(self) -> nn.Module:
+        inner: nn.Module = self._model.module
+        return inner
+
     @contextmanager
-    def _pass(self, *, last: bool) -> Iterator[None]:
+    def _pass(self, last: bool) -> Iterator[None]:
         if last:
             yield
         else:

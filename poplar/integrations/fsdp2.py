@@ -80,7 +80,8 @@ class UnequalPasses(_UnequalPasses):
     deadline of the process group. FSDP2 is then in the middle of a pass, so start again from a
     checkpoint.
 
-    Compute losses in fp32: the weight is a factor of the loss, and 16 bits would round it.
+    Compute losses in fp32: the weight is a factor of the loss, and 16 bits round it. A warning says
+    so.
 
     Args:
         model: to which, and to whose blocks, `fully_shard` was applied, over a mesh of one
@@ -136,8 +137,11 @@ class UnequalPasses(_UnequalPasses):
     def _may_differ_in_passes(self) -> bool:
         return not self._mode.communicates_every_pass
 
+    def _model_of_one_rank(self) -> None:
+        return None
+
     @contextmanager
-    def _pass(self, *, last: bool) -> Iterator[None]:
+    def _pass(self, last: bool) -> Iterator[None]:
         model, mode = self._model, self._mode
         model.set_requires_gradient_sync(last or mode.reduces_every_pass)
         model.set_reshard_after_backward(last or not mode.keeps_parameters)

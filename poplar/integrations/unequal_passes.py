@@ -7,9 +7,8 @@ that the engine's mean over ranks is the gradient of the mean loss of the global
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,18 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from poplar.comm import Group, connect_control
 from poplar.data import pytree
-from poplar.errors import PoplarError
+from poplar.integrations.user_step import Trained, UserStep, outside_of_the_loop
 from poplar.plan import STRATEGIES, Plan
 from poplar.zero import model_checks
 from poplar.zero.agreement import raise_on_any_error
-from poplar.zero.micro_batch_loss import check_scalar
+from poplar.zero.first_batch import FirstBatchCheck
+from poplar.zero.loss_mean import FirstLossCheck
+from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, Weight
-
-_DOING = "a step"
 
 
 class UnequalPasses:
@@ -59,16 +57,14 @@ class UnequalPasses:
         every_pass = not self._may_differ_in_passes()
         self._splitter = BatchSplitter(plan, synchronizes_every_pass=every_pass)
         self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(self._model)
-        self._open: MicroBatch | None = None
-        self._parameters: list[nn.Parameter] = []
-        self._holding: nn.Parameter | None = None
-        """A parameter that has a gradient of earlier passes of this step."""
-        self._in_backward = False
-        self._has_run = False
-        self._in_step = False
-        self._has_agreed = False
-        self._has_failed = False
+        self._first_batches = FirstBatchCheck(self._control)
+        looking = max(range(plan.world_size), key=plan.samples)
+        self._first_loss = FirstLossCheck(looks=self._group.rank == looking)
+        self._step: UserStep | None = None
+        """The current one."""
         self._loss: Tensor | float = math.nan
+        """This rank's part of the loss of the last one."""
+        self._has_failed = False
 
     @property
     def plan(self) -> Plan:
@@ -89,7 +85,11 @@ class UnequalPasses:
         """Whether ranks may have different numbers of passes under the plan."""
         raise NotImplementedError
 
-    def _pass(self, *, last: bool) -> AbstractContextManager[None]:
+    def _model_of_one_rank(self) -> nn.Module | None:
+        """The model, as one rank can run it without the others; None if it cannot."""
+        raise NotImplementedError
+
+    def _pass(self, last: bool) -> AbstractContextManager[None]:
         """A context for the forward and the backward of one pass."""
         raise NotImplementedError
 
@@ -97,11 +97,18 @@ class UnequalPasses:
 
     def __call__(
         self, batch: Any, *, weight: Weight | None = None, loss: Loss = "mean"
-    ) -> Iterator[Any]:
+    ) -> MicroBatchLoop:
         """Iterate over this rank's micro-batches of a global batch. Collective.
 
         Call `backward` once for each. A rank without samples in a pass gets one sample, whose
         gradient does not count: the engine needs a forward and a backward of every rank.
+
+        An exception in the body ends the loop and is reported to the other ranks. If the iterator
+        is kept in a variable, use it as a context manager, whose exit does that:
+
+            with passes(batch) as micro_batches:
+                for micro_batch in micro_batches:
+                    passes.backward(loss_fn(model, micro_batch))
 
         Args:
             batch: this rank's part of the global batch, as `HeteroBatchSampler` gives it: any
@@ -116,33 +123,32 @@ class UnequalPasses:
             ValueError, TypeError, RuntimeError: this rank's batch is wrong, a loop body called
                 `backward` of the loss itself, or not at all.
         """
-        opened = self._splitter.open(
-            self._control, batch, weight, loss, partial(self._check, batch)
+        step = UserStep(
+            Trained(
+                engine=self.engine,
+                called=self._called,
+                model=self._model,
+                control=self._control,
+                in_pass=self._pass,
+                on_end=self._end_step,
+            )
         )
-        micro_batches, _, _ = opened.wait(lambda: None)
-        self._in_step, self._has_agreed, self._loss = True, False, 0.0
-        self._parameters, self._holding = list(self._model.parameters()), None
-        watch = self._called.register_forward_hook(self._watch_outputs)
-        try:
-            for micro_batch in micro_batches:
-                self._open, self._has_run = micro_batch, False
-                with self._pass(last=micro_batch.last):
-                    yield micro_batch.batch if micro_batch.samples else one_sample(batch)
-                    if self._open is not None:
-                        raise RuntimeError(self._without_backward())
-                    if not micro_batch.last:
-                        self._check_gradients_are_kept()
-        except GeneratorExit:  # a break, or an exception in the loop body
-            if self._open is not None or not micro_batch.last:
-                self._fail(PoplarError(_left_early(self._group.rank)))
-            raise
-        except Exception as error:
-            self._fail(error)
-            raise
-        finally:
-            watch.remove()
-            self._open, self._in_step = None, False
-            self._parameters, self._holding = [], None
+
+        def start() -> list[MicroBatch]:
+            model = self._model_of_one_rank()
+            if model is not None and weight is None and loss == "mean":
+                self._first_loss.look_at_loop(model, batch)
+            check = partial(self._check, batch)
+            opened = self._splitter.open(self._control, batch, weight, loss, check)
+            micro_batches, _, _ = opened.wait(lambda: None)
+            self._first_batches.look(opened.batch)
+            self._step = step
+            return [
+                each if each.samples else replace(each, batch=one_sample(batch))
+                for each in micro_batches
+            ]
+
+        return MicroBatchLoop(step, start)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of this pass with its weight. Collective in the last pass of a step.
@@ -155,39 +161,9 @@ class UnequalPasses:
             RuntimeError: not in the loop, called twice for one micro-batch, the loss is not of
                 this model, or gradients of earlier passes were dropped.
         """
-        micro_batch = self._open
-        if micro_batch is None:
-            raise RuntimeError(
-                f"rank {self._group.rank}: backward() is for the loop over passes, once for each "
-                "micro-batch: for micro_batch in passes(batch): "
-                "passes.backward(loss_fn(model, micro_batch))"
-            )
-        if not self._has_run:
-            raise RuntimeError(
-                f"rank {self._group.rank}: the model that UnequalPasses was given has not run in "
-                f"this pass, so {self.engine} would not reduce its gradients; compute the loss "
-                "with that model, and give UnequalPasses the compiled one if you compile it"
-            )
-        check_scalar(loss, prefix=f"rank {self._group.rank}: ")
-        self._check_gradients_are_kept()
-        if micro_batch.last:
-            self._agree()
-        self._open = None
-        self._in_backward = True
-        try:
-            self._run_backward(loss, micro_batch)
-        finally:
-            self._in_backward = False
-        self._holding = next((p for p in self._parameters if p.grad is not None), None)
-
-    def _run_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        if micro_batch.weight and micro_batch.samples:
-            factor = micro_batch.weight * self._group.size  # the engine divides by the size
-            (loss * factor).backward()
-            self._loss = self._loss + loss.detach().double() * micro_batch.weight
-        else:
-            with gradients_zeroed(loss):
-                loss.backward()
+        if self._step is None:
+            raise RuntimeError(outside_of_the_loop(self._group.rank))
+        self._step.backward(loss)
 
     def global_loss(self) -> Tensor:
         """The loss of the last global batch: a float64 scalar, equal on all ranks. Collective.
@@ -195,68 +171,25 @@ class UnequalPasses:
         It contains the loss scale if the losses were scaled.
         """
         device = next(self._model.parameters()).device
-        value = torch.as_tensor(self._loss, dtype=torch.float64, device=device).reshape(())
-        value = value.clone()
+        loss = self._loss if self._step is None else self._step.loss
+        value = torch.as_tensor(loss, dtype=torch.float64, device=device).reshape(()).clone()
         dist.all_reduce(value, group=self._group.process_group)
         return value
 
-    def _agree(self) -> None:
-        """Check that no rank has failed before the collectives of the last backward. Collective."""
-        self._has_agreed = True
-        raise_on_any_error(self._control, None, doing=_DOING)
-
-    def _fail(self, error: Exception) -> None:
-        """Report an error of this rank to the ranks that wait in `_agree`, and drop gradients."""
-        self._has_failed = True
-        for parameter in self._model.parameters():
-            parameter.grad = None
-        if self._has_agreed:
-            return  # the other ranks are in their last backward, or have raised
-        self._has_agreed = True
-        with suppress(Exception):  # this rank raises the error itself
-            raise_on_any_error(self._control, error, doing=_DOING)
-        if isinstance(error, PoplarError):  # nothing is raised after a break
-            warnings.warn(f"{error}, so the gradients of this step were dropped", stacklevel=3)
-
-    def _watch_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook: a backward that has no weight fails before the engine communicates."""
-        self._has_run = True
-
-        def check(gradient: Tensor) -> None:
-            if not self._in_step or self._in_backward:
-                return
-            if self._open is not None:
-                raise RuntimeError(self._without_backward())
-            raise RuntimeError(
-                f"rank {self._group.rank}: a second backward in the loop body, whose gradient has "
-                "no weight; add the losses and call passes.backward(loss) once for each micro-batch"
-            )
-
-        for tensor in pytree.tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(check)
-
-    def _without_backward(self) -> str:
-        return (
-            f"rank {self._group.rank}: the loop body did not call passes.backward(loss), which "
-            "gives the gradient of this pass its weight; call it instead of loss.backward(), once "
-            "for each micro-batch"
-        )
+    def _end_step(self, has_failed: bool) -> None:
+        """Keep what the step has left; drop gradients if it has failed."""
+        if self._step is not None:
+            self._loss, self._step = self._step.loss, None
+        if has_failed:
+            self._has_failed = True
+            for parameter in self._model.parameters():
+                parameter.grad = None
 
     # Checks.
 
-    def _check_gradients_are_kept(self) -> None:
-        """Raise if the loop body has dropped the gradients of the passes before."""
-        if self._holding is not None and self._holding.grad is None:
-            raise RuntimeError(
-                f"rank {self._group.rank}: zero_grad() inside of the loop dropped the gradients of "
-                "this step's earlier passes, which add up; call step() and zero_grad() after the "
-                "loop"
-            )
-
     def _check(self, batch: Any) -> None:
-        if self._in_step:
-            raise RuntimeError("a step was started inside the loop of another step; end it first")
+        if self._step is not None:
+            self._step.check_ended()
         if self._has_failed and not self.continues_after_failure:
             raise RuntimeError(
                 f"an earlier step was left in the middle of a pass, and {self.engine} holds parts "
@@ -308,44 +241,6 @@ class UnequalPasses:
             )
 
 
-def _left_early(rank: int) -> str:
-    return f"rank {rank} left the loop over its passes before its end"
-
-
 def one_sample(batch: Any) -> Any:
     """The first sample of a batch."""
     return pytree.split(batch, [1, pytree.samples_in(batch) - 1])[0]
-
-
-@contextmanager
-def gradients_zeroed(loss: Tensor) -> Iterator[None]:
-    """Gradients that a backward of `loss` adds to parameters are exactly 0, also if it is NaN.
-
-    A factor of 0 would not do: the mean over an empty set is NaN, and 0 * NaN is NaN. Functions
-    written in Python get zeros too, because they may run a backward of their own, to parameters
-    that are not in this graph: reentrant checkpointing does.
-    """
-
-    def zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
-
-    handles = [node.register_prehook(zeros) for node in _reaching_parameters(loss)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _reaching_parameters(loss: Tensor) -> list[Any]:
-    """The nodes of the autograd graph that add gradients to parameters, or may do so inside."""
-    found, seen, stack = [], set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable") or isinstance(node, BackwardCFunction):
-            found.append(node)
-        stack += [following for following, _ in node.next_functions]
-    return found

@@ -7,6 +7,7 @@ without a sampler of their own may all get the same samples. Neither is visible 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,26 +15,45 @@ from torch import Tensor
 
 from poplar.comm import Control
 from poplar.data import pytree
-from poplar.data.sampler import orders_of_samplers
+from poplar.data.sampler import last_drawn_order
 
 
-def compare_first_batches(control: Control, batch: Any) -> None:
-    """Collective, once, when the first step is opened; the host reads one sample.
+class FirstBatchCheck:
+    """Compares the batches of the first step; ignores later ones."""
 
-    Args:
-        batch: of this rank; None without samples.
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._is_done = False
 
-    Raises:
-        ValueError: on all ranks; samplers of two ranks have different orders.
-    """
-    mine = (orders_of_samplers(), _fingerprint(batch))
+    def look(self, batch: Any) -> None:
+        """Compare this rank's batch with those of the others. Collective in the first step.
+
+        Args:
+            batch: None without samples.
+
+        Raises:
+            ValueError: on all ranks; samplers of two ranks have different orders.
+        """
+        if not self._is_done:
+            _compare(self._control, batch)
+            self._is_done = True  # not after an error, which a caller may handle
+
+    def skip(self) -> None:
+        """Compare nothing."""
+        self._is_done = True
+
+
+def _compare(control: Control, batch: Any) -> None:
+    mine = ({} if batch is None else last_drawn_order(), _fingerprint(batch))
     received = control.exchange_objects(mine, what="the first step")
-    for rank, (orders, _) in enumerate(received):
-        if orders and received[0][0] and not orders & received[0][0]:
+    drawn = {rank: order for rank, (order, _) in enumerate(received) if order}
+    first = min(drawn, default=0)
+    for rank, order in drawn.items():
+        if order != drawn[first]:
             raise ValueError(
-                f"the HeteroBatchSampler of rank 0 has {_text(received[0][0])}, that of rank "
-                f"{rank} {_text(orders)}, so their parts are not of the same global batch; give "
-                "all ranks the same dataset length, plan, seed, shuffle and lengths"
+                f"the HeteroBatchSampler of rank {first} has {_text(drawn[first])}, that of rank "
+                f"{rank} {_text(order)}, so their parts are not of the same global batch; give all "
+                "ranks the same dataset length, plan, seed, shuffle, lengths and epoch"
             )
     first_with: dict[Any, int] = {}
     for rank, (_, fingerprint) in enumerate(received):
@@ -48,8 +68,8 @@ def compare_first_batches(control: Control, batch: Any) -> None:
             break
 
 
-def _text(orders: frozenset[tuple[tuple[str, Any], ...]]) -> str:
-    return " or ".join(", ".join(f"{k}={v}" for k, v in o if v != "") for o in sorted(orders))
+def _text(order: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in order.items() if value != "")
 
 
 def _fingerprint(batch: Any) -> tuple[Any, ...] | None:

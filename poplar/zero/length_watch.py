@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from poplar.data.example_lengths import padded_length
-from poplar.data.sampler import some_sampler_knows_lengths
+from poplar.data.sampler import last_drawn_order
 
 STEPS = 16
 """Steps that are looked at."""
@@ -50,7 +50,7 @@ class LengthWatch:
         self._longest = max(self._longest, length)
         self._shortest = min(self._shortest or length, length)
         differs = self._longest - self._shortest > TOLERANCE * self._shortest
-        if not differs or some_sampler_knows_lengths():
+        if not differs or last_drawn_order().get("lengths"):
             return
         self._steps_left = 0
         warnings.warn(

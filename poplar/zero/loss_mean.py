@@ -27,6 +27,8 @@ _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torc
 """Relative errors of a loss that rounding may explain, with a margin."""
 _COUPLED = 1e-2
 """Relative error from which on no weight may explain a loss."""
+_TAKES_WEIGHT = "here and to train_step or micro_batches"
+"""Where `weight=` belongs."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class _Labels:
     weight: Callable[[Any], Tensor]
 
 
-def wrong_weight(loss_fn: LossFunction, model: nn.Module, batch: Any) -> str | None:
+def wrong_weight(
+    loss_fn: LossFunction, model: nn.Module, batch: Any, *, where: str = _TAKES_WEIGHT
+) -> str | None:
     """Why the number of samples is the wrong weight for a loss, and what to do; None: it is right.
 
     The model runs a few forwards in evaluation mode, so dropout plays no part. Losses that raise
@@ -48,6 +52,7 @@ def wrong_weight(loss_fn: LossFunction, model: nn.Module, batch: Any) -> str | N
         loss_fn: as for `train_step`.
         model: whose parameters have their values.
         batch: samples as in training.
+        where: where the user passes `weight=`, after "pass weight=...".
     """
     compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
     if compiled or any(hasattr(module, "_orig_mod") for module in model.modules()):
@@ -84,20 +89,18 @@ def wrong_weight(loss_fn: LossFunction, model: nn.Module, batch: Any) -> str | N
         if error(counts, sum(counts)) * _CLEAR < by_samples:
             return (
                 f"the loss is a mean over tokens, not over samples ({found}): pass "
-                f"weight={own.expression} here and to train_step or micro_batches, or the gradient "
-                "depends on how a batch is split"
+                f"weight={own.expression} {where}, or the gradient depends on how a batch is split"
             )
     if error([1.0, 1.0], 1.0) * _CLEAR < by_samples:
         return (
-            f"the loss is a sum over samples, not a mean ({found}): pass loss='sum' here and to "
-            "train_step or micro_batches, or the gradient depends on how a batch is split"
+            f"the loss is a sum over samples, not a mean ({found}): return the mean, or pass "
+            f"loss='sum' {_TAKES_WEIGHT}, or the gradient depends on how a batch is split"
         )
     if by_samples > max(_COUPLED, rounding):
         return (
             f"this loss is not the mean of its samples' losses ({found}): if it is a mean over "
-            "something else, pass weight= here and to train_step or micro_batches, such as "
-            "poplar.tokens(). If it couples samples (contrastive, balancing), the gradient depends "
-            "on how a batch is split"
+            f"something else, pass weight= {where}, such as poplar.tokens(). If it couples samples "
+            "(contrastive, balancing), the gradient depends on how a batch is split"
         )
     return None
 
@@ -111,19 +114,42 @@ class FirstLossCheck:
     def __init__(self, *, looks: bool) -> None:
         """`looks`: this is the rank that looks, and it has the values of all parameters."""
         self._looks = looks
+        self._loss_fn: LossFunction | None = None
+        self._where = _TAKES_WEIGHT
+
+    def expect(self, loss_fn: LossFunction, where: str) -> None:
+        """Take the loss function of a loop that does not pass it, and where its weight belongs."""
+        if self._looks:
+            self._loss_fn, self._where = loss_fn, where
+
+    def look_at_loop(self, model: nn.Module, batch: Any) -> None:
+        """As `look`, for a loop whose loss function is not known, unless it was told.
+
+        Language models return their own loss if they are called with a batch that has labels.
+        """
+        if self._loss_fn is None:
+            self._where = "to the loop over micro-batches, if it uses the model's own loss"
+        self.look(self._loss_fn or _own_loss, model, batch)
 
     def look(self, loss_fn: LossFunction, model: nn.Module, batch: Any) -> None:
         """Look at the first batch that is given; ignore later ones."""
-        looks, self._looks = self._looks, False
+        looks, self._looks, self._loss_fn = self._looks, False, None
         if not looks:
             return
         try:
             has_labels = next(_ignoring_labels(batch), None) is not None
-            found = wrong_weight(loss_fn, model, batch) if has_labels else None
+            found = wrong_weight(loss_fn, model, batch, where=self._where) if has_labels else None
         except Exception:  # the step reports a wrong batch on all ranks
             return
         if found is not None:
             warnings.warn(found, stacklevel=4)
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a model returns, as those of Hugging Face do; it raises for other models."""
+    output = model(**batch)
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
+    return loss
 
 
 def _value(loss_fn: LossFunction, model: nn.Module, batch: Any) -> float:

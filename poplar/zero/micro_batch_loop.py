@@ -11,21 +11,52 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from poplar.errors import PoplarError
 from poplar.zero.micro_batches import MicroBatch
 
-if TYPE_CHECKING:
-    from poplar.zero.step import Step
+
+class UserPasses(Protocol):
+    """What runs the passes of a step around the body of a `MicroBatchLoop`."""
+
+    @property
+    def left_early(self) -> str:
+        """What the other ranks are told if the loop was left before its end."""
+        ...
+
+    @property
+    def has_open_pass(self) -> bool:
+        """Whether a pass has begun without which the step is not complete."""
+        ...
+
+    def enter_user_loop(self, loop: MicroBatchLoop) -> None:
+        """The step has been opened, and its passes are those of `loop`."""
+        ...
+
+    def begin_user_pass(self, micro_batch: MicroBatch, rest: Sequence[MicroBatch]) -> bool:
+        """Run a pass up to where the body starts; False if the body has no part in it."""
+        ...
+
+    def end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
+        """End the pass of the body, if there is one; on an error, abandon the step and raise."""
+        ...
+
+    def finish_user_passes(self) -> None:
+        """All passes have ended."""
+        ...
+
+    def abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
+        """End the step without a result, and report `reason` to all ranks."""
+        ...
 
 
 class MicroBatchLoop(Iterator[Any]):
-    """Yields the micro-batches that have samples; the user runs a backward for each. Collective."""
+    """Yields the micro-batches of this rank; the user runs a backward for each. Collective."""
 
-    def __init__(self, step: Step, start: Callable[[], Sequence[MicroBatch]]) -> None:
+    def __init__(self, passes: UserPasses, start: Callable[[], Sequence[MicroBatch]]) -> None:
         """`start`: opens the step and returns this rank's micro-batches. Collective."""
-        self._step, self._start = step, start
+        self._passes, self._start = passes, start
         self._rest: deque[MicroBatch] | None = None
         """Micro-batches whose passes have not begun; None before the step is opened."""
         self._ended = False
@@ -50,14 +81,12 @@ class MicroBatchLoop(Iterator[Any]):
             raise StopIteration
         try:
             rest = self._open()
-            self._step.end_user_pass(rest)
+            self._passes.end_user_pass(rest)
             while rest:
                 micro_batch = rest.popleft()
-                if self._step.begin_pass(micro_batch):
-                    if micro_batch.samples:
-                        return micro_batch.batch
-                    self._step.end_user_pass(rest)
-            self._step.finish_user_passes()
+                if self._passes.begin_user_pass(micro_batch, rest):
+                    return micro_batch.batch
+            self._passes.finish_user_passes()
         except BaseException:
             self._ended = True
             raise
@@ -65,25 +94,35 @@ class MicroBatchLoop(Iterator[Any]):
         raise StopIteration
 
     @property
+    def is_running(self) -> bool:
+        """Whether the step has been opened, and the loop has not ended."""
+        return self._rest is not None and not self._ended
+
+    @property
     def is_open(self) -> bool:
-        """Whether the step has been opened, and passes of it remain or one is open."""
-        if self._ended or self._rest is None:
-            return False
-        return bool(self._rest) or self._step.has_open_pass
+        """Whether it is running, and passes of its step remain or one is open."""
+        return self.is_running and (bool(self._rest) or self._passes.has_open_pass)
+
+    def end(self) -> None:
+        """Yield nothing more."""
+        self._ended = True
 
     def close(self, reason: str = "", *, why: str = "") -> None:
-        """Abandon the step on all ranks, if passes remain. Collective then.
+        """End the loop. Abandon the step on all ranks, if passes remain. Collective then.
 
         Args:
             reason: what the other ranks are told.
             why: what a later iteration raises.
         """
-        was_open = self.is_open
+        is_running, is_open = self.is_running, self.is_open
         self._why_ended = self._why_ended or why
         self._ended = True
-        if was_open and self._rest is not None:
-            text = f"{_LEFT_EARLY}: {reason}" if reason else f"{_LEFT_EARLY} ({_CAUSES})"
-            self._step.abandon(self._rest, PoplarError(text))
+        if is_open and self._rest is not None:
+            left = self._passes.left_early
+            text = f"{left}: {reason}" if reason else f"{left} ({_CAUSES})"
+            self._passes.abandon(self._rest, PoplarError(text))
+        elif is_running:
+            self._passes.finish_user_passes()
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -93,9 +132,8 @@ class MicroBatchLoop(Iterator[Any]):
         if self._rest is None:
             micro_batches = self._start()
             self._rest = deque(micro_batches)
-            self._step.enter_user_loop(self)
+            self._passes.enter_user_loop(self)
         return self._rest
 
 
-_LEFT_EARLY = "the micro_batches loop was left early"
 _CAUSES = "an exception in its body, or break"

@@ -42,6 +42,8 @@ class MicroBatch:
 class OpenedStep:
     """A step that this rank has opened; other ranks may not have."""
 
+    batch: Any
+    """This rank's part of the global batch; None without samples."""
     first: Any
     """The first micro-batch of this rank that has samples; None if there is none."""
     first_pass: int | None
@@ -112,7 +114,9 @@ class BatchSplitter:
             return micro_batches, step_sizes, waited
 
         first = next((at for at, size in enumerate(sizes) if size), None) if error is None else None
-        return OpenedStep(None if first is None else batches[first], first, wait)
+        if first is None:
+            return OpenedStep(None, None, None, wait)
+        return OpenedStep(batch, batches[first], first, wait)
 
     def _micro_batches(
         self,

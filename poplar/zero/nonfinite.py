@@ -2,7 +2,8 @@
 
 The device decides, from values that all ranks have with the same bits, so that the host does not
 wait between backward and update. On a CUDA device the host reads the decision when the next step is
-closed, by when the device has long passed it; elsewhere it reads it at once.
+closed, by when the device has long passed it, or before it reads or saves the trained values;
+elsewhere it reads it at once.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ class _UnreadStep:
     applied: bool
     """The update did not depend on the flag."""
 
+    def ranks_at_fault(self) -> list[int]:
+        """The ranks whose loss was not finite."""
+        losses = self.losses.tolist()
+        return [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+
 
 class NonFiniteSteps:
     """Finds the steps of one optimizer that are not finite."""
@@ -72,14 +78,12 @@ class NonFiniteSteps:
         self._unread: _UnreadStep | None = None
         self._found: _UnreadStep | None = None
 
-    def flag(self, summary: StepSummary, *, has_losses: bool) -> Tensor | None:
-        """One fp32 on the device: 1 if the step is not finite; None if nothing tells."""
-        checked = [summary.losses] if has_losses else []
+    def flag(self, summary: StepSummary) -> Tensor:
+        """One fp32 on the device: 1 if a loss that is known or the norm is not finite, else 0."""
+        checked = summary.losses
         if summary.norm_type is not None:
-            checked.append(summary.norm.view(1))
-        if not checked:
-            return None
-        return (~torch.isfinite(torch.cat(checked))).any().float()
+            checked = torch.cat([checked, summary.norm.view(1)])
+        return (~torch.isfinite(checked)).any().float()
 
     def skips(self) -> bool:
         """Whether the update gets the flag: not if its class would make the host wait for it."""
@@ -107,17 +111,21 @@ class NonFiniteSteps:
     def raise_if_found(self) -> None:
         """Raise on all ranks, or warn, if the last step was not finite. Collective then.
 
+        It waits until the device has decided that.
+
         Raises:
             PoplarError: on the ranks whose loss was not finite, or on all, if only the norm was.
             RankFailed: on the other ranks.
         """
         self.settle()
+        self.raise_if_read()
+
+    def raise_if_read(self) -> None:
+        """As `raise_if_found`, if the flag of the last step has been read."""
         step, self._found = self._found, None
         if step is None:
             return
-        losses = step.losses.tolist()
-        at_fault = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-        rank = self._control.group.rank
+        rank, at_fault = self._control.group.rank, step.ranks_at_fault()
         if self._choice == "skip":
             if rank == 0:
                 who = f"the loss of rank(s) {at_fault}" if at_fault else "the gradient norm"
@@ -125,23 +133,36 @@ class NonFiniteSteps:
             return
         error = None
         if rank in at_fault or not at_fault:
-            error = PoplarError(self._message(step, losses[rank], bool(at_fault)))
+            error = PoplarError(self._message(step, rank))
         raise_on_all_ranks(self._control, error, doing="a step")
 
-    def _message(self, step: _UnreadStep, loss: float, is_loss: bool) -> str:
-        what = "the gradient norm is not finite, although all losses are"
-        if is_loss:
-            values = [float(value) for value in step.passes]
+    def raise_here(self) -> None:
+        """Raise if the last step was not finite, in a call that other ranks may not make. Local.
+
+        The next collective call raises it again, on all ranks.
+        """
+        self.settle()
+        step, own = self._found, self._control.group.rank
+        if step is not None and self._choice == "raise":
+            at_fault = step.ranks_at_fault()
+            rank = own if own in at_fault else min(at_fault, default=own)
+            raise PoplarError(self._message(step, rank))
+
+    def _message(self, step: _UnreadStep, rank: int) -> str:
+        known = ", although all losses are" if step.passes else ""
+        what = f"the gradient norm is not finite{known}"
+        if rank in step.ranks_at_fault():
+            own = step.passes if rank == self._control.group.rank else ()
+            values = [float(value) for value in own]
             bad = [place for place, value in enumerate(values) if not math.isfinite(value)]
             where = f" in pass {bad[0] + 1} of {len(values)}" if bad else ""
-            what = f"the loss is {values[bad[0]] if bad else loss}{where}"
+            what = f"the loss is {values[bad[0]] if bad else float(step.losses[rank])}{where}"
         outcome = (
             "the parameters were updated with it, so load a checkpoint"
             if step.applied
             else "no rank applied the step"
         )
         return (
-            f"rank {self._control.group.rank}: {what}; {outcome}. Look for bad samples, a too "
-            "large learning rate or an overflow in low precision. on_nonfinite='skip' leaves such "
-            "steps out and continues"
+            f"rank {rank}: {what}; {outcome}. Look for bad samples, a too large learning rate or "
+            "an overflow in low precision. on_nonfinite='skip' leaves such steps out and continues"
         )

@@ -32,6 +32,7 @@ from poplar.zero.agreement import (
     norm_rows,
 )
 from poplar.zero.engine import Engine
+from poplar.zero.first_batch import FirstBatchCheck
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import held_memory
 from poplar.zero.micro_batch_loop import MicroBatchLoop
@@ -46,6 +47,8 @@ from poplar.zero.update import ShardedUpdate
 
 class Step:
     """Moves the steps of one engine through their phases. One object serves all steps."""
+
+    left_early = "the micro_batches loop was left early"
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Step:
         update.before_reading_state = self._nonfinite.settle
         self._rank = engine.comm.group.rank
         self._trace = engine.comm.group.trace
+        self.first_batches = FirstBatchCheck(engine.control)
         self._loop: weakref.ref[MicroBatchLoop] | None = None
 
     def reset(self) -> None:
@@ -75,6 +79,8 @@ class Step:
         engine = self._engine
         try:
             micro_batches, sizes, waited = opened.wait(self._drop_early_pass)
+            if not engine.has_early_pass:  # whose collectives come first
+                self.first_batches.look(opened.batch)
         except CollectiveTimeout:
             engine.abort()
             raise
@@ -129,13 +135,12 @@ class Step:
             The first error of this rank.
         """
         error: Exception | None = None
-        losses: list[Tensor] = []
         for micro_batch in micro_batches:
             if not self.begin_pass(micro_batch):
                 continue
             try:
                 if micro_batch.samples and error is None:
-                    losses += self._run_pass(micro_batch, forward, scaler)
+                    self._run_pass(micro_batch, forward, scaler)
             except CollectiveTimeout:
                 self._engine.abort()
                 raise
@@ -147,22 +152,18 @@ class Step:
                 if not is_out_of_memory(caught):
                     raise
                 error = error or self._failed_pass(caught, micro_batch)
-        state = self._engine.step
-        state.loss, state.pass_losses, state.has_losses = sum(losses), losses, True
         return error
 
     def _run_pass(
         self, micro_batch: MicroBatch, forward: MicroBatchLoss, scaler: GradScaler | None
-    ) -> list[Tensor]:
-        """Forward and backward; returns the weighted loss, if it counts.
+    ) -> None:
+        """Forward and backward.
 
         Its own function, so that an error leaves no other reference to the autograd graph.
         """
         value = forward(micro_batch.batch)
         (value if scaler is None else scaler.scale(value)).backward()
-        if not micro_batch.weight:  # the mean over an empty set is NaN
-            return []
-        return [value.detach().double() * micro_batch.weight]
+        self._engine.step.add_loss(value)
 
     def _failed_pass(self, error: Exception, micro_batch: MicroBatch) -> Exception:
         """The error to report; if memory ran out, free what the pass held and note its size."""
@@ -194,7 +195,10 @@ class Step:
             Whether there was one.
         """
         loop = self._loop() if self._loop is not None else None
-        if loop is None or not loop.is_open:
+        if loop is None:
+            return False
+        if not loop.is_open:  # its step has been applied, or it has ended
+            loop.end()
             return False
         loop.close(why, why=why)
         return True
@@ -258,6 +262,18 @@ class Step:
         elif state.phase is Phase.ACCUMULATED:
             engine.reduce_without_backward()  # all passes were inside no_sync()
         engine.finish_gradients()
+
+    def begin_user_pass(self, micro_batch: MicroBatch, rest: Sequence[MicroBatch]) -> bool:
+        """Open a pass of the user's loop; one without samples is run here. Collective.
+
+        Returns:
+            Whether the body of the loop runs it.
+        """
+        if not self.begin_pass(micro_batch):
+            return False
+        if not micro_batch.samples:
+            self.end_user_pass(rest)
+        return micro_batch.samples > 0
 
     def end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
         """End the open pass of the user's loop; on an error, abandon the step on all ranks.
@@ -410,11 +426,12 @@ class Step:
         """
         self.finish_passes()
         engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
-        summary = state.summary or self.close(None)
+        # The norm shows losses that nobody told; the reductions have computed sums of squares.
+        summary = state.summary or self.close(2.0)
         unused, found_inf = summary.unused, state.found_inf
         flag = None
         if found_inf is None:  # else a loss scaler decides
-            flag = self._nonfinite.flag(summary, has_losses=state.has_losses)
+            flag = self._nonfinite.flag(summary)
             found_inf = flag if self._nonfinite.skips() else None
         with self._stops_all_ranks():
             strategy.updated.finish()  # of units that have had no forward since the last update
@@ -432,8 +449,15 @@ class Step:
             losses, passes, applied = summary.losses, state.pass_losses, found_inf is None
             state.skipped = self._nonfinite.record(flag, losses, passes, applied=applied)
         self.reset()
-        if not strategy.streams.asynchronous:
-            self._nonfinite.raise_if_found()
+        self._nonfinite.raise_if_read()
+
+    def raise_if_nonfinite(self) -> None:
+        """Raise on all ranks if the last step was not finite; see `NonFiniteSteps`. Collective."""
+        self._nonfinite.raise_if_found()
+
+    def raise_if_nonfinite_here(self) -> None:
+        """As `raise_if_nonfinite`, on this rank alone."""
+        self._nonfinite.raise_here()
 
     @contextmanager
     def _stops_all_ranks(self) -> Iterator[None]:

@@ -41,12 +41,8 @@ class StepState:
     """Samples in the global batch."""
     waited_to_open: float = 0.0
     """Seconds spent waiting for other ranks to open the step."""
-    loss: Tensor | float = 0.0
-    """This rank's part of the weighted loss."""
-    has_losses: bool = False
-    """`loss` is known on all ranks: the passes are those of `train_step`."""
     pass_losses: list[Tensor] = field(default_factory=list)
-    """Its summands, one per pass that counts."""
+    """The weighted losses of this rank's passes that count, as far as they are known."""
     open_micro_batch: MicroBatch | None = None
     """The input of the pass that is open now."""
     pass_began: Any = None
@@ -69,3 +65,14 @@ class StepState:
     """In `train_step` no user code reads `.grad` before the update."""
     in_user_loop: bool = False
     """The passes are those of a `micro_batches` loop, whose body may read `.grad`."""
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of the open pass; the host does not wait for its value."""
+        weight = 0.0 if self.open_micro_batch is None else self.open_micro_batch.weight
+        if weight:  # the mean over an empty set is NaN
+            self.pass_losses.append(loss.detach().double() * weight)
+
+    @property
+    def loss(self) -> Tensor | float:
+        """This rank's part of the weighted loss."""
+        return sum(self.pass_losses, start=0.0)

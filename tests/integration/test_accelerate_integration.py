@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from launched import BATCH, PLANS, as_launched, fresh_state, three_ranks
+from subset import choose
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -127,6 +129,90 @@ def test_without_a_plan_the_ranks_are_measured(three):
         torch.testing.assert_close(norms, expected, rtol=1e-4, atol=1e-5)
 
 
+def meet_a_nonfinite_loss(stage: int, choice: str) -> tuple[str, list[str], bool]:
+    """The second pass of rank 0 has no finite loss. What is raised and warned, and who stepped."""
+    as_launched()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader, _ = prepared(PLANS[stage], accelerator, on_nonfinite=choice)
+    message = ""
+    with optimizer.full_parameters():
+        before = [p.detach().clone() for p in model.parameters()]
+    with warnings.catch_warnings(record=True) as warned:
+        try:
+            for number, micro_batch in enumerate(optimizer.micro_batches(next(iter(loader)))):
+                loss = loss_fn(model, micro_batch)
+                bad = accelerator.process_index == 0 and number == 1
+                accelerator.backward(loss * float("nan") if bad else loss)
+            optimizer.step()
+        except poplar.PoplarError as error:
+            message = str(error)
+    with optimizer.full_parameters():
+        same = all(map(torch.equal, before, model.parameters()))
+    return message, [str(warning.message) for warning in warned], same
+
+
+@pytest.mark.parametrize("choice", ["raise", "skip"])
+@pytest.mark.parametrize("stage", choose(quick=(2,), full=(1, 2, 3)))
+def test_a_nonfinite_loss_is_applied_on_no_rank(three, stage, choice):
+    answers = three.run(meet_a_nonfinite_loss, stage, choice)
+    for message, _, same in answers:
+        assert ("rank 0: the loss is nan in pass 2 of 2" in message) == (choice == "raise")
+        assert same
+    skipped = [text for text in answers[0][1] if "the loss of rank(s) [0]" in text]
+    assert len(skipped) == (choice == "skip")
+
+
+class Tagger(nn.Module):
+    """Its loss is a mean over labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Embedding(7, 7)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.inner(tokens).mT, labels)
+
+
+def mean_over_labels(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return model(*batch)
+
+
+def warnings_of_a_mean_over_labels(is_weighted: bool) -> list[str]:
+    as_launched()
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 7, (5 * BATCH, 6), generator=generator)
+    ends = torch.randint(1, 7, (5 * BATCH, 1), generator=generator)
+    labels = tokens.masked_fill(torch.arange(6) >= ends, -100)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = DataLoader(TensorDataset(tokens, labels), batch_size=2)
+    model, optimizer, loader, _ = prepare(
+        accelerator,
+        Tagger(),
+        torch.optim.AdamW,
+        loader,
+        loss_fn=mean_over_labels,
+        plan=PLANS[1],
+        lr=0.1,
+    )
+    weight = poplar.tokens(shift=False, labels=1) if is_weighted else None
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for batch in loader:
+            for micro_batch in optimizer.micro_batches(batch, weight=weight):
+                accelerator.backward(mean_over_labels(model, micro_batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(warning.message) for warning in warned]
+
+
+def test_a_mean_over_labels_warns_once_without_its_weight(three):
+    first, *others = three.run(warnings_of_a_mean_over_labels, False)
+    assert len(first) == 1
+    assert "pass weight=poplar.tokens(shift=False, labels=1) to micro_batches" in first[0]
+    assert others == [[], []]
+    assert three.run(warnings_of_a_mean_over_labels, True) == [[], [], []]
+
+
 def use_wrongly(way: str) -> None:
     as_launched()
     steps = 1 if way == "batch" else 2
@@ -153,6 +239,9 @@ def use_wrongly(way: str) -> None:
     if way == "accumulate":
         with accelerator.accumulate(model):
             pass
+    if way == "accumulation set later":
+        accelerator.gradient_accumulation_steps = 2
+        accelerator.backward(loss_fn(model, [torch.ones(1, 4), torch.ones(1, 1)]))
     if way == "clip value":
         accelerator.clip_grad_value_(model.parameters(), 1.0)
     if way == "clip some":
@@ -169,6 +258,7 @@ def use_wrongly(way: str) -> None:
         ("prepared model", "leave out accelerator.prepare for it"),
         ("no plan", "needs loss_fn= to make a plan"),
         ("accumulate", "use `for micro_batch in optimizer.micro_batches"),
+        ("accumulation set later", "leave it at 1"),
         ("clip value", "use accelerator.clip_grad_norm_"),
         ("clip some", "pass model.parameters()"),
     ],

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from unequal_passes import Job, assert_equal_losses
 
+import poplar
 from poplar import Plan
 from poplar.integrations import ddp
 
@@ -77,6 +78,15 @@ def raises_on_one_rank(job: Job, model: Any, passes: Any) -> None:
         passes.backward(loss)
 
 
+def raises_in_a_context(job: Job, model: Any, passes: Any) -> None:
+    with passes(training.part_of(job, 0), weight=job.weight) as kept:
+        for number, micro_batch in enumerate(kept):
+            loss = training.loss_fn(model, micro_batch)
+            if harness.rank() == 0 and number == 1:
+                raise KeyError("lost on rank 0")
+            passes.backward(loss)
+
+
 def calls_backward_of_the_loss(job: Job, model: Any, passes: Any) -> None:
     for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
         training.loss_fn(model, micro_batch).backward()
@@ -134,6 +144,7 @@ LOOPS = {
     function.__name__: function
     for function in (
         raises_on_one_rank,
+        raises_in_a_context,
         calls_backward_of_the_loss,
         calls_no_backward,
         runs_the_unwrapped_model,
@@ -147,6 +158,7 @@ LOOPS = {
 }
 MESSAGES = {
     "raises_on_one_rank": "rank 0 left the loop over its passes",
+    "raises_in_a_context": "before its end: KeyError: 'lost on rank 0'",
     "calls_backward_of_the_loss": "did not call passes.backward(loss)",
     "calls_no_backward": "did not call passes.backward(loss)",
     "runs_the_unwrapped_model": "compute the loss with that model",
@@ -169,6 +181,88 @@ def test_all_ranks_raise_and_training_may_continue(ranks: Pool, mistake: str) ->
         assert len(caught) == 1
     assert MESSAGES[mistake] in answers[1][0][0].message
     assert_equal_losses([losses for _, losses in answers], job)
+
+
+def keep_the_iterator_of_a_failed_loop(job: Job) -> tuple[list[str], list[float]]:
+    """The messages of a loop that fails on rank 0 and of the step after it; then a training."""
+    model = training.wrap(job)
+    optimizer = training.optimizer_of(job, model)
+    passes = ddp.UnequalPasses(model, job.plan)
+    kept = passes(training.part_of(job, 0), weight=job.weight)
+    messages = []
+    with harness.catching() as caught:
+        for number, micro_batch in enumerate(kept):
+            loss = training.loss_fn(model, micro_batch)
+            if harness.rank() == 0 and number == 1:
+                raise KeyError("lost on rank 0")
+            passes.backward(loss)
+    messages.append(caught[0].message)
+    with harness.catching() as caught:
+        training.step_with(job, model, optimizer, passes, 0)
+    messages.append(caught[0].message)
+    steps = range(job.steps)
+    return messages, [training.step_with(job, model, optimizer, passes, step) for step in steps]
+
+
+@pytest.mark.filterwarnings("ignore:rank 0 left the loop")
+def test_a_kept_iterator_ends_when_the_next_step_begins(ranks: Pool) -> None:
+    job = Job("tagger", ONE_WITHOUT_SAMPLES, steps=2)
+    answers = ranks.run(keep_the_iterator_of_a_failed_loop, job, ranks=3)
+    for messages, _ in answers:
+        assert "use `with passes(batch) as micro_batches:`" in messages[1]
+    assert "rank 0 left the loop over its passes" in answers[1][0][0]
+    assert_equal_losses([losses for _, losses in answers], job)
+
+
+def warnings_of_a_16_bit_loss(job: Job, dtype: torch.dtype) -> int:
+    """How many warnings a step has whose losses are of this dtype."""
+    model = training.wrap(job)
+    passes = ddp.UnequalPasses(model, job.plan)
+    with warnings.catch_warnings(record=True) as caught:
+        for micro_batch in passes(training.part_of(job, 0)):
+            passes.backward(training.loss_fn(model, micro_batch).to(dtype))
+    return sum("compute the loss in fp32" in str(warning.message) for warning in caught)
+
+
+def test_16_bit_losses_warn_if_their_weights_are_rounded(ranks: Pool) -> None:
+    """Those of the even plan are 1 / 2; the middle rank of the other one has no samples."""
+    uneven = Job("tagger", ONE_WITHOUT_SAMPLES)
+    even = Job("tagger", Plan.even(3, global_batch=6, micro_batch=1, stage=0))
+    found = ranks.run(warnings_of_a_16_bit_loss, uneven, torch.bfloat16, ranks=3)
+    assert [warned > 0 for warned in found] == [True, False, True]
+    assert ranks.run(warnings_of_a_16_bit_loss, uneven, torch.float32, ranks=3) == [0, 0, 0]
+    assert ranks.run(warnings_of_a_16_bit_loss, even, torch.bfloat16, ranks=3) == [0, 0, 0]
+
+
+def warnings_of_own_loops(job: Job, is_weighted: bool) -> list[list[str]]:
+    """What two steps of a loop warn of, in DDP and in Poplar's own engine."""
+    plain = training.build(job.model)
+    options = {"plan": job.plan, "process_group": harness.group(), "lr": 0.1}
+    own = poplar.HeteroZeroOptimizer(plain, torch.optim.SGD, **options)
+    model = training.wrap(job)
+    passes = ddp.UnequalPasses(model, job.plan)
+    weight, part = job.weight if is_weighted else None, training.part_of(job, 0)
+    found = []
+    for loop, called in ((passes, model), (own.micro_batches, plain)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for micro_batch in loop(part, weight=weight):
+                    loss = training.loss_fn(called, micro_batch)
+                    passes.backward(loss) if loop is passes else loss.backward()
+                if loop is not passes:
+                    own.step()
+        found.append([str(warning.message) for warning in caught])
+    return found
+
+
+def test_the_own_loss_of_a_model_warns_once_without_its_weight(ranks: Pool) -> None:
+    job = Job("llama", UNEQUAL)
+    for number, of_engines in enumerate(ranks.run(warnings_of_own_loops, job, False, ranks=3)):
+        for messages in of_engines:
+            assert len(messages) == (number == 0), "the rank with most samples looks"
+            assert all("weight=poplar.tokens() to the loop" in text for text in messages)
+    assert ranks.run(warnings_of_own_loops, job, True, ranks=3) == [[[], []]] * 3
 
 
 def leave_early(job: Job) -> list[bool]:

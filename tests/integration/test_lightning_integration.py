@@ -129,10 +129,12 @@ def numbers(metrics: Any) -> dict[str, float]:
 
 
 def train(folder: Path, plan: Any) -> dict[str, Any]:
+    """Lightning would divide each loss by 2, for the two batches of a step."""
     with environment():
         monitor = PoplarMonitor([JsonLines(folder / "progress.jsonl")], every=8)
-        module, run = model(), on_ranks(folder, plan, callbacks=[monitor])
-        run.fit(module, data(), data(45, batch_size=3, drop_last=False))
+        run = on_ranks(folder, plan, callbacks=[monitor], accumulate_grad_batches=2)
+        module = model()
+        run.fit(module, data(batch_size=1), data(45, batch_size=3, drop_last=False))
         return {"losses": module.losses, "logged": numbers(run.callback_metrics)}
 
 
@@ -238,6 +240,48 @@ def test_stop_resume_evaluate_save_and_load(ranks, tmp_path, stage):
         weights_only=False,
     )
     assert len(resumed.losses) == 1
+
+
+class BadSample(Regression):
+    """One pass of rank 0 has no finite loss in the third step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.passes = 1 if batch_idx != getattr(self, "of_batch", -1) else self.passes + 1
+        self.of_batch = batch_idx
+        bad = self.global_rank == 0 and batch_idx == 2 and self.passes == 2
+        return loss * float("nan") if bad else loss
+
+
+def meet_a_nonfinite_loss(folder: Path, choice: str) -> tuple[str, list[bool]]:
+    """What is raised, and which steps were skipped."""
+    skipped: list[bool] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            skipped.append(trainer.strategy.last_result.skipped)
+
+    with environment():
+        micro_batches = ((2, 2), (0, 3), (0, 1), (0, 0))
+        strategy = PoplarStrategy(plan=plan_of(2, micro_batches), on_nonfinite=choice)
+        options = {"gradient_clip_val": None, "max_steps": 4, "callbacks": [Watch()]}
+        run = on_ranks(folder, None, strategy=strategy, **options)
+        torch.manual_seed(3)
+        message = ""
+        try:
+            run.fit(BadSample(total=12), data())
+        except poplar.PoplarError as error:
+            message = str(error)
+    return message, skipped
+
+
+def test_a_nonfinite_loss_is_applied_on_no_rank(ranks, tmp_path):
+    for message, skipped in ranks.run(meet_a_nonfinite_loss, tmp_path, "raise", timeout=120):
+        assert "rank 0: the loss is nan in pass 2 of 2" in message
+        assert skipped == [False, False]
+    for message, skipped in ranks.run(meet_a_nonfinite_loss, tmp_path, "skip", timeout=120):
+        assert message == ""
+        assert skipped == [False, False, True, False]
 
 
 class Manual(Regression):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,23 @@ def test_losses_over_tokens_are_those_of_one_process(ranks, tmp_path, kind, stag
     for found in ranks.run(train, tmp_path, kind, stage, timeout=180):
         torch.testing.assert_close(found["losses"], reference.losses, rtol=1e-4, atol=1e-5)
         assert found["samples"] == float(alone.callback_metrics["samples"])
+
+
+def warnings_without_a_weight(folder: Path) -> tuple[list[str], float]:
+    """What the first steps warn of, and how many samples the metric has seen in them."""
+    module = LanguageModel("llama")
+    with environment(), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        strategy = PoplarStrategy(plan=plan_of(1, EVERY_RANK))
+        run = trainer(folder, strategy=strategy, devices=pool.size(), max_steps=2)
+        run.fit(module, DataLoader(samples(), batch_size=2))
+    of_weights = [str(w.message) for w in warned if "weight=" in str(w.message)]
+    return of_weights, float(run.callback_metrics["samples"])
+
+
+def test_a_mean_over_tokens_without_its_weight_warns_once(ranks, tmp_path):
+    (first, seen), *others = ranks.run(warnings_without_a_weight, tmp_path, timeout=120)
+    assert len(first) == 1
+    assert "pass weight=poplar.tokens() to PoplarStrategy" in first[0]
+    assert seen == 2 * GLOBAL_BATCH
+    assert others == [([], seen)] * 3

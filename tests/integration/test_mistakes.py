@@ -36,6 +36,7 @@ from training import STAGES, Run
 
 import poplar
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
+from poplar.zero.streams import Streams
 
 RECIPE = Recipe(spec=ModelSpec(blocks=2, kind="mlp"), batches=(8, 8))
 LAST = 1
@@ -224,6 +225,14 @@ def nonfinite_loss(made: Made) -> None:
         )
 
     made.optimizer.train_step(loss, made.batch)
+
+
+def nonfinite_loss_in_an_own_loop(made: Made) -> None:
+    """Without clipping; nothing tells Poplar the loss."""
+    for number, micro_batch in enumerate(made.optimizer.micro_batches(made.batch)):
+        bad = harness.rank() == LAST and number == 1
+        (loss_fn(made.model, micro_batch) * (float("nan") if bad else 1.0)).backward()
+    made.optimizer.step()
 
 
 def nonfinite_gradient(made: Made) -> None:
@@ -454,14 +463,14 @@ def batch_of_another_size(made: Made) -> None:
 
 
 def samplers_with_different_seeds(made: Made) -> None:
-    sampler = HeteroBatchSampler(64, made.run.plan, seed=harness.rank(), rank=harness.rank())
+    same = HeteroBatchSampler(64, made.run.plan, seed=5, rank=harness.rank())  # of an evaluation
+    own = HeteroBatchSampler(64, made.run.plan, seed=harness.rank(), rank=harness.rank())
     fresh = made.new_optimizer()
-    try:
-        with pytest.raises(ValueError, match="give all ranks the same"):
-            fresh.train_step(loss_fn, made.batch)
-        fresh.train_step(loss_fn, made.batch)  # a handled error does not end the check
-    finally:
-        assert len(sampler) == 8
+    list(same)
+    next(iter(own))
+    with pytest.raises(ValueError, match="give all ranks the same"):
+        fresh.train_step(loss_fn, made.batch)
+    fresh.train_step(loss_fn, made.batch)  # a handled error does not end the check
 
 
 def same_batch_on_all_ranks(made: Made) -> None:
@@ -519,6 +528,7 @@ MISTAKES = [
     Mistake(scale_with_torch, "poplar.GradScaler"),
     Mistake(step_of_a_second_optimizer, "the gradient is not in .grad", stages=SHARDED),
     Mistake(nonfinite_loss, "rank 1: the loss is nan in pass 2 of 2"),
+    Mistake(nonfinite_loss_in_an_own_loop, "the gradient norm is not finite; no rank applied"),
     Mistake(nonfinite_gradient, "the gradient norm is not finite"),
     Mistake(wrapped_in_ddp, "Do not wrap", stages=(0, 1, 2)),  # at stage 3 DDP itself raises
     Mistake(compiled_in_ddp, "Do not wrap", stages=(0, 1, 2)),
@@ -722,6 +732,62 @@ def test_other_optimizers_skip_too(ranks: Pool, optimizer_class: Any) -> None:
     for skipped, _, parameters in ranks.run(skip_nonfinite_steps, 2, optimizer_class, ranks=2):
         assert skipped == [False, True, False]
         training.assert_close(parameters, reference.train(recipe).parameters)
+
+
+class LateStreams(Streams):
+    """A device that decides after the host has issued the step."""
+
+    asynchronous = True
+
+    def timestamp(self) -> Any:
+        return "the end of the update"
+
+
+def read_after_a_nonfinite_last_step(stage: int, folder: str) -> dict[str, Failure | None]:
+    """By what is read or saved after a step whose outcome the host has not asked for, its error."""
+    found = {}
+    reads: dict[str, Callable[[Made], Any]] = {
+        "state_dict": lambda made: made.optimizer.state_dict(),
+        "full_state_dict": lambda made: made.optimizer.full_state_dict(),
+        "full_parameters": lambda made: made.optimizer.full_parameters().__enter__(),
+        "evaluate": lambda made: made.optimizer.evaluate(loss_fn, [made.batch]),
+        "save_model": lambda made: made.optimizer.save_model(f"{folder}/model.safetensors"),
+        "save_checkpoint": lambda made: poplar.save_checkpoint(f"{folder}/saved", made.optimizer),
+        "a step": lambda made: made.optimizer.train_step(loss_fn, made.batch),
+    }
+    for name, read in reads.items():
+        harness.note(name)
+        run = Run(RECIPE, plan_of(stage))
+        model, optimizer = training.prepare(run)
+        steps = optimizer._step._nonfinite
+        steps._streams = LateStreams()
+        group = optimizer._engine.control.group
+        made = Made(run, model, optimizer, training.batch_of(run, 0))
+        with mock.patch.object(type(group), "wait_for_event"):
+            factor = float("nan") if harness.rank() == LAST else 1.0
+            result = optimizer.train_step(lambda m, b, f=factor: loss_fn(m, b) * f, made.batch)
+            with harness.catching() as caught:
+                read(made)
+            assert result.skipped
+            if name == "state_dict":  # local, so it is raised again where all ranks are
+                with harness.catching():
+                    optimizer.evaluate(loss_fn, [made.batch])
+            training.take_step(run, model, optimizer, 0)
+        found[name] = caught[0] if caught else None
+    return found
+
+
+@pytest.mark.parametrize("stage", choose(quick=(2,), full=STAGES))
+def test_nonfinite_last_step_raises_where_its_result_is_read(
+    ranks: Pool, tmp_path: Path, stage: int
+) -> None:
+    """As on a device, where the step itself does not wait for the outcome."""
+    other, own = ranks.run(read_after_a_nonfinite_last_step, stage, str(tmp_path), ranks=2)
+    for name, failure in own.items():
+        assert failure is not None, name
+        assert "rank 1: the loss is nan in pass 1 of 2; no rank applied" in failure.message
+        assert other[name] is not None, name
+        assert "rank 1: the loss is nan" in other[name].message
 
 
 # Autocast

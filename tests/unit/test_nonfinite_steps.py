@@ -49,8 +49,7 @@ class Host:
             norm_type=None if norm is None else 2.0,
             norm=torch.tensor(norm or 0.0, dtype=torch.float64),
         )
-        flag = self.steps.flag(summary, has_losses=True)  # type: ignore[arg-type]
-        assert flag is not None
+        flag = self.steps.flag(summary)  # type: ignore[arg-type]
         own = [summary.losses[0]]
         self.steps.record(flag, summary.losses, own, applied=not self.steps.skips())
 
@@ -95,6 +94,24 @@ def test_state_is_complete_before_it_is_read() -> None:
     assert host.did == [WAIT, "undo"]
     with pytest.warns(UserWarning, match=r"skipped: the loss of rank\(s\) \[0\]"):
         host.steps.raise_if_found()
+
+
+def test_a_local_read_raises_and_leaves_it_to_the_next_collective_call() -> None:
+    host = Host(rank=1)
+    host.end_step(float("nan"), 2.0)
+    for _ in range(2):
+        with pytest.raises(PoplarError, match=r"rank 0: the loss is nan; no rank"):
+            host.steps.raise_here()
+    with pytest.raises(RankFailed):
+        host.steps.raise_if_found()
+    host.steps.raise_here()
+
+
+def test_a_local_read_of_a_skipped_step_raises_nothing() -> None:
+    host = Host("skip")
+    host.end_step(float("nan"), 2.0)
+    host.steps.raise_here()
+    assert host.did == [WAIT, "undo"]
 
 
 @pytest.mark.parametrize(("choice", "waits"), [("raise", False), ("skip", True)])

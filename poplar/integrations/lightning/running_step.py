@@ -25,6 +25,11 @@ class RunningStep:
             self._parts.engine.strategy.streams, self._parts.engine.control.group
         )
 
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of the current pass, so that one that is not finite is found."""
+        self._log.add_loss(loss)
+        self._parts.engine.step.add_loss(loss)
+
     def passes_done(self) -> None:
         """Called after the last pass, before the update, which drops the state of the step."""
         engine = self._parts.engine
@@ -38,7 +43,7 @@ class RunningStep:
         result = StepResult(
             samples=state.samples,
             waiting_on=None,
-            skipped=False,
+            skipped=state.skipped if isinstance(state.skipped, bool) else state.skipped.read,
             losses=loss.reshape(1),
             norm=None,
             stopwatch=self._stopwatch,

@@ -48,6 +48,7 @@ from poplar.plan import Plan
 from poplar.profile import ClusterProfile
 from poplar.system.devices import describe
 from poplar.tuning.autotune import tune
+from poplar.zero.nonfinite import OnNonFinite
 from poplar.zero.step_result import StepResult
 
 
@@ -74,7 +75,7 @@ class PoplarStrategy(DistributedStrategy):
             None: as they are.
         lengths: of the samples of the training dataset, as for `HeteroBatchSampler` and
             `poplar.autotune`. Each micro-batch is then collated on its own.
-        units, communicator, overlap_param_gather, allow_batch_norm, timeout: as for
+        units, communicator, overlap_param_gather, allow_batch_norm, on_nonfinite, timeout: as for
             `HeteroZeroOptimizer`.
         process_group_backend: for `init_process_group`; None: by the device.
         tuning: further keyword arguments of `poplar.autotune`, such as `seconds` and `cache`.
@@ -95,6 +96,7 @@ class PoplarStrategy(DistributedStrategy):
         communicator: Any = "auto",
         overlap_param_gather: bool = False,
         allow_batch_norm: bool = False,
+        on_nonfinite: OnNonFinite = "raise",
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
         **tuning: Any,
@@ -120,6 +122,7 @@ class PoplarStrategy(DistributedStrategy):
         self._training_options = {
             "communicator": communicator,
             "overlap_param_gather": overlap_param_gather,
+            "on_nonfinite": on_nonfinite,
         }
         self._optimizer: HeteroZeroOptimizer | None = None
         self._owned: pl.LightningModule | None = None
@@ -269,6 +272,8 @@ class PoplarStrategy(DistributedStrategy):
         if schedulers:
             StepCounter(optimizer)
         self._optimizer, self._owned = optimizer, module
+        if self._given_plan is not None:  # else `autotune` has looked
+            optimizer.expect_loss(self._discarded_loss, "to PoplarStrategy")
         self._check_autocast()
         self.optimizers, self.lr_scheduler_configs = [optimizer], schedulers
         rank_zero_info(str(self._plan))
@@ -325,14 +330,11 @@ class PoplarStrategy(DistributedStrategy):
                 "the training loader follows a plan, so PoplarStrategy needs it: pass plan="
             )
 
-        def loss_fn(_: nn.Module, batch: Any) -> Tensor:
-            return loss_of(self._run_step(module, batch, *batch_index(module, 0)))
-
         clip = trainer.gradient_clip_val
         with discarding(trainer, module):
             tuned = tune(
                 module,
-                loss_fn,
+                self._loss_of_a_step,
                 self._example(loader),
                 global_batch=self._global_batch(loader),
                 optimizer_class=recipe.optimizer_class,
@@ -348,6 +350,15 @@ class PoplarStrategy(DistributedStrategy):
             )
         self._profile = tuned.profile
         return tuned.plan
+
+    def _loss_of_a_step(self, module: Any, batch: Any) -> Tensor:
+        """The loss of a batch outside of a step."""
+        return loss_of(self._run_step(module, batch, *batch_index(module, 0)))
+
+    def _discarded_loss(self, module: Any, batch: Any) -> Tensor:
+        """As `_loss_of_a_step`; nothing is logged."""
+        with discarding(self._trainer, module):
+            return self._loss_of_a_step(module, batch)
 
     def _loader_of_user(self) -> Any:
         """The training loader, as the user has built it."""
@@ -417,8 +428,8 @@ class PoplarStrategy(DistributedStrategy):
         weights: list[float] = []
 
         def weight(micro_batch: Any) -> float:
-            given = self._weight
-            weights.append(float(given(micro_batch) if given else pytree.samples_in(micro_batch)))
+            assert self._weight is not None
+            weights.append(float(self._weight(micro_batch)))
             return weights[-1]
 
         output: Any = None
@@ -426,12 +437,13 @@ class PoplarStrategy(DistributedStrategy):
             self._step = RunningStep(optimizer, log)
             # As a context: Lightning keeps an exception of `training_step`, and this frame with it,
             # while the other ranks wait for the passes.
-            with optimizer.micro_batches(batch, weight) as passes:
+            with optimizer.micro_batches(batch, weight if self._weight else None) as passes:
                 for number, micro_batch in enumerate(passes):
-                    log.weight = weights[number]
+                    samples = float(pytree.samples_in(micro_batch))
+                    log.weight = weights[number] if self._weight else samples
                     output = self._run_step(module, micro_batch, *rest, **kwargs)
                     loss = loss_of(output)
-                    log.add_loss(loss)
+                    self._step.add_loss(loss)
                     self.backward(loss, optimizer)
                     del loss
             self._step.passes_done()

@@ -1,0 +1,248 @@
+"""`UserStep`: one step of `UnequalPasses`, whose passes run in the user's loop.
+
+A pass begins before the body of the loop and ends after it; in between, the body computes a loss
+and calls `backward`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from poplar.comm import Control
+from poplar.data import pytree
+from poplar.errors import PoplarError
+from poplar.integrations.zeroed_gradients import gradients_zeroed
+from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.micro_batch_loop import MicroBatchLoop
+from poplar.zero.micro_batch_loss import check_scalar
+from poplar.zero.micro_batches import MicroBatch
+
+DOING = "a step"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a step of `UnequalPasses` trains, and how."""
+
+    engine: str
+    """The engine's name in messages."""
+    called: nn.Module
+    """The model that the body of the loop calls."""
+    model: nn.Module
+    """The same without `torch.compile`."""
+    control: Control
+    in_pass: Callable[[bool], AbstractContextManager[None]]
+    """A context for the forward and the backward of a pass; the argument: whether it is the last
+    one of the step."""
+    on_end: Callable[[bool], None]
+    """Called when the step ends; the argument: whether it has failed."""
+
+
+class UserStep:
+    """One step of this rank."""
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+        self._control = trained.control
+        self._rank = trained.control.group.rank
+        self._loop: weakref.ref[MicroBatchLoop] | None = None
+        self.loss: Tensor | float = 0.0
+        """This rank's part of the weighted loss."""
+        self._is_running = False
+        self._watch: RemovableHandle | None = None
+        self._context = ExitStack()
+        """Of the pass that the body runs."""
+        self._open: MicroBatch | None = None
+        """Its input, until its backward."""
+        self._has_run = False
+        """The model has run in it."""
+        self._in_backward = False
+        self._has_agreed = False
+        self._parameters = list(trained.model.parameters())
+        self._holding: nn.Parameter | None = None
+        """A parameter that has a gradient of earlier passes of this step."""
+
+    # As `UserPasses`.
+
+    @property
+    def left_early(self) -> str:
+        """What the other ranks are told if the loop was left before its end."""
+        return f"rank {self._rank} left the loop over its passes before its end"
+
+    @property
+    def has_open_pass(self) -> bool:
+        """Whether a pass has begun whose backward has not run."""
+        return self._open is not None
+
+    def enter_user_loop(self, loop: MicroBatchLoop) -> None:
+        """The step has been opened, and its passes are those of `loop`."""
+        self._loop, self._is_running = weakref.ref(loop), True
+        self._watch = self._trained.called.register_forward_hook(self._watch_outputs)
+
+    def begin_user_pass(self, micro_batch: MicroBatch, rest: Sequence[MicroBatch]) -> bool:
+        """Begin a pass, also one without samples: the engine needs it of every rank."""
+        self._open, self._has_run = micro_batch, False
+        self._context.enter_context(self._trained.in_pass(micro_batch.last))
+        return True
+
+    def end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
+        """End the pass of the body, if there is one.
+
+        Raises:
+            RuntimeError: it had no backward, or gradients of earlier passes were dropped.
+        """
+        try:
+            if self._open is not None:
+                raise RuntimeError(self._without_backward())
+            if rest:
+                self._check_gradients_are_kept()
+        except RuntimeError as error:
+            self.abandon(rest, error)
+            raise
+        self._context.close()
+
+    def finish_user_passes(self) -> None:
+        """All passes have ended."""
+        self._end(has_failed=False)
+
+    def _end(self, *, has_failed: bool) -> None:
+        self._context.close()
+        if self._watch is not None:
+            self._watch.remove()
+        self._open, self._is_running = None, False
+        self._parameters, self._holding = [], None
+        self._trained.on_end(has_failed)
+
+    def abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
+        """Drop the gradients, and report `reason` to the ranks that wait in `_agree`."""
+        self._end(has_failed=True)
+        if self._has_agreed:
+            return  # the other ranks are in their last backward, or have raised
+        self._has_agreed = True
+        with suppress(Exception):  # this rank raises the error itself
+            raise_on_any_error(self._control, reason, doing=DOING)
+        if isinstance(reason, PoplarError):  # nothing is raised after a break
+            warnings.warn(f"{reason}, so the gradients of this step were dropped", stacklevel=4)
+
+    # For `UnequalPasses`.
+
+    def check_ended(self) -> None:
+        """Raise if the loop of this step still runs, and abandon the step on all ranks.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        loop = self._loop() if self._loop is not None else None
+        if loop is not None and loop.is_running:
+            loop.close(_STEP_INSIDE_LOOP, why=_STEP_INSIDE_LOOP)
+            raise RuntimeError(_STEP_INSIDE_LOOP)
+
+    def backward(self, loss: Tensor) -> None:
+        """As `UnequalPasses.backward`."""
+        micro_batch = self._open
+        if micro_batch is None:
+            raise RuntimeError(outside_of_the_loop(self._rank))
+        if not self._has_run:
+            raise RuntimeError(
+                f"rank {self._rank}: the model that UnequalPasses was given has not run in this "
+                f"pass, so {self._trained.engine} would not reduce its gradients; compute the loss "
+                "with that model, and give UnequalPasses the compiled one if you compile it"
+            )
+        check_scalar(loss, prefix=f"rank {self._rank}: ")
+        self._check_gradients_are_kept()
+        if micro_batch.last:
+            self._agree()
+        self._open = None
+        self._in_backward = True
+        try:
+            self._run_backward(loss, micro_batch)
+        finally:
+            self._in_backward = False
+        self._holding = next((p for p in self._parameters if p.grad is not None), None)
+
+    def _run_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        if micro_batch.weight and micro_batch.samples:
+            # The engine divides by the number of ranks.
+            factor = micro_batch.weight * self._control.group.size
+            if _rounds(factor, loss.dtype):
+                warnings.warn(_ROUNDED, stacklevel=4)
+            (loss * factor).backward()
+            self.loss = self.loss + loss.detach().double() * micro_batch.weight
+        else:
+            with gradients_zeroed(loss):
+                loss.backward()
+
+    def _agree(self) -> None:
+        """Check that no rank has failed before the collectives of the last backward. Collective."""
+        self._has_agreed = True
+        raise_on_any_error(self._control, None, doing=DOING)
+
+    # Checks.
+
+    def _watch_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook: a backward that has no weight fails before the engine communicates."""
+        self._has_run = True
+
+        def check(gradient: Tensor) -> None:
+            if not self._is_running or self._in_backward:
+                return
+            if self._open is not None:
+                raise RuntimeError(self._without_backward())
+            raise RuntimeError(
+                f"rank {self._rank}: a second backward in the loop body, whose gradient has no "
+                "weight; add the losses and call passes.backward(loss) once for each micro-batch"
+            )
+
+        for tensor in pytree.tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(check)
+
+    def _without_backward(self) -> str:
+        return (
+            f"rank {self._rank}: the loop body did not call passes.backward(loss), which gives the "
+            "gradient of this pass its weight; call it instead of loss.backward(), once for each "
+            "micro-batch"
+        )
+
+    def _check_gradients_are_kept(self) -> None:
+        """Raise if the loop body has dropped the gradients of the passes before."""
+        if self._holding is not None and self._holding.grad is None:
+            raise RuntimeError(
+                f"rank {self._rank}: zero_grad() inside of the loop dropped the gradients of this "
+                "step's earlier passes, which add up; call step() and zero_grad() after the loop"
+            )
+
+
+def _rounds(factor: float, dtype: torch.dtype) -> bool:
+    """Whether a gradient of this dtype cannot hold the weight of a pass to fp32 precision."""
+    rounded = float(torch.tensor(factor, dtype=dtype, device="cpu"))
+    return not math.isclose(rounded, factor, rel_tol=1e-6)
+
+
+def outside_of_the_loop(rank: int) -> str:
+    """The message of a backward for which there is no pass."""
+    return (
+        f"rank {rank}: backward() is for the loop over passes, once for each micro-batch: for "
+        "micro_batch in passes(batch): passes.backward(loss_fn(model, micro_batch))"
+    )
+
+
+_ROUNDED = (
+    "the loss has 16 bits, so its gradient, which is the weight of the pass, is rounded (bf16: by "
+    "up to 0.2 %); compute the loss in fp32, for example from logits.float()"
+)
+
+_STEP_INSIDE_LOOP = (
+    "a step was started inside the loop of another step; end it first. After an exception in its "
+    "body that you handle, use `with passes(batch) as micro_batches:`, which ends it"
+)
