@@ -23,7 +23,16 @@ from unittest import mock
 
 import torch
 
-PRELOADED = ("torch.distributed", "torch._dynamo", "poplar.comm", "poplar.optimizer", "pytest")
+PRELOADED = (
+    "torch.distributed.run",
+    "torch._dynamo",
+    "poplar.checkpoint.manager",
+    "poplar.comm",
+    "poplar.optimizer",
+    "poplar.tuning.autotune",
+    "poplar.verification",
+    "pytest",
+)
 """Imported by the server itself, before its first fork."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 """Of ranks: one thread each; several may share one GPU."""
