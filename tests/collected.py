@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,9 @@ class _Collected:
 def names_with_a_gpu(arguments: Sequence[str], folder: Path) -> frozenset[str]:
     """Collect the tests in this process, which must be a separate one: it claims to have a GPU."""
     torch.cuda.is_available = lambda: True
+    for name, module in list(sys.modules.items()):  # parametrized without a GPU
+        if str(getattr(module, "__file__", None)).startswith(str(folder)):
+            del sys.modules[name]
     os.chdir(folder)
     collected, printed = _Collected(), io.StringIO()
     with contextlib.redirect_stdout(printed):

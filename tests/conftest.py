@@ -25,6 +25,7 @@ import torch
 # Worker processes inherit sys.path, and import test modules by their bare names.
 sys.path.insert(0, str(Path(__file__).parent))
 
+import fork_server
 from ranks import Pool
 from subset import FULL_VARIABLE, covering_subset
 
@@ -83,6 +84,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return TOGETHER if nodeid.startswith(TOGETHER) else nodeid.partition("::")[0]
 
     return Scheduler(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Start the server while output is captured, so that what ranks print is of the test."""
+    if session.items and not session.config.option.collectonly:
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        fork_server.start()
+        capture.suspend_global_capture()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -7,9 +7,9 @@ and the next call starts new ones. A call with fewer ranks runs on the first `ra
 the called function `group()` is the process group of exactly the participating ranks, and a failed
 call never leaves a used process group to the next one.
 
-`one_off` starts separate ranks, for tests that kill or stop them. They are forks of a process that
-has imported torch, and start in a tenth of a second. The workers of the session are started by
-`spawn` instead: each has its own hash seed, as the ranks of a launcher have.
+`one_off` starts separate ranks, for tests that kill or stop them. They are forks, and start in a
+tenth of a second: see `fork_server`. The workers of tests/distributed are started by `spawn`
+instead: each has its own hash seed, as the ranks of a launcher have.
 
 Gloo on CPU; NCCL with one device per rank if there are CUDA devices (see `device()`).
 `POPLAR_TEST_BACKEND=gloo|nccl` overrides this, and `POPLAR_TEST_DEVICE=cuda` puts gloo's ranks on
@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fork_server
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -56,9 +57,6 @@ GROUP_SECONDS = 300.0
 
 SAMPLE_SECONDS = 0.01
 """Length of the shortest sample of the profiler on ranks: a tenth of the usual."""
-
-PRELOADED = ("torch.distributed", "torch._dynamo", "poplar.comm", "poplar.optimizer", "pytest")
-"""What forked ranks need not import."""
 
 
 @dataclass(frozen=True)
@@ -260,13 +258,6 @@ def _run_worker(
 # In the test process
 
 
-def forkserver() -> Any:
-    """A multiprocessing context whose processes are forks of one that has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    return context
-
-
 class _World:
     """`size` new worker processes that share a process group."""
 
@@ -277,9 +268,8 @@ class _World:
         self.processes: list[Any] = []
         # CUDA may not be used in forks of a process that has found devices.
         forked = forked and not torch.cuda.is_available()
-        context: Any = forkserver() if forked else multiprocessing.get_context("spawn")
-        # One thread per rank from the first import on; several ranks may share one GPU.
-        inherited = {"OMP_NUM_THREADS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        context: Any = fork_server.context() if forked else multiprocessing.get_context("spawn")
+        inherited = fork_server.ENVIRONMENT  # one thread per rank from the first import on
         before = {name: os.environ.get(name) for name in inherited}
         os.environ.update(inherited)
         try:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torchrun
 import typer
 from torch import nn
 from typer.testing import CliRunner
@@ -98,16 +96,7 @@ def run(*arguments):
 
 def launch(*arguments, ranks=1):
     """One command in processes of its own, as a user starts it."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    command = [sys.executable, "-m", *(launcher if ranks > 1 else []), "poplar"]
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    return torchrun.run(["-m", "poplar", *arguments], ranks=ranks if ranks > 1 else 0, folder=ROOT)
 
 
 def test_doctor_prints_text_or_json():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torchrun
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/ddp-and-fsdp2.md").read_text("utf-8")
@@ -37,24 +35,8 @@ def sharded_script() -> str:
 def test_script_plans_and_trains(tmp_path: Path, engine: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT if engine == "ddp" else sharded_script())
-    ran = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", str(script)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": "",
-            "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        },
-        check=False,
-    )
+    variables = {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ran = torchrun.run([script], ranks=2, environment=variables, timeout=300)
     assert ran.returncode == 0, ran.stderr
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", ran.stdout, re.M)]
     assert len(losses) == 16

@@ -6,15 +6,16 @@ import argparse
 import importlib.metadata
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import fork_server
 import pytest
 import ranks as harness
 import torch
+import torchrun
 from collected import names_with_a_gpu
 
 from poplar.ops import triton_backend
@@ -33,8 +34,7 @@ TESTS = Path(__file__).parents[1]
 
 def test_every_stage_agrees_with_one_process(tmp_path):
     options = ["--part", "training", "--device", "cpu", "--size", "tiny", "--output", str(tmp_path)]
-    command = [sys.executable, gpu.__file__, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = torchrun.run([gpu.__file__, *options])
     assert done.stdout.endswith("4 of 4 stages agree with one process\n"), done.stderr
     rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
     assert [row["stage"] for row in rows] == [0, 1, 2, 3]
@@ -284,7 +284,7 @@ def collected_tests() -> Iterator[Callable[[Part], frozenset[str]]]:
 
     One process collects for all parts, because importing the test modules takes long.
     """
-    with ProcessPoolExecutor(1, mp_context=harness.forkserver()) as executor:
+    with ProcessPoolExecutor(1, mp_context=fork_server.context()) as executor:
 
         def collect(part: Part) -> frozenset[str]:
             arguments = [str(word) for word in part.command[part.command.index("pytest") + 1 :]]

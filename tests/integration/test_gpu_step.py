@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchrun
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -26,8 +27,7 @@ BENCHMARKS = Path(gpu_step.__file__).parent
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, gpu_step.__file__, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return torchrun.run([gpu_step.__file__, *arguments])
 
 
 def test_all_ways_are_measured_and_agree(tmp_path):

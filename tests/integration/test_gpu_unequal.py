@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchrun
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -23,8 +24,7 @@ HUNG = Ended(verdict="hang", seconds=90.0, exit_codes=(None, None), report="[sta
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, gpu_unequal.__file__, "--device", "cpu", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return torchrun.run([gpu_unequal.__file__, "--device", "cpu", *arguments])
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torchrun
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -38,8 +38,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
         "--steps",
         "2",
     ]
-    command = [sys.executable, host_overhead.__file__, *options, "--output", str(output)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    ran = torchrun.run([host_overhead.__file__, *options, "--output", output], timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert "limits met" in ran.stdout
     return [Row(**json.loads(line)) for line in output.read_text(encoding="utf-8").splitlines()]

@@ -10,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +23,7 @@ import pytest
 import ranks as harness
 import reference
 import torch
+import torchrun
 import training
 from models import ModelSpec
 from ranks import Failure, Pool
@@ -839,21 +837,7 @@ def test_program_of_the_guide(tmp_path: Path) -> None:
     page = (root / "docs/guides/mistakes.md").read_text("utf-8")
     script = tmp_path / "train.py"
     script.write_text(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)[0])
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    ran = subprocess.run(
-        [sys.executable, *launcher, script],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": str(root),
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        check=False,
-    )
+    ran = torchrun.run([script], ranks=2, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert ran.returncode == 0, ran.stderr
     norms = re.findall(r"rank \d: gradient norm ([\d.]+)", ran.stdout)
     assert len(norms) == 2

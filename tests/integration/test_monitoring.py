@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks as pool
 import torch
+import torchrun
 from records import cluster
 from test_checkpoint_guide import ROOT, launch
 from torch import nn
@@ -163,8 +161,6 @@ def test_program_of_the_guide_writes_what_the_report_reads(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)[0])
     launch(script, 2, str(tmp_path / "logs"))
-    report = (sys.executable, "-m", "poplar", "report", "logs/run.json", "-o", "report.html")
-    subprocess.run(
-        report, cwd=tmp_path, check=True, timeout=240, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    report = ("-m", "poplar", "report", "logs/run.json", "-o", "report.html")
+    torchrun.run(report, folder=tmp_path).check_returncode()
     assert "sum of speeds" in (tmp_path / "report.html").read_text("utf-8")

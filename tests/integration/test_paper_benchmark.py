@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torchrun
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -112,9 +112,9 @@ def test_findings_report_the_effect_of_links(rows):
 
 def test_runs_as_a_script(tmp_path):
     output = tmp_path / "rows.jsonl"
-    command = [sys.executable, paper.__file__, "--quick", "--stages", "1"]
+    command = [paper.__file__, "--quick", "--stages", "1"]
     more = ["--clusters", "A", "--models", "bert-large", "--output", str(output)]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120)
+    done = torchrun.run([*command, *more], timeout=120)
     assert done.returncode == 0, done.stderr
     assert "simulated" in done.stdout
     written = [json.loads(line) for line in output.read_text().splitlines()]
