@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from readme import patched, save_quickstart
 
 from poplar import ops
+from poplar.report import RunRecord
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -225,6 +226,8 @@ def test_new_user_gets_from_the_wheel_to_planned_steps_in_five_minutes(wheel, tm
     printed = run(python, *TORCHRUN, *trained, seconds=ends - time.monotonic(), **options)
     assert "eval_loss" in printed
     assert (tmp_path / "run" / "model.safetensors").exists()
+    (run_of_plan,) = RunRecord.from_json(tmp_path / "run" / "poplar_run.json").runs
+    assert len(run_of_plan.step_seconds) == 2, "of 3 steps, without the first"
     print(
         f"from the wheel to planned steps: {installed - began:.0f} s to install, "
         f"{time.monotonic() - installed:.0f} s to measure, plan, train, save and evaluate; "
