@@ -12,6 +12,7 @@ what is left of them.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ hypothesis.settings.register_profile("full", deadline=None, derandomize=True, ma
 
 # As in the workers: references run with as many threads as the ranks that they are compared with.
 torch.set_num_threads(1)
+
+gc.disable()  # until the modules are imported
 
 LEFT_OUT = pytest.StashKey[int]()
 TOGETHER = "tests/distributed/"
@@ -89,6 +92,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Start the server while output is captured, so that what ranks print is of the test."""
+    gc.enable()
+    gc.freeze()  # what was imported is no garbage, and looking through it takes half a second
     if session.items and not session.config.option.collectonly:
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()
@@ -97,6 +102,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # libraries report what is left at the end
     if hasattr(session.config, "workeroutput"):  # a worker of xdist, which collected the tests
         session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, 0)
 

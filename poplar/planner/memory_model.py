@@ -19,6 +19,7 @@ from poplar.planner.memory_moments import (
     Unsharded,
     elements_of,
     highest,
+    highest_of_each_kind,
     reduced_in_every_pass,
     reduced_once,
     unsharded_in,
@@ -95,7 +96,7 @@ class RankMemory:
         return self._lines[key]
 
     def _lines_at(self, own: Pass, micro_batch: int) -> Iterator[Bytes]:
-        """All moments of a pass."""
+        """The moments of a pass that may be the highest."""
         unsharded = None if self.unsharded is None else self.unsharded(own.samples)
         during, ended = self._activations(micro_batch)
         state, per_share = self.state
@@ -145,10 +146,10 @@ def _backward(model: ModelProfile, stage: int) -> Backward:
 def _moments(
     model: ModelProfile, stage: int, ranks: int, keeps: str, own: Pass
 ) -> tuple[Moment, ...]:
-    """The moments of a kind of pass."""
+    """The moments of a kind of pass that may be the highest."""
     backward, each = _backward(model, stage), elements_of(model, stage, ranks, keeps)
     kind = reduced_once if stage < 2 else reduced_in_every_pass
-    return tuple(kind(backward, each, own, keeps))
+    return highest_of_each_kind(kind(backward, each, own, keeps))
 
 
 @lru_cache(256)

@@ -374,6 +374,15 @@ def elements_of(model: ModelProfile, stage: int, ranks: int, keeps: str) -> PerE
     return PerElement(model.grad_bytes, sums, packed, Bytes(parts / ranks))
 
 
+def highest_of_each_kind(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """The moments that may be the maximum for some share, whatever their turn adds to them."""
+    by_kind: dict[tuple[int | None, bool, bool], list[Bytes]] = {}
+    for moment in moments:
+        kind = (moment.turn, moment.packed, moment.ended)
+        by_kind.setdefault(kind, []).append(moment.needed)
+    return tuple(Moment(line, *kind) for kind, own in by_kind.items() for line in highest(own))
+
+
 def highest(lines: Iterable[Bytes]) -> tuple[Bytes, ...]:
     """The lines that are the maximum for some share from 0 to 1, and maybe a few others."""
     best = -math.inf

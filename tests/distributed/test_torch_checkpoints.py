@@ -20,6 +20,7 @@ import training
 from models import ModelSpec
 from ranks import Pool
 from reference import Recipe
+from subset import choose
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -160,8 +161,15 @@ MOVES = [
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize(("first", "second"), MOVES, ids=lambda way: getattr(way, "name", None))
+@pytest.mark.every_combination
+@pytest.mark.parametrize(
+    ("first", "second", "flat"),
+    choose(
+        quick=[(*move, number % 2 == 1) for number, move in enumerate(MOVES)],
+        full=[(*move, flat) for move in MOVES for flat in (False, True)],
+    ),
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_training_moves_with_the_same_bits(
     ranks: Pool, first: Way, second: Way, flat: bool, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torchrun
+from subset import choose
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/ddp-and-fsdp2.md").read_text("utf-8")
@@ -33,8 +34,11 @@ def sharded_script() -> str:
 @pytest.mark.every_combination
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_script_plans_and_trains(tmp_path: Path, engine: str) -> None:
+    """As it stands with `--full`; otherwise it may spend fewer seconds on measurements."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT if engine == "ddp" else sharded_script())
+    budget = choose(quick="seconds=1,", full="seconds=10,")
+    program = SCRIPT if engine == "ddp" else sharded_script()
+    script.write_text(replaced(program, "seconds=10,", budget))
     variables = {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     ran = torchrun.run([script], ranks=2, environment=variables, timeout=300)
     assert ran.returncode == 0, ran.stderr

@@ -27,6 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return torchrun.run([gpu_unequal.__file__, "--device", "cpu", *arguments])
 
 
+@pytest.mark.full  # only a GPU needs the script; starts, rows and verdicts are tested below
 @pytest.mark.slow
 def test_plans_and_peers_run_on_the_same_ranks(tmp_path):
     output = tmp_path / "rows.jsonl"

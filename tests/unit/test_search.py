@@ -24,7 +24,7 @@ from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfi
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}
 SHARE_STEPS = {1: 1, 2: 12, 3: 5}
 SEEDS_PER_TEST = choose(quick=25, full=80)
-LARGER_CLUSTERS = choose(quick=60, full=250)
+LARGER_CLUSTERS = choose(quick=30, full=250)
 
 
 def best_found(cluster, **wanted):

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES
+from subset import choose
 
 import poplar
 from poplar import Plan, Timeline, predict, simulate
@@ -408,10 +409,13 @@ def alternate(cluster: ClusterProfile, plan: Plan) -> bool:
     )
 
 
+CLOSED_FORM_CASES = choose(quick=250, full=800)
+
+
 def test_closed_form_is_within_three_percent_of_the_simulation():
     """If ranks are last in turn, the closed form is an upper estimate."""
     compared, turns = dict.fromkeys(STAGES, 0), 0
-    for seed in range(800):
+    for seed in range(CLOSED_FORM_CASES):
         cluster, plan = a_random_case(seed)
         simulated = simulate(cluster, plan).step_seconds
         predicted = predict(cluster, plan).step_seconds
@@ -421,8 +425,8 @@ def test_closed_form_is_within_three_percent_of_the_simulation():
         else:
             compared[plan.stage] += 1
             assert predicted == pytest.approx(simulated, rel=0.03, abs=1e-9), f"seed {seed}"
-    assert sum(compared.values()) >= 700, compared
-    assert min(compared.values()) >= 120, compared
+    assert sum(compared.values()) >= 0.87 * CLOSED_FORM_CASES, compared
+    assert min(compared.values()) >= 0.15 * CLOSED_FORM_CASES, compared
 
 
 # Properties
