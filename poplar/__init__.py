@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from poplar.verification import Verification, verify
     from poplar.workload import Workload
     from poplar.zero.grad_scaler import GradScaler
-    from poplar.zero.materialization import parameters_on_meta
     from poplar.zero.step_result import StepResult
+    from poplar.zero.values.materialization import parameters_on_meta
 
 __version__ = "0.1.0"
 
@@ -77,7 +77,7 @@ _HOME = {
     "autotune": "poplar.tuning.autotune",
     "explain": "poplar.planner.explain",
     "load_checkpoint": "poplar.checkpoint.load",
-    "parameters_on_meta": "poplar.zero.materialization",
+    "parameters_on_meta": "poplar.zero.values.materialization",
     "predict": "poplar.planner.prediction",
     "profile_cluster": "poplar.tuning.profile_cluster",
     "save_checkpoint": "poplar.checkpoint.save",

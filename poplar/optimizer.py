@@ -21,34 +21,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from poplar.checkpoint.model_state import ModelState
-from poplar.checkpoint.optimizer_state import OptimizerState, copy_of, identity_of
+from poplar.checkpoint.state_dicts.model_state import ModelState
+from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState, copy_of, identity_of
 from poplar.comm import Communicator, Group, connect, connect_control
 from poplar.plan import Plan
 from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
-from poplar.zero import model_checks, nonfinite
+from poplar.zero import nonfinite
 from poplar.zero.agreement import (
     MicroBatchesTooLarge,
     StepSummary,
     raise_on_any_error,
     run_on_all_ranks,
 )
+from poplar.zero.checks import model_checks
+from poplar.zero.checks.length_watch import LengthWatch
+from poplar.zero.checks.loss_mean import FirstLossCheck
+from poplar.zero.checks.model_structure import ModelStructure
+from poplar.zero.checks.replica_check import ReplicaCheck
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
-from poplar.zero.initial_values import Weights
-from poplar.zero.length_watch import LengthWatch
-from poplar.zero.loss_mean import FirstLossCheck
-from poplar.zero.materialization import check_unused, move_to_meta
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, OpenedStep, Weight
 from poplar.zero.model_hook import ModelHook
-from poplar.zero.model_structure import ModelStructure
 from poplar.zero.nonfinite import OnNonFinite
 from poplar.zero.out_of_memory import OnOutOfMemory, check_choice, smaller_batches_message
-from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
 from poplar.zero.step import Step
 from poplar.zero.step_result import StepResult, Stopwatch
@@ -56,6 +55,8 @@ from poplar.zero.step_state import Phase
 from poplar.zero.unit import Unit
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
+from poplar.zero.values.initial_values import Weights
+from poplar.zero.values.materialization import check_unused, move_to_meta
 
 if TYPE_CHECKING:
     from poplar.checkpoint.training_state import TrainingParts
@@ -673,7 +674,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 or plan, or the ranks loaded the state of different steps.
             RankFailed: it does not fit another rank.
         """
-        from poplar.checkpoint.loaded_state import load_state_dict
+        from poplar.checkpoint.state_dicts.loaded_state import load_state_dict
 
         identity = identity_of(self._engine, self._stage)
         scaler = load_state_dict(self, self._engine, self._update, identity, state_dict)
@@ -701,7 +702,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: there is no rank `to`.
         """
-        from poplar.checkpoint.full_state import full_state_dict
+        from poplar.checkpoint.state_dicts.full_state import full_state_dict
 
         self._step.raise_if_nonfinite()
         state = full_state_dict(self, self._engine, self._update, to)

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from poplar.checkpoint.opened import OpenedCheckpoint
+from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.save import SCALER, STATE
 from poplar.checkpoint.saved_model import Files, Writer, write_index
-from poplar.zero.safetensors_file import DTYPES
-from poplar.zero.weight_files import SINGLE
+from poplar.zero.values.safetensors_file import DTYPES
+from poplar.zero.values.weight_files import SINGLE
 
 Format = Literal["torch", "safetensors", "huggingface"]
 Dtype = Literal["model", "stored"]

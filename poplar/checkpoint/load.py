@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poplar.checkpoint.loaded_state import settings_of
+from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.names import canonical
-from poplar.checkpoint.opened import OpenedCheckpoint
-from poplar.checkpoint.optimizer_state import MASTER
 from poplar.checkpoint.random_state import set_random_state
 from poplar.checkpoint.save import RANK, SCALER, STATE
 from poplar.checkpoint.saved_names import check_model, saved_groups_of, saved_optimizer_keys
+from poplar.checkpoint.state_dicts.loaded_state import settings_of
+from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.checkpoint.training_state import (
     Checkpointed,
     TrainingParts,

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from poplar.checkpoint.files.save_job import PendingSave, aside_name, replaced_name
+from poplar.checkpoint.files.staging import Staging
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import Agreement, start_save
-from poplar.checkpoint.save_job import PendingSave, aside_name, replaced_name
-from poplar.checkpoint.staging import Staging
 from poplar.checkpoint.training_state import Checkpointed
 from poplar.zero.agreement import run_on_all_ranks
 

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from poplar.checkpoint.digests import digest
-from poplar.checkpoint.manifest import Manifest
+from poplar.checkpoint.files.manifest import Manifest
+from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name
 from poplar.checkpoint.names import canonical
 from poplar.checkpoint.random_state import random_state
-from poplar.checkpoint.save_job import PendingSave, SaveJob, aside_name
 from poplar.checkpoint.training_state import (
     Checkpointed,
     Entries,

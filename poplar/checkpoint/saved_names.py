@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.names import canonical, names_of
-from poplar.checkpoint.opened import OpenedCheckpoint
 from poplar.checkpoint.training_state import TrainingParts
 from poplar.formatting import format_names
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from poplar.checkpoint.names import canonical, names_of
-from poplar.checkpoint.shard_tensor import ShardTensor
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.plan import Plan
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter

@@ -13,7 +13,7 @@ from poplar.cli.output import Output, command_output, table
 from poplar.formatting import format_bytes
 
 if TYPE_CHECKING:
-    from poplar.checkpoint.opened import OpenedCheckpoint
+    from poplar.checkpoint.files.opened import OpenedCheckpoint
 
 commands = typer.Typer(
     help="Inspect and convert checkpoints.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -35,7 +35,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint contains, and check that it is as it was written."""
     with command_output(as_json=as_json, debug=debug) as output:
-        from poplar.checkpoint.opened import OpenedCheckpoint
+        from poplar.checkpoint.files.opened import OpenedCheckpoint
 
         opened = OpenedCheckpoint(folder)
         if verify:

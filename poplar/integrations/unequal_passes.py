@@ -21,10 +21,10 @@ from poplar.comm import Group, connect_control
 from poplar.data import pytree
 from poplar.integrations.user_step import Trained, UserStep, outside_of_the_loop
 from poplar.plan import STRATEGIES, Plan
-from poplar.zero import model_checks
 from poplar.zero.agreement import raise_on_any_error
-from poplar.zero.first_batch import FirstBatchCheck
-from poplar.zero.loss_mean import FirstLossCheck
+from poplar.zero.checks import model_checks
+from poplar.zero.checks.first_batch import FirstBatchCheck
+from poplar.zero.checks.loss_mean import FirstLossCheck
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, Weight
 

@@ -22,9 +22,9 @@ from poplar.profiler.compilation import is_compiled
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.system import devices, host_limits
 from poplar.zero import setup
-from poplar.zero.initial_values import Weights
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
+from poplar.zero.values.initial_values import Weights
 
 _ONLY_VALUES = frozenset({"lr", "betas", "eps"})
 """Optimizer options that do not change times or memory."""

@@ -22,7 +22,6 @@ from poplar.profiler.unit_memory import TrainedUnit
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
-from poplar.zero.materialization import is_on_meta
 from poplar.zero.preserved_state import (
     computing_in,
     gradients_dropped,
@@ -31,6 +30,7 @@ from poplar.zero.preserved_state import (
     parameters_preserved,
     parameters_restored,
 )
+from poplar.zero.values.materialization import is_on_meta
 
 T = TypeVar("T")
 

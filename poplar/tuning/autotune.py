@@ -38,11 +38,11 @@ from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning.profile_cluster import CachedProfile
-from poplar.zero.initial_values import Weights
-from poplar.zero.loss_mean import wrong_weight
+from poplar.zero.checks.loss_mean import wrong_weight
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
 from poplar.zero.update import OptimizerFactory
+from poplar.zero.values.initial_values import Weights
 
 _P = ParamSpec("_P")
 

@@ -29,9 +29,9 @@ from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request
-from poplar.zero.initial_values import Weights
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
+from poplar.zero.values.initial_values import Weights
 
 
 def profile_cluster(

@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from poplar.data import pytree
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.verification.outcome import Tolerance, relative_error
-from poplar.zero.loss_mean import wrong_weight
+from poplar.zero.checks.loss_mean import wrong_weight
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 from poplar.zero.micro_batches import Loss, Weight
 

@@ -22,7 +22,7 @@ from poplar.zero.collective_order import (
     agreed_order,
 )
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.strategy import Strategy
+from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
 
 

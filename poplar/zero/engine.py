@@ -19,13 +19,13 @@ from poplar.comm import Communicator, Control
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
+from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook
-from poplar.zero.placeholder_gradient import PlaceholderGradient
 from poplar.zero.recomputation import Recomputation
+from poplar.zero.stages.strategy import Strategy
 from poplar.zero.step_state import Phase, StepState
-from poplar.zero.strategy import Strategy
 from poplar.zero.unit import Unit
 
 

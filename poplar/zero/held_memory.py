@@ -12,8 +12,8 @@ from torch import Tensor
 
 from poplar.formatting import format_bytes
 from poplar.system import devices
+from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.engine import Engine
-from poplar.zero.placeholder_gradient import PlaceholderGradient
 from poplar.zero.update import ShardedUpdate
 
 

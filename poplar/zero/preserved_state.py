@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.zero.input_cast import inputs_cast
-from poplar.zero.materialization import move_to_meta
+from poplar.zero.values.materialization import move_to_meta
 
 
 @contextmanager

@@ -15,18 +15,17 @@ from torch import nn
 
 from poplar.comm import Communicator, Control
 from poplar.plan import Plan
-from poplar.zero import model_checks
 from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.checks import model_checks
 from poplar.zero.engine import Engine
 from poplar.zero.flat_adamw import flat_class
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.initial_values import InitialValues, Weights
 from poplar.zero.input_cast import cast_inputs
-from poplar.zero.replicated import Replicated
-from poplar.zero.sharded_gradients import ShardedGradients
-from poplar.zero.sharded_optimizer import ShardedOptimizer
-from poplar.zero.sharded_parameters import ShardedParameters
-from poplar.zero.strategy import Strategy
+from poplar.zero.stages.replicated import Replicated
+from poplar.zero.stages.sharded_gradients import ShardedGradients
+from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
+from poplar.zero.stages.sharded_parameters import ShardedParameters
+from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
 from poplar.zero.unit_plans import (
     check_unit_names,
@@ -35,6 +34,7 @@ from poplar.zero.unit_plans import (
     shares_by_unit,
 )
 from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
+from poplar.zero.values.initial_values import InitialValues, Weights
 
 Groups = list[dict[str, Any]]
 

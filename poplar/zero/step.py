@@ -31,8 +31,9 @@ from poplar.zero.agreement import (
     gather_rows,
     norm_rows,
 )
+from poplar.zero.checks.first_batch import FirstBatchCheck
+from poplar.zero.checks.replica_check import ReplicaCheck
 from poplar.zero.engine import Engine
-from poplar.zero.first_batch import FirstBatchCheck
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import held_memory
 from poplar.zero.micro_batch_loop import MicroBatchLoop
@@ -40,7 +41,6 @@ from poplar.zero.micro_batch_loss import MicroBatchLoss
 from poplar.zero.micro_batches import MicroBatch, OpenedStep
 from poplar.zero.nonfinite import NonFiniteSteps, OnNonFinite
 from poplar.zero.out_of_memory import out_of_memory_error
-from poplar.zero.replica_check import ReplicaCheck
 from poplar.zero.step_state import Phase
 from poplar.zero.update import ShardedUpdate
 

@@ -25,7 +25,7 @@ from training import STAGES, Run, assert_close, assert_raised
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan, PoplarError, RankFailed
-from poplar.checkpoint.shard_tensor import ShardTensor
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
 RECIPE = Recipe(batches=(12, 12))
 MICRO_BATCHES = ((1, 1), (0, 1), (1, 2), (3, 3))

@@ -33,9 +33,10 @@ from training import assert_raised
 
 import poplar
 from poplar import Plan
-from poplar.checkpoint import manifest, save, save_job
-from poplar.checkpoint.data_file import DataFile
-from poplar.checkpoint.opened import OpenedCheckpoint
+from poplar.checkpoint import save
+from poplar.checkpoint.files import manifest, save_job
+from poplar.checkpoint.files.data_file import DataFile
+from poplar.checkpoint.files.opened import OpenedCheckpoint
 
 TWO = Plan(stage=3, global_batch=8, micro_batches=((2, 2), (2, 2)), shares=(0.7, 0.3))
 

@@ -24,8 +24,8 @@ from training import STAGES, assert_close, whole_parameters
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
-from poplar.checkpoint.item_reader import ItemReader
-from poplar.checkpoint.opened import OpenedCheckpoint
+from poplar.checkpoint.files.item_reader import ItemReader
+from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.data.global_batch import rank_slice
 
 BATCH = 8

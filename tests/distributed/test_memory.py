@@ -27,8 +27,8 @@ from training import STAGES, Run
 import poplar
 from poplar import Plan
 from poplar.zero import unit as units
+from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.held_memory import HeldMemory
-from poplar.zero.placeholder_gradient import PlaceholderGradient
 
 SHARES = (0.5, 0.3, 0.2, 0.0)
 BATCHES = ((1,), (1,), (1,), (1,))

@@ -35,7 +35,7 @@ from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
 from poplar.profiler.trial_runs import PLAIN_PASSES, STEPS, measure_slowdowns
 from poplar.system import devices
-from poplar.zero import model_checks
+from poplar.zero.checks import model_checks
 
 QUICK = {"seconds": 0.5, "max_batch": 8, "progress": False}
 

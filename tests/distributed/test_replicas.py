@@ -112,7 +112,7 @@ def test_equal_replicas_pass(ranks, stage):
 def train_and_verify(stage: int) -> None:
     _, optimizer = build(stage, torch.optim.AdamW)
     optimizer.verify_replicas()
-    with mock.patch("poplar.zero.replica_check.PERIOD", 1):
+    with mock.patch("poplar.zero.checks.replica_check.PERIOD", 1):
         take_steps(optimizer, 5)
     optimizer.verify_replicas()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from training import STAGES
 
 from poplar.checkpoint import saved_model
-from poplar.checkpoint.shard_tensor import ShardTensor
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
 DTYPES = (torch.float32, torch.bfloat16)
 

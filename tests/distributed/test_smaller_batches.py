@@ -27,8 +27,8 @@ from training import STAGES, Run
 
 from poplar import HeteroZeroOptimizer, Plan, RankFailed
 from poplar.zero.collective_scheduler import CollectiveScheduler
-from poplar.zero.sharded_parameters import ShardedParameters
-from poplar.zero.strategy import Strategy
+from poplar.zero.stages.sharded_parameters import ShardedParameters
+from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
 
 RECIPE = Recipe(batches=(12, 12, 7), max_norm=0.5)

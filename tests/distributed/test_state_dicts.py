@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 from training import STAGES, Run, assert_close, assert_raised, assert_same
 
 from poplar import HeteroZeroOptimizer, Plan
-from poplar.checkpoint.shard_tensor import ShardTensor
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.zero.update import ShardedUpdate
 
 SHARES = (0.55, 0.25, 0.0, 0.2)

@@ -24,7 +24,7 @@ from poplar.profiler import trial_runs
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.profiler.trial_runs import OutOfMemoryInTrial, run_plan
-from poplar.zero.sharded_parameters import ShardedParameters
+from poplar.zero.stages.sharded_parameters import ShardedParameters
 
 SHORT = 1
 """The rank that runs out of memory."""

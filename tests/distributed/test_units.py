@@ -23,8 +23,8 @@ from poplar.comm import Group
 from poplar.plan import STRATEGIES
 from poplar.zero import unit as units
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.sharded_gradients import ShardedGradients
-from poplar.zero.sharded_parameters import ShardedParameters
+from poplar.zero.stages.sharded_gradients import ShardedGradients
+from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.unit import Member, Unit, build_units, find_blocks, resolve_units
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]

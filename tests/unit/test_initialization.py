@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import poplar
-from poplar.zero import materialization
-from poplar.zero.materialization import (
+from poplar.zero.values import materialization
+from poplar.zero.values.materialization import (
     Initialization,
     check_buffers,
     check_initializers,

@@ -12,7 +12,7 @@ import unequal_passes as training
 from torch import Tensor, nn
 
 from poplar.tuning import autotune
-from poplar.zero.loss_mean import wrong_weight
+from poplar.zero.checks.loss_mean import wrong_weight
 
 SEEDS = range(10)
 

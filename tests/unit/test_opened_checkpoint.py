@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from poplar.checkpoint.data_file import DataFile, _own_storage
 from poplar.checkpoint.digests import digest
-from poplar.checkpoint.item_reader import ItemReader
-from poplar.checkpoint.opened import OpenedCheckpoint, _first_of_contiguous, _in_threads
+from poplar.checkpoint.files.data_file import DataFile, _own_storage
+from poplar.checkpoint.files.item_reader import ItemReader
+from poplar.checkpoint.files.opened import OpenedCheckpoint, _first_of_contiguous, _in_threads
 from poplar.errors import DamagedCheckpoint
 
 

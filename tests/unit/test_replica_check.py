@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poplar.zero import replica_check
-from poplar.zero.replica_check import ReplicaCheck, checksum
+from poplar.zero.checks import replica_check
+from poplar.zero.checks.replica_check import ReplicaCheck, checksum
 
 WORDS = (1 << 64) - 1
 

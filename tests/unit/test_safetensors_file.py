@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from poplar.zero.safetensors_file import DTYPES, SafetensorsFile
+from poplar.zero.values.safetensors_file import DTYPES, SafetensorsFile
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from poplar.checkpoint.shard_tensor import ShardTensor
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from tests.subset import choose
 
 

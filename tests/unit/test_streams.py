@@ -23,12 +23,12 @@ from poplar.comm.shard_layout import Layout
 from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.replicated import Replicated
-from poplar.zero.sharded_gradients import ShardedGradients
-from poplar.zero.sharded_optimizer import ShardedOptimizer
-from poplar.zero.sharded_parameters import ShardedParameters
+from poplar.zero.stages.replicated import Replicated
+from poplar.zero.stages.sharded_gradients import ShardedGradients
+from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
+from poplar.zero.stages.sharded_parameters import ShardedParameters
+from poplar.zero.stages.strategy import Strategy
 from poplar.zero.step_result import StepResult, Stopwatch
-from poplar.zero.strategy import Strategy
 from poplar.zero.streams import DeviceClock, DeviceStreams, Streams
 from poplar.zero.unit import Unit
 from poplar.zero.waiting import WaitingTime
@@ -171,7 +171,9 @@ class SimulatedTransport:
 def simulated(kind: type[Strategy], count: int) -> tuple[Strategy, SimulatedTransport, list[Unit]]:
     device = Device()
     transport = SimulatedTransport(device)
-    with mock.patch("poplar.zero.strategy.streams_of", return_value=SimulatedStreams(device)):
+    with mock.patch(
+        "poplar.zero.stages.strategy.streams_of", return_value=SimulatedStreams(device)
+    ):
         strategy = kind(transport, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
     units = []
     for index in range(count):

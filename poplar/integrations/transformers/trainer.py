@@ -59,8 +59,8 @@ from poplar.plan import Plan
 from poplar.profile import ClusterProfile
 from poplar.tuning.autotune import Tuned, tune
 from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.checks.length_watch import LengthWatch
 from poplar.zero.grad_scaler import GradScaler
-from poplar.zero.length_watch import LengthWatch
 from poplar.zero.step_result import StepResult
 
 FOLDER = "poplar"

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poplar.checkpoint.elements import Elements
 from poplar.checkpoint.names import canonical, names_of
-from poplar.checkpoint.optimizer_state import MASTER
+from poplar.checkpoint.state_dicts.elements import Elements
+from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.comm import Control
 from poplar.formatting import format_names
 from poplar.zero.agreement import run_on_all_ranks
@@ -237,7 +237,7 @@ class LoadedState:
 
 def _is_absent(values: Iterable[Any]) -> bool:
     """Whether no value has elements: it is of a rank that owns nothing of the parameter."""
-    from poplar.checkpoint.shard_tensor import ShardTensor
+    from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
     parts = [value for value in values if isinstance(value, ShardTensor)]
     return bool(parts) and all(part.numel() and not part.local.numel() for part in parts)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from poplar._core import crc32c
-from poplar.checkpoint.manifest import Part
+from poplar.checkpoint.files.manifest import Part
 
 _CHUNK = 8 << 20
 """Bytes that are written at a time."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from poplar.checkpoint.elements import Elements
+from poplar.checkpoint.state_dicts.elements import Elements
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook
@@ -72,7 +72,7 @@ class ModelState:
 
     def _shard(self, place: Place) -> Tensor:
         """A view of what this rank stores of a sharded parameter."""
-        from poplar.checkpoint.shard_tensor import ParameterShard
+        from poplar.checkpoint.state_dicts.shard_tensor import ParameterShard
 
         flat = place.flat
         # The checkpoint may be loaded in place.

@@ -7,7 +7,7 @@ import torch
 from poplar.comm import Bucket, Communicator, Work
 from poplar.comm.communicator import own_slice
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.strategy import Strategy
+from poplar.zero.stages.strategy import Strategy
 
 
 class LocalAccumulation(Strategy):

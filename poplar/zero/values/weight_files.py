@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.formatting import format_names
-from poplar.zero.safetensors_file import SafetensorsFile
+from poplar.zero.values.safetensors_file import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

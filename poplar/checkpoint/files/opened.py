@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from poplar.checkpoint import manifest as manifest_file
-from poplar.checkpoint.item_reader import ItemReader
-from poplar.checkpoint.manifest import Manifest, read_manifest
-from poplar.checkpoint.save_job import METADATA, aside_name
-from poplar.checkpoint.shard_tensor import ShardTensor
+from poplar.checkpoint.files import manifest as manifest_file
+from poplar.checkpoint.files.item_reader import ItemReader
+from poplar.checkpoint.files.manifest import Manifest, read_manifest
+from poplar.checkpoint.files.save_job import METADATA, aside_name
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.errors import DamagedCheckpoint
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from poplar.checkpoint.data_file import Pickled
 from poplar.checkpoint.digests import PLAIN
+from poplar.checkpoint.files.data_file import Pickled
 
 _ALIGNMENT = 64
 

@@ -93,7 +93,7 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
 
     def _absent(self, flat: FlatParameter, position: int) -> dict[str, Any]:
         """The state of a parameter of which this rank owns nothing: no elements."""
-        from poplar.checkpoint.shard_tensor import ShardTensor
+        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
         layout = self._update.state_layout(flat.groups[position])
         shape = flat.parameters[position].shape
@@ -108,7 +108,7 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
 
     def _view(self, run: ParameterRun, position: int, value: Tensor) -> Tensor:
         """The owned elements of one parameter in a state tensor of its run."""
-        from poplar.checkpoint.shard_tensor import ShardTensor
+        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
         flat, parameter = run.flat, run.flat.parameters[position]
         start, stop = flat.owned_range(position)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from poplar.comm import Control
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.materialization import (
+from poplar.zero.stages.strategy import Strategy
+from poplar.zero.values.materialization import (
     Initialization,
     Initializer,
     check_buffers,
@@ -25,8 +26,7 @@ from poplar.zero.materialization import (
     is_on_meta,
     real_tensors,
 )
-from poplar.zero.strategy import Strategy
-from poplar.zero.weight_files import WeightFiles
+from poplar.zero.values.weight_files import WeightFiles
 
 Allocate = Callable[[FlatParameter], None]
 Weights = str | Path | Initializer | None

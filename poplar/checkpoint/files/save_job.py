@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from poplar.checkpoint import manifest as manifest_file
-from poplar.checkpoint.data_file import Cancelled, DataFile, sync_folder, write_whole
-from poplar.checkpoint.manifest import Manifest, Part
+from poplar.checkpoint.files import manifest as manifest_file
+from poplar.checkpoint.files.data_file import Cancelled, DataFile, sync_folder, write_whole
+from poplar.checkpoint.files.manifest import Manifest, Part
 from poplar.comm import Control
 from poplar.zero.agreement import raise_on_all_ranks
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from poplar.checkpoint.boxes import Box, boxes_of_range
+from poplar.checkpoint.state_dicts.boxes import Box, boxes_of_range
 
 _aten = torch.ops.aten
 _ELEMENTWISE = {

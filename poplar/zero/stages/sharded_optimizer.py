@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from poplar.comm.communicator import own_slice
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.gradient_accumulation import LocalAccumulation
+from poplar.zero.stages.gradient_accumulation import LocalAccumulation
 
 
 class ShardedOptimizer(LocalAccumulation):

@@ -18,7 +18,7 @@ from torch import Tensor
 from poplar.comm import Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.sharded_gradients import ShardedGradients
+from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.unit import Unit
 
 

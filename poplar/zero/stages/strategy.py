@@ -18,10 +18,10 @@ from poplar import ops
 from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.reduction import reductions_on
+from poplar.zero.stages.reduction import reductions_on
+from poplar.zero.stages.updated_parameters import UpdatedParameters
 from poplar.zero.streams import DeviceClock, streams_of
 from poplar.zero.unit import Unit
-from poplar.zero.updated_parameters import UpdatedParameters
 from poplar.zero.waiting import WaitingTime
 
 

@@ -8,7 +8,7 @@ import torch
 
 from poplar.comm import Communicator, Work
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.strategy import Strategy
+from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
 
 

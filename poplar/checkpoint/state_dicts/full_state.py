@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from poplar.checkpoint.names import names_of
-from poplar.checkpoint.optimizer_state import MASTER
 from poplar.checkpoint.sharded_state import gather_schemas, reshard_state
+from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.comm.shard_layout import Layout
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank

@@ -12,7 +12,7 @@ from poplar.comm import Communicator, Work
 from poplar.comm.communicator import CallbackWork
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
-from poplar.zero.gradient_accumulation import LocalAccumulation
+from poplar.zero.stages.gradient_accumulation import LocalAccumulation
 from poplar.zero.unit import Unit
 
 _GRADIENTS_HAVE_DTYPES = hasattr(Tensor, "grad_dtype")

@@ -29,7 +29,7 @@ class Elements:
             TypeError: it is another kind of tensor, or none.
             ValueError: it has another shape.
         """
-        from poplar.checkpoint.shard_tensor import ShardTensor
+        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}, but should be a tensor")

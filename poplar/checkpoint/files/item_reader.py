@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from poplar._core import crc32c
-from poplar.checkpoint.data_file import memory_of
-from poplar.checkpoint.manifest import Part
+from poplar.checkpoint.files.data_file import memory_of
+from poplar.checkpoint.files.manifest import Part
 from poplar.errors import DamagedCheckpoint
 
 _CHUNK = 1 << 20

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from poplar.zero.model_checks import reject_wrapped
+from poplar.zero.checks.model_checks import reject_wrapped
 
 
 class ModelStructure:

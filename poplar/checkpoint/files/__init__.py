@@ -1,0 +1,1 @@
+"""The files of a checkpoint: written aside, verified while they are read."""

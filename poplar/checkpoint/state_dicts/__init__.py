@@ -1,0 +1,1 @@
+"""State dicts of sharded state, as torch's own functions expect them."""

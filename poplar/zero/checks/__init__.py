@@ -1,0 +1,1 @@
+"""Notices mistakes that would train on a wrong gradient without an error."""

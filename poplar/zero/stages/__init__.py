@@ -1,0 +1,1 @@
+"""What each ZeRO stage shards, and when it communicates."""

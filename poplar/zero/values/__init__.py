@@ -1,0 +1,1 @@
+"""Where the values of a new engine come from, without holding a whole model."""
