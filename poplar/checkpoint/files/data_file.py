@@ -60,6 +60,10 @@ class DataFile:
         self._crc = 0
         self._values: int | None = None
         self._elements: Tensor | None = None
+        self._around: tuple[list[bytes], list[bytes]] = [], []
+        """What `torch.save` has written before and after the elements of a tensor."""
+        self._known: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
+        """The same of an earlier tensor, by dtype and shape, on which alone it depends."""
         self._failure: Exception | None = None
         self._started = 0
         self.bytes_written = 0
@@ -71,10 +75,10 @@ class DataFile:
         try:
             if isinstance(value, Pickled):
                 self.write(value.data)
+            elif self._elements is not None:
+                self._write_tensor(self._elements)
             else:
-                with _without_checksum_of_torch():
-                    item = value if self._elements is None else self._elements
-                    torch.save(item, self)  # type: ignore[arg-type]
+                self._save(value)
         except RuntimeError:
             if self._failure is not None:  # torch.save raises another error while it unwinds
                 raise self._failure from None
@@ -83,14 +87,38 @@ class DataFile:
             self._elements = None  # it may be a copy
         return Part(start, self.bytes_written - start, self._crc, self._values)
 
+    def _write_tensor(self, tensor: Tensor) -> None:
+        key = tensor.dtype, tensor.shape
+        if key in self._known:
+            before, after = self._known[key]
+            self._write(memoryview(before))
+            self._values = self.bytes_written
+            self._write(memoryview(memory_of(tensor)).cast("B"))
+            self._write(memoryview(after))
+            return
+        self._around = [], []
+        self._save(tensor)
+        if tensor.nbytes > _DESCRIPTION_BYTES:  # else they could be mistaken for another part
+            before, after = (b"".join(parts) for parts in self._around)
+            self._known[key] = before, after
+
+    def _save(self, value: Any) -> None:
+        with _without_checksum_of_torch():
+            torch.save(value, self)  # type: ignore[arg-type]
+
     def write(self, data: Any) -> int:
         """Write bytes; `torch.save` calls it."""
         view = memoryview(data).cast("B")
         if self._is_elements(view):
             self._values = self.bytes_written
+        elif self._elements is not None:
+            self._around[self._values is not None].append(bytes(view))
+        self._write(view)
+        return len(view)
+
+    def _write(self, view: memoryview) -> None:
         for start in range(0, len(view), _CHUNK):
             self._write_chunk(view[start : start + _CHUNK])
-        return len(view)
 
     def _is_elements(self, view: memoryview) -> bool:
         """Whether `torch.save` now writes the elements of the tensor, not what describes it."""
