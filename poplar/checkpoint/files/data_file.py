@@ -1,7 +1,7 @@
 """Writes the data files of a checkpoint: sequences of items, each item what `torch.save` writes.
 
 `torch.distributed.checkpoint.FileSystemReader` reads them. Tensors are written from where they are:
-on the CPU without a copy, on other devices one at a time.
+on the CPU by small buffers, on other devices one at a time.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from poplar._core import crc32c
+from poplar.checkpoint.files.disk_file import DiskFile
 from poplar.checkpoint.files.manifest import Part
 
-_CHUNK = 8 << 20
-"""Bytes that are written at a time."""
+_CHUNK = 1 << 20
+"""Bytes between two looks at whether the save has been cancelled."""
 
 _DESCRIPTION_BYTES = 1 << 16
 """More than `torch.save` writes at a time to describe a tensor."""
@@ -56,7 +57,7 @@ class DataFile:
     def __init__(self, path: Path, is_stopped: Callable[[], bool]) -> None:
         self._path = path
         self._is_stopped = is_stopped
-        self._file: BinaryIO = path.open("xb", buffering=0)
+        self._file = DiskFile(path)
         self._crc = 0
         self._values: int | None = None
         self._elements: Tensor | None = None
@@ -65,7 +66,6 @@ class DataFile:
         self._known: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
         """The same of an earlier tensor, by dtype and shape, on which alone it depends."""
         self._failure: Exception | None = None
-        self._started = 0
         self.bytes_written = 0
 
     def write_item(self, value: Any) -> Part:
@@ -133,15 +133,13 @@ class DataFile:
     def close(self) -> None:
         """Close the file once its content is on the disk."""
         try:
-            os.fsync(self._file.fileno())
+            self._file.close()
         except OSError as error:
             raise _with_path(error, self._path) from error
-        finally:
-            self._file.close()
 
     def abandon(self) -> None:
         """Close the file without waiting for the disk."""
-        self._file.close()
+        self._file.abandon()
 
     def _write_chunk(self, chunk: memoryview) -> None:
         if self._is_stopped():
@@ -149,22 +147,11 @@ class DataFile:
             raise self._failure
         self._crc = crc32c(chunk, self._crc)
         try:
-            while chunk:
-                written = self._file.write(chunk)
-                self.bytes_written += written
-                chunk = chunk[written:]
+            self._file.write(chunk)
         except OSError as error:
             self._failure = _with_path(error, self._path)
             raise self._failure from error
-        self._start_disk()
-
-    def _start_disk(self) -> None:
-        """Make the disk work beside the checksums of the next chunks, not only in `fsync`."""
-        ready = self.bytes_written - self._started
-        if ready >= _CHUNK and hasattr(os, "posix_fadvise"):
-            advice = os.POSIX_FADV_DONTNEED
-            os.posix_fadvise(self._file.fileno(), self._started, ready, advice)
-            self._started = self.bytes_written
+        self.bytes_written += len(chunk)
 
 
 def write_whole(path: Path, data: bytes) -> Part:
