@@ -109,9 +109,10 @@ class Tagger(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, 16)
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.head = nn.Linear(16, VOCABULARY)
+        self.register_buffer("scale", torch.ones(1))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        x = self.embedding(input_ids)
+        x = self.embedding(input_ids) * self.scale
         for block in self.blocks:
             if self.recomputes:
                 x = x + checkpoint(block, x, use_reentrant=self.is_reentrant).tanh()

@@ -6,8 +6,9 @@ gradients are all-reduced in the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -41,8 +42,9 @@ class UnequalPasses(_UnequalPasses):
     loop are averaged over ranks, as DDP does.
 
     If the loop body raises on a rank, that rank raises its error, and the others raise `RankFailed`
-    before anything is reduced; training may continue. An error inside the last backward of a step
-    is found by the deadline of the process group.
+    from their last `backward`. The step is dropped on all ranks, and training may continue: the
+    rank that failed takes part in the all-reduces with zeros, as in DDP's own `Join`. An error
+    inside the last backward of a step is found by the deadline of the process group.
 
     Compute losses in fp32: the weight is a factor of the loss, and 16 bits round it. A warning says
     so.
@@ -75,6 +77,11 @@ class UnequalPasses(_UnequalPasses):
                 f"module {inner[0] or 'module'!r} of the DDP model is wrapped a second time; wrap "
                 "the model once"
             )
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
+            raise ValueError(
+                "an optimizer runs in the backward of the DDP model, before ranks know whether all "
+                "of them have a gradient; call its step() after the loop"
+            )
         if model.static_graph:
             raise ValueError(
                 "static_graph=True fails if ranks run different numbers of passes; build "
@@ -91,6 +98,13 @@ class UnequalPasses(_UnequalPasses):
     def _model_of_one_rank(self) -> nn.Module:
         inner: nn.Module = self._model.module
         return inner
+
+    def _stand_in(self) -> Callable[[bool], None]:
+        return partial(reduce_zeros, self._model)
+
+    def _forget_step(self) -> None:
+        # A forward without its backward, or buckets that only some ranks will rebuild.
+        self._model.reducer._reset_state()
 
     @contextmanager
     def _pass(self, last: bool) -> Iterator[None]:
@@ -128,6 +142,26 @@ def autotune(
         policy="even_shares",
         **options,
     )
+
+
+def reduce_zeros(model: DistributedDataParallel, was_called: bool) -> None:
+    """Take part in the communication of a step with a gradient of zeros, in the order of DDP.
+
+    The collectives are those of `Join`, for a rank that has no more batches. Here the others learn
+    of it when ranks agree after the backward.
+
+    Args:
+        model: with a step that has not come to its last backward on this rank.
+        was_called: whether the model was called in this step.
+    """
+    if not was_called:
+        model.reducer._rebuild_buckets()
+        if model._check_sync_bufs_pre_fwd():
+            model._sync_buffers()
+    model.require_forward_param_sync = True  # as after a forward that is reduced
+    model._match_all_reduce_for_bwd_pass()
+    if model.find_unused_parameters:
+        model._match_unused_params_allreduce()
 
 
 def _is_wrapped(module: nn.Module) -> bool:

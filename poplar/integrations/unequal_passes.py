@@ -7,6 +7,7 @@ that the engine's mean over ranks is the gradient of the mean loss of the global
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -93,6 +94,13 @@ class UnequalPasses:
         """A context for the forward and the backward of one pass."""
         raise NotImplementedError
 
+    def _stand_in(self) -> Callable[[bool], None] | None:
+        """As `Trained.stand_in`."""
+        return None
+
+    def _forget_step(self) -> None:
+        """Make the engine ready for another step after one that has failed, on every rank."""
+
     # The loop.
 
     def __call__(
@@ -131,6 +139,7 @@ class UnequalPasses:
                 control=self._control,
                 in_pass=self._pass,
                 on_end=self._end_step,
+                stand_in=self._stand_in(),
             )
         )
 
@@ -157,7 +166,7 @@ class UnequalPasses:
             loss: the scalar loss of the micro-batch; for fp16, `scaler.scale(loss)`.
 
         Raises:
-            RankFailed: another rank failed before its last backward, so no gradient was reduced.
+            RankFailed: another rank failed before its last backward, so this step is dropped.
             RuntimeError: not in the loop, called twice for one micro-batch, the loss is not of
                 this model, or gradients of earlier passes were dropped.
         """
@@ -182,6 +191,7 @@ class UnequalPasses:
             self._loss, self._step = self._step.loss, None
         if has_failed:
             self._has_failed = True
+            self._forget_step()
             for parameter in self._model.parameters():
                 parameter.grad = None
 
@@ -233,9 +243,9 @@ class UnequalPasses:
                 f"with poplar.integrations.{self.engine.lower()}.autotune, or with stage="
             )
         even = all(math.isclose(share, 1 / plan.world_size, abs_tol=1e-6) for share in plan.shares)
-        if plan.units or not (even or plan.stage == 0):
+        if plan.units or plan.factored or not (even or plan.stage == 0):
             raise ValueError(
-                f"{self.engine} has even shares and no persistent or recomputed units, so it "
+                f"{self.engine} has even shares and no units or layers with own settings, so it "
                 "cannot run this plan; plan with "
                 f"poplar.integrations.{self.engine.lower()}.autotune"
             )

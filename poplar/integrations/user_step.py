@@ -46,6 +46,10 @@ class Trained:
     one of the step."""
     on_end: Callable[[bool], None]
     """Called when the step ends; the argument: whether it has failed."""
+    stand_in: Callable[[bool], None] | None
+    """Takes part, without a gradient, in what the engine communicates in a step in which this rank
+    has failed; the argument: whether the model was called in it. The ranks then agree after their
+    last backward, and none waits in it for one that has more passes. If None, they agree before."""
 
 
 class UserStep:
@@ -59,15 +63,18 @@ class UserStep:
         self.loss: Tensor | float = 0.0
         """This rank's part of the weighted loss."""
         self._is_running = False
-        self._watch: RemovableHandle | None = None
+        self._watches: list[RemovableHandle] = []
         self._context = ExitStack()
         """Of the pass that the body runs."""
         self._open: MicroBatch | None = None
         """Its input, until its backward."""
+        self._was_called = False
+        """The model was called in this step."""
         self._has_run = False
-        """The model has run in it."""
+        """It has run in the open pass."""
         self._in_backward = False
-        self._has_agreed = False
+        self._in_last_backward = False
+        """The last backward has begun, or ranks have agreed: a failure can no longer be told."""
         self._parameters = list(trained.model.parameters())
         self._holding: nn.Parameter | None = None
         """A parameter that has a gradient of earlier passes of this step."""
@@ -87,7 +94,11 @@ class UserStep:
     def enter_user_loop(self, loop: MicroBatchLoop) -> None:
         """The step has been opened, and its passes are those of `loop`."""
         self._loop, self._is_running = weakref.ref(loop), True
-        self._watch = self._trained.called.register_forward_hook(self._watch_outputs)
+        called = self._trained.called
+        self._watches = [
+            called.register_forward_pre_hook(self._watch_calls),
+            called.register_forward_hook(self._watch_outputs),
+        ]
 
     def begin_user_pass(self, micro_batch: MicroBatch, rest: Sequence[MicroBatch]) -> bool:
         """Begin a pass, also one without samples: the engine needs it of every rank."""
@@ -117,20 +128,24 @@ class UserStep:
 
     def _end(self, *, has_failed: bool) -> None:
         self._context.close()
-        if self._watch is not None:
-            self._watch.remove()
+        for watch in self._watches:
+            watch.remove()
         self._open, self._is_running = None, False
         self._parameters, self._holding = [], None
         self._trained.on_end(has_failed)
 
     def abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
         """Drop the gradients, and report `reason` to the ranks that wait in `_agree`."""
-        self._end(has_failed=True)
-        if self._has_agreed:
-            return  # the other ranks are in their last backward, or have raised
-        self._has_agreed = True
-        with suppress(Exception):  # this rank raises the error itself
-            raise_on_any_error(self._control, reason, doing=DOING)
+        try:
+            if self._in_last_backward:
+                return  # the other ranks are in theirs, or have raised
+            self._in_last_backward = True
+            with suppress(Exception):  # this rank raises the error itself
+                if self._trained.stand_in is not None:
+                    self._trained.stand_in(self._was_called)
+                raise_on_any_error(self._control, reason, doing=DOING)
+        finally:
+            self._end(has_failed=True)
         if isinstance(reason, PoplarError):  # nothing is raised after a break
             warnings.warn(f"{reason}, so the gradients of this step were dropped", stacklevel=4)
 
@@ -160,14 +175,19 @@ class UserStep:
             )
         check_scalar(loss, prefix=f"rank {self._rank}: ")
         self._check_gradients_are_kept()
+        agrees_after = self._trained.stand_in is not None
         if micro_batch.last:
-            self._agree()
-        self._open = None
+            self._in_last_backward = True
+            if not agrees_after:
+                self._agree()
         self._in_backward = True
         try:
             self._run_backward(loss, micro_batch)
         finally:
             self._in_backward = False
+        if micro_batch.last and agrees_after:
+            self._agree()
+        self._open = None
         self._holding = next((p for p in self._parameters if p.grad is not None), None)
 
     def _run_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
@@ -183,11 +203,14 @@ class UserStep:
                 loss.backward()
 
     def _agree(self) -> None:
-        """Check that no rank has failed before the collectives of the last backward. Collective."""
-        self._has_agreed = True
+        """Check that no rank has failed before its last backward. Collective."""
         raise_on_any_error(self._control, None, doing=DOING)
 
     # Checks.
+
+    def _watch_calls(self, module: nn.Module, args: Any) -> None:
+        """A forward pre-hook."""
+        self._was_called = True
 
     def _watch_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook: a backward that has no weight fails before the engine communicates."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import ranks as harness
 import torch
+import torch.distributed as dist
 import unequal_passes as training
 from ranks import Failure, Pool
 from torch import Tensor
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from unequal_passes import Job, assert_equal_losses
 
@@ -29,6 +31,14 @@ ONE_WITHOUT_SAMPLES = Plan(
     stage=0, global_batch=7, micro_batches=((1, 1, 1), (), (4,)), shares=(1 / 3,) * 3
 )
 """Rank 0 has micro-batches without a label."""
+
+DDP_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"bucket_cap_mb": 1e-3},
+    {"bucket_cap_mb": 1e-3, "gradient_as_bucket_view": True},
+    {"bucket_cap_mb": 1e-3, "find_unused_parameters": True},
+)
+"""Gradients in one bucket and in several ones."""
 
 
 def test_losses_are_those_of_one_process(ranks: Pool) -> None:
@@ -183,6 +193,94 @@ def test_all_ranks_raise_and_training_may_continue(ranks: Pool, mistake: str) ->
     assert_equal_losses([losses for _, losses in answers], job)
 
 
+@dataclass(frozen=True)
+class Fault:
+    """Where ranks raise in the loops of one step."""
+
+    step: int
+    ranks: tuple[int, ...]
+    passes_before: int = 0
+    """Passes that the ranks complete; each has at least one more."""
+    has_run_forward: bool = False
+
+
+FAULTS = (
+    Fault(step=0, ranks=(0,)),
+    Fault(step=0, ranks=(1,), has_run_forward=True),
+    Fault(step=0, ranks=(0, 1, 2)),
+    Fault(step=1, ranks=(0,)),
+    Fault(step=1, ranks=(0, 2)),
+    Fault(step=2, ranks=(2,), has_run_forward=True),
+    Fault(step=2, ranks=(0,), passes_before=2),
+    Fault(step=2, ranks=(0,), passes_before=2, has_run_forward=True),
+)
+"""A step is 0 or 1 before DDP rebuilds its buckets, and only rank 0 has more than one pass."""
+
+
+def train_with_a_fault(job: Job, fault: Fault) -> tuple[str, bool, list[float]]:
+    """The error of the step with a fault, whether its gradients are gone, and all losses."""
+    model = training.wrap(job)
+    optimizer = training.optimizer_of(job, model)
+    passes = ddp.UnequalPasses(model, job.plan)
+    losses, message, are_dropped = [], "", False
+    for step in range(job.steps):
+        if step == fault.step:
+            with harness.catching() as caught:
+                run_into(fault, job, model, passes)
+            message = caught[0].message
+            are_dropped = all(p.grad is None for p in model.parameters())
+        losses.append(training.step_with(job, model, optimizer, passes, step))
+    return message, are_dropped, losses
+
+
+def run_into(fault: Fault, job: Job, model: Any, passes: Any) -> None:
+    is_failing = harness.rank() in fault.ranks
+    for number, micro_batch in enumerate(passes(training.part_of(job, 0), weight=job.weight)):
+        is_here = is_failing and number == fault.passes_before
+        if is_here and not fault.has_run_forward:
+            raise KeyError(f"lost on rank {harness.rank()}")
+        loss = training.loss_fn(model, micro_batch)
+        if is_here:
+            raise KeyError(f"lost on rank {harness.rank()}")
+        passes.backward(loss)
+
+
+@pytest.mark.filterwarnings("ignore:rank . left the loop")
+@pytest.mark.parametrize("options", DDP_OPTIONS, ids=lambda options: " ".join(options) or "plain")
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_step_with_a_fault_is_dropped_on_all_ranks(
+    ranks: Pool, fault: Fault, options: dict[str, Any]
+) -> None:
+    """Ranks that failed take part in DDP's communication, whatever it consists of."""
+    job = Job("tagger", ONE_WITHOUT_SAMPLES, steps=4, ddp=options)
+    answers = ranks.run(train_with_a_fault, job, fault, ranks=3)
+    for rank, (message, are_dropped, _) in enumerate(answers):
+        assert are_dropped
+        expected = "lost on rank" if rank in fault.ranks else "left the loop over its passes"
+        assert expected in message
+    assert_equal_losses([losses for _, _, losses in answers], job)
+
+
+def last_backward_begins(job: Job) -> bool:
+    """Whether rank 1, which has one pass, begins its backward before rank 0 ends its first one."""
+    model = training.wrap(job)
+    passes = ddp.UnequalPasses(model, job.plan)
+    group = harness.group()
+    has_begun = torch.zeros(1)
+    for number, micro_batch in enumerate(passes(training.part_of(job, 0), weight=job.weight)):
+        loss = training.loss_fn(model, micro_batch)
+        if harness.rank() == 0 and number == 0:
+            dist.recv(has_begun, 1, group=group, tag=7)
+        if harness.rank() == 1:
+            loss.register_hook(lambda _: dist.send(torch.ones(1), 0, group=group, tag=7) or None)
+        passes.backward(loss)
+    return bool(has_begun)
+
+
+def test_a_rank_with_fewer_passes_does_not_wait_to_begin_its_last_backward(ranks: Pool) -> None:
+    assert ranks.run(last_backward_begins, Job("tagger", ONE_WITHOUT_SAMPLES), ranks=3)[0]
+
+
 def keep_the_iterator_of_a_failed_loop(job: Job) -> tuple[list[str], list[float]]:
     """The messages of a loop that fails on rank 0 and of the step after it; then a training."""
     model = training.wrap(job)
@@ -313,10 +411,13 @@ def wrong_constructions() -> list[str]:
     group = harness.group()
     other = replace(UNEQUAL, micro_batches=((8,), (2,), (2,)))
     by_rank = other if harness.rank() else UNEQUAL
+    stepping = training.wrap(Job("tagger", UNEQUAL))
+    _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
     cases: list[tuple[Any, Any]] = [
         (plain, UNEQUAL),
         (DistributedDataParallel(wrapped, process_group=group), UNEQUAL),
         (DistributedDataParallel(plain, process_group=group, static_graph=True), UNEQUAL),
+        (stepping, UNEQUAL),
         (wrapped, Plan.manual("3,3", stage=0)),
         (wrapped, Plan.manual("3,3,3", stage=2)),
         (wrapped, "plan.json"),
@@ -335,6 +436,7 @@ def test_wrong_models_and_plans_raise_with_the_fix(ranks: Pool) -> None:
         "wrap it first",
         "wrapped a second time",
         "static_graph=True fails",
+        "an optimizer runs in the backward of the DDP model",
         "the plan is for 2 ranks, but DDP has 3",
         "the plan is of stage 2, but DDP is of stage 0 (replicated)",
         "plan must be a poplar.Plan, got str",
