@@ -3,9 +3,9 @@
     with EmulatedNetwork(hosts=2, bits_per_second=1e9) as hosts:
         ...                      # each rank process calls hosts.enter(host) before anything else
 
-Ranks of one host communicate within their namespace, at the speed of memory. Communication between
-hosts uses a veth whose two ends are shaped by `tc tbf`. Needs root and iproute2. The namespaces are
-removed at the end of the `with` block, or by a guard process if this process is killed. Always
+Ranks of one host communicate within their namespace, at the speed of memory. Each host has a link
+to a switch: a veth whose two ends are shaped by `tc tbf`. Needs root and iproute2. The namespaces
+are removed at the end of the `with` block, or by a guard process if this process is killed. Always
 measure the rate:
 
     python benchmarks/network.py --gigabits 1
@@ -39,6 +39,8 @@ QUEUE_SECONDS = 0.05
 """Seconds that bytes may queue before they are dropped."""
 INTERFACE = "poplar0"
 """The interface of each host, in its namespace."""
+BRIDGE = "switch0"
+"""The bridge that joins the links, in a namespace of its own."""
 CLONE_NEWNET = 0x40000000
 PORT = 29_400
 
@@ -91,49 +93,62 @@ _STATISTICS = f"/sys/class/net/{INTERFACE}/statistics"
 
 
 class EmulatedNetwork(AbstractContextManager[Hosts]):
-    """Two hosts and a link, for the duration of the `with` block."""
+    """Hosts and their links to a switch, for the duration of the `with` block."""
 
     def __init__(self, *, hosts: int = 2, bits_per_second: float) -> None:
-        """Raises `ValueError` if `hosts` is not 2 or the rate is not positive."""
-        if hosts != 2:
-            raise ValueError(f"EmulatedNetwork joins 2 hosts, got hosts={hosts}")
+        """Raises `ValueError` if there are fewer than 2 hosts or the rate is not positive."""
+        if hosts < 2:
+            raise ValueError(f"EmulatedNetwork joins at least 2 hosts, got hosts={hosts}")
         if not bits_per_second > 0:
             raise ValueError(f"bits_per_second must be above 0, got {bits_per_second}")
         self._rate = bits_per_second
-        serial = next(_SERIAL)
-        self._names = tuple(f"poplar-{os.getpid()}-{serial}-host{host}" for host in range(hosts))
+        prefix = f"poplar-{os.getpid()}-{next(_SERIAL)}"
+        self._hosts = Hosts(tuple(f"{prefix}-host{host}" for host in range(hosts)))
+        self._switch = f"{prefix}-switch"
         self._guard: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Hosts:
         for tool in ("ip", "tc"):
             if shutil.which(tool) is None:
                 raise EmulationUnavailable(f"there is no {tool!r}; on Debian: apt install iproute2")
-        self._guard = _start_guard(self._names)
+        self._guard = _start_guard(self._namespaces)
         try:
             self._make()
         except BaseException:
             self.close()
             raise
-        return Hosts(self._names)
+        return self._hosts
+
+    @property
+    def _namespaces(self) -> tuple[str, ...]:
+        return (*self._hosts.names, self._switch)
 
     def _make(self) -> None:
-        first, second = self._names
-        for name in self._names:
+        for name in self._namespaces:
             run("ip", "netns", "add", name)
             run("ip", "-n", name, "link", "set", "lo", "up")
-        run(
-            *("ip", "-n", first, "link", "add", INTERFACE, "type", "veth"),
-            *("peer", "name", INTERFACE, "netns", second),
-        )
-        for host, name in enumerate(self._names):
-            address = f"{Hosts(self._names).address(host)}/24"
-            run("ip", "-n", name, "address", "add", address, "dev", INTERFACE)
-            run("ip", "-n", name, "link", "set", INTERFACE, "up")
+        run("ip", "-n", self._switch, "link", "add", BRIDGE, "type", "bridge")
+        run("ip", "-n", self._switch, "link", "set", BRIDGE, "up")
+        for host, name in enumerate(self._hosts.names):
+            port = f"port{host}"
             run(
-                *("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf"),
-                *("rate", f"{self._rate:.0f}bit", "burst", str(BURST_BYTES)),
-                *("latency", f"{QUEUE_SECONDS * 1000:.0f}ms"),
+                *("ip", "-n", name, "link", "add", INTERFACE, "type", "veth"),
+                *("peer", "name", port, "netns", self._switch),
             )
+            run("ip", "-n", self._switch, "link", "set", port, "master", BRIDGE)
+            address = f"{self._hosts.address(host)}/24"
+            run("ip", "-n", name, "address", "add", address, "dev", INTERFACE)
+            for namespace, interface in ((name, INTERFACE), (self._switch, port)):
+                run("ip", "-n", namespace, "link", "set", interface, "up")
+                self._shape(namespace, interface)
+
+    def _shape(self, namespace: str, interface: str) -> None:
+        """Limit the rate at which this interface sends."""
+        run(
+            *("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf"),
+            *("rate", f"{self._rate:.0f}bit", "burst", str(BURST_BYTES)),
+            *("latency", f"{QUEUE_SECONDS * 1000:.0f}ms"),
+        )
 
     def __exit__(
         self,
@@ -145,7 +160,7 @@ class EmulatedNetwork(AbstractContextManager[Hosts]):
 
     def close(self) -> None:
         """Remove the namespaces; processes that are still in them lose the network."""
-        remove(self._names)
+        remove(self._namespaces)
         if self._guard is not None:
             self._guard.communicate()  # closes its input, so it ends
             self._guard = None

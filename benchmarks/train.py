@@ -30,6 +30,7 @@ from head_to_head.runner import Settings, compare
 from head_to_head.table import summary_of, table_of
 from head_to_head.task import MODELS, Task
 from head_to_head.workers import WorkersFailed
+from head_to_head.workloads import WORKLOADS
 from rich.console import Console
 from rows import write_rows
 
@@ -108,13 +109,16 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],
-        epilog=f"Clusters: {', '.join(CLUSTERS)}, or relative speeds by quota, as 3:2:2.",
+        epilog=f"Clusters: {', '.join(CLUSTERS)}, or relative speeds by quota, as 3:2:2; with "
+        "links between hosts of one rank each, as 3:2:2@1G or 3:2:2@100M.",
     )
     several = {"nargs": "+"}
     parser.add_argument("--clusters", **several, help="(default: all; quick: 2:1:1)")
     parser.add_argument("--model", choices=MODELS, default="llama", help="(default: llama)")
     parser.add_argument("--size", default="demo", help="size of the model (default: demo)")
-    parser.add_argument("--context", type=int, default=64, help="bytes a sample (default: 64)")
+    parser.add_argument(
+        "--context", type=int, default=64, help="bytes a sample of text (default: 64)"
+    )
     parser.add_argument(
         "--samples", type=int, help="per rank and step, on average (default: 32, quick: 16)"
     )
@@ -143,7 +147,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         names = options.clusters or (["2:1:1"] if options.quick else list(CLUSTERS))
         options.clusters = [find_cluster(name) for name in dict.fromkeys(names)]
-        options.task = Task(model=options.model, size=options.size, context=options.context)
+        options.task = Task(
+            model=options.model,
+            size=options.size,
+            context=options.context,
+            learning_rate=WORKLOADS[options.model].learning_rate,
+        )
         options.task.new_model()
     except (ValueError, KeyError) as error:
         parser.error(str(error))

@@ -73,7 +73,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     With `weight=f`, `f(micro_batch)` replaces the number of samples (`weight=poplar.tokens()` for a
     loss that is a mean over tokens). `loss="sum"` makes each weight `1 / total`, and
     `loss="global_mean"` makes it 1, for losses that are already divided. Gradients are weighted and
-    added in fp32, in rank order: at one stage, the same batches give the same bits for any shares.
+    added in fp32, in rank order: at one stage, the same batches give the same bits for any shares
+    (except for layers in `Plan.factored`, whose products the BLAS library adds).
 
         plan = Plan.proportional(speeds, global_batch=512, stage=2, max_micro_batch=16)
         optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=3e-4)
@@ -112,8 +113,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             part of the state and one unit.
         optimizer_class: an elementwise optimizer class such as AdamW, Adam or SGD. Others are
             detected by a test step and rejected.
-        plan: batches, passes and shares of each rank, persistent and recomputed units. None: even
-            shares at `stage`; each rank's batch is one pass, of any size.
+        plan: batches, passes and shares of each rank, persistent and recomputed units, factored
+            layers. None: even shares at `stage`; each rank's batch is one pass, of any size.
         stage: ZeRO stage 0, 1, 2 or 3; only without a plan.
         params: parameters or param groups of the model, as for `torch.optim`; default: all that
             require a gradient.
@@ -590,14 +591,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Change to another plan of the same stage. Collective, between steps.
 
         State is sent directly from its old owners to its new ones. The sets of persistent and of
-        recomputed units may change, the transport does not.
+        recomputed units may change; the transport and the factored layers do not.
 
         Args:
             plan: the new plan, the same on all ranks.
 
         Raises:
             ValueError: the plan has another stage or world size, it gives units new shares of their
-                own, or ranks pass different plans.
+                own, it factors other layers, or ranks pass different plans.
             RuntimeError: called in the middle of a step.
         """
         from poplar.checkpoint.sharded_state import reshard

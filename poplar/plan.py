@@ -95,11 +95,18 @@ class Plan(Document):
     transport: str | None = None
     """Transport, as `communicator` of `HeteroZeroOptimizer` names it. The planner stores the
     fastest one that was measured, so that later runs use it. None: chosen by the ranks' hosts."""
+    factored: Annotated[
+        tuple[str, ...], Rule("all different", lambda names: len(set(names)) == len(names))
+    ] = ()
+    """`nn.Linear` modules, as `named_modules()` lists them, whose weight gradients are sent as
+    factors: the ranks exchange the inputs of the layer and the gradients of its outputs, and the
+    owners multiply them. Sends fewer bytes where a step has few rows (samples or tokens)."""
     prediction: Mapping[str, Any] | None = field(default=None, compare=False)
     """The planner's prediction, as JSON values; ignored by equality, hash and digest."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "factored", tuple(sorted(self.factored)))
         total = sum(map(sum, self.micro_batches))
         if total != self.global_batch:
             raise ValueError(
@@ -261,6 +268,13 @@ class Plan(Document):
             shares=tuple([1.0 / len(passes) for _ in passes] if shares is None else shares),
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """As `Document.to_dict`; without `factored` where it is empty, for earlier versions."""
+        content = Document.to_dict(self)
+        if not self.factored:
+            del content["factored"]
+        return content
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -402,6 +416,8 @@ class Plan(Document):
         persistent = sum(unit.keep_gathered for unit in self.units)
         if persistent:
             lines.append(f"{persistent} persistent unit{'s' if persistent > 1 else ''}")
+        if self.factored:
+            lines.append(f"gradients sent as factors: {', '.join(self.factored)}")
         others = sum(not (unit.keep_gathered or unit.recomputed_on) for unit in self.units)
         if others:
             lines.append(f"units with their own settings: {others}")

@@ -8,6 +8,7 @@ have one entry per ZeRO stage, 0 to 3.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
 _ByStage = Annotated[
     tuple[Finite, ...],
     Rule("one finite number per stage", lambda values: len(values) == len(STRATEGIES)),
+]
+_Latencies = Annotated[
+    tuple[NonNegative, ...], Rule("4 numbers or none", lambda values: len(values) in (0, 4))
 ]
 _RECEIVE_BUFFERS = Rule("freed, step or kept", lambda kept: kept in ("freed", "step", "kept"))
 _DIFFERENT = Rule("all different", lambda values: len(set(values)) == len(values))
@@ -217,6 +221,28 @@ class DeviceProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearLayer:
+    """A plain `nn.Linear`, whose weight gradient can be sent as factors (`Plan.factored`)."""
+
+    name: str
+    """As `named_modules()` lists it."""
+    unit: Count
+    """The number of its unit."""
+    outputs: PositiveCount
+    inputs: PositiveCount
+    rows_per_sample: NonNegative
+    """Of its input, such as the tokens of a sample."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the weight."""
+        return self.outputs * self.inputs
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """The trained model, in elements and bytes per element."""
 
@@ -248,6 +274,14 @@ class ModelProfile:
     saved_without_last_unit: Fraction | None = None
     """Of the activation bytes that are saved by recomputing all units but resident ones: the part
     that is saved if the last one is not recomputed. None: in proportion to its elements."""
+    unit_forward_fraction: tuple[NonNegative, ...] = ()
+    """By unit, the part of a pass until the next unit's forward. What is outside of all blocks
+    counts where it runs: with the first unit or, after the last block, with the last one. Sums to 1
+    with `unit_backward_fraction`. Empty: unknown, and in proportion to the elements."""
+    unit_backward_fraction: tuple[NonNegative, ...] = ()
+    """By unit, the part of a pass from the end of the backward before until its last gradient."""
+    linear_layers: tuple[LinearLayer, ...] = ()
+    """Layers that can be factored. Empty: there are none, or they are unknown."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -255,15 +289,30 @@ class ModelProfile:
         for what, entries in (
             ("unit_names", units),
             ("unit_frozen_numels", units),
+            ("unit_forward_fraction", units),
+            ("unit_backward_fraction", len(self.unit_forward_fraction)),
             ("largest_flat_numels", len(STRATEGIES)),
         ):
             found = len(getattr(self, what))
             if found not in (0, entries):
                 raise ValueError(f"{what} must have {entries} entries or none, got {found}")
+        self._check_fractions()
+        if max((layer.unit for layer in self.linear_layers), default=0) >= units:
+            raise ValueError(f"linear_layers must be of units 0 to {units - 1}")
         if max(self.resident_units, default=0) >= units:
             raise ValueError(
                 f"resident_units must be different numbers from 0 to {units - 1}, "
                 f"got {self.resident_units}"
+            )
+
+    def _check_fractions(self) -> None:
+        forward = math.fsum(self.unit_forward_fraction)
+        backward = math.fsum(self.unit_backward_fraction)
+        is_known = bool(self.unit_forward_fraction or self.unit_backward_fraction)
+        if is_known and not (min(forward, backward) > 0.0 and abs(forward + backward - 1.0) < 1e-6):
+            raise ValueError(
+                "unit_forward_fraction and unit_backward_fraction must sum to 1 together, each to "
+                f"more than 0, got {forward:.9g} and {backward:.9g}"
             )
 
     @property
@@ -326,6 +375,9 @@ class NetworkProfile:
     first one was measured here. Empty: there was no choice."""
     links: tuple[LinkProfile, ...] = ()
     """Of each pair of hosts; empty on a single host."""
+    collective_latency_seconds: _Latencies = ()
+    """Of a small reduce-scatter and a small all-gather of which every rank owns a part; then of
+    both if one rank owns everything. Empty: not measured."""
 
     @property
     def transport(self) -> str | None:

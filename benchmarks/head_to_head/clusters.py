@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from emulation import EmulatedCluster, EmulationUnavailable, Ranks
 from network import EmulatedNetwork, Hosts
@@ -16,6 +17,8 @@ CAPPED_PART = 16
 """A memory-capped rank holds at most this part of the global batch in a pass."""
 SLOW_LINK = 1e9
 """Bits per second."""
+RATES = {"1G": SLOW_LINK, "100M": 1e8}
+"""Links between hosts, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +33,9 @@ class Cluster:
     capped: tuple[int, ...] = ()
     """Ranks that can hold only a 16th of the global batch in a pass."""
     hosts: tuple[int, ...] = ()
-    """Host of each rank, if there are several; the link between them is slow."""
+    """Host of each rank, if there are several; the links between them are slow."""
+    link: float = SLOW_LINK
+    """Bits per second of each host's link."""
 
     @property
     def size(self) -> int:
@@ -70,7 +75,7 @@ class Cluster:
             text += f"; rank {rank} holds at most 1/{CAPPED_PART} of the global batch in a pass"
         if self.hosts:
             text += f"; ranks on hosts {', '.join(map(str, self.hosts))}, "
-            text += f"{SLOW_LINK / 1e9:g} Gbit/s between them"
+            text += f"{self.link / 1e9:g} Gbit/s between them"
         return text
 
     @contextmanager
@@ -83,7 +88,7 @@ class Cluster:
         with ExitStack() as stack:
             hosts = None
             if self.hosts:
-                network = EmulatedNetwork(hosts=max(self.hosts) + 1, bits_per_second=SLOW_LINK)
+                network = EmulatedNetwork(hosts=max(self.hosts) + 1, bits_per_second=self.link)
                 hosts = stack.enter_context(network)
             if self.quotas:
                 emulated = EmulatedCluster.quotas(self.quotas)
@@ -112,7 +117,7 @@ class OpenCluster:
         self.ranks.enter(rank)
 
 
-def by_quota(name: str, speeds: Sequence[float], **more: tuple[int, ...]) -> Cluster:
+def by_quota(name: str, speeds: Sequence[float], **more: Any) -> Cluster:
     """Ranks of these relative speeds; the fastest gets `FASTEST` of a core if cores suffice."""
     relative = [speed / max(speeds) for speed in speeds]
     cores = len(os.sched_getaffinity(0))
@@ -140,18 +145,23 @@ CLUSTERS = {
 def find_cluster(name: str) -> Cluster:
     """A named cluster, or one by quota for relative speeds like `3:2:2`.
 
+    `3:2:2@1G` has each rank on a host of its own, with a link of this rate (`RATES`).
+
     Raises:
         ValueError: the name is neither.
     """
     if name in CLUSTERS:
         return CLUSTERS[name]
+    relative, at, rate = name.partition("@")
     try:
-        speeds = [float(speed) for speed in name.split(":")]
+        speeds = [float(speed) for speed in relative.split(":")]
     except ValueError:
         speeds = []
-    if len(speeds) < 2 or min(speeds) <= 0:
+    if len(speeds) < 2 or min(speeds) <= 0 or (at and rate not in RATES):
         raise ValueError(
             f"cluster {name!r}: give one of {', '.join(CLUSTERS)}, or relative speeds with colons "
-            "in between, as 3:2:2"
+            f"in between, as 3:2:2, and maybe a link of {' or '.join(RATES)}, as 3:2:2@1G"
         )
+    if at:
+        return by_quota(name, speeds, hosts=tuple(range(len(speeds))), link=RATES[rate])
     return by_quota(name, speeds)

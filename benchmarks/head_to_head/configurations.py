@@ -17,6 +17,8 @@ from head_to_head.workers import WorkerContext
 from poplar import ClusterProfile, Plan
 
 EXAMPLE_SAMPLES = 8
+UNFACTORED = "unfactored"
+"""Policy "exact" without factored layers, where it has chosen some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +68,36 @@ def propose(
     )
     proposals = []
     for stage in stages:
+
+        def tuned(factored: str, stage: int = stage) -> Plan:
+            """As users call it, trial runs included."""
+            return poplar.autotune(
+                task.new_model(),
+                task.loss_fn,
+                example,
+                global_batch=task.global_batch,
+                stage=stage,
+                profile=profile,
+                seconds=seconds,
+                factored=factored,
+                **arguments,
+            )
+
         for policy in policies:
-            if policy == "exact":  # as users call it, trial runs included
-                plan = poplar.autotune(
-                    task.new_model(),
-                    task.loss_fn,
-                    example,
-                    global_batch=task.global_batch,
-                    stage=stage,
-                    profile=profile,
-                    seconds=seconds,
-                    **arguments,
-                )
+            if policy == "exact":
+                plans = {policy: tuned("auto")}
+                if plans[policy].factored:
+                    plans[UNFACTORED] = tuned("never")
             else:
-                plan = poplar.search(
+                found = poplar.search(
                     profile, global_batch=task.global_batch, stages=(stage,), policy=policy
                 )
+                plans = {policy: found}
             # From the profile alone: autotune's prediction has seen its trial runs.
-            predicted = poplar.predict(profile, plan).step_seconds
-            proposals.append(Proposal(policy, plan, predicted))
+            proposals += [
+                Proposal(name, plan, poplar.predict(profile, plan).step_seconds)
+                for name, plan in plans.items()
+            ]
     return profile, tuple(proposals)
 
 

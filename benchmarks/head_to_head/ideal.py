@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from head_to_head.clusters import SLOW_LINK, Cluster
+from head_to_head.clusters import Cluster
 from head_to_head.outcome import Comparison
 
 GATHERS_AND_REDUCTIONS = (2, 2, 2, 3)
@@ -28,11 +28,12 @@ def ideals(cluster: Cluster, comparison: Comparison) -> dict[int, float]:
 
 
 def link_seconds(cluster: Cluster, stage: int, comparison: Comparison) -> float:
-    """Least seconds on the slow link: half of the model per unshard or reduction, each way.
+    """Least seconds on a host's link: what other ranks own, per unshard or reduction, each way.
 
-    Holds for two hosts with one rank each and even shares; 0 without a slow link.
+    Holds for hosts with one rank each and even shares; 0 without slow links.
     """
     if not cluster.hosts:
         return 0.0
-    moved = GATHERS_AND_REDUCTIONS[stage] * comparison.parameters * BYTES_PER_ELEMENT / 2
-    return moved * 8 / SLOW_LINK
+    others = 1.0 - 1.0 / cluster.size
+    moved = GATHERS_AND_REDUCTIONS[stage] * comparison.parameters * BYTES_PER_ELEMENT * others
+    return moved * 8 / cluster.link

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import encoder
-import llama
 import torch
-from text import load_text
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from head_to_head.workloads import WORKLOADS, Batch, LossFunction, Workload
 from poplar import HeteroBatchSampler, Plan
 
-Batch = dict[str, Tensor]
-LossFunction = Callable[[nn.Module, Batch], Tensor]
-
-SIZES = {"llama": llama.SIZES, "encoder": encoder.SIZES}
-MODELS = tuple(SIZES)
-TEXT_BYTES = 2_000_000
+MODELS = tuple(WORKLOADS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,41 +20,43 @@ class Task:
     """A small picklable value from which every rank builds its model and data."""
 
     model: str = "llama"
-    """`llama` (next byte) or `encoder` (masked bytes, as BERT)."""
+    """`llama` (next byte), `encoder` (masked bytes, as BERT), `mixture` (the same with experts, as
+    BERT-MoE), `vgg` or `vit` (images of 32 x 32 pixels)."""
     size: str = "demo"
     context: int = 64
-    """Bytes per sample."""
+    """Bytes per sample of text."""
     global_batch: int = 96
     learning_rate: float = 1e-3
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.model not in SIZES:
-            raise ValueError(f"Task.model {self.model!r} must be one of {', '.join(SIZES)}")
-        if self.size not in SIZES[self.model]:
-            sizes = ", ".join(SIZES[self.model])
+        if self.model not in WORKLOADS:
+            raise ValueError(f"Task.model {self.model!r} must be one of {', '.join(WORKLOADS)}")
+        if self.size not in self._workload.sizes:
+            sizes = ", ".join(self._workload.sizes)
             raise ValueError(f"Task.size {self.size!r} of the {self.model} must be one of {sizes}")
+
+    @property
+    def _workload(self) -> Workload:
+        return WORKLOADS[self.model]
 
     def new_model(self) -> nn.Module:
         """The same weights at every call, on every rank."""
         torch.manual_seed(self.seed)
-        if self.model == "encoder":
-            return encoder.Encoder(replace(encoder.SIZES[self.size], context=self.context))
-        return llama.Llama(replace(llama.SIZES[self.size], context=self.context))
+        return self._workload.new(self._workload.sizes[self.size], self.context)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The transformer's blocks, which sharding engines use as units."""
-        return list(model.blocks)
+        """The repeated blocks, which sharding engines use as units."""
+        return self._workload.blocks(model)
 
     @property
     def loss_fn(self) -> LossFunction:
         """Mean loss over samples."""
-        return encoder.masked_byte_loss if self.model == "encoder" else llama.next_byte_loss
+        return self._workload.loss
 
     def data(self) -> Dataset[Batch]:
         """The dataset, the same on every rank."""
-        windows, _ = load_text(self.context, limit=TEXT_BYTES)
-        return encoder.MaskedBytes(windows, self.seed) if self.model == "encoder" else windows
+        return self._workload.data(self.context, self.seed)
 
     def example(self, samples: int) -> Batch:
         """A batch of the first samples."""

@@ -112,11 +112,12 @@ def _peak(context: WorkerContext, name: str, plan: Plan) -> int:
     """Peak resident bytes of steps after the first one, above those before the model was built,
     without mapped files.
 
-    The plan has run before: modules are imported, ranks connected, threads started, and libraries
-    have allocated their buffers (up to 14 MiB in oneDNN and MKL for the shapes of a model).
+    The plan has run two steps before: modules are imported, ranks connected, threads started, and
+    libraries have allocated their buffers (up to 14 MiB in oneDNN and MKL for the shapes of a
+    model).
     """
     process_memory.write_to_allocated_memory()
-    _train(SUBJECTS[name], plan, context.rank, steps=0)
+    _train(SUBJECTS[name], plan, context.rank, steps=1)
     process_memory.release_freed_memory()
     before = process_memory.resident_bytes()
     return _train(SUBJECTS[name], plan, context.rank, steps=STEPS) - before

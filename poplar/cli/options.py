@@ -10,7 +10,7 @@ import typer
 
 from poplar.formatting import parse_bytes
 from poplar.plan import STRATEGIES
-from poplar.planner.search import POLICIES, RECOMPUTE
+from poplar.planner.search import FACTORED, POLICIES, RECOMPUTE
 
 _STAGES = range(len(STRATEGIES))
 
@@ -96,6 +96,15 @@ RunFile = Annotated[
 GlobalBatch = Annotated[int, typer.Option(min=1, help="Samples of one optimizer step.")]
 Stages = Annotated[str, typer.Option(help="ZeRO stages: auto, or as in 1 or 0,2.")]
 MaxMicroBatch = Annotated[int | None, typer.Option(min=1, help="Most samples of one pass.")]
+Factors = Annotated[
+    str,
+    typer.Option(
+        "--factored",
+        metavar="WHEN",
+        parser=one_of(FACTORED),
+        help="auto: linear layers may send factors instead of gradients; never: they do not.",
+    ),
+]
 Recomputation = Annotated[
     str,
     typer.Option(

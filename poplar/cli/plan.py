@@ -13,6 +13,7 @@ from rich.text import Text
 from poplar.cli.options import (
     AsJson,
     Debug,
+    Factors,
     GlobalBatch,
     MaxMicroBatch,
     Policy,
@@ -42,6 +43,7 @@ def plan(
     policy: Policy = "exact",
     max_micro_batch: MaxMicroBatch = None,
     recompute: Recomputation = "auto",
+    factored: Factors = "auto",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write the plan to.")
     ] = None,
@@ -65,6 +67,7 @@ def plan(
         "stages": parse_stages(stage),
         "max_micro_batch": max_micro_batch,
         "recompute": recompute,
+        "factored": factored,
     }
     with command_output(as_json=as_json, debug=debug) as result:
         profile = ClusterProfile.from_json(cluster)

@@ -7,6 +7,8 @@ deterministic, which the reduce-scatters of NCCL and gloo are not. `algorithms` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.comm.bucket import Bucket
 from poplar.comm.collective_queue import CollectiveQueue
+from poplar.comm.column_gather import gather_columns
 from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
 from poplar.comm.group import Group
 from poplar.comm.point_to_point import Message
@@ -53,6 +56,13 @@ class ProcessGroupCommunicator(Communicator):
         if own is not None:
             own_slice(data, layout, self.group.rank).copy_(own)
         return self._gather(self._queue, data, layout, what)
+
+    def gather_columns(
+        self, data: Tensor, rows: Layout, columns: Sequence[tuple[int, int]], *, what: str
+    ) -> Work:
+        if all(needed == (0, data.shape[1]) for needed in columns):
+            return super().gather_columns(data, rows, columns, what=what)
+        return gather_columns(self._queue, data, rows, columns, what)
 
     def abort(self, reason: str) -> None:
         self._queue.abort(reason)

@@ -306,7 +306,7 @@ def _unexplained_seconds(cluster: ClusterProfile, observation: Observation) -> f
     costs = costs_of(cluster, plan)
     synchronized = costs.step_seconds(plan.micro_batches, plan.shares)
     synchronized -= costs.tail_seconds(plan.shares)
-    update = max(map(costs.optimizer_seconds, range(plan.world_size), plan.shares))
+    update = max(map(costs.optimizer_seconds, range(plan.world_size), costs.owned(plan.shares)))
     gather = costs.gather_after_step_seconds(plan.shares)
     return observation.step_seconds - synchronized - update - gather
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,6 +52,28 @@ class CollectiveCost:
     """One after the other."""
     hosts: tuple[int, ...] = ()
     """By rank, the number of its host. Empty: no line depends on hosts."""
+    latency: float = 0.0
+    """Seconds of a small buffer; 0 if not measured."""
+    latency_of_one_owner: float = 0.0
+    """The same if one rank owns all of it."""
+    bandwidth_part: float = 1.0
+    """Of the seconds of the model, the part that is not latency."""
+
+    def unit_seconds(self, part: float, shares: Sequence[float]) -> float:
+        """Seconds of one buffer, which is this part of the model, under its own shares."""
+        has_one_owner = sum(share > 0.0 for share in shares) == 1
+        latency = self.latency_of_one_owner if has_one_owner else self.latency
+        return latency + part * self.bandwidth_part * self.seconds(shares)
+
+    @property
+    def link_seconds(self) -> list[tuple[float, float]] | None:
+        """By rank, seconds in which its link sends as many bytes as the model has, and receives
+        them. None if the rates were not measured, or ranks share links.
+        """
+        if len(self.levels) != 1 or self.hosts or self.least > 0.0:
+            return None
+        others = len(self.levels[0]) - 1
+        return [(out.constant, into.rank / others) for out, into in self.levels[0]]
 
     def seconds(self, shares: Sequence[float]) -> float:
         """Seconds when rank `r` owns `shares[r]` of every buffer."""
@@ -77,15 +99,33 @@ class CollectiveCosts:
 
     @classmethod
     @lru_cache(maxsize=8)  # a search asks for every stage and number of persistent units
-    def of(cls, network: NetworkProfile) -> CollectiveCosts:
-        """The costs of a measured or estimated network."""
+    def of(cls, network: NetworkProfile, buffers: int = 1) -> CollectiveCosts:
+        """The costs of a measured or estimated network.
+
+        Args:
+            network: its rates, its latencies if they were measured.
+            buffers: of the model that was measured; latencies are a part of its seconds.
+        """
         sending, receiving = network.send_seconds_per_byte, network.receive_seconds_per_byte
         reduce_levels = _levels(network, leaving=sending, arriving=receiving)
         gather_levels = _levels(network, leaving=receiving, arriving=sending)
-        return cls(
-            reduce_scatter=_scaled(network.reduce_scatter_seconds, reduce_levels, network.hosts),
-            all_gather=_scaled(network.all_gather_seconds, gather_levels, network.hosts),
-        )
+        reduce = _scaled(network.reduce_scatter_seconds, reduce_levels, network.hosts)
+        gather = _scaled(network.all_gather_seconds, gather_levels, network.hosts)
+        if network.collective_latency_seconds:
+            reduce_all, gather_all, reduce_one, gather_one = network.collective_latency_seconds
+            reduce = _with_latency(reduce, buffers, reduce_all, reduce_one)
+            gather = _with_latency(gather, buffers, gather_all, gather_one)
+        return cls(reduce_scatter=reduce, all_gather=gather)
+
+
+def _with_latency(cost: CollectiveCost, buffers: int, every: float, one: float) -> CollectiveCost:
+    """The cost with latencies of buffers that every rank owns a part of, or that one rank owns."""
+    n = len(cost.levels[0])
+    whole = cost.seconds((1.0 / n,) * n)
+    bandwidth = max(0.0, 1.0 - buffers * every / whole) if whole else 1.0
+    return replace(
+        cost, latency=every, latency_of_one_owner=min(one, every), bandwidth_part=bandwidth
+    )
 
 
 def _levels(

@@ -1,7 +1,7 @@
 """What one synchronization communicates, and how much of it overlaps compute.
 
 The closed form needs sums over a pass instead of its order. They are derived from the actions of a
-rank (`step_actions`). Elements of the model measure compute and collectives in the same way.
+rank (`step_actions`). Collectives are measured in elements, and compute in ticks (`UnitLayout`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise, product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from poplar.planner.longest_chain import Event, longest_chain
 from poplar.planner.step_actions import RANK_ACTIONS, Compute, UnitLayout, Wait
 from poplar.profile import ModelProfile
 
@@ -20,6 +21,8 @@ _MAX_WINDOWS = 3
 """Of a forward; each adds a row to every linear program."""
 _MAX_CUTS = 3
 """Of a backward."""
+_RATIOS = (1e-6, 0.25, 0.5, 1.0, 2.0, 4.0, 1e6)
+"""Communication over compute of a pass at which its longest chain gives a bound."""
 _ROUNDING = 1e-12
 
 
@@ -125,16 +128,29 @@ def schedules(
     persistent: frozenset[int],
     overlap: float,
     backward_fraction: float,
+    may_merge: bool = True,
+    gather_part: float = 0.5,
 ) -> tuple[CommunicationSchedule, CommunicationSchedule]:
     """The schedules of a usual synchronization of a step and of the costliest one.
 
     At stage 2 the costliest one is the last: no forward follows it. At stage 3 it is the first,
     which also unshards the persistent units.
+
+    Args:
+        model: its units.
+        stage: ZeRO stage.
+        persistent: units that stay unsharded between passes.
+        overlap: seconds of compute per second during communication.
+        backward_fraction: the part of a pass that the backward takes.
+        may_merge: small units share buffers before stage 3.
+        gather_part: seconds of an all-gather of the model over those and the seconds of its
+            reduction, about. Only used if the compute of the units was measured.
     """
-    layout = UnitLayout.of(model, stage, persistent)
-    first = _Pass(layout, stage, 0, overlap, backward_fraction)
+    layout = UnitLayout.of(model, stage, persistent, may_merge=may_merge)
+    settings = overlap, backward_fraction, gather_part
+    first = _Pass(layout, stage, 0, *settings)
     if stage == 3:
-        later = _Pass(layout, stage, 1, overlap, backward_fraction)
+        later = _Pass(layout, stage, 1, *settings)
         return (
             later.schedule(later.unsharding_bounds(first)),
             first.schedule(first.unsharding_bounds(first)),
@@ -145,9 +161,7 @@ def schedules(
 
 @dataclass
 class _Collective:
-    """A collective of a pass. Positions count the elements computed before it, the whole model once
-    in the forward and once in the backward.
-    """
+    """A collective of a pass. Positions count the ticks of compute before it."""
 
     is_gather: bool
     unit: int
@@ -169,25 +183,36 @@ class _Pass:
         pass_index: int,
         overlap: float,
         backward_fraction: float,
+        gather_part: float,
     ) -> None:
-        self._layout = layout
-        self._numel = layout.numel
+        self._layout, self._stage = layout, stage
+        self._gather_part = gather_part
+        self._events: list[Event] = []
+        """In order; those of earlier passes take no time."""
+        self._numel, self._ticks = layout.numel, layout.ticks
         self._overlap, self._backward_fraction = overlap, backward_fraction
-        position = -2 * self._numel * pass_index
+        position = -2 * self._ticks * pass_index
         issued: list[_Collective] = []
         for action in RANK_ACTIONS[stage](layout, (True,) * (pass_index + 1)).passes():
             if isinstance(action, Wait):
                 issued[action.position].needed = position
+                self._events.append(Event("wait", action.position))
             elif action.unit is not None:
-                numel = layout.numels[action.unit]
+                is_own = action.pass_index in (pass_index, None)
                 if isinstance(action, Compute):
-                    position += numel
+                    ticks = layout.forward if action.what == "forward" else layout.backward
+                    before, position = position, position + ticks[action.unit]
+                    if is_own:
+                        self._events.append(Event("compute", self._seconds(before, position)))
                     continue
+                numel = layout.numels[action.unit]
                 is_gather = action.what != "reduce"
                 part = numel if is_gather else numel / layout.buffers(action.unit)
                 issued.append(
                     _Collective(is_gather, action.unit, action.pass_index, part, position)
                 )
+                what: Literal["gather", "reduce"] = "gather" if is_gather else "reduce"
+                self._events.append(Event(what, part if is_own else 0.0))
         self._collectives = [one for one in issued if one.pass_index in (pass_index, None)]
         self._gathers = [one for one in self._collectives if one.is_gather]
         self._reductions = [one for one in self._collectives if not one.is_gather]
@@ -196,7 +221,7 @@ class _Pass:
         """The schedule of this pass with these overlap bounds."""
         return CommunicationSchedule(
             gathers=_sum(self._gathers) / self._numel,
-            reduction_start=self._reductions[0].issued / self._numel - 1.0,
+            reduction_start=self._reductions[0].issued / self._ticks - 1.0,
             overlap_bounds=tuple(map(tuple, groups)) if self._overlap else (),
         )
 
@@ -212,32 +237,70 @@ class _Pass:
 
     def _seconds(self, begin: int, end: int) -> float:
         """Compute between two positions, as a fraction of a pass."""
-        forward = min(end, self._numel) - min(begin, self._numel)
+        forward = min(end, self._ticks) - min(begin, self._ticks)
         backward = end - begin - forward
         weighted = (1.0 - self._backward_fraction) * forward + self._backward_fraction * backward
-        return weighted / self._numel
+        return weighted / self._ticks
 
     def backward_lines(self) -> list[OverlapLine]:
         """Communication during the backward overlaps at most the rest of the backward."""
-        issued = (one for one in self._collectives if self._numel <= one.issued < 2 * self._numel)
-        return [self._line(issued), OverlapLine(latest=1.0, reducible=-1.0)]
+        issued = (one for one in self._collectives if self._ticks <= one.issued < 2 * self._ticks)
+        lines = [self._line(issued), OverlapLine(latest=1.0, reducible=-1.0)]
+        return lines if self._layout.is_proportional else [*lines, *self._chain_lines()]
+
+    def _chain_lines(self) -> list[OverlapLine]:
+        """What the longest chain of this pass leaves to overlap, at some ratios of communication to
+        compute. Each is an upper bound at every ratio, and exact where its chain is the longest.
+
+        [Note: measured units]
+        More persistent units never make a pass longer, but the bounds are exact only at these
+        ratios. So the closed form may find it longer, by up to 1 % on random models.
+        """
+        if not self._overlap:
+            return []
+        gathered, reduced = _sum(self._gathers), _sum(self._reductions)
+        window = self._seconds(self._reductions[0].issued, 2 * self._ticks)
+        lines: dict[OverlapLine, None] = {}
+        for ratio in _RATIOS:
+            each = ratio / self._numel
+            chain = longest_chain(
+                self._events, each * self._gather_part, each * (1.0 - self._gather_part)
+            )
+            scale, rest = self._overlap / self._numel, max(0.0, 1.0 - chain.compute)
+            line = OverlapLine(
+                scale * max(0.0, gathered - chain.gather), scale * max(0.0, reduced - chain.reduce)
+            )
+            if self._stage == 3:
+                line = line._replace(latest=rest)
+            elif window:
+                rest = min(1.0, rest / window)
+                line = line._replace(latest=rest, reducible=-rest)
+            lines[line] = None
+        return list(lines)
 
     def continued_lines(self) -> list[OverlapLine]:
         """Reductions in flight at the end of this pass can run under the next one's forward."""
         last = self._reductions[-self._layout.reductions_in_flight :]
+        issued, _, *chains = self.backward_lines()
+        in_flight = self._line(last)
         return [
             self._line(self._reductions),
-            self.backward_lines()[0]._replace(reducible=1.0),
-            self._line(last, latest=1.0, reducible=-1.0),
+            issued._replace(reducible=1.0),
+            in_flight._replace(latest=1.0, reducible=-1.0),
             OverlapLine(latest=1.0),
+            *(line._replace(reducible=line.reducible + 1.0) for line in chains),
+            *(line._replace(reduce=line.reduce + in_flight.reduce) for line in chains),
         ]
 
     def unsharding_bounds(self, first: _Pass) -> list[list[OverlapLine]]:
         """The groups of a pass that waits for its unshards; `first` unshards every unit."""
-        groups = [self._window_lines(first), [*self.backward_lines(), *self._cut_lines()]]
-        free = min([self._numel, *(one.needed for one in self._gathers)])
+        if self._layout.is_proportional:
+            groups = [self._window_lines(first), [*self.backward_lines(), *self._cut_lines()]]
+        else:
+            groups = [self._chain_lines()]
+        free = min([self._ticks, *(one.needed for one in self._gathers)])
         if free:  # the next pass's forward begins without an unshard
-            left = (one for one in self._reductions if one.issued >= 2 * self._numel)
+            left = (one for one in self._reductions if one.issued >= 2 * self._ticks)
             groups.append([self._line(left), OverlapLine(latest=self._seconds(0, free))])
         return groups
 
@@ -248,7 +311,7 @@ class _Pass:
         """
         windows = list(self._forward_windows(first))
         for one in self._gathers:
-            if one.issued < self._numel < one.needed:
+            if one.issued < self._ticks < one.needed:
                 windows.append(([one], self._seconds(one.issued, one.needed)))
         windows.sort(key=lambda window: window[1] / _sum(window[0]))
         return [
@@ -269,7 +332,7 @@ class _Pass:
         def ratio(one: _Collective) -> float:
             return one.numel / (one.needed - one.issued)
 
-        candidates = (one for one in first._gathers if one.issued < one.needed <= self._numel)
+        candidates = (one for one in first._gathers if one.issued < one.needed <= self._ticks)
         groups = [list(group) for _, group in groupby(sorted(candidates, key=ratio), key=ratio)]
         is_merged = len(groups) > _MAX_WINDOWS
         while len(groups) > _MAX_WINDOWS:
@@ -289,10 +352,10 @@ class _Pass:
         Lines that follow from their neighbours are left out. If many remain, only that of the last
         unshard is used.
         """
-        end = 2 * self._numel
+        end = 2 * self._ticks
         lines = []
         for number, one in enumerate(self._collectives):
-            if one.is_gather and one.needed > self._numel:
+            if one.is_gather and one.needed > self._ticks:
                 later = (after for after in self._collectives[number + 1 :] if after.issued < end)
                 done = 1.0 - self._seconds(one.needed, end)
                 lines.append(self._line(later, latest=done, reducible=-1.0))

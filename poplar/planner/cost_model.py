@@ -18,6 +18,7 @@ so both use this module.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,15 +26,18 @@ from itertools import count
 from typing import Any, TypeVar
 
 from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, STRATEGIES, Plan
-from poplar.planner.collective_costs import CollectiveCosts
+from poplar.planner.collective_costs import CollectiveCost, CollectiveCosts
 from poplar.planner.communication_schedule import (
     CommunicationSchedule,
     CommunicationSeconds,
     Synchronization,
     schedules,
 )
+from poplar.planner.factored_costs import Exchange, exchanges_of, seconds_of_exchange
 from poplar.planner.memory_model import RankMemory, rank_memory
+from poplar.planner.memory_moments import elements_of
 from poplar.planner.recomputed_curves import with_recomputed_units
+from poplar.planner.step_actions import UnitLayout
 from poplar.profile import ClusterProfile
 
 T = TypeVar("T")
@@ -49,6 +53,10 @@ class StageCosts:
     """Units that stay unsharded between the passes of a step, at stage 3."""
     recomputed: tuple[frozenset[int], ...] = ()
     """By rank, units that it recomputes; `cluster` has the curves of such passes. Empty: none."""
+    unit_shares: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """Units with their own shares. If there are any, the engine merges no units at any stage."""
+    exchanges: tuple[Exchange, ...] = ()
+    """Layers whose gradients are sent as factors."""
 
     def with_recomputed(
         self, measured: ClusterProfile, units: Sequence[frozenset[int]]
@@ -83,9 +91,24 @@ class StageCosts:
         """The communication of a usual synchronization and of the costliest one of a step."""
         cluster = self.cluster
         overlap = cluster.overlap, cluster.backward_fraction
-        usual, costliest = schedules(cluster.model, self.stage, self.persistent, *overlap)
+        usual, costliest = schedules(
+            cluster.model,
+            self.stage,
+            self.persistent,
+            *overlap,
+            may_merge=not self.unit_shares,
+            gather_part=self._gather_part,
+        )
         residual = self.synchronization_residual
         return replace(usual, residual=residual), replace(costliest, residual=residual)
+
+    @property
+    def _gather_part(self) -> float:
+        """Seconds of an all-gather over those of one and a reduction."""
+        network = self.cluster.network
+        both = network.all_gather_seconds + network.reduce_scatter_seconds
+        is_used = both > 0.0 and self.cluster.model.unit_forward_fraction
+        return network.all_gather_seconds / both if is_used else 0.5
 
     @property
     def schedule(self) -> CommunicationSchedule:
@@ -116,7 +139,14 @@ class StageCosts:
     @cached_property
     def collectives(self) -> CollectiveCosts:
         """`R(p)` and `G(p)`."""
-        return CollectiveCosts.of(self.cluster.network)
+        network = self.cluster.network
+        buffers = self._merged_units if network.collective_latency_seconds else 1
+        return CollectiveCosts.of(network, buffers)
+
+    @property
+    def _merged_units(self) -> int:
+        """With how many buffers the collectives of the whole model were measured."""
+        return len(UnitLayout.of(self.cluster.model, 0).numels)
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
@@ -124,6 +154,37 @@ class StageCosts:
         return tuple(
             self.by_rank(lambda rank: rank_memory(self.cluster, self.stage, rank, self.persistent))
         )
+
+    def needed_bytes(
+        self, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
+    ) -> list[float]:
+        """By rank, bytes for exactly these passes beside these shares."""
+        needed = self.by_rank(
+            lambda rank, *needs: self.memories[rank].needed_by(*needs),
+            micro_batches,
+            self.owned(shares),
+        )
+        if self.unit_shares and self.shares_matter:
+            return list(map(operator.add, needed, self._received_beyond(shares)))
+        return needed
+
+    def _received_beyond(self, shares: Sequence[float]) -> list[float]:
+        """By rank, at most how much more reductions of units receive of which it owns more than of
+        the whole model.
+        """
+        model, keeps = self.cluster.model, self.cluster.network.receive_buffers
+        each = elements_of(model, self.stage, len(shares), keeps).received.per_share
+        at_once = self.layout.reductions_in_flight if keeps == "freed" else len(self.layout.numels)
+        cuts = dict(self.unit_shares)
+
+        def beyond(rank: int, owned: float) -> float:
+            numels = (
+                max(0.0, cuts.get(unit, shares)[rank] - owned) * numel
+                for unit, numel in enumerate(model.unit_numels)
+            )
+            return each * math.fsum(sorted(numels)[-at_once:])
+
+        return list(map(beyond, range(len(shares)), self.owned(shares)))
 
     def by_rank(self, function: Callable[..., T], *columns: Sequence[Hashable]) -> list[T]:
         """`function(rank, *values)` of each rank, computed once for equal devices and values.
@@ -142,6 +203,43 @@ class StageCosts:
         keys = zip(self.cluster.device_group_indices, *columns, strict=True)
         return dict(zip(keys, count(), strict=False))
 
+    @cached_property
+    def layout(self) -> UnitLayout:
+        """The units that are communicated."""
+        return UnitLayout.of(
+            self.cluster.model, self.stage, self.persistent, may_merge=not self.unit_shares
+        )
+
+    @property
+    def _own_shares(self) -> list[tuple[float, Sequence[float]]]:
+        """The units with their own shares, as parts of the model."""
+        model = self.cluster.model
+        return [(model.unit_numels[unit] / model.numel, own) for unit, own in self.unit_shares]
+
+    def _collective_seconds(self, cost: CollectiveCost, shares: Sequence[float]) -> float:
+        """A collective on the whole model: as measured, with merged units, or more of them."""
+        if not self.shares_matter:
+            return cost.seconds((1.0 / len(shares),) * len(shares))
+        if not self.unit_shares:
+            return cost.seconds(shares)
+        seconds = cost.seconds(shares)
+        for part, own in self._own_shares:
+            seconds += cost.unit_seconds(part, own) - cost.unit_seconds(part, shares)
+        if self.stage < 3:
+            seconds += cost.latency * (len(self.layout.numels) - self._merged_units)
+        return max(0.0, seconds)
+
+    def owned(self, shares: Sequence[float]) -> tuple[float, ...]:
+        """By rank, the part of the sharded state that it owns, with units' own shares."""
+        if not (self.unit_shares and self.shares_matter):
+            return tuple(shares)
+        own = self._own_shares
+        others = max(0.0, 1.0 - math.fsum(part for part, _ in own))
+        return tuple(
+            others * share + math.fsum(part * cut[rank] for part, cut in own)
+            for rank, share in enumerate(shares)
+        )
+
     @property
     def synchronization_residual(self) -> float:
         """Measured seconds of a synchronization beyond its collectives."""
@@ -155,16 +253,36 @@ class StageCosts:
         return max(0.0, device.seconds(batch) + device.pass_overhead_seconds[self.stage])
 
     def optimizer_seconds(self, rank: int, share: float) -> float:
-        """The optimizer on a share, with this rank's overhead per step; may be negative."""
+        """The optimizer on a part of the state that it owns (`owned`), with this rank's overhead
+        per step; may be negative.
+        """
         device = self.cluster.devices[rank]
         owned = share if self.shares_matter else 1.0
         return device.optimizer_step_seconds(owned) + device.step_overhead_seconds[self.stage]
 
     def communication(self, shares: Sequence[float]) -> CommunicationSeconds:
         """The collectives of a synchronization."""
-        cut = shares if self.shares_matter else (1.0 / len(shares),) * len(shares)
-        gathered = self.collectives.all_gather.seconds(cut) if self.schedule.gathers else 0.0
-        return CommunicationSeconds(gathered, self.collectives.reduce_scatter.seconds(cut))
+        gathered, both = 0.0, self.collectives
+        if self.schedule.gathers:
+            gathered = self._collective_seconds(both.all_gather, shares)
+        reduced = self._collective_seconds(both.reduce_scatter, shares)
+        if self.exchanges:
+            reduced *= 1.0 - self.factored_part
+            reduced += math.fsum(self.exchange_seconds(each, shares) for each in self.exchanges)
+            if not self.shares_matter:  # no rank needs the gradient of another one
+                gathered *= 1.0 - self.factored_part
+        return CommunicationSeconds(gathered, reduced)
+
+    @property
+    def factored_part(self) -> float:
+        """The part of the model whose gradients are sent as factors."""
+        return sum(each.layer.numel for each in self.exchanges) / self.cluster.model.numel
+
+    def exchange_seconds(self, exchange: Exchange, shares: Sequence[float]) -> float:
+        """Seconds in which the factors of a layer are sent and multiplied."""
+        own = dict(self.unit_shares).get(exchange.layer.unit, shares)
+        replicated = not self.shares_matter
+        return seconds_of_exchange(self.cluster, exchange, own, replicated=replicated)
 
     def synchronizations_seconds(
         self, synchronizations: Sequence[Synchronization], communication: CommunicationSeconds
@@ -178,14 +296,16 @@ class StageCosts:
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
         """Seconds after the last synchronization: the optimizer, and its all-gather."""
-        distinct = self._distinct(shares).items()
+        distinct = self._distinct(self.owned(shares)).items()
         slowest = max(self.optimizer_seconds(rank, share) for (_, share), rank in distinct)
         residual = self.cluster.network.step_seconds[self.stage]
         return max(0.0, slowest + self.gather_after_step_seconds(shares) + residual)
 
     def gather_after_step_seconds(self, shares: Sequence[float]) -> float:
         """The all-gather after the optimizer; 0 at stages without one."""
-        return self.collectives.all_gather.seconds(shares) if self.gathers_after_step else 0.0
+        if not self.gathers_after_step:
+            return 0.0
+        return self._collective_seconds(self.collectives.all_gather, shares)
 
     def synchronizations(self, micro_batches: Sequence[Sequence[int]]) -> list[Synchronization]:
         """Every synchronization of a step."""
@@ -218,11 +338,11 @@ class StageCosts:
 
 
 def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
-    """The cost model of a plan's stage, persistent units and recomputed units.
+    """The cost model of a plan's stage and units.
 
     Raises:
-        ValueError: the plan is for another number of ranks, gives units their own strategy, shares
-            or transport, names units that the profile does not have, or recomputes units without
+        ValueError: the plan is for another number of ranks, gives units their own strategy or
+            transport, names units that the profile does not have, or recomputes units without
             measurements of that.
     """
     if plan.world_size != cluster.world_size:
@@ -232,14 +352,15 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
         )
     known = {name: unit for unit, name in enumerate(cluster.model.unit_names)}
     for unit in plan.units:
-        uniform = unit.strategy == STRATEGIES[plan.stage] and unit.shares in (None, plan.shares)
-        if not uniform or unit.transport is not None:
+        if unit.strategy != STRATEGIES[plan.stage] or unit.transport is not None:
             raise ValueError(
-                f"unit {unit.name!r} has its own strategy, shares or transport, but the cost model "
-                "needs units that follow the plan; set only keep_gathered and recomputed_on in "
+                f"unit {unit.name!r} has its own strategy or transport, but the cost model needs "
+                "units that follow the plan; set only shares, keep_gathered and recomputed_on in "
                 "Plan.units"
             )
-        if unit.name not in known and (known or unit.keep_gathered or unit.recomputed_on):
+        is_different = unit.shares not in (None, plan.shares)
+        needs_unit = is_different or unit.keep_gathered or unit.recomputed_on
+        if unit.name not in known and (known or needs_unit):
             raise ValueError(
                 f"the plan names unit {unit.name!r}, which the profile does not have; it has "
                 f"{', '.join(known) or 'no unit names: profile again'}"
@@ -254,5 +375,7 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
     for unit in plan.units:
         for rank in unit.recomputed_on:
             recomputed[rank].add(known[unit.name])
-    costs = StageCosts(cluster, plan.stage, persistent)
+    own = ((known[u.name], u.shares) for u in plan.units if u.shares not in (None, plan.shares))
+    costs = StageCosts(cluster, plan.stage, persistent, unit_shares=tuple(sorted(own)))
+    costs = replace(costs, exchanges=exchanges_of(cluster, plan))
     return costs.with_recomputed(cluster, list(map(frozenset, recomputed)))

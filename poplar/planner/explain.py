@@ -20,7 +20,7 @@ from poplar.planner.cost_model import costs_of
 from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
 from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
 from poplar.planner.prediction import Bound, bound_of, predict
-from poplar.planner.search import ALL_STAGES, Recompute, search
+from poplar.planner.search import ALL_STAGES, Factored, Recompute, search
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.uncertainty import unmeasured_batches
 from poplar.planner.what_if import Change, Changed
@@ -125,6 +125,7 @@ def explain(
     max_micro_batch: int | None = None,
     error: float = PREDICTION_ERROR,
     recompute: Recompute = "auto",
+    factored: Factored = "auto",
 ) -> Explanation:
     """Find what bounds a plan, what would help most, and what each group of devices adds.
 
@@ -136,6 +137,7 @@ def explain(
         error: relative error of a predicted step, from 0 to below 1. Smaller gains are not worth
             it.
         recompute: whether other plans may recompute units, as for `search`.
+        factored: whether other plans may have factored layers, as for `search`.
 
     Raises:
         DoesNotFit: the plan needs more memory than there is, or batches that were not measured.
@@ -153,6 +155,7 @@ def explain(
                 policy=policy,
                 max_micro_batch=max_micro_batch,
                 recompute=recompute,
+                factored=factored,
             )
         return None
 

@@ -180,13 +180,22 @@ def _flat_numels(model: ModelProfile, stage: int, units: Sequence[int]) -> Itera
 
 def merged_units(numels: Iterable[int]) -> list[int]:
     """Elements after consecutive small units have been merged, where parameters are whole."""
-    merged: list[int] = []
-    for numel in numels:
-        if merged and merged[-1] + numel <= BUCKET_ELEMENTS:
-            merged[-1] += numel
+    sizes = list(numels)
+    return [sum(sizes[unit] for unit in units) for units in merged_groups(sizes)]
+
+
+def merged_groups(numels: Sequence[int]) -> list[list[int]]:
+    """The units of each merged unit."""
+    groups: list[list[int]] = []
+    size = 0
+    for unit, numel in enumerate(numels):
+        if groups and size + numel <= BUCKET_ELEMENTS:
+            groups[-1].append(unit)
+            size += numel
         else:
-            merged.append(numel)
-    return merged
+            groups.append([unit])
+            size = numel
+    return groups
 
 
 @dataclass

@@ -97,14 +97,12 @@ def shortfall_of(
     costs: StageCosts, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
 ) -> Shortfall | None:
     """What ranks lack for exactly these passes beside these shares; None: nothing."""
-    needed = costs.by_rank(
-        lambda rank, *needs: costs.memories[rank].needed_by(*needs), micro_batches, shares
-    )
+    needed = costs.needed_bytes(micro_batches, shares)
     largest = [max(passes, default=0) for passes in micro_batches]
     over = (
         own > memory.limit + SLACK_BYTES for own, memory in zip(needed, costs.memories, strict=True)
     )
-    return _shortfall(costs, largest, shares, needed) if any(over) else None
+    return _shortfall(costs, largest, costs.owned(shares), needed) if any(over) else None
 
 
 def missing_bytes(costs: StageCosts, rank: int, micro_batch: int, share: float) -> float:

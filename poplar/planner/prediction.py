@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,17 +74,16 @@ def memory_needed(cluster: ClusterProfile, plan: Plan) -> tuple[int, ...]:
 
 
 def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
-    def needed(rank: int, passes: Sequence[int], share: float) -> int:
-        device, largest = costs.cluster.devices[rank], max(passes, default=0)
-        if largest > device.max_batch:
+    for rank, (device, passes) in enumerate(
+        zip(costs.cluster.devices, plan.micro_batches, strict=True)
+    ):
+        if (largest := max(passes, default=0)) > device.max_batch:
             raise DoesNotFit(
                 f"rank {rank} ({device.name}): a micro-batch of {largest} samples, but the largest "
                 f"that was measured is {device.max_batch}; use smaller micro-batches, or profile "
                 "with a larger max_batch"
             )
-        return math.ceil(costs.memories[rank].needed_by(passes, share))
-
-    return tuple(costs.by_rank(needed, plan.micro_batches, plan.shares))
+    return tuple(map(math.ceil, costs.needed_bytes(plan.micro_batches, plan.shares)))
 
 
 def fits(cluster: ClusterProfile, plan: Plan) -> bool:
@@ -107,6 +105,7 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
     """
     costs = costs_of(cluster, plan)
     memory = _memory_needed(costs, plan)
+    owned = costs.owned(plan.shares)
     missing = shortfall_of(costs, plan.micro_batches, plan.shares)
     if missing is not None:
         raise DoesNotFit(
@@ -125,7 +124,7 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
         plan.micro_batches,
     )
     optimizer = costs.by_rank(
-        lambda rank, share: max(0.0, costs.optimizer_seconds(rank, share)), plan.shares
+        lambda rank, share: max(0.0, costs.optimizer_seconds(rank, share)), owned
     )
     prediction = Prediction(
         step_seconds=step,
@@ -171,13 +170,14 @@ def bound_of(costs: StageCosts, plan: Plan, prediction: Prediction) -> Bound:
         sentence = f"rank {busiest}'s compute ({format_percent(busy[busiest])} busy)"
         return Bound("compute", busiest, sentence)
     passes = max(map(len, plan.micro_batches))
+    owned = costs.owned(plan.shares)
     if costs.synchronizes_every_pass and passes > 1:
         latest = max(one.latest for one in costs.synchronizations(plan.micro_batches))
         for rank, memory in enumerate(costs.memories):
             largest = max(plan.micro_batches[rank])
             # Infinite for batches that were not measured.
             is_useful = costs.pass_seconds(rank, largest + 1) <= _MAX_SLOWDOWN * latest
-            if is_useful and not memory.fits(largest + 1, plan.shares[rank]):
+            if is_useful and not memory.fits(largest + 1, owned[rank]):
                 sentence = (
                     f"rank {rank}'s memory: it holds no more than {largest} samples at a time, so "
                     f"ranks synchronize {passes} times a step ({format_percent(communication)} of "

@@ -16,6 +16,7 @@ from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.factored_choice import with_factored_layers
 from poplar.planner.heuristic import Request
 from poplar.planner.memory_shortfall import NoPlanFits, Shortfall, memory_shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
@@ -23,6 +24,7 @@ from poplar.planner.prediction import describe
 from poplar.planner.recomputed_units import fastest_plan_with_recomputation
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
+from poplar.planner.unit_owners import with_unit_owners
 from poplar.profile import ClusterProfile
 
 __all__ = ["ALL_STAGES", "POLICIES", "NoPlanFits", "alternatives", "search"]
@@ -35,6 +37,9 @@ POLICIES: Mapping[str, Policy] = {"exact": fastest_plan_with_persistent_units, *
 Recompute = Literal["auto", "never"]
 """Whether a plan may recompute units in the backward."""
 RECOMPUTE: tuple[str, ...] = get_args(Recompute)
+Factored = Literal["auto", "never"]
+"""Whether a plan may send weight gradients of linear layers as factors."""
+FACTORED: tuple[str, ...] = get_args(Factored)
 
 
 def search(
@@ -46,6 +51,7 @@ def search(
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
     recompute: Recompute = "auto",
+    factored: Factored = "auto",
 ) -> Plan:
     """The fastest plan that fits in memory, with its prediction.
 
@@ -60,6 +66,8 @@ def search(
             the fastest one.
         recompute: "auto": with policy "exact", ranks may recompute units in the backward
             (activation checkpointing), if that was measured; "never": they do not.
+        factored: "auto": with policy "exact", weight gradients of linear layers are sent as factors
+            where that makes the step faster (`Plan.factored`); "never": they are not.
 
     Returns:
         The same plan for the same arguments. Of equally fast plans, the one that needs less memory,
@@ -78,6 +86,7 @@ def search(
         max_micro_batch=max_micro_batch,
         preference=preference,
         recompute=recompute,
+        factored=factored,
     )[0]
 
 
@@ -90,6 +99,7 @@ def alternatives(
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
     recompute: Recompute = "auto",
+    factored: Factored = "auto",
 ) -> tuple[Plan, ...]:
     """The best plan of every stage at which one fits, in the order in which `search` prefers them.
 
@@ -104,6 +114,8 @@ def alternatives(
         raise ValueError(f"preference must be finite and at least 0, got {preference}")
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+    if factored not in FACTORED:
+        raise ValueError(f"factored must be one of {', '.join(FACTORED)}, got {factored!r}")
     request = Request(global_batch, min(max_micro_batch or global_batch, global_batch))
     found: list[Plan] = []
     shortfalls: list[Shortfall] = []
@@ -114,13 +126,13 @@ def alternatives(
         if missing is not None:
             shortfalls.append(missing)
             continue
-        if may_recompute:
-            plan, bound = _with_recomputation(costs, request, preference)
-        else:
-            plan, bound = POLICIES[policy](costs, request)
+        decide = partial(_decide, policy, request, preference, may_recompute=may_recompute)
+        plan, bound = decide(costs)
+        if policy == "exact" and factored == "auto":
+            plan = with_factored_layers(cluster, plan, decide, preference)
+            bound = None if plan.factored else bound
         if policy == "exact":
-            limit = request.max_micro_batch
-            plan = simplified(cluster, plan, preference, max_micro_batch=limit)
+            plan = with_unit_owners(cluster, plan)
         gap = None if bound is None else _optimality_gap(cluster, plan, bound)
         found.append(describe(cluster, plan, policy, gap))
     if not found:
@@ -135,6 +147,20 @@ def alternatives(
         )
         raise NoPlanFits(shortfalls, suggest)
     return tuple(sorted(found, key=partial(_sort_key, preference)))
+
+
+def _decide(
+    policy: str, request: Request, preference: float, costs: StageCosts, *, may_recompute: bool
+) -> Decision:
+    """The plan of one stage, and a lower bound on the seconds of all its plans."""
+    if may_recompute:
+        plan, bound = _with_recomputation(costs, request, preference)
+    else:
+        plan, bound = POLICIES[policy](costs, request)
+    if policy == "exact":
+        limit = request.max_micro_batch
+        plan = simplified(costs.cluster, plan, preference, max_micro_batch=limit)
+    return Decision(plan, bound)
 
 
 def _with_recomputation(costs: StageCosts, request: Request, preference: float) -> Decision:

@@ -20,6 +20,7 @@ from poplar.profiler.noise import CpuUse
 from poplar.profiler.passes import (
     NEAR_ENOUGH,
     Passes,
+    PassParts,
     Samples,
     climb,
     largest_on_a_line,
@@ -47,7 +48,8 @@ class BatchCurve:
     """Measured passes of one rank."""
 
     points: Sequence[BatchPoint]
-    backward_fraction: float
+    parts: PassParts
+    """Of a pass of a middle size."""
     throttled: str
     """Why the device ran below its clocks; empty if it did not."""
     cpu_use: CpuUse | None
@@ -128,7 +130,7 @@ def _measured(
         points = time_sizes(passes, by_rank[own], seconds=seconds, least=2, samples=samples)
         return BatchCurve(
             points=points,
-            backward_fraction=passes.backward_fraction(points[len(points) // 2].batch),
+            parts=passes.parts(points[len(points) // 2].batch),
             throttled=devices.throttle_reason(session.device) or hot_before,
             cpu_use=None if cpu_before is None else CpuUse.now().since(cpu_before),
         )

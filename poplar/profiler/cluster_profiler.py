@@ -18,7 +18,8 @@ With `n` ranks on `h` hosts and `P` parameters, one rank
                   less where less memory is free
     collectives   reduces and gathers at most 2^26 elements, 2^24 at once (fewer where less memory
                   is free), a bounded number of times: once for all, and up to 8 ranks once for
-                  each. Allocates up to 4 (7 + 4 n) bytes per element at once, and tries that first
+                  each; then small buffers of 64 elements per rank. Allocates up to 4 (7 + 4 n)
+                  bytes per element at once, and tries that first
     links         takes part in at most `h` exchanges at a time, of 2^28 bytes at most
     engine steps  trains as the engine does, from one host copy of the parameters on CUDA
     a model on    is initialized again for each engine: two or three for passes, and one for each
@@ -46,7 +47,7 @@ from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.collectives import measure_network
 from poplar.profiler.known_devices import no_network
 from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget, memory_budget
-from poplar.profiler.model_profile import model_profile, pass_memory
+from poplar.profiler.model_profile import linear_layers, model_profile, pass_memory
 from poplar.profiler.noise import noise_notes
 from poplar.profiler.optimizer_step import measure_update
 from poplar.profiler.peak_flops import peak_flops
@@ -54,6 +55,7 @@ from poplar.profiler.progress import Report
 from poplar.profiler.recomputed_curves import with_recomputed_curves
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
+from poplar.profiler.unit_seconds import mean_of
 from poplar.system import devices
 
 NETWORK = 0.08
@@ -96,11 +98,17 @@ class Profiler:
             )
 
         profiles = session.on_all_ranks(own_profile, "describing the device")
+        forward, backward = mean_of([curve.parts.units for curve in curves])
         profile = ClusterProfile(
             devices=tuple(profiles),
-            model=model_profile(session, updates[0].state_bytes),
+            model=replace(
+                model_profile(session, updates[0].state_bytes),
+                unit_forward_fraction=forward,
+                unit_backward_fraction=backward,
+                linear_layers=linear_layers(session, curves[0].parts.linear_rows),
+            ),
             network=no_network(session.group.size),
-            backward_fraction=fmean(curve.backward_fraction for curve in curves),
+            backward_fraction=fmean(curve.parts.backward_fraction for curve in curves),
             memory_reserve=MEMORY_RESERVE,
             identity=session.identity,
             notes=tuple(noise_notes(profiles, [curve.cpu_use for curve in curves])),

@@ -41,6 +41,8 @@ FEWEST_ELEMENTS_AT_ONCE = 1 << 14
 MOST_RANKS_ONE_BY_ONE = 8
 """World size up to which each rank's rates are measured; those of larger groups are taken from the
 links of their hosts."""
+SMALL_BUFFERS = 4
+"""Buffers with which the latency of a collective is measured."""
 LINKS = 0.25
 """Part of the time budget for the links between hosts."""
 TRANSPORT_SECONDS = 3.0
@@ -123,6 +125,17 @@ class Collectives:
             self.comm.trim()
         return median(taken)
 
+    def latencies(self, budget: float) -> tuple[float, ...]:
+        """`NetworkProfile.collective_latency_seconds`, in about `budget` seconds. Collective."""
+        ranks = self.session.group.size
+        small = replace(self, numels=[ranks * ALIGNMENT] * SMALL_BUFFERS)
+        even, sole = (1.0 / ranks,) * ranks, (1.0, *(0.0,) * (ranks - 1))
+        return tuple(
+            small.seconds(issue, shares, budget / 4) / SMALL_BUFFERS
+            for shares in (even, sole)
+            for issue in (Collectives.reduce_scatter, Collectives.all_gather)
+        )
+
     def exchange(self, value: float) -> list[float]:
         """The values of all ranks, after all ranks have called it."""
         own = torch.tensor([value], dtype=torch.float64, device="cpu")
@@ -150,7 +163,7 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
     ranks = session.group.size
     hosts = find_hosts(session)
     links = measure_links(session, hosts, budget * LINKS)
-    part = budget / (2 * min(ranks, MOST_RANKS_ONE_BY_ONE) + 2)
+    part = budget / (2 * min(ranks, MOST_RANKS_ONE_BY_ONE) + 3)
 
     def reduce_and_gather(shares: Sequence[float]) -> list[float]:
         both = Collectives.reduce_scatter, Collectives.all_gather
@@ -173,6 +186,7 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
         hosts=collectives.comm.hosts,
         transports=transports,
         links=links,
+        collective_latency_seconds=collectives.latencies(part) if ranks > 1 else (),
     )
 
 

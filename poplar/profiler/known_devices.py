@@ -14,6 +14,7 @@ from poplar.profile import ClusterProfile, NetworkProfile
 from poplar.profiler.model_profile import model_profile
 from poplar.profiler.noise import noise_notes
 from poplar.profiler.session import Session
+from poplar.profiler.unit_seconds import UnitFractions, mean_of
 
 
 def own_device(session: Session, profile: ClusterProfile) -> ClusterProfile:
@@ -37,12 +38,21 @@ def all_devices(session: Session, known: Sequence[ClusterProfile]) -> ClusterPro
     """
     profiles = [each.devices[0] for each in known]
     model, saved = known[0].model, [each.model.saved_without_last_unit for each in known]
+    forward, backward = mean_of(
+        [
+            UnitFractions(each.model.unit_forward_fraction, each.model.unit_backward_fraction)
+            for each in known
+        ]
+    )
     return ClusterProfile(
         devices=tuple(profiles),
         model=replace(
             model_profile(session, 0.0),
             optimizer_bytes=model.optimizer_bytes,
             saved_without_last_unit=min((part for part in saved if part is not None), default=None),
+            linear_layers=model.linear_layers,
+            unit_forward_fraction=forward,
+            unit_backward_fraction=backward,
         ),
         network=no_network(len(known)),
         backward_fraction=fmean(each.backward_fraction for each in known),

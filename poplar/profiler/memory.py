@@ -2,7 +2,8 @@
 
 On CUDA a pass needs what the allocator reserves, which is more than its live tensors if memory is
 fragmented. On the CPU resident memory does not show live tensors, because glibc keeps freed memory.
-So every storage that an operator allocates is counted until it is freed.
+So every storage that an operator allocates is counted until it is freed, and what an operator
+allocates for itself while it runs (`kernel_memory`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from poplar.data import pytree
 from poplar.profiler.compilation import eagerly
+from poplar.profiler.kernel_memory import KernelMemory
 from poplar.profiler.unit_memory import TrainedUnit, UnitBytes, UnitWindows
 
 
@@ -99,13 +101,16 @@ class _Allocated:
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Counts bytes of storages that operators return and that were not among their arguments."""
+    """Counts bytes of storages that operators return and that were not among their arguments, and
+    what operators need beside them.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = self.highest = 0
         """Bytes now, at most since `begin_window`, and at most at all."""
         self._known: set[int] = set()
+        self._kernels = KernelMemory()
 
     def __torch_dispatch__(
         self,
@@ -114,15 +119,18 @@ class _LiveStorages(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
         given = _storages((args, kwargs))
+        nbytes = sum(storage.nbytes() for storage in given.values())
+        result, temporary = self._kernels.measure(
+            func, (args, kwargs), nbytes, lambda: func(*args, **(kwargs or {}))
+        )
         for key, storage in _storages(result).items():
             if key not in given and key not in self._known:
                 self._known.add(key)
                 self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                self.highest = max(self.highest, self.live)
                 weakref.finalize(storage, self._remove, key, storage.nbytes())
+        self.peak = max(self.peak, self.live + temporary)
+        self.highest = max(self.highest, self.live + temporary)
         return result
 
     def begin_window(self) -> None:

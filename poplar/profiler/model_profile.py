@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from poplar.profile import ModelProfile
+from poplar.profile import LinearLayer, ModelProfile
 from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.session import Session
 from poplar.profiler.unit_memory import TrainedUnit
 from poplar.zero import setup
+from poplar.zero.factors.checks import factorable_layers
 from poplar.zero.unit import Member, Unit, build_units
 
 
@@ -39,6 +40,35 @@ def model_profile(session: Session, state_bytes: float) -> ModelProfile:
     )
 
 
+def linear_layers(session: Session, rows: Mapping[str, float]) -> tuple[LinearLayer, ...]:
+    """The layers that can be factored.
+
+    Args:
+        session: of the model.
+        rows: for a sample of each layer, by module name; layers without any do not count.
+    """
+    request = session.setup
+    trained = [unit for unit in all_units(session) if unit.trained]
+    unit_of = {
+        id(parameter): number
+        for number, unit in enumerate(trained)
+        for flat in unit.trained
+        for parameter in flat.parameters
+    }
+    layers = factorable_layers(request.model, set(unit_of))
+    return tuple(
+        LinearLayer(
+            name=name,
+            unit=unit_of[id(layer.weight)],
+            outputs=layer.out_features,
+            inputs=layer.in_features,
+            rows_per_sample=rows[name],
+        )
+        for name, layer in layers.items()
+        if rows.get(name)
+    )
+
+
 def flat_numels(session: Session) -> list[int]:
     """Elements of each flat buffer that is reduced at stages that replicate parameters."""
     units = _trained_units(session, shards_parameters=False)
@@ -48,7 +78,11 @@ def flat_numels(session: Session) -> list[int]:
 def trained_units(session: Session) -> list[TrainedUnit]:
     """The parameters of the units of `model_profile`."""
     return [
-        TrainedUnit([p for flat in unit.trained for p in flat.parameters], unit.resident)
+        TrainedUnit(
+            [p for flat in unit.trained for p in flat.parameters],
+            unit.resident,
+            () if unit.resident else unit.modules,
+        )
         for unit in _trained_units(session, shards_parameters=True)
     ]
 

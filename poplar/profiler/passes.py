@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from statistics import median
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,13 @@ from poplar.data import pytree
 from poplar.data.example_lengths import at_length
 from poplar.data.sample_lengths import SampleLengths
 from poplar.profile import BatchPoint
+from poplar.profiler.compilation import is_compiled
+from poplar.profiler.linear_rows import counting_rows
 from poplar.profiler.memory import PassBytes, batch_bytes, pass_bytes
 from poplar.profiler.timing import repeats_in_a_sample, seconds_of
 from poplar.profiler.unit_memory import TrainedUnit
+from poplar.profiler.unit_seconds import UnitClock, UnitFractions, median_of
+from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_cached_memory, free_frames, is_out_of_memory
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 from poplar.zero.preserved_state import gradients_dropped
@@ -45,6 +50,17 @@ CONFIRMATIONS = 2
 WORTHWHILE = 0.01
 """A batch that is larger by less than this fraction is not tried. The largest one is wanted within
 3 %, and a line may end below it."""
+
+
+class PassParts(NamedTuple):
+    """How the seconds of a pass are spent."""
+
+    backward_fraction: float
+    """Part of a pass that the backward takes."""
+    units: UnitFractions
+    """The parts of each unit."""
+    linear_rows: Mapping[str, float] = MappingProxyType({})
+    """Rows for a sample of each `nn.Linear`, by module name."""
 
 
 @dataclass
@@ -145,20 +161,36 @@ class Passes:
                 break
         return min(before, last)
 
-    def backward_fraction(self, size: int) -> float:
-        """Part of a pass that the backward takes: the median of three passes."""
-        batch = self.batch(size)
+    def parts(self, size: int) -> PassParts:
+        """The parts of a pass: the median of three passes. The first one counts rows."""
+        batch, units = self.batch(size), self._timed_units()
 
-        def once() -> float:
+        def once() -> PassParts:
             losses: list[Tensor] = []
-            with self.one_pass(size):
+            clock = UnitClock(units, self.device)
+            with self.one_pass(size), clock.measuring():
+                clock.next_phase()
                 forward = seconds_of(
                     lambda: losses.append(self.loss_fn(self.model, batch)), self.device
                 )
+                clock.next_phase()
                 backward = seconds_of(losses.pop().backward, self.device)
-            return backward / (forward + backward)
+                clock.next_phase()
+                synchronize(self.device)
+            return PassParts(backward / (forward + backward), clock.result())
 
-        return median(once() for _ in range(3))
+        with counting_rows(self.model) as rows:
+            first = once()
+        several = [first, once(), once()]
+        return PassParts(
+            median(part.backward_fraction for part in several),
+            median_of([part.units for part in several]),
+            {name: count / size for name, count in rows.items()},
+        )
+
+    def _timed_units(self) -> Sequence[TrainedUnit]:
+        """Units whose time is taken; none if a hook would split or miss a compiled function."""
+        return () if any(map(is_compiled, self.model.modules())) else self.units
 
     def first(self, size: int) -> BatchPoint:
         """Warm up; then the rough time of a pass, and its peak memory above the model.

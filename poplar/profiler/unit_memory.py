@@ -19,6 +19,8 @@ class TrainedUnit(NamedTuple):
 
     parameters: Sequence[nn.Parameter]
     resident: bool
+    modules: Sequence[nn.Module] = ()
+    """Their forwards are the unit's; none for what is outside of all blocks."""
 
     @property
     def gradient_bytes(self) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from poplar.planner.collective_costs import CollectiveCost
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.step_actions import RANK_ACTIONS, Action, Compute, Issue, UnitLayout
+from poplar.planner.factored_costs import Exchange
+from poplar.planner.step_actions import RANK_ACTIONS, Action, Compute, Issue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +20,8 @@ class RankLoad:
     """Seconds of each pass; 0 without samples."""
     optimizer: float
     """Seconds."""
-    owns: bool
-    """Whether it has a share of what is sharded."""
+    owns: tuple[bool, ...]
+    """By unit, whether it has a share of it."""
 
 
 class ActionDurations:
@@ -30,16 +33,27 @@ class ActionDurations:
     """
 
     def __init__(self, costs: StageCosts, shares: Sequence[float]) -> None:
-        self._costs = costs
-        self._layout = UnitLayout.of(costs.cluster.model, costs.stage, costs.persistent)
-        numel = self._layout.numel
-        self._parts = [unit_numel / numel for unit_numel in self._layout.numels]
+        self._costs, self._layout = costs, costs.layout
+        own_shares = dict(costs.unit_shares) if costs.shares_matter else {}
+        self._shares = [own_shares.get(unit, shares) for unit in range(len(self._layout.numels))]
+        """By unit."""
+        self._gather_parts = self._parts(costs.collectives.all_gather)
+        """By unit, the part of the all-gather of the whole model."""
+        self._reduce_parts = self._parts_of_reduction(shares)
+        """By unit, the part of the reduction, some of which may be an exchange of factors."""
+        self._gradient_gather_parts = self._without_factored(self._gather_parts)
+        ticks, backward = self._layout.ticks, costs.cluster.backward_fraction
+        self._compute_parts = {
+            "forward": [(1.0 - backward) * own / ticks for own in self._layout.forward],
+            "backward": [backward * own / ticks for own in self._layout.backward],
+        }
+        """By unit, the part of a pass."""
 
         gather, reduce = costs.communication(shares)
         residual = costs.synchronization_residual
         total = costs.schedule.gathers * gather + reduce
         scale = max(0.0, 1.0 + min(0.0, residual) / total) if total else 1.0
-        slowest = max(costs.optimizer_seconds(rank, share) for rank, share in enumerate(shares))
+        slowest = max(map(costs.optimizer_seconds, range(len(shares)), costs.owned(shares)))
         step_residual = costs.cluster.network.step_seconds[costs.stage] + min(0.0, slowest)
         all_gather = costs.gather_after_step_seconds(shares) + min(0.0, step_residual)
         self._optimizer_change = min(0.0, all_gather)
@@ -52,13 +66,64 @@ class ActionDurations:
             "agreement": max(0.0, step_residual),
         }
 
-    def load(self, rank: int, batches: Sequence[int], share: float) -> RankLoad:
-        """The work of a rank with these passes and this share."""
-        update = self._costs.optimizer_seconds(rank, share) + self._optimizer_change
+    def _parts(self, cost: CollectiveCost) -> list[float]:
+        """By unit, the part of a collective of the whole model."""
+        numels = self._layout.numels
+        parts = [own / self._layout.numel for own in numels]
+        if not self._costs.unit_shares:
+            return parts
+        seconds = list(map(cost.unit_seconds, parts, self._shares))
+        total = math.fsum(seconds)
+        return [own / total for own in seconds] if total else parts
+
+    def _parts_of_reduction(self, shares: Sequence[float]) -> list[float]:
+        """By unit, the part of what is reduced and exchanged."""
+        costs = self._costs
+        parts = self._parts(costs.collectives.reduce_scatter)
+        whole = replace(costs, exchanges=()).communication(shares).reduce
+        if not costs.exchanges or not whole:
+            return parts
+        seconds = [whole * part for part in self._without_factored(parts, normalized=False)]
+        for exchange in costs.exchanges:
+            seconds[self._unit_of(exchange)] += costs.exchange_seconds(exchange, shares)
+        total = math.fsum(seconds)
+        return [own / total for own in seconds] if total else parts
+
+    def _without_factored(self, parts: Sequence[float], *, normalized: bool = True) -> list[float]:
+        """By unit, the parts of what is not factored."""
+        left = list(parts)
+        for exchange in self._costs.exchanges:
+            unit = self._unit_of(exchange)
+            factored = exchange.layer.numel / self._layout.numels[unit]
+            left[unit] = max(0.0, left[unit] - parts[unit] * factored)
+        total = math.fsum(left)
+        return [own / total for own in left] if normalized and total else left
+
+    def _unit_of(self, exchange: Exchange) -> int:
+        """The number of the layer's unit in the layout."""
+        groups = self._layout.groups
+        return next(n for n, units in enumerate(groups) if exchange.layer.unit in units)
+
+    @property
+    def owns(self) -> list[tuple[bool, ...]]:
+        """By rank, `RankLoad.owns`."""
+        if not self._costs.shares_matter:
+            return [(True,) * len(self._shares)] * self._costs.cluster.world_size
+        if self._costs.unit_shares:
+            return list(zip(*([share > 0.0 for share in own] for own in self._shares), strict=True))
+        units = len(self._shares)
+        known = {owns: (owns,) * units for owns in (False, True)}
+        return [known[share > 0.0] for share in self._shares[0]]
+
+    def load(
+        self, rank: int, batches: Sequence[int], owned: float, owns: tuple[bool, ...]
+    ) -> RankLoad:
+        """The work of a rank with these passes and this part of the state."""
+        update = self._costs.optimizer_seconds(rank, owned) + self._optimizer_change
         return RankLoad(
             passes=tuple(self._costs.pass_seconds(rank, batch) for batch in batches),
             optimizer=max(0.0, update),
-            owns=share > 0.0 or not self._costs.shares_matter,
+            owns=owns,
         )
 
     def actions(self, load: RankLoad) -> Iterator[Action]:
@@ -72,14 +137,15 @@ class ActionDurations:
         """Seconds of compute that no communication slows down."""
         if action.unit is None or action.pass_index is None:
             return load.optimizer
-        backward = self._costs.cluster.backward_fraction
-        fraction = backward if action.what == "backward" else 1.0 - backward
-        return load.passes[action.pass_index] * fraction * self._parts[action.unit]
+        return load.passes[action.pass_index] * self._compute_parts[action.what][action.unit]
 
     def collective_seconds(self, action: Issue) -> float:
         """Seconds of the collective that ranks issue with this action."""
         seconds = self._collectives[action.what]
         if action.unit is None:
             return seconds
-        buffers = self._layout.buffers(action.unit) if action.what == "reduce" else 1
-        return seconds * self._parts[action.unit] / buffers
+        if action.what == "reduce":
+            return seconds * self._reduce_parts[action.unit] / self._layout.buffers(action.unit)
+        is_of_gradients = action.what == "all_gather_gradients"
+        parts = self._gradient_gather_parts if is_of_gradients else self._gather_parts
+        return seconds * parts[action.unit]

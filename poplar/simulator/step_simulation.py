@@ -36,12 +36,13 @@ def simulate(cluster: ClusterProfile, plan: Plan) -> Timeline:
     Raises:
         DoesNotFit: the plan needs more memory than a rank has, or a micro-batch that was not
             measured.
-        ValueError: a plan for another number of ranks, or with units of their own strategy.
+        ValueError: see `costs_of`.
     """
     predict(cluster, plan)  # raises if the plan cannot run
     costs = costs_of(cluster, plan)
     durations = ActionDurations(costs, plan.shares)
-    loads = costs.by_rank(durations.load, plan.micro_batches, plan.shares)
+    owned = costs.owned(plan.shares)
+    loads = costs.by_rank(durations.load, plan.micro_batches, owned, durations.owns)
     simulated = {load: _Rank(load, durations) for load in dict.fromkeys(loads)}
     _run(list(simulated.values()), cluster.overlap)
     step = max(rank.now for rank in simulated.values())
@@ -123,14 +124,17 @@ def _run(ranks: Sequence[_Rank], overlap: float) -> None:
     """Run a whole step, collective by collective."""
     for issues in zip(*(rank.issues() for rank in ranks), strict=True):
         issued_by_all = max(rank.now for rank in ranks)
-        issued_by_owners = max(rank.now for rank in ranks if rank.load.owns)
+        unit = issues[0].unit
+        if unit is not None:
+            issued_by_owners = max(rank.now for rank in ranks if rank.load.owns[unit])
         for rank, issue in zip(ranks, issues, strict=True):
-            if issue.unit is None:
+            if unit is None:
                 rank.communicate(issue, issued_by_all, rate=0.0)
             elif issue.what != "reduce":  # parameters or reduced gradients arrive from owners
                 rank.communicate(issue, max(rank.now, issued_by_owners), overlap)
             else:  # gradients arrive from all ranks, at owners only
-                rank.communicate(issue, issued_by_all if rank.load.owns else rank.now, overlap)
+                ready = issued_by_all if rank.load.owns[unit] else rank.now
+                rank.communicate(issue, ready, overlap)
 
 
 def _covered(spans: Iterable[Span]) -> float:

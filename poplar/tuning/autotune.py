@@ -27,7 +27,7 @@ from poplar.observation import Observation, Trials
 from poplar.plan import STRATEGIES, Plan
 from poplar.planner.calibration import refine
 from poplar.planner.prediction import describe, fits, predict
-from poplar.planner.search import POLICIES, RECOMPUTE, Recompute, alternatives
+from poplar.planner.search import FACTORED, POLICIES, RECOMPUTE, Factored, Recompute, alternatives
 from poplar.planner.simple_plans import simplified
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
@@ -106,6 +106,7 @@ def tune(
     stage: int | Literal["auto"] = "auto",
     policy: str = "exact",
     recompute: Recompute = "auto",
+    factored: Factored = "auto",
     profile: ClusterProfile | None = None,
     verify: bool = True,
     weight: Weight | None = None,
@@ -141,6 +142,9 @@ def tune(
             published policy to compare with: `"even"`, `"flops"`, `"paper"`.
         recompute: "auto": with policy "exact", small devices may recompute units in the backward
             (activation checkpointing) where that makes the step faster; "never": no rank does.
+        factored: "auto": with policy "exact", weight gradients of linear layers are sent as factors
+            where that makes the step faster (`Plan.factored`); "never": they are not. Use "never"
+            for a model that reads such a weight outside of its layer.
         profile: use this profile of the same job instead of measuring.
         verify: measure the batch sizes of the chosen plan that were not profiled, then time the
             best plans of the best two stages in turns. A better plan that the search finds with
@@ -180,12 +184,15 @@ def tune(
         global_batch=global_batch,
         policy=policy,
         recompute=recompute,
+        factored=factored,
         verify=verify,
         given=profile,
     )
     profiler = Profiler(request, Group.of(process_group, timeout))
     cached = CachedProfile(profiler, cache, show=progress)
-    tuner = Tuner(cached, global_batch=global_batch, policy=policy, recompute=recompute)
+    tuner = Tuner(
+        cached, global_batch=global_batch, policy=policy, recompute=recompute, factored=factored
+    )
     tuner.weighs_samples = weight is None and loss == "mean"
     return tuner.tune(profile, verify=verify)
 
@@ -228,6 +235,7 @@ class _TuningRequest(Request):
     global_batch: int
     policy: str
     recompute: Recompute
+    factored: Factored
     verify: bool
     given: ClusterProfile | None
 
@@ -240,6 +248,10 @@ class _TuningRequest(Request):
             raise ValueError(
                 f"recompute={self.recompute!r} is not known; use one of {sorted(RECOMPUTE)}"
             )
+        if self.factored not in FACTORED:
+            raise ValueError(
+                f"factored={self.factored!r} is not known; use one of {sorted(FACTORED)}"
+            )
         super().check()
 
     def must_be_equal(self) -> dict[str, Any]:
@@ -248,6 +260,7 @@ class _TuningRequest(Request):
             "global_batch": self.global_batch,
             "policy": self.policy,
             "recompute": self.recompute,
+            "factored": self.factored,
             "verify": bool(self.verify),
             "profile": None if self.given is None else digest(self.given.to_dict()),
         }
@@ -263,6 +276,7 @@ class Tuner:
         global_batch: int,
         policy: str,
         recompute: Recompute = "auto",
+        factored: Factored = "auto",
     ) -> None:
         self.cached = cached
         self.profiler = cached.profiler
@@ -270,6 +284,7 @@ class Tuner:
         self.global_batch = global_batch
         self.policy = policy
         self.recompute = recompute
+        self.factored = factored
         self.weighs_samples = False
         """The loss is taken for a mean over samples, because the user has given no weight."""
 
@@ -280,7 +295,7 @@ class Tuner:
         profile = self.cached.profile() if given is None else self._checked_profile(given)
         # Compilation may have taken longer than the whole budget.
         ends = max(ends, time.perf_counter() + (1.0 - PROFILE_PART) * seconds)
-        key = json.dumps([self.global_batch, self.policy, self.recompute])
+        key = json.dumps([self.global_batch, self.policy, self.recompute, self.factored])
         known = self.cached.plans.get(key) if given is None else None
         if known is not None and fits(profile, known):
             return Tuned(known, profile, ())
@@ -313,6 +328,7 @@ class Tuner:
                 stages=self.session.request.stages,
                 policy=self.policy,
                 recompute=self.recompute,
+                factored=self.factored,
             )[:CANDIDATES]
             simpler = [simplified(profile, plans[0], SIMPLER)] if self.policy == "exact" else []
             return tuple(dict.fromkeys([*plans, *simpler]))

@@ -256,6 +256,8 @@ class CollectiveScheduler:
             )
         if not self.mode.has_gradients:
             parameter.grad = None
+            if flat.rows is not None:
+                flat.rows.drop_captured()
             return
         arrived = self._ready_gradients.setdefault(flat, set())
         arrived.add(parameter)
@@ -301,7 +303,7 @@ class CollectiveScheduler:
     def _accumulate_rest(self, failed: bool) -> None:
         for flat in self._flats:
             if failed:
-                flat.take_gradients(0.0)
+                flat.drop_parameter_gradients()
             else:
                 self._strategy.accumulate(flat, self._weight)
 

@@ -19,8 +19,10 @@ from poplar.comm import Communicator, Control
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
+from poplar.zero.checks.model_checks import Removable
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
+from poplar.zero.factors.rows import FactoredRows
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook
 from poplar.zero.recomputation import Recomputation
@@ -78,7 +80,7 @@ class Engine:
         self._forward_depth = 0
         self._visits: dict[Unit, int] = {}
         self.recomputation = Recomputation(model, blocks, self._unshards_before_forwards())
-        self.hooks: list[RemovableHandle | Recomputation] = [
+        self.hooks: list[Removable] = [
             *self._register_hooks(),
             self.recomputation,
         ]
@@ -98,7 +100,7 @@ class Engine:
         """Reset the state of the previous step, except `.grad` if the user has just set it."""
         self.strategy.begin_step()
         for flat in self.trained:
-            flat.used.clear()
+            flat.begin_step()
             if not keep_gradients:
                 self.strategy.free_gradient(flat)
         if not keep_gradients:
@@ -183,7 +185,7 @@ class Engine:
                     raise
                 free_frames(error)
                 self.drop_parameter_gradients()
-                self._finish_out_of_memory()
+                self._complete_out_of_memory(lambda: self.scheduler.finish(failed=True))
                 raise
         finally:
             self._drop_pass()
@@ -191,17 +193,17 @@ class Engine:
             last = self.scheduler.reduces
             self.step.phase = max(self.step.phase, Phase.ISSUED if last else Phase.ACCUMULATED)
 
-    def _finish_out_of_memory(self) -> None:
-        """Complete the pass with zeros, which needs less memory."""
+    def _complete_out_of_memory(self, complete: Callable[[], None]) -> None:
+        """Complete what other ranks wait for, after memory has been freed."""
         try:
-            self.scheduler.finish(failed=True)
+            complete()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             if self.free_state is not None:
                 self.free_state()
                 self.free_state = None
-                self._finish_out_of_memory()
+                self._complete_out_of_memory(complete)
                 return
             reason = (
                 f"rank {self.comm.group.rank} is out of memory and cannot complete a pass even "
@@ -214,8 +216,7 @@ class Engine:
         """Set `.grad` of all parameters to None, as at the start of a step."""
         self._has_placeholders = False
         for flat in self.trained:
-            for parameter in flat.parameters:
-                parameter.grad = None
+            flat.drop_parameter_gradients()
 
     def set_placeholder_gradients(self, flats: Collection[FlatParameter]) -> None:
         """Set `.grad` of these flat parameters to tensors that raise if they are used."""
@@ -240,7 +241,13 @@ class Engine:
     def wait_for_reductions(self) -> None:
         """Wait until this rank's slice of the mean gradient is final. Collective."""
         if self.step.phase < Phase.REDUCED:
-            self.strategy.wait_for_reductions(self.units)
+            try:
+                self.strategy.wait_for_reductions(self.units)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                free_frames(error)
+                self._complete_out_of_memory(lambda: self.strategy.wait_for_reductions(self.units))
             self.step.phase = Phase.REDUCED
 
     def finish_gradients(self) -> None:
@@ -292,7 +299,14 @@ class Engine:
         return explained
 
     def reduce_without_backward(self) -> None:
-        """Reduce `.grad` and the accumulated gradients as a last pass. Collective."""
+        """Reduce `.grad` and the accumulated gradients as a last pass. Collective.
+
+        Raises:
+            RuntimeError: `.grad` of a factored weight was set, which is not what is sent for it.
+        """
+        for flat in self.trained:
+            if flat.rows is not None and flat.parameters[0].grad is not None:
+                raise RuntimeError(_gradient_of_factored_weight(flat.names[0]))
         weight = 1.0 / self.comm.group.size
         self.begin_pass(weight=weight, leader=0, last=True, mode=Mode.REDUCE_ONLY)
         self.end_pass()
@@ -410,6 +424,9 @@ class Engine:
     def _register_hooks(self) -> Iterator[RemovableHandle]:
         for unit in self.units:
             for flat in unit.trained:
+                if flat.rows is not None:
+                    yield from self._register_row_hooks(flat, flat.rows)
+                    continue
                 for parameter in flat.parameters:
                     yield parameter.register_post_accumulate_grad_hook(self._gradient_hook(flat))
         if not self.strategy.shards_parameters:
@@ -462,6 +479,23 @@ class Engine:
             self.scheduler.gradient_ready(flat, parameter)  # type: ignore[arg-type]
 
         return gradient_ready
+
+    def _register_row_hooks(
+        self, flat: FlatParameter, rows: FactoredRows
+    ) -> Iterator[RemovableHandle]:
+        """The gradient of a factored weight is complete when all calls of its layer are."""
+        (weight,), gradient_ready = flat.parameters, self._gradient_hook(flat)
+
+        def rows_complete(token: Tensor) -> None:
+            token.grad = None
+            gradient_ready(weight)
+
+        def reject(weight: Tensor) -> None:
+            weight.grad = None
+            raise RuntimeError(_gradient_of_factored_weight(flat.names[0]))
+
+        yield rows.token.register_post_accumulate_grad_hook(rows_complete)
+        yield weight.register_post_accumulate_grad_hook(reject)
 
     def _forward_pre_hook(self, unit: Unit) -> Callable[..., None]:
         def enter(module: nn.Module, _inputs: Any) -> None:
@@ -596,6 +630,14 @@ class Engine:
 def _disable_compile(hook: Callable[..., None]) -> Callable[..., None]:
     """Exclude a hook from `torch.compile`: it communicates, so it runs between graphs."""
     return ModelHook(torch.compiler.disable(hook))
+
+
+def _gradient_of_factored_weight(name: str) -> str:
+    return (
+        f"{name} got a gradient of its own, but Plan.factored names its layer, so only what the "
+        "forward of the layer captures is sent; call the layer instead of using its weight, or "
+        "leave the layer out of Plan.factored"
+    )
 
 
 def _do_nothing() -> None:

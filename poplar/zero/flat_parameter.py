@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from poplar import ops
 from poplar.comm.shard_layout import ALIGNMENT, Layout
+from poplar.zero.factors.rows import FactoredRows
 
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,6 +60,8 @@ class FlatParameter:
         self.offsets, self.numel = _aligned_offsets([p.numel() for p in self.parameters])
         self.used: set[int] = set()
         """Positions of the parameters that got a gradient on this rank in this step."""
+        self.rows: FactoredRows | None = None
+        """Instead of the gradient of the only parameter, until it is reduced."""
         self._no_gradient = torch.empty(0, device=self.device)
         self.drop_gradient()
         self._squares_version: int | None = None
@@ -70,6 +73,19 @@ class FlatParameter:
     def drop_gradient(self) -> None:
         """Free the gradient. Allocates nothing, so it cannot fail between two agreements."""
         self.gradient = self.squares = self._no_gradient
+
+    def begin_step(self) -> None:
+        """Drop what earlier passes have left on this rank, except `.grad`."""
+        self.used.clear()
+        if self.rows is not None:
+            self.rows.drop_weighted()
+
+    def drop_parameter_gradients(self) -> None:
+        """Drop the gradients of the open pass: set `.grad` of the parameters to None."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.rows is not None:
+            self.rows.drop_captured()
 
     def mark_squares_valid(self) -> None:
         """`squares` belong to the reduced gradient."""

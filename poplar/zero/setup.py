@@ -18,6 +18,9 @@ from poplar.plan import Plan
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.checks import model_checks
 from poplar.zero.engine import Engine
+from poplar.zero.factors.capture import FactoredForward
+from poplar.zero.factors.checks import factored_layers
+from poplar.zero.factors.rows import FactoredRows
 from poplar.zero.flat_adamw import flat_class
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.input_cast import cast_inputs
@@ -66,6 +69,8 @@ class Request:
     values: InitialValues
     group_of: dict[int, int] = field(default_factory=dict)
     """Index of the param group of each trained parameter, by `id(parameter)`."""
+    factored: Mapping[str, nn.Linear] = field(default_factory=dict)
+    """The modules of `Plan.factored`, by name."""
     overlap_param_gather: bool = False
 
     @property
@@ -139,6 +144,7 @@ def check_request(
     _check_dtype("reduce_dtype", reduce_dtype)
     if plan is not None:
         check_unit_plans(plan)
+    factored = factored_layers(model, plan.factored if plan is not None else (), set(group_of))
     options = _check_optimizer(factory, options, groups, target)
     unit_names = resolve_units(model, units)
     return Request(
@@ -155,6 +161,7 @@ def check_request(
         device=target,
         values=InitialValues.of(model, unit_names, weights),
         group_of=group_of,
+        factored=factored,
         overlap_param_gather=overlap_param_gather,
     )
 
@@ -268,9 +275,12 @@ def build_engine(
 ) -> tuple[Engine, ShardedUpdate]:
     """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
     strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
+    if request.factored and strategy.replicates_state:
+        _check_products_agree(request.device, control)
     strategy.updated.overlap = request.overlap_param_gather
     with request.values.real_tensors(request.device):
         units = _build_units(request, strategy, control, compute_dtype)
+        rows = _attach_rows(request, units, control)
         shares, own_shares = _shares(request.plan, comm)
 
         def allocate(flat: FlatParameter) -> None:
@@ -280,6 +290,8 @@ def build_engine(
         request.values.place(flats, strategy, allocate, control)
     _broadcast_unmanaged(request, flats, comm, compute_dtype)
     engine = Engine(request.model, units, strategy, comm, control, blocks=request.unit_names)
+    # Before modules are recomputed, which wraps what is then their forward.
+    engine.hooks += [FactoredForward(request.factored[name], own) for name, own in rows.items()]
     engine.recomputation.follow(request.plan, comm.group.rank)
     engine.hooks += cast_inputs(request.model, compute_dtype, request.unit_names)
     hyper = [
@@ -297,13 +309,15 @@ def _build_units(
 ) -> list[Unit]:
     """Assign the parameters to units, whose flat parameters have no values yet. Collective."""
     plan = request.plan
+    factored = {id(layer.weight) for layer in request.factored.values()}
     members = []
     for name, parameter in request.model.named_parameters():
         trained = id(parameter) in request.group_of
         if trained or strategy.shards_parameters:
             group = request.group_of.get(id(parameter), -1)
             dtype = _computing_dtype(parameter, compute_dtype)
-            members.append(Member(name, parameter, group, trained, dtype))
+            alone = id(parameter) in factored
+            members.append(Member(name, parameter, group, trained, dtype, alone))
     merge = merge_policy(request, shards_parameters=strategy.shards_parameters)
     units = build_units(
         request.model,
@@ -315,6 +329,37 @@ def _build_units(
     _check_unit_names(control, plan, units, request.unit_names)
     strategy.persistent = persistent_units(plan, units)
     return units
+
+
+def _attach_rows(
+    request: Request, units: Sequence[Unit], control: Control
+) -> dict[str, FactoredRows]:
+    """Let the gradients of the factored weights travel as rows; returns them by module name."""
+    flat_of = {id(flat.parameters[0]): flat for unit in units for flat in unit.trained}
+    rows = {}
+    for name, layer in request.factored.items():
+        outputs, inputs = layer.weight.shape
+        rows[name] = FactoredRows(name, outputs, inputs, request.device, control)
+        flat_of[id(layer.weight)].rows = rows[name]
+    return rows
+
+
+def _check_products_agree(device: torch.device, control: Control) -> None:
+    """Check that a product of the same rows has the same bits on all ranks. Collective.
+
+    Raises:
+        ValueError: on all ranks, if they multiply in different ways.
+    """
+    mine = f"{_kernels(device)}, matmul precision {torch.get_float32_matmul_precision()}"
+    if device.type == "cpu":
+        mine += f", {torch.get_num_threads()} threads"
+    kernels = control.exchange_objects(mine, what="building the optimizer")
+    if len(set(kernels)) > 1:
+        raise ValueError(
+            "Plan.factored at stage 0, where every rank multiplies the rows by itself, but the "
+            f"products would differ between ranks, which multiply with {kernels}. Use stage 1, "
+            "where each element is computed by one rank, or leave factored out of the plan"
+        )
 
 
 def _shares(

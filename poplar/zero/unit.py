@@ -71,6 +71,8 @@ class Member:
     group: int
     trained: bool
     dtype: torch.dtype
+    alone: bool = False
+    """It has a flat parameter of its own, because it is reduced in another way."""
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -238,11 +240,12 @@ def _merge_small(
 
 def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatParameter]:
     """One flat parameter per dtype and trained or frozen, split at `limit` bytes."""
-    groups: dict[tuple[torch.dtype, bool], list[Member]] = {}
+    groups: dict[tuple[torch.dtype, bool, str], list[Member]] = {}
     for member in inside:
         if member.dtype in PACKABLE:
-            groups.setdefault((member.dtype, member.trained), []).append(member)
-    for (dtype, trained), members in groups.items():
+            own = member.name if member.alone else ""
+            groups.setdefault((member.dtype, member.trained, own), []).append(member)
+    for (dtype, trained, _), members in groups.items():
         members.sort(key=lambda member: member.group)
         for part in _cut_by_size(members, limit):
             yield FlatParameter(

@@ -69,9 +69,17 @@ def check_plan_change(
     """Check that the units can change to another plan during training.
 
     Raises:
-        ValueError: a unit gets its own shares that it does not have now, or does not exist.
+        ValueError: a unit gets its own shares that it does not have now, or does not exist, or
+            other layers are factored.
     """
     check_unit_plans(new)
+    factored = old.factored if old is not None else ()
+    if new.factored != factored:
+        raise ValueError(
+            f"apply_plan cannot change which layers are factored; got {list(new.factored)}, now "
+            f"they are {list(factored)}. Keep them (dataclasses.replace(plan, factored=...)), or "
+            "build a new optimizer for this plan"
+        )
     before, after = shares_by_unit(old), shares_by_unit(new)
     for name, shares in after.items():
         if before.get(name) != shares:

@@ -116,6 +116,10 @@ def test_all_ranks_get_the_same_profile(ranks: Pool, tmp_path: Path):
     assert [point.batch for point in profile.devices[0].points] == [1, 2, 4, 8]
     assert profile.devices[0].points[-1].activation_bytes > profile.devices[0].points[0].batch
     assert profile.model.optimizer_bytes == 8.0
+    assert len(profile.model.unit_forward_fraction) == len(profile.model.unit_numels)
+    assert sum(profile.model.unit_backward_fraction) == pytest.approx(
+        profile.backward_fraction, abs=0.2
+    )
     assert profile.model.numel >= sum(p.numel() for p in models.build(ModelSpec()).parameters())
     profile.to_json(tmp_path / "profile.json")
     assert ClusterProfile.from_json(tmp_path / "profile.json") == profile

@@ -138,9 +138,16 @@ def test_named_clusters_have_the_speeds_of_their_names():
 
 def test_relative_speeds_define_a_cluster():
     assert find_cluster("3:2:2").size == 3
-    for name in ("fast", "3", "3:0", "3:-1"):
+    for name in ("fast", "3", "3:0", "3:-1", "3:2@", "3:2@2G"):
         with pytest.raises(ValueError, match="relative speeds with colons"):
             find_cluster(name)
+
+
+def test_a_link_puts_each_rank_on_its_own_host():
+    cluster = find_cluster("4:2:1@100M")
+    assert cluster.quotas == find_cluster("4:2:1").quotas
+    assert cluster.hosts == (0, 1, 2)
+    assert "0.1 Gbit/s" in str(cluster)
 
 
 # Crews

@@ -192,3 +192,25 @@ def test_no_other_policy_is_faster_than_the_exact_one_over_hosts(seed: int) -> N
                 other = search(cluster, global_batch=8, stages=(stage,), policy=policy)
                 limit = (1 + PREFERENCE) * predict(cluster, other).step_seconds
                 assert predict(cluster, exact).step_seconds <= limit
+
+
+# Latency
+
+
+def test_a_unit_with_one_owner_has_less_latency():
+    network = NetworkProfile(
+        reduce_scatter_seconds=0.2,
+        all_gather_seconds=0.1,
+        send_seconds_per_byte=(1e-9,) * 2,
+        receive_seconds_per_byte=(1e-9,) * 2,
+        collective_latency_seconds=(0.03, 0.02, 0.01, 0.02),
+    )
+    costs = CollectiveCosts.of(network, buffers=4)
+    one, even = (1.0, 0.0), (0.5, 0.5)
+    # Of the 0.2 s of four buffers, 0.12 s are latency; one owner sends twice as much.
+    assert costs.reduce_scatter.unit_seconds(0.25, even) == pytest.approx(0.03 + 0.25 * 0.08)
+    assert costs.reduce_scatter.unit_seconds(0.25, one) == pytest.approx(0.01 + 0.25 * 0.16)
+    assert costs.all_gather.unit_seconds(0.25, one) == pytest.approx(0.02 + 0.25 * 0.04)
+    assert costs.reduce_scatter.seconds(even) == pytest.approx(0.2), "the measurement contains it"
+    plain = CollectiveCosts.of(dataclasses.replace(network, collective_latency_seconds=()))
+    assert plain.reduce_scatter.unit_seconds(0.25, one) == pytest.approx(0.1)

@@ -461,11 +461,11 @@ def test_times_are_above_zero_even_if_the_clock_does_not_advance(monkeypatch):
     (point,) = time_sizes(passes, [first], seconds=0.0, least=2)
     assert first.seconds > 0.0
     assert point.seconds > 0.0
-    assert 0.0 < passes.backward_fraction(2) < 1.0
+    assert 0.0 < passes.parts(2).backward_fraction < 1.0
 
 
 def test_backward_fraction_is_between_zero_and_one():
-    assert 0.0 < plain_passes().backward_fraction(3) < 1.0
+    assert 0.0 < plain_passes().parts(3).backward_fraction < 1.0
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,27 @@ def test_persistent_units_stay_beside_everything_else() -> None:
         compare(subject, profile, dataclasses.replace(plan, units=staying))
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_units_with_their_own_shares_take_memory_on_their_owners(stage: int) -> None:
+    """Within a few percent: receive buffers are counted as if all units were reduced at once."""
+    subject = SUBJECTS["units of several buffers"]
+    with (
+        mock.patch.object(units, "MAX_FLAT_BYTES", subject.flat_bytes),
+        mock.patch.object(units, "MERGED_UNIT_BYTES", 0),
+    ):
+        profile = profile_of(subject)
+        names = profile.model.unit_names
+        owners = ((0, (0.0, 1.0, 0.0, 0.0)), (2, (1.0, 0.0, 0.0, 0.0)))
+        own = tuple(UnitPlan(names[u], STRATEGIES[stage], shares=shares) for u, shares in owners)
+        plan = dataclasses.replace(plans(stage, subject.batch)[0], units=own)
+        predicted = memory_needed(profile, plan)
+        measured = lone_rank.peaks_of_ranks(
+            subject.new_model, models.mean_over_samples, subject.samples, plan, (0, 1, 3)
+        )
+    for rank, peak in measured.items():
+        assert 0.97 * peak <= predicted[rank] <= 1.15 * peak, f"stage {stage}, rank {rank}"
+
+
 # Memory of passes by unit
 
 
@@ -225,3 +246,25 @@ def test_the_gradients_of_a_unit_do_not_count_as_activations() -> None:
         during, after = pass_bytes(run, CPU, [TrainedUnit(parts, resident=False)]).units
     assert during[0] <= 4 * 50_000 + 1000, "one product in the forward"
     assert after[0] <= 1000
+
+
+@torch.library.custom_op("poplar_tests::double_beside_a_copy", mutates_args=())
+def double_beside_a_copy(x: Tensor) -> Tensor:
+    copy = x.repeat(4)
+    return x + copy[: x.numel()]
+
+
+def test_what_a_kernel_allocates_for_itself_counts_while_it_runs() -> None:
+    """As oneDNN's copies in another layout, of which no tensor is seen."""
+    x = torch.ones(1 << 20)
+
+    def run() -> None:
+        for _ in range(2):
+            double_beside_a_copy(x)
+
+    assert pass_bytes(run, CPU).peak == pytest.approx((1 + 4) * x.nbytes, rel=0.05)
+
+
+def test_kernels_on_small_tensors_are_not_measured() -> None:
+    x = torch.ones(1000)
+    assert pass_bytes(lambda: double_beside_a_copy(x), CPU).peak == x.nbytes

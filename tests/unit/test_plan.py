@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pickle
@@ -381,6 +382,18 @@ def test_file_round_trip(tmp_path):
     again = Plan.from_json(tmp_path / "plan.json")
     assert again == plan
     assert again.prediction == {"step_seconds": 1.5}
+
+
+def test_factored_layers_are_written_only_if_there_are_any():
+    plan = spelled_out()
+    assert "factored" not in plan.to_dict()
+    factored = dataclasses.replace(plan, factored=["head", "body.0"])
+    assert factored.factored == ("body.0", "head")
+    assert Plan.from_dict(json.loads(json.dumps(factored.to_dict()))) == factored
+    assert factored.digest() != plan.digest()
+    assert "gradients sent as factors: body.0, head" in str(factored)
+    with pytest.raises(ValueError, match=r"Plan\.factored must be all different"):
+        dataclasses.replace(plan, factored=("head", "head"))
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,22 @@ def test_optimizer_time_is_linear_in_the_share():
             lambda: ModelProfile(unit_numels=(1, 2), unit_names=("a", "a")),
             r"unit_names must be all different, got \('a', 'a'\)",
         ),
+        (
+            lambda: ModelProfile(unit_numels=(1, 2), unit_forward_fraction=(1.0,)),
+            "unit_forward_fraction must have 2 entries or none, got 1",
+        ),
+        (
+            lambda: ModelProfile(unit_numels=(1, 2), unit_backward_fraction=(0.5, 0.5)),
+            "unit_backward_fraction must have 0 entries or none, got 2",
+        ),
+        (
+            lambda: ModelProfile(
+                unit_numels=(1, 2),
+                unit_forward_fraction=(0.1, 0.2),
+                unit_backward_fraction=(0.3, 0.3),
+            ),
+            "must sum to 1 together, each to more than 0, got 0.3 and 0.6",
+        ),
         (lambda: dataclasses.replace(a_cluster(), devices=()), "at least one device"),
         (
             lambda: dataclasses.replace(a_cluster(), devices=a_cluster().devices[:2]),

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Callable
 
 import planning_oracle
 import pytest
@@ -233,6 +234,47 @@ def test_units_take_their_fraction_of_passes_and_collectives():
     assert spans_of(timeline)[6][2] == pytest.approx(0.4 + 0.09)
 
 
+def with_fractions(cluster, forward, backward) -> ClusterProfile:
+    """With the seconds of the units measured."""
+    total = sum(forward) + sum(backward)
+    model = dataclasses.replace(
+        cluster.model,
+        unit_forward_fraction=tuple(own / total for own in forward),
+        unit_backward_fraction=tuple(own / total for own in backward),
+    )
+    return dataclasses.replace(cluster, model=model)
+
+
+def test_measured_units_take_their_own_time():
+    """The head has few elements and most of the forward; the first unit most of the backward."""
+    cluster = with_fractions(a_cluster(units=(3 * FULL // 2, FULL // 2)), (1, 3), (3, 1))
+    timeline = simulate(cluster, a_plan(1, (4,), (4,)))
+    assert spans_of(timeline)[:5] == [
+        ("forward 0", 0.0, 0.05),
+        ("forward 1", 0.05, 0.2),
+        ("backward 1", 0.2, 0.25),
+        ("backward 0", 0.25, 0.4),
+        ("reduce 1", 0.25, 0.28),
+    ]
+
+
+def test_a_merged_unit_takes_the_time_of_its_units():
+    units = (FULL, FULL // 4, FULL // 4)
+    cluster = with_fractions(a_cluster(units=units), (2, 1, 1), (1, 2, 5))
+    for stage in (0, 1, 2):
+        timeline = simulate(cluster, a_plan(stage, (4,), (4,)))
+        assert spans_of(timeline)[1:3] == [("forward 1", 0.1, 0.2), ("backward 1", 0.2, 0.375)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fractions_in_proportion_to_elements_change_nothing(stage):
+    cluster = a_cluster(units=(FULL, 2 * FULL, FULL), overlap=0.7, backward_fraction=0.6)
+    measured = with_fractions(cluster, (1, 2, 1), (2, 4, 2))
+    plan = a_plan(stage, (2, 4), (3, 2))
+    same = simulate(measured, plan).step_seconds
+    assert same == pytest.approx(simulate(cluster, plan).step_seconds, rel=1e-9)
+
+
 @pytest.mark.parametrize(("stage", "reductions"), [(0, 2), (1, 2), (2, 2), (3, 5)])
 def test_small_units_share_a_buffer_before_stage_3(stage, reductions):
     cluster = a_cluster(units=(FULL, FULL // 4, FULL // 4, FULL // 4, FULL // 4))
@@ -360,7 +402,37 @@ def a_random_model(draw: random.Random) -> ModelProfile:
     )
 
 
-def a_random_case(seed: int) -> tuple[ClusterProfile, Plan]:
+def a_random_measured_model(draw: random.Random) -> ModelProfile:
+    """As above, or a convolutional model, whose parameters are in the last units; with compute that
+    varies from unit to unit, or is mostly in the first or the last ones.
+    """
+    parts = (1 / 8, 1 / 4, 1 / 4, 1 / 2, 1, 1, 12, 2, 1 / 2)
+    model = ModelProfile(unit_numels=tuple(int(FULL * part) for part in parts))
+    if draw.random() < 0.5:
+        model = a_random_model(draw)
+    units = range(len(model.unit_numels))
+    kind = draw.choice(("noisy", "skewed", "first", "last"))
+    forward = [
+        {
+            "noisy": draw.uniform(0.5, 1.5),
+            "skewed": 0.01 + draw.random() ** 2,
+            "first": (len(units) - unit) ** 2,
+            "last": (1 + unit) ** 2,
+        }[kind]
+        for unit in units
+    ]
+    backward = [own * draw.uniform(1.5, 2.5) for own in forward]
+    total = sum(forward) + sum(backward)
+    return dataclasses.replace(
+        model,
+        unit_forward_fraction=tuple(own / total for own in forward),
+        unit_backward_fraction=tuple(own / total for own in backward),
+    )
+
+
+def a_random_case(
+    seed: int, random_model: Callable[[random.Random], ModelProfile] = a_random_model
+) -> tuple[ClusterProfile, Plan]:
     """A random cluster and model, and a plan of one of the policies.
 
     Negative synchronization residuals stand for overlap, so they are used only without overlap.
@@ -377,7 +449,7 @@ def a_random_case(seed: int) -> tuple[ClusterProfile, Plan]:
         network = dataclasses.replace(network, synchronization_seconds=synchronization_seconds)
     cluster = dataclasses.replace(
         cluster,
-        model=a_random_model(draw),
+        model=random_model(draw),
         network=network,
         devices=tuple(
             dataclasses.replace(d, memory_bytes=2**50, points=without_unit_bytes(d.points))
@@ -427,6 +499,19 @@ def test_closed_form_is_within_three_percent_of_the_simulation():
             assert predicted == pytest.approx(simulated, rel=0.03, abs=1e-9), f"seed {seed}"
     assert sum(compared.values()) >= 0.87 * CLOSED_FORM_CASES, compared
     assert min(compared.values()) >= 0.15 * CLOSED_FORM_CASES, compared
+
+
+def test_closed_form_follows_the_measured_time_of_units():
+    errors = []
+    for seed in range(choose(quick=120, full=600)):
+        cluster, plan = a_random_case(seed, a_random_measured_model)
+        if not alternate(cluster, plan):
+            simulated = simulate(cluster, plan).step_seconds
+            error = predict(cluster, plan).step_seconds / simulated - 1.0 if simulated else 0.0
+            assert abs(error) <= 0.06, f"seed {seed}"
+            errors.append(abs(error))
+    errors.sort()
+    assert errors[int(0.95 * len(errors))] <= 0.02
 
 
 # Properties

@@ -22,6 +22,7 @@ from poplar.comm import Bucket, Codec
 from poplar.comm.shard_layout import Layout
 from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
+from poplar.zero.factors.rows import FactoredRows
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.replicated import Replicated
 from poplar.zero.stages.sharded_gradients import ShardedGradients
@@ -116,6 +117,7 @@ class SimulatedTransport:
         self.sums: dict[int, tuple[str, int]] = {}
         self.copies: list[tuple[str, int]] = []
         """Out of buffers that all-gathers have received into."""
+        self.row_uses: list[tuple[str, int]] = []
         self.alive: set[int] = set()
         self.most_alive = 0
         self.freed_in_use: list[int] = []
@@ -159,6 +161,16 @@ class SimulatedTransport:
             self.copies.append(self.device.issue())
 
         return SimulatedWork(self.device, self.device.collective(), copy_out)
+
+    def gather_columns(self, data: Tensor, *_arguments: Any, **_options: Any) -> SimulatedWork:
+        assert self.device.current == "reduction", "its buffer belongs to the reduction stream"
+        data.zero_()
+        self.row_uses.append(self.device.issue())  # this rank's rows are copied from there
+        return SimulatedWork(
+            self.device,
+            self.device.collective(),
+            lambda: self.row_uses.append(self.device.issue()),
+        )
 
     def share(self, data: Tensor) -> Tensor:
         return data.clone()
@@ -249,6 +261,38 @@ def test_accumulators_are_reduced_without_a_wait_of_the_backward() -> None:
     assert "backend" not in transport.device.clocks["compute"]
     strategy.wait_for_reductions(units)
     assert transport.device.clocks["compute"]["backend"] == len(units)
+
+
+@pytest.mark.parametrize("kind", [Replicated, ShardedOptimizer, ShardedGradients])
+def test_rows_are_sent_without_a_wait_of_the_backward(kind: type[Strategy]) -> None:
+    """Neither the host nor the compute stream waits for the number of rows of other ranks."""
+    strategy, transport, units = simulated(kind, 4)
+    control, counts, freed = mock.Mock(), mock.Mock(), []
+    counts.return_value = [torch.tensor([3])] * RANKS
+    control.exchange.return_value = counts
+    defer = strategy.reductions.defer
+
+    def freed_after_use() -> None:
+        clock = transport.device.clocks["compute"]
+        freed.append(all(is_over(use, clock) for use in transport.row_uses))
+
+    def watched(reduction: Any) -> None:
+        weakref.finalize(reduction, freed_after_use)
+        defer(reduction)
+
+    strategy.begin_step()
+    with mock.patch.object(strategy.reductions, "defer", watched):
+        for flat in flats_of(units):
+            transport.device.issue("compute")
+            flat.rows = FactoredRows("a", 16, 16, flat.device, control)
+            flat.rows.capture(torch.ones(3, 16), torch.ones(3, 16))
+            strategy.reduce(flat, 0.5)
+    assert counts.call_count == 0
+    assert transport.row_uses == []
+    strategy.wait_for_reductions(units)
+    assert counts.call_count == len(units)
+    assert freed == [True] * len(units)
+    assert "backend" in transport.device.clocks["compute"]
 
 
 def test_gathered_gradients_are_copied_on_the_stream_that_gathers_them() -> None:

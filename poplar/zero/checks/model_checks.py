@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.hooks import RemovableHandle
 
 from poplar.zero.flat_parameter import PACKABLE
-from poplar.zero.recomputation import Recomputation
 
 _OWNERS: dict[int, weakref.ref[Any]] = {}
+
+
+class Removable(Protocol):
+    """A change of the model that can be taken back, such as a hook."""
+
+    def remove(self) -> None: ...
 
 
 def reject_wrapped(model: nn.Module) -> None:
@@ -153,7 +157,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
 def register_owner(
     named: Sequence[tuple[str, nn.Parameter]],
     owner: object,
-    hooks: Sequence[RemovableHandle | Recomputation],
+    hooks: Sequence[Removable],
 ) -> Callable[[], object]:
     """Register `owner` as owner of the parameters until it is garbage-collected.
 

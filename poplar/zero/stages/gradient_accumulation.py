@@ -30,6 +30,9 @@ class LocalAccumulation(Strategy):
         self._started.clear()
 
     def accumulate(self, flat: FlatParameter, weight: float) -> None:
+        if flat.rows is not None:
+            self._weigh_rows(flat, flat.rows, weight)
+            return
         gradients, offsets = flat.take_gradients(weight)
         self._ensure_gradient(flat)
         has_started = flat in self._started
@@ -38,6 +41,9 @@ class LocalAccumulation(Strategy):
         self._started.add(flat)
 
     def reduce(self, flat: FlatParameter, weight: float) -> None:
+        if flat.rows is not None:
+            self._reduce_rows(flat, flat.rows, weight, accumulate=False)
+            return
         self.accumulate(flat, weight)
         narrow = self.codec.wire_dtype is not torch.float32
         if narrow or self.comm.takes_memory:

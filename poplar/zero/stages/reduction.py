@@ -1,17 +1,41 @@
 """Reductions in flight: when each is waited for, and when its bucket may be freed.
 
 At most `limit` buckets are in flight, so that gradients do not pile up behind a slow network.
+
+[Note: deferred reductions]
+How much the ranks send in some reductions is known when all of them have got there. A rank that is
+ahead must not wait for that in its backward. So the reduction is sent just before this rank waits
+for one that was started later, for which all ranks must have got there too, or in `finish`. All
+ranks wait at the same places, so they send at the same place in the collective order.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from poplar.comm import Bucket, Work
+from torch import Tensor
+
+from poplar.comm import Work
+from poplar.system.out_of_memory import is_out_of_memory
 from poplar.zero.streams import Streams
 from poplar.zero.waiting import WaitingTime
+
+
+class Held(Protocol):
+    """Memory of the compute stream that a reduction sends from, such as a bucket."""
+
+    @property
+    def data(self) -> Tensor: ...
+
+
+class Deferred(Held, Protocol):
+    """A reduction that is sent later: [Note: deferred reductions]."""
+
+    def send(self) -> Work:
+        """Send it. Collective. After an error it may be called again."""
+        ...
 
 
 class Reductions:
@@ -21,13 +45,16 @@ class Reductions:
         self.limit = 2
         """Maximum number of concurrent reductions; each holds a bucket and received slices."""
         self._waiting = waiting
-        self._issued: deque[tuple[Work, Bucket | None]] = deque()
+        self._issued: deque[tuple[Work, Held | None]] = deque()
+        self._deferred: deque[tuple[int, Deferred]] = deque()
+        """With the number of reductions that were started before."""
+        self._started = self._finished = 0
 
     def make_room(self) -> None:
         """Wait for the oldest reductions before the next one allocates memory."""
         self._wait_for_all_but(self.limit - 1)
 
-    def start(self, issue: Callable[[], Work], bucket: Bucket | None = None) -> None:
+    def start(self, issue: Callable[[], Work], bucket: Held | None = None) -> None:
         """Issue a reduction. Collective.
 
         Args:
@@ -35,9 +62,15 @@ class Reductions:
             bucket: memory of the compute stream that is held until it has been sent.
         """
         self._issued.append((issue(), bucket))
+        self._started += 1
+
+    def defer(self, reduction: Deferred) -> None:
+        """Send a reduction later: [Note: deferred reductions]."""
+        self._deferred.append((self._started, reduction))
 
     def finish(self) -> None:
         """Wait until the sums of all reductions are final."""
+        self._send_deferred(before=self._started + 1)
         self._wait_for_all_but(0)
 
     def finish_following(self, works: Sequence[Work], what: str) -> None:
@@ -45,14 +78,29 @@ class Reductions:
         for work in works:
             self._waiting.wait_for(work, what)
 
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[Held]:
         """The buckets that are held now."""
-        return [bucket for _, bucket in self._issued if bucket is not None]
+        deferred = [reduction for _, reduction in self._deferred]
+        return [*deferred, *(bucket for _, bucket in self._issued if bucket is not None)]
 
     def _wait_for_all_but(self, leave: int) -> None:
         while len(self._issued) > leave:
-            work, _ = self._issued.popleft()
-            self._waiting.wait_for(work, "reductions")
+            self._send_deferred(before=self._finished + 1)
+            work, bucket = self._issued.popleft()
+            try:
+                self._waiting.wait_for(work, "reductions")
+            except Exception as error:
+                if is_out_of_memory(error):  # it is waited for again
+                    self._issued.appendleft((work, bucket))
+                raise
+            self._finished += 1
+
+    def _send_deferred(self, *, before: int) -> None:
+        """Send those that were deferred before reduction number `before - 1` was started."""
+        while self._deferred and self._deferred[0][0] < before:
+            _, reduction = self._deferred[0]
+            self.start(reduction.send, reduction)
+            self._deferred.popleft()
 
 
 class StreamReductions(Reductions):
@@ -64,8 +112,8 @@ class StreamReductions(Reductions):
     def __init__(self, waiting: WaitingTime, streams: Streams) -> None:
         super().__init__(waiting)
         self._streams = streams
-        self._unsummed: tuple[Work, Bucket | None] | None = None
-        self._buckets: deque[tuple[Bucket, Any]] = deque()
+        self._unsummed: tuple[Work, Held | None] | None = None
+        self._buckets: deque[tuple[Held, Any]] = deque()
         """Buckets with an event after their sums."""
 
     def make_room(self) -> None:
@@ -77,13 +125,15 @@ class StreamReductions(Reductions):
             with self._waiting.stall("reductions"):
                 self._streams.wait_for_reduction(event)
 
-    def start(self, issue: Callable[[], Work], bucket: Bucket | None = None) -> None:
+    def start(self, issue: Callable[[], Work], bucket: Held | None = None) -> None:
         with self._streams.reduction():
             work = issue()
             self._sum()
         self._unsummed = (work, bucket)
 
     def finish(self) -> None:
+        # The host does not wait for earlier reductions, so these are sent last.
+        self._send_deferred(before=self._started + 1)
         with self._streams.reduction():
             self._sum()
         with self._waiting.stall("reductions"):
@@ -98,16 +148,18 @@ class StreamReductions(Reductions):
         with self._waiting.stall(what):
             self._streams.wait_for_reduction(self._streams.record_reduction())
 
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[Held]:
         unsummed = self._unsummed[1] if self._unsummed is not None else None
         held = [bucket for bucket, _ in self._buckets]
+        held += [reduction for _, reduction in self._deferred]
         return held if unsummed is None else [*held, unsummed]
 
     def _sum(self) -> None:
         """Wait, on the reduction stream, for the reduction that was issued last and sum it."""
         if self._unsummed is not None:
-            (work, bucket), self._unsummed = self._unsummed, None
-            work.wait()
+            work, bucket = self._unsummed
+            work.wait()  # again, if memory runs out in it
+            self._unsummed = None
             if bucket is not None:
                 self._buckets.append((bucket, self._streams.record_reduction()))
 

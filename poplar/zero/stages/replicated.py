@@ -45,7 +45,7 @@ class Replicated(LocalAccumulation):
     def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         raise AssertionError("the layout does not depend on the shares")
 
-    def owned_part(self, layout: Layout) -> tuple[int, int]:
+    def owned_part(self, layout: Layout, rank: int) -> tuple[int, int]:
         return 0, layout.numel
 
     def replicate_initial_values(self, flat: FlatParameter) -> None:

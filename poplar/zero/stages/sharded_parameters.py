@@ -42,7 +42,7 @@ class ShardedParameters(ShardedGradients):
 
     def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
         flat.layout = self.layout_for(flat, shares)
-        low, high = flat.owned = self.owned_part(flat.layout)
+        low, high = flat.owned = self.owned_part(flat.layout, self.comm.group.rank)
         flat.values = torch.empty(flat.numel, dtype=flat.dtype, device=flat.device)
         flat.values.untyped_storage().resize_(0)
         flat.shard = self.comm.share(torch.zeros(high - low, dtype=flat.dtype, device=flat.device))

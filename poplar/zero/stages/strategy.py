@@ -17,6 +17,8 @@ from torch import Tensor
 from poplar import ops
 from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
+from poplar.zero.factors.reduction import RowReduction, weigh_rows
+from poplar.zero.factors.rows import FactoredRows
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.reduction import reductions_on
 from poplar.zero.stages.updated_parameters import UpdatedParameters
@@ -69,14 +71,14 @@ class Strategy(ABC):
         """How optimizer state is divided, one owner per element: `to` if all ranks have it."""
         return flat.layout
 
-    def owned_part(self, layout: Layout) -> tuple[int, int]:
-        """Start and end of the part whose optimizer state this rank holds."""
-        return layout.bounds(self.comm.group.rank)
+    def owned_part(self, layout: Layout, rank: int) -> tuple[int, int]:
+        """Start and end of the part whose optimizer state `rank` holds."""
+        return layout.bounds(rank)
 
     def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
         """Set the layout of `flat` and allocate its values, all 0. Local."""
         flat.layout = self.layout_for(flat, shares)
-        low, high = flat.owned = self.owned_part(flat.layout)
+        low, high = flat.owned = self.owned_part(flat.layout, self.comm.group.rank)
         flat.values = torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device)
         flat.shard = flat.values[low:high]
         self._allocate_master(flat)
@@ -122,7 +124,11 @@ class Strategy(ABC):
     def _ensure_gradient(self, flat: FlatParameter) -> None:
         """Allocate the gradient before the first write of a step."""
         if flat not in self._allocated:
-            self._allocate_gradient(flat)
+            if flat.rows is None:
+                self._allocate_gradient(flat)
+            else:  # nothing is packed, so each rank needs only the part that it computes
+                low, high = flat.owned
+                flat.gradient = torch.empty(high - low, dtype=torch.float32, device=flat.device)
             blocks = -(-flat.layout.size(self.comm.group.rank) // ops.ALIGNMENT)
             # NaN exposes a block that a transport does not fill.
             flat.squares = torch.full((blocks,), math.nan, dtype=torch.float32, device=flat.device)
@@ -146,6 +152,27 @@ class Strategy(ABC):
 
         A rank without gradients contributes zeros.
         """
+
+    def _weigh_rows(self, flat: FlatParameter, rows: FactoredRows, weight: float) -> None:
+        """As `accumulate`, for a gradient that travels as factors."""
+        weigh_rows(flat, rows, weight, self.codec.wire_dtype)
+
+    def _reduce_rows(
+        self, flat: FlatParameter, rows: FactoredRows, weight: float, *, accumulate: bool
+    ) -> None:
+        """As `reduce`, for a gradient that travels as factors. Collective.
+
+        Args:
+            accumulate: add to the gradient that earlier passes of the step have left.
+        """
+        self._weigh_rows(flat, rows, weight)
+        self._ensure_gradient(flat)
+        ranks = range(self.comm.group.size)
+        owned = [self.owned_part(flat.layout, rank) for rank in ranks]
+        wire_dtype = self.codec.wire_dtype
+        self.reductions.defer(
+            RowReduction(flat, rows, owned, self.comm, wire_dtype, accumulate=accumulate)
+        )
 
     def wait_for_reductions(self, units: Sequence[Unit]) -> None:
         """Wait until this rank's slice of the mean gradient is final. Collective."""

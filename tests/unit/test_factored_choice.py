@@ -1,0 +1,166 @@
+"""The planner sends gradients of linear layers as factors where that is predicted to be faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from poplar import Plan
+from poplar.planner.cost_model import costs_of
+from poplar.planner.factored_choice import worthwhile
+from poplar.planner.search import search
+from poplar.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    LinearLayer,
+    ModelProfile,
+    NetworkProfile,
+)
+from poplar.profiler.linear_rows import counting_rows
+from poplar.simulator.step_simulation import simulate
+from poplar.zero.factors.checks import factorable_layers
+
+GIGABIT = 1e9 / 8
+"""Bytes per second."""
+CONVOLUTIONS = 1_250_000
+WIDE = LinearLayer(name="wide", unit=1, outputs=1024, inputs=6272, rows_per_sample=1)
+SQUARE = LinearLayer(name="square", unit=2, outputs=1024, inputs=1024, rows_per_sample=1)
+MODEL = ModelProfile(
+    unit_numels=(CONVOLUTIONS, WIDE.numel, SQUARE.numel),
+    unit_names=("convolutions", "wide", "square"),
+    unit_forward_fraction=(0.30, 0.02, 0.01),
+    unit_backward_fraction=(0.59, 0.06, 0.02),
+    linear_layers=(WIDE, SQUARE),
+)
+
+
+def cluster(
+    speeds: tuple[float, ...] = (2.0, 1.0),
+    bytes_per_second: float = GIGABIT,
+    model: ModelProfile = MODEL,
+    names: tuple[str, ...] = (),
+    latency: float = 0.0,
+    peak_flops: float | None = 5e10,
+) -> ClusterProfile:
+    """Ranks that compute a sample in 4 ms / speed, each on a link of its own."""
+    ranks = len(speeds)
+    devices = tuple(
+        DeviceProfile(
+            name=name,
+            memory_bytes=8 << 30,
+            points=tuple(
+                BatchPoint(batch=b, seconds=(0.002 + 0.004 * b) / speed, activation_bytes=1000 * b)
+                for b in (1, 2, 4, 8, 16, 32, 64)
+            ),
+            optimizer_seconds=0.02 / speed,
+            peak_flops=peak_flops and peak_flops * speed,
+        )
+        for name, speed in zip(names or ("CPU",) * ranks, speeds, strict=True)
+    )
+    whole = 4 * model.numel * (ranks - 1) / ranks / bytes_per_second
+    network = NetworkProfile(
+        reduce_scatter_seconds=whole,
+        all_gather_seconds=whole,
+        send_seconds_per_byte=(1 / bytes_per_second,) * ranks,
+        receive_seconds_per_byte=(1 / bytes_per_second,) * ranks,
+        collective_latency_seconds=(latency,) * 4,
+    )
+    return ClusterProfile(devices=devices, model=model, network=network, backward_fraction=0.67)
+
+
+def step_seconds(profile: ClusterProfile, plan: Plan) -> float:
+    return costs_of(profile, plan).step_seconds(plan.micro_batches, plan.shares)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_few_rows_on_a_slow_link_are_factored(stage: int) -> None:
+    profile = cluster()
+    plan = search(profile, global_batch=32, stages=[stage])
+    plain = search(profile, global_batch=32, stages=[stage], factored="never")
+    assert plan.factored == ("square", "wide")
+    assert plain.factored == ()
+    assert step_seconds(profile, plan) < step_seconds(profile, plain) / 1.2
+
+
+def test_rows_beyond_the_break_even_are_not() -> None:
+    """At stage 0: 1024 rows for the square layer, 1760 for the wide one, if products are free."""
+    tokens = [replace(layer, rows_per_sample=50) for layer in (WIDE, SQUARE)]
+    profile = cluster(model=replace(MODEL, linear_layers=tuple(tokens)), peak_flops=None)
+    even = Plan.even(2, 24, 24, 0)
+    assert worthwhile(profile, even) == ("wide",)
+    assert worthwhile(profile, Plan.even(2, 64, 64, 0)) == ()
+    assert search(profile, global_batch=64, stages=[0]).factored == ()
+
+
+def test_a_fast_network_or_a_long_latency_leaves_reductions() -> None:
+    assert search(cluster(bytes_per_second=1e12), global_batch=32).factored == ()
+    assert search(cluster(latency=1.0), global_batch=32, stages=[1]).factored == ()
+
+
+def test_where_all_ranks_multiply_they_must_be_of_one_kind() -> None:
+    """Others would get other bits; at other stages each element is computed by one rank."""
+    mixed = cluster(names=("A", "B"))
+    assert search(mixed, global_batch=32, stages=[0]).factored == ()
+    assert search(mixed, global_batch=32, stages=[1]).factored != ()
+
+
+def test_without_measured_rates_nothing_is_factored() -> None:
+    profile = cluster()
+    zeros = (0.0, 0.0)
+    network = replace(profile.network, send_seconds_per_byte=zeros, receive_seconds_per_byte=zeros)
+    assert search(replace(profile, network=network), global_batch=32).factored == ()
+
+
+@given(
+    st.lists(st.floats(0.2, 4.0), min_size=2, max_size=4),
+    st.floats(1e6, 1e11),
+    st.integers(1, 64),
+    st.sampled_from(range(4)),
+)
+def test_factors_never_make_the_predicted_step_slower(
+    speeds: list[float], bytes_per_second: float, global_batch: int, stage: int
+) -> None:
+    profile = cluster(tuple(speeds), bytes_per_second)
+    plan = search(profile, global_batch=global_batch, stages=[stage])
+    plain = search(profile, global_batch=global_batch, stages=[stage], factored="never")
+    assert step_seconds(profile, plan) <= step_seconds(profile, plain)
+
+
+@given(st.floats(1e6, 1e10), st.sampled_from(range(4)), st.integers(1, 3))
+def test_the_simulator_agrees(bytes_per_second: float, stage: int, passes: int) -> None:
+    profile = cluster(bytes_per_second=bytes_per_second)
+    plan = Plan.manual("8,4", stage=stage, passes=passes)
+    for factored in ((), ("wide",), ("square", "wide")):
+        chosen = replace(plan, factored=factored)
+        simulated = simulate(profile, chosen).step_seconds
+        assert simulated == pytest.approx(step_seconds(profile, chosen), rel=0.1)
+
+
+def test_a_plan_with_layers_that_the_profile_lacks_is_an_error() -> None:
+    plan = replace(Plan.manual("8,4", stage=1), factored=("head",))
+    with pytest.raises(ValueError, match=r"layers \['head'\], which the profile does not have"):
+        costs_of(cluster(), plan)
+
+
+def test_rows_are_counted_by_layer_over_all_calls() -> None:
+    model = nn.ModuleDict({"once": nn.Linear(4, 3), "twice": nn.Linear(3, 3)})
+    with counting_rows(model) as rows:
+        hidden = model["once"](torch.ones(5, 7, 4))
+        model["twice"](model["twice"](hidden))
+    assert rows == {"once": 35, "twice": 70}
+    model["once"](torch.ones(1, 4))
+    assert rows["once"] == 35, "outside of the context nothing is counted"
+
+
+def test_tied_and_frozen_layers_cannot_be_factored() -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("free", "frozen", "one", "other")})
+    model["other"].weight = model["one"].weight
+    model["frozen"].requires_grad_(False)
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    assert list(factorable_layers(model, trained)) == ["free"]
