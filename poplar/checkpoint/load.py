@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.names import canonical
 from poplar.checkpoint.random_state import set_random_state
@@ -44,6 +45,7 @@ from poplar.zero.update import ParameterRun, StateLayout
 
 
 @torch.no_grad()
+@no_garbage_collection()
 def load_checkpoint(
     folder: str | Path, optimizer: Checkpointed, *, state: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
+from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.digests import digest
 from poplar.checkpoint.files.manifest import Manifest
 from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name
@@ -73,6 +74,7 @@ def save_checkpoint(
     start_save(folder, optimizer, state=state).wait()
 
 
+@no_garbage_collection()
 def start_save(
     folder: str | Path,
     optimizer: Checkpointed,

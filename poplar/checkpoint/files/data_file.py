@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ _CHUNK = 1 << 20
 
 _DESCRIPTION_BYTES = 1 << 16
 """More than `torch.save` writes at a time to describe a tensor."""
+
+_SCALAR_BYTES = 16
+"""Tensors of at most so many bytes, such as step counters, mostly have equal values."""
 
 
 class Cancelled(Exception):
@@ -62,9 +66,12 @@ class DataFile:
         self._values: int | None = None
         self._elements: Tensor | None = None
         self._around: tuple[list[bytes], list[bytes]] = [], []
-        """What `torch.save` has written before and after the elements of a tensor."""
+        """What `torch.save` has written before and after the elements of a tensor; of a scalar,
+        all of it."""
         self._known: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
         """The same of an earlier tensor, by dtype and shape, on which alone it depends."""
+        self._scalars: dict[tuple[torch.dtype, torch.Size, bytes], tuple[bytes, int | None]] = {}
+        """All that `torch.save` has written of a tensor, by its elements, and where they are."""
         self._failure: Exception | None = None
         self.bytes_written = 0
 
@@ -88,6 +95,9 @@ class DataFile:
         return Part(start, self.bytes_written - start, self._crc, self._values)
 
     def _write_tensor(self, tensor: Tensor) -> None:
+        if tensor.nbytes <= _SCALAR_BYTES:
+            self._write_scalar(tensor)
+            return
         key = tensor.dtype, tensor.shape
         if key in self._known:
             before, after = self._known[key]
@@ -102,6 +112,19 @@ class DataFile:
             before, after = (b"".join(parts) for parts in self._around)
             self._known[key] = before, after
 
+    def _write_scalar(self, tensor: Tensor) -> None:
+        key = tensor.dtype, tensor.shape, bytes(memory_of(tensor))
+        start = self.bytes_written
+        if key in self._scalars:
+            data, values = self._scalars[key]
+            self._values = None if values is None else start + values
+            self._write(memoryview(data))
+            return
+        self._around = [], []
+        self._save(tensor)
+        values = None if self._values is None else self._values - start
+        self._scalars[key] = b"".join(itertools.chain(*self._around)), values
+
     def _save(self, value: Any) -> None:
         with _without_checksum_of_torch():
             torch.save(value, self)  # type: ignore[arg-type]
@@ -109,9 +132,10 @@ class DataFile:
     def write(self, data: Any) -> int:
         """Write bytes; `torch.save` calls it."""
         view = memoryview(data).cast("B")
-        if self._is_elements(view):
+        is_elements = self._is_elements(view)
+        if is_elements:
             self._values = self.bytes_written
-        elif self._elements is not None:
+        if self._elements is not None and (not is_elements or len(view) <= _SCALAR_BYTES):
             self._around[self._values is not None].append(bytes(view))
         self._write(view)
         return len(view)
