@@ -26,7 +26,7 @@ from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS, SHORTEST_SECONDS
 from poplar.profiler.unit_memory import TrainedUnit
 from poplar.system.devices import synchronize
-from poplar.system.out_of_memory import free_frames, is_out_of_memory
+from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
 from poplar.zero.agreement import leader_of
 from poplar.zero.collective_scheduler import Mode
 from poplar.zero.engine import Engine
@@ -105,7 +105,7 @@ class EnginePasses(Passes):
         except Exception as caught:
             error = self.engine.explain_error(caught)
             if is_out_of_memory(error):
-                free_frames(error)
+                free_failed_pass(error)
                 self.model.zero_grad()
         self.engine.end_pass(failed=error is not None)
         synchronize(self.device)
@@ -133,7 +133,8 @@ class EnginePasses(Passes):
         except CollectiveTimeout:
             raise
         except Exception:
-            self._take_part()
+            if not self.engine.control.group.failures:  # else this rank has stopped all ranks
+                self._take_part()
             raise
         self._take_part()
         return result

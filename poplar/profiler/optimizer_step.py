@@ -11,7 +11,7 @@ from torch import Tensor
 from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.session import Session
 from poplar.profiler.timing import median_seconds
-from poplar.system.out_of_memory import free_frames, is_out_of_memory
+from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
 
 MOST_ELEMENTS = 1 << 26
 """Elements that are stepped at most. The time of larger models is extrapolated."""
@@ -51,7 +51,7 @@ def measure_update(session: Session) -> UpdateCost:
         except Exception as error:
             if not is_out_of_memory(error) or part * sum(numels) < FEWEST_ELEMENTS:
                 raise
-            free_frames(error)
+            free_failed_pass(error)
             part /= 2
     slope = max(0.0, large - small) / (part * (1 - SMALL_PART))
     latency = max(0.0, large - slope * part)

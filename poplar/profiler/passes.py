@@ -28,7 +28,7 @@ from poplar.profiler.timing import repeats_in_a_sample, seconds_of
 from poplar.profiler.unit_memory import TrainedUnit
 from poplar.profiler.unit_seconds import UnitClock, UnitFractions, median_of
 from poplar.system.devices import synchronize
-from poplar.system.out_of_memory import free_cached_memory, free_frames, is_out_of_memory
+from poplar.system.out_of_memory import free_cached_memory, free_failed_pass, is_out_of_memory
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 from poplar.zero.preserved_state import gradients_dropped
 
@@ -233,7 +233,7 @@ class Passes:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            free_frames(error)
+            free_failed_pass(error)
             self.model.zero_grad()
             for key in [key for key in self._batches if key[0] == size]:
                 del self._batches[key]

@@ -27,7 +27,7 @@ from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
 from poplar.system.devices import synchronize
-from poplar.system.out_of_memory import free_cached_memory, free_frames, is_out_of_memory
+from poplar.system.out_of_memory import free_cached_memory, free_failed_pass, is_out_of_memory
 from poplar.system.trace import Span
 from poplar.zero.agreement import run_on_all_ranks
 
@@ -79,7 +79,8 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
     short = session.exchange(error is not None and is_out_of_memory(error))
     if any(short):
         if error is not None:
-            free_frames(error)
+            free_failed_pass(error)
+        error = None  # its traceback holds functions, and they what they share with other functions
         gc.collect()  # the engine is a reference cycle
         free_cached_memory(session.device)
         session.on_all_ranks(lambda: put_back_on_meta(session), "a trial out of memory")

@@ -56,6 +56,16 @@ def free_frames(error: BaseException) -> None:
             remaining += [each.__cause__, each.__context__]
 
 
+def free_failed_pass(error: BaseException) -> None:
+    """Free what a pass held that raised this error. Not for use inside of a backward.
+
+    Nodes that were ready when a backward failed stay in autograd's queue of this thread, with all
+    they need, until the next backward takes them out: here that of a single number.
+    """
+    free_frames(error)
+    torch.ones((), requires_grad=True, device="cpu").backward()
+
+
 def free_cached_memory(device: torch.device) -> None:
     """Return what torch's allocator caches for later tensors to the device."""
     if device.type == "cuda":

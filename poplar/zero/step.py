@@ -22,7 +22,7 @@ from torch import Tensor
 
 from poplar import ops
 from poplar.errors import CollectiveTimeout
-from poplar.system.out_of_memory import free_frames, is_out_of_memory
+from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
 from poplar.zero.agreement import (
     StepSummary,
     close_step,
@@ -169,7 +169,7 @@ class Step:
         """The error to report; if memory ran out, free what the pass held and note its size."""
         if not is_out_of_memory(error):
             return self._engine.explain_error(error)
-        free_frames(error)
+        free_failed_pass(error)
         self._engine.drop_parameter_gradients()
         self._engine.step.too_large = micro_batch.samples
         return self._out_of_memory(error, micro_batch.samples)

@@ -88,6 +88,37 @@ def test_model_on_meta_is_put_back_on_meta(ranks: Pool) -> None:
     assert ranks.run(run_twice, ranks=3) == [((SHORT,), True, 3)] * 3
 
 
+def run_with_a_failing_call(name: str, failing: int) -> tuple[bool, bool, int]:
+    """Whether memory ran out; whether the model was on meta then; passes of the next trial."""
+    method, calls, ran_out = getattr(ShardedParameters, name), 0, False
+
+    def limited(strategy: ShardedParameters, *args: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if harness.rank() == SHORT and calls == failing:
+            raise RuntimeError(MESSAGE)
+        method(strategy, *args, **options)
+
+    session = session_on_meta(models.mean_over_samples)
+    with session.measuring():
+        try:
+            with mock.patch.object(ShardedParameters, name, limited):
+                run_plan(session, PLAN, steps=1, report=lambda text: None)
+        except OutOfMemoryInTrial:
+            ran_out = True
+        on_meta = all(parameter.is_meta for parameter in session.request.model.parameters())
+        seen = run_plan(session, PLAN, steps=1, report=lambda text: None)
+    return ran_out, on_meta, len(seen.pass_seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "failing"),
+    [*(("unshard", call) for call in range(1, 9)), *(("reduce", call) for call in range(1, 7))],
+)
+def test_no_graph_of_a_failed_trial_remains(ranks: Pool, name: str, failing: int) -> None:
+    assert ranks.run(run_with_a_failing_call, name, failing, ranks=3) == [(True, True, 3)] * 3
+
+
 @contextmanager
 def no_unit_fits(*, beside_state: bool) -> Iterator[None]:
     """On one rank, unsharding raises from when the optimizer has state, or only while it has."""

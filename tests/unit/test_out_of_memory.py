@@ -14,7 +14,7 @@ import torch
 from poplar import Plan
 from poplar.errors import PoplarError
 from poplar.profile import BatchPoint, DeviceProfile
-from poplar.system.out_of_memory import free_frames, is_out_of_memory
+from poplar.system.out_of_memory import free_failed_pass, free_frames, is_out_of_memory
 
 REAL = """
 import resource, sys, torch
@@ -90,6 +90,39 @@ def test_frames_of_an_error_and_its_causes_are_freed() -> None:
     assert all(reference() is not None for reference in held)
     free_frames(caught.value)
     assert all(reference() is None for reference in held)
+
+
+class Held(torch.autograd.Function):
+    """Notes when its node is freed, and fails in the backward if it has to."""
+
+    @staticmethod
+    def forward(ctx, x, freed, fails):
+        ctx.fails = fails
+        weakref.finalize(ctx, freed.append, True)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise RuntimeError("failed")
+        return gradient, None, None
+
+
+@pytest.mark.parametrize("branches", [2, 5])
+def test_nodes_that_wait_for_a_failed_backward_are_freed(branches: int):
+    freed: list[bool] = []
+
+    def run() -> None:
+        x = torch.ones(3, requires_grad=True)
+        # The last branch is the first in the backward; all others are ready by then.
+        parts = [Held.apply(x, freed, at == branches - 1) for at in range(branches)]
+        sum(parts).sum().backward()
+
+    with pytest.raises(RuntimeError, match="failed") as caught:
+        run()
+    assert len(freed) < branches
+    free_failed_pass(caught.value)
+    assert len(freed) == branches
 
 
 @pytest.mark.parametrize("seed", range(50))
