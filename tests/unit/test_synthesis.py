@@ -52,9 +52,9 @@ class Heads(nn.Module):
 class Experts(nn.Module):
     """A product with weights of several experts."""
 
-    def __init__(self):
+    def __init__(self, width=4, hidden=5):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 4, 5))
+        self.weight = nn.Parameter(torch.randn(3, width, hidden))
 
     def forward(self, x):
         inputs = torch.einsum("be,bw->ebw", x[:, :3], x)
@@ -196,6 +196,13 @@ def test_wide_layers_and_few_samples_are_sharded_by_columns_and_rows():
     graph = export_loss(model, lambda model, x: model(x), torch.rand(4, 64)).graph
     found = fastest_programme(graph, COSTS["bytes"])
     assert found.programme.parameters == {"up.weight": Sharded(0), "down.weight": Sharded(1)}
+
+
+def test_wide_experts_are_on_the_ranks_that_compute_them():
+    model = Experts(width=64, hidden=128)
+    graph = export_loss(model, lambda model, x: model(x), torch.rand(4, 64)).graph
+    found = fastest_programme(graph, COSTS["bytes"])
+    assert found.programme.parameters == {"weight": Sharded(0)}
 
 
 def test_many_samples_of_narrow_layers_are_data_parallel():

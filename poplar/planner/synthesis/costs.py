@@ -76,8 +76,9 @@ class Costs:
         own = [self._parts(kind, p) for p in (source, target) if isinstance(p, Sharded)]
         if len(own) == 1:
             return 1.0 - min(own[0])
-        sent = max(a * (1.0 - b) for a, b in zip(*own, strict=True))
-        received = max(b * (1.0 - a) for a, b in zip(*own, strict=True))
+        before, after = own
+        sent = max(a * (1.0 - b) for a, b in zip(before, after, strict=True))
+        received = max(b * (1.0 - a) for a, b in zip(before, after, strict=True))
         return max(sent, received)
 
     def _parts(self, kind: TensorType, placement: Sharded) -> list[float]:

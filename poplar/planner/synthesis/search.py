@@ -3,12 +3,13 @@
 A state says in which placements the tensors are that later nodes read. A parameter is placed by the
 first node that reads it. The bound of what is left is the fastest strategy of each node without any
 collective, so the first programme that is completed is the fastest one; `tests/unit/test_synthesis`
-compares it with exhaustive search.
+compares it with exhaustive search. States that are slower than data parallelism are left out.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -20,7 +21,8 @@ from poplar.planner.rules.pattern import Pattern
 from poplar.planner.rules.registry import pattern_of, strategies_of
 from poplar.planner.rules.strategy import Strategy
 from poplar.planner.synthesis.composition import batch_placements, composed
-from poplar.planner.synthesis.costs import Costs, trained_nodes
+from poplar.planner.synthesis.costs import Costs, programme_seconds, trained_nodes
+from poplar.planner.synthesis.data_parallel import data_parallel
 from poplar.planner.synthesis.units import axis_units
 
 _Place = tuple[Placement, frozenset[Placement]]
@@ -28,6 +30,10 @@ _Place = tuple[Placement, frozenset[Placement]]
 nothing, parts of a replicated tensor, are left out."""
 _State = tuple[tuple[str, _Place], ...]
 """Of the tensors that are still needed, by name."""
+
+
+_ROUNDING = 1e-9
+"""Relative difference of sums in another order."""
 
 
 class SearchTooLong(ValueError):
@@ -103,6 +109,8 @@ class _Search:
             name: index for index, node in enumerate(self.nodes) for name in node.inputs
         }
         self.batch = batch_placements(graph)
+        known = data_parallel(graph, costs.ratios)
+        self.known = known.placements[graph.output], programme_seconds(graph, known, costs)
 
     def run(self, limit: int, loss: Placement) -> FoundProgramme | None:
         """The fastest programme with such a loss; None if there is none."""
@@ -110,6 +118,7 @@ class _Search:
             (name, (placement, frozenset())) for name, placement in self.batch.items()
         )
         order = count()
+        slowest = self.known[1] * (1.0 + _ROUNDING) if self.known[0] == loss else math.inf
         queue = [(self.bounds[0], next(order), _Visit(0.0, 0, start, None, None))]
         visited: set[tuple[int, _State]] = set()
         while queue:
@@ -127,8 +136,8 @@ class _Search:
                     f"{visit.index} of {len(self.nodes)} nodes were placed"
                 )
             for following in self._following(visit):
-                if (following.index, following.state) not in visited:
-                    bound = following.seconds + self.bounds[following.index]
+                bound = following.seconds + self.bounds[following.index]
+                if bound <= slowest and (following.index, following.state) not in visited:
                     # Of equal bounds, the one that has placed most nodes.
                     heapq.heappush(queue, (bound, -next(order), following))
         return None
