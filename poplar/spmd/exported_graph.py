@@ -229,7 +229,10 @@ def _operator(node: fx.Node) -> str:
         return str(target)
     if getattr(target, "__name__", "") == "getitem":
         return GET_ITEM
-    raise NotExportable(f"the graph has {target}, which is no operator on tensors")
+    raise NotExportable(
+        f"the graph has {target}, which is no operator on tensors; torch.no_grad() and "
+        "torch.autocast() inside a model are not supported, use detach() and casts"
+    )
 
 
 def _type(value: Any, name: str) -> TensorType:

@@ -158,7 +158,14 @@ def branch(model, x):
     return model.linear(x) if x.sum() > 0 else x
 
 
+def without_gradient(model, x):
+    with torch.no_grad():
+        weights = model.linear(x)
+    return weights * model.linear(x)
+
+
 REFUSED = {
+    "wrap_with_set_grad_enabled": without_gradient,
     "changes norm.num_batches_tracked, norm.running_mean": lambda model, x: model.norm(x),
     "aten.dropout.default draws random numbers": lambda model, x: model.dropout(x),
     "draws random numbers": lambda model, x: x * torch.rand_like(x),
@@ -180,6 +187,20 @@ def test_attention_with_dropout_is_refused():
     )
     with pytest.raises(NotExportable, match="draws random numbers"):
         export_loss(model, loss_fn, torch.randn(1, 1, 3, 4))
+
+
+def test_detached_values_have_no_gradient():
+    model, loss_fn = loss_of(lambda model, x: model.linear(x).detach() * model.linear(x))
+    model, x = model.double(), torch.randn(3, 4, dtype=torch.float64)
+    found = export_loss(model, loss_fn, x)
+    leaves = {
+        n.name: dict(model.named_parameters()).get(n.source, x)
+        for n in found.graph.nodes.values()
+        if n.operator in LEAVES
+    }
+    _, gradients = loss_and_gradients(found.graph, data_parallel(found.graph, (2, 1)), leaves)
+    loss_fn(model, x).backward()
+    torch.testing.assert_close(gradients["linear.weight"], model.linear.weight.grad)
 
 
 def test_dropout_that_keeps_everything_is_exported():
