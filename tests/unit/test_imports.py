@@ -29,7 +29,7 @@ LAYERS = (
         "data",
     },
     {"comm", "planner", "simulator", "hardware"},
-    {"zero", "checkpoint"},
+    {"zero", "checkpoint", "spmd"},
     {"optimizer"},
     {"profiler"},
     {"tuning", "verification", "report", "doctor", "workload", "callbacks"},
