@@ -1,0 +1,126 @@
+"""Placements: how the values of one tensor are divided over ranks.
+
+The gradient of a tensor is placed as the adjoint over all ranks says: that of a replicated tensor
+is partial (each rank has its own contribution), that of a partial one is replicated, that of a
+sharded one is sharded in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+_KEYS = ("dim", "unit")
+
+
+class Whole(Enum):
+    """Placements in which every rank has a tensor of the whole shape."""
+
+    REPLICATED = "replicated"
+    PARTIAL = "partial"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+REPLICATED = Whole.REPLICATED
+"""Every rank has the same values."""
+PARTIAL = Whole.PARTIAL
+"""The sum over ranks is the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Each rank has consecutive indices of one dimension; see `bounds`."""
+
+    dim: int
+    """Counted from the first dimension: not negative."""
+    unit: int = 1
+    """Indices that stay together, such as the channels of an attention head."""
+
+    def __post_init__(self) -> None:
+        if type(self.dim) is not int or type(self.unit) is not int:
+            raise ValueError(f"Sharded: dim and unit must be whole numbers, got {self}")
+        if self.dim < 0 or self.unit < 1:
+            raise ValueError(f"Sharded: dim must be at least 0 and unit at least 1, got {self}")
+
+    def bounds(self, shape: Sequence[int], ratios: Sequence[int]) -> tuple[int, ...]:
+        """`len(ratios) + 1` bounds: rank `r` has indices `bounds[r]` to `bounds[r + 1]` of `dim`.
+
+        Args:
+            shape: of the whole tensor.
+            ratios: parts of the ranks, as in `cut`.
+        """
+        return cut(shape[self.dim], ratios, self.unit)
+
+
+Placement: TypeAlias = Whole | Sharded
+
+
+def cut(size: int, ratios: Sequence[int], unit: int = 1) -> tuple[int, ...]:
+    """Cut a dimension into one consecutive part per rank.
+
+    Args:
+        size: of the dimension; a multiple of `unit`.
+        ratios: part of each rank, relative to the others; 0 gives an empty part.
+        unit: bounds are multiples of this.
+
+    Returns:
+        `len(ratios) + 1` bounds, first 0, last `size`. Parts may be empty.
+
+    Raises:
+        ValueError: a negative ratio, no positive one, or a size that `unit` does not divide.
+
+    Largest-remainder rounding: a part differs by less than `unit` from its exact size. Of equal
+    remainders, the first ranks are rounded up.
+    """
+    total = sum(ratios)
+    if total <= 0 or min(ratios) < 0:
+        raise ValueError(f"ratios must be at least 0 and one of them above 0, got {tuple(ratios)}")
+    if unit < 1 or size < 0 or size % unit:
+        raise ValueError(f"a dimension of size {size} cannot be cut at multiples of {unit}")
+    units = size // unit
+    parts = [units * ratio // total for ratio in ratios]
+    by_remainder = sorted(range(len(parts)), key=lambda rank: -(units * ratios[rank] % total))
+    for rank in by_remainder[: units - sum(parts)]:
+        parts[rank] += 1
+    bounds = [0]
+    for part in parts:
+        bounds.append(bounds[-1] + part * unit)
+    return tuple(bounds)
+
+
+def local_shape(
+    placement: Placement, shape: Sequence[int], ratios: Sequence[int], rank: int
+) -> tuple[int, ...]:
+    """The shape of a rank's part of a tensor."""
+    if not isinstance(placement, Sharded):
+        return tuple(shape)
+    bounds = placement.bounds(shape, ratios)
+    dim, size = placement.dim, bounds[rank + 1] - bounds[rank]
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def to_json(placement: Placement) -> Any:
+    """JSON types for `from_json`: a name, or the fields of `Sharded`."""
+    if isinstance(placement, Sharded):
+        return {"dim": placement.dim, "unit": placement.unit}
+    return placement.value
+
+
+def from_json(content: Any) -> Placement:
+    """The placement that `to_json` wrote.
+
+    Raises:
+        ValueError: the content is not of a placement.
+    """
+    if isinstance(content, str) and content in (REPLICATED.value, PARTIAL.value):
+        return Whole(content)
+    if isinstance(content, dict) and set(content) == set(_KEYS):
+        return Sharded(dim=content["dim"], unit=content["unit"])
+    raise ValueError(
+        f"a placement must be 'replicated', 'partial' or {{'dim': ..., 'unit': ...}}, got "
+        f"{content!r}"
+    )
