@@ -61,17 +61,16 @@ class Codec:
 
 
 @dataclass(frozen=True)
-class DoubleCodec(Codec):
-    """float64 values and float64 sums, in rank order: for results that are compared exactly.
+class WideCodec(Codec):
+    """float64 or integers, and sums of the same dtype, in rank order.
 
-    Plain PyTorch. Callers copy into the bucket's data; it is not packed with weights.
+    Plain PyTorch: such values are few, or compared exactly in tests. Callers copy into the bucket's
+    data; it is not packed with weights.
     """
-
-    wire_dtype: torch.dtype = torch.float64
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        return torch.float64
+        return self.wire_dtype
 
     @torch.no_grad()
     def reduce(

@@ -17,8 +17,8 @@ That holds for backward too: on one device, autograd visits operators in exactly
 of the forward, and every function here is part of the graph on every rank, also with empty parts.
 
 `bounds` are `len(ranks) + 1` integers: rank `r` has the indices `bounds[r]` to `bounds[r + 1]` of
-the dimension. `what` names the call in errors. Sums are fp32 (float64 for float64), in the
-transport's order, and rounded once.
+the dimension. `what` names the call in errors. Sums of float64 tensors and of integers have their
+dtype, others are fp32; they are in the transport's order and rounded once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from poplar.comm.bucket import Codec, DoubleCodec
+from poplar.comm.bucket import Codec, WideCodec
 from poplar.comm.communicator import Communicator
 from poplar.comm.shard_layout import Layout
 
 Bounds = Sequence[int]
+_ADDED_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def all_gather(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
@@ -56,10 +57,10 @@ def reduce_scatter(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, w
     """This rank's part of `dim` of the sum over ranks.
 
     Args:
-        x: of the whole shape, floating-point, the same shape on all ranks.
+        x: of the whole shape, which is the same on all ranks; any dtype but bool.
 
     Raises:
-        ValueError: `x` does not have the size that `bounds` has, or is not floating-point.
+        ValueError: `x` does not have the size that `bounds` has, or is bool.
         CollectiveTimeout: as `all_gather`.
     """
     _check_is_summable(comm, x, what)
@@ -270,7 +271,7 @@ def _reduce_scatter(
 ) -> Tensor:
     """The flat sum over ranks of this rank's part, in the dtype of sums; `parts`: by rank."""
     first = parts[0]
-    codec = DoubleCodec() if first.dtype is torch.float64 else Codec(first.dtype)
+    codec = Codec(first.dtype) if first.dtype in _ADDED_IN_FP32 else WideCodec(first.dtype)
     bucket = comm.buffer(layout, first.dtype, first.device, codec)
     bucket.wait_until_writable()
     for target, part in zip(bucket.data.split(layout.sizes), parts, strict=True):
@@ -352,8 +353,5 @@ def _check_size(
 
 
 def _check_is_summable(comm: Communicator, x: Tensor, what: str) -> None:
-    if not x.is_floating_point():
-        raise ValueError(
-            f"rank {comm.group.rank}: {what}: only floating-point tensors are added over ranks, "
-            f"got {x.dtype}"
-        )
+    if x.dtype is torch.bool:
+        raise ValueError(f"rank {comm.group.rank}: {what}: a sum of bool tensors has no dtype")
