@@ -26,6 +26,15 @@ class ReplicasDiffer(PoplarError):
     """Parameters that every rank updates by itself do not have the same bits on all ranks."""
 
 
+class NotExportable(PoplarError):
+    """A model's forward pass cannot be planned by tensors. Its plan by batches is not affected."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}. This model can only be trained with a plan without a programme"
+        )
+
+
 class CollectiveTimeout(PoplarError):
     """A rank did not join a collective before the deadline, or its process ended."""
 

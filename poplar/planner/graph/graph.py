@@ -1,0 +1,129 @@
+"""The forward pass of a loss as a graph of operators on tensors of known shapes.
+
+`spmd.exported_graph` makes it with `torch.export`. Operators have the names of torch's, such as
+`aten.linear.default`. Shapes are those of the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+INPUT = "input"
+"""Operator of a node that is a tensor of the batch."""
+PARAMETER = "parameter"
+BUFFER = "buffer"
+CONSTANT = "constant"
+"""Operator of a node that is a tensor made while the model was exported."""
+LEAVES = (INPUT, PARAMETER, BUFFER, CONSTANT)
+GET_ITEM = "getitem"
+"""Operator of a node that is one output of an operator with several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """An argument that is the output of another node."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape and element type of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Such as `float32`."""
+    itemsize: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.itemsize
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the tensor can have a gradient."""
+        return self.dtype.startswith(("float", "bfloat"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One call of an operator, or a tensor that is given (`LEAVES`)."""
+
+    name: str
+    operator: str
+    outputs: tuple[TensorType, ...]
+    """One, but for operators that return several tensors."""
+    arguments: tuple[Any, ...] = ()
+    """Tensors are `Reference`s, also inside lists. Other values are as torch wants them."""
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    """Of a leaf: the name of the parameter or buffer in the model, or the path in the batch."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the nodes that the arguments refer to, in order, with repetitions."""
+        return tuple(_references((*self.arguments, *self.keywords.values())))
+
+    @property
+    def output(self) -> TensorType:
+        """Of an operator with one output, or the first one."""
+        return self.outputs[0]
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, Reference):
+        yield value.node
+    elif isinstance(value, list | tuple):
+        for element in value:
+            yield from _references(element)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Nodes in an order in which they can be computed."""
+
+    nodes: Mapping[str, Node]
+    output: str
+    """The node that is the loss."""
+
+    def __post_init__(self) -> None:
+        known: set[str] = set()
+        for name, node in self.nodes.items():
+            if name != node.name or not known.issuperset(node.inputs):
+                raise ValueError(f"Graph: node {name!r} has another name or is before its inputs")
+            known.add(name)
+        if self.output not in known:
+            raise ValueError(f"Graph: the output {self.output!r} is not a node")
+
+    def types(self, node: Node) -> tuple[TensorType, ...]:
+        """Of the tensors that a node reads."""
+        if node.operator == GET_ITEM:
+            return (self.nodes[node.inputs[0]].outputs[node.arguments[1]],)
+        return tuple(self.nodes[name].output for name in node.inputs)
+
+    @property
+    def parameters(self) -> dict[str, Node]:
+        """Nodes of parameters by the parameter's name in the model."""
+        return {n.source: n for n in self.nodes.values() if n.operator == PARAMETER}
+
+    @property
+    def batch(self) -> dict[str, Node]:
+        """Nodes of the batch's tensors by their paths."""
+        return {n.source: n for n in self.nodes.values() if n.operator == INPUT}
+
+    def consumers(self) -> dict[str, tuple[Node, ...]]:
+        """By node: which nodes read it, each once."""
+        readers: dict[str, list[Node]] = {name: [] for name in self.nodes}
+        for node in self.nodes.values():
+            for name in dict.fromkeys(node.inputs):
+                readers[name].append(node)
+        return {name: tuple(nodes) for name, nodes in readers.items()}

@@ -1,0 +1,119 @@
+"""The rule of each operator, and what every rank calls for a node of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from poplar.planner.graph.graph import GET_ITEM, LEAVES, Graph, Node
+from poplar.planner.graph.placement import Placement
+from poplar.planner.rules import attention, contractions, lookups, losses, pointwise, shapes
+from poplar.planner.rules.local_call import LocalCall, Part, local_call_of
+from poplar.planner.rules.pattern import Pattern
+from poplar.planner.rules.reductions import MEAN, SELECTION, SUM, along_dim, over_last_dims
+from poplar.planner.rules.rule import Rule, computed_by_all
+from poplar.planner.rules.strategy import strategy_of
+
+COMPUTED_BY_ALL = Rule(computed_by_all)
+"""The rule of operators that are not in `RULES`."""
+
+_BY_NAME: tuple[tuple[Rule, tuple[str, ...]], ...] = (
+    (pointwise.POINTWISE, pointwise.NAMES),
+    (contractions.LINEAR, ("linear",)),
+    (contractions.MATMUL, ("matmul", "mm", "bmm", "mv", "dot")),
+    (contractions.OUTER, ("outer",)),
+    (contractions.EINSUM, ("einsum",)),
+    (contractions.CONVOLUTION, ("conv1d", "conv2d", "conv3d")),
+    (attention.ATTENTION, ("scaled_dot_product_attention",)),
+    (lookups.EMBEDDING, ("embedding",)),
+    (lookups.GATHER, ("gather",)),
+    (lookups.INDEX_SELECT, ("index_select",)),
+    (lookups.ONE_HOT, ("one_hot",)),
+    (SUM, ("sum",)),
+    (MEAN, ("mean",)),
+    (SELECTION, ("amax", "amin", "argmax", "argmin", "any", "all", "var", "std", "logsumexp")),
+    (along_dim(1), ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod")),
+    (along_dim(2, -1), ("topk",)),
+    (along_dim(1, -1), ("sort", "argsort")),
+    (over_last_dims(), ("layer_norm", "native_layer_norm", "rms_norm")),
+    (over_last_dims(kept_dims=1), ("group_norm",)),
+    (over_last_dims(1), ("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d")),
+    (over_last_dims(2), ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "triu", "tril")),
+    (losses.CLASS_LOSS, ("cross_entropy_loss", "nll_loss_nd")),
+    (losses.elementwise_loss(2), ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")),
+    (shapes.RESHAPED, ("view", "_unsafe_view", "reshape", "flatten", "unflatten")),
+    (shapes.RESHAPED, ("squeeze", "unsqueeze")),
+    (shapes.PERMUTED, ("permute", "transpose", "t")),
+    (shapes.EXPANDED, ("expand",)),
+    (shapes.CHOSEN, ("select", "slice", "split", "split_with_sizes", "chunk", "unbind")),
+    (shapes.ITEM, (GET_ITEM,)),
+    (shapes.CONCATENATED, ("cat", "stack")),
+    (shapes.CREATED, ("zeros", "ones", "full", "empty")),
+    (shapes.CREATED_LIKE, ("new_zeros", "new_ones", "new_full", "new_empty")),
+)
+RULES = {name: rule for rule, names in _BY_NAME for name in names}
+"""By the base name of the operator, such as `linear` of `aten.linear.default`."""
+
+
+def base_name(operator: str) -> str:
+    """`linear` of `aten.linear.default`; `getitem` stays as it is."""
+    namespace, _, name = operator.partition(".")
+    return name.partition(".")[0] if namespace == "aten" else operator
+
+
+def rule_of(node: Node) -> Rule:
+    """The rule of a node's operator; `COMPUTED_BY_ALL` if there is none."""
+    return RULES.get(base_name(node.operator), COMPUTED_BY_ALL)
+
+
+def pattern_of(graph: Graph, node: Node) -> Pattern:
+    """The pattern of a node that is no leaf."""
+    types = graph.types(node)
+    pattern = rule_of(node).pattern(node, types)
+    # Booleans have no sum.
+    linear_in = (part for part in pattern.linear_in if all(types[i].dtype != "bool" for i in part))
+    return replace(pattern, linear_in=tuple(linear_in))
+
+
+def local_call(
+    graph: Graph,
+    node: Node,
+    inputs: Sequence[Placement | None],
+    output: Placement,
+    ratios: Sequence[int],
+    rank: int,
+) -> LocalCall:
+    """What a rank calls for its part of a node.
+
+    Args:
+        graph: with the node.
+        node: no leaf.
+        inputs: placements in which the node's tensors are read, as in `Programme.inputs`.
+        output: placement of the node's output, as in `Programme.placements`.
+        ratios: of the programme.
+        rank: whose call.
+
+    Raises:
+        ValueError: the operator cannot be computed with these placements.
+    """
+    pattern = pattern_of(graph, node)
+    try:
+        strategy = strategy_of(pattern, inputs, output)
+    except ValueError as error:
+        raise ValueError(f"node {node.name!r}, {node.operator}: {error}") from None
+    part = Part(
+        node=node,
+        types=graph.types(node),
+        pattern=pattern,
+        strategy=strategy,
+        ratios=tuple(ratios),
+        rank=rank,
+    )
+    return local_call_of(part, rule_of(node).localize)
+
+
+def without_rules(graph: Graph) -> Iterator[Node]:
+    """Nodes that every rank computes whole, because their operators have no rule."""
+    for node in graph.nodes.values():
+        if node.operator not in LEAVES and rule_of(node) is COMPUTED_BY_ALL:
+            yield node

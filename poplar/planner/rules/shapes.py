@@ -1,0 +1,220 @@
+"""Operators that move elements: views, permutations, slices, concatenations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from poplar.planner.graph.graph import Node
+from poplar.planner.rules.local_call import LocalCall, Part, with_output_shape
+from poplar.planner.rules.pattern import Dims, Pattern, aligned, named, without
+from poplar.planner.rules.rule import Rule, Types, argument, computed_by_all, counted_from_first
+
+_LINEAR = (frozenset({0}),)
+
+
+def reshaped(node: Node, types: Types) -> Pattern:
+    """Views: dimensions are joined and split, and elements keep their order."""
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+    before, after = _common_axes(types[0].shape, node.output.shape, sizes, whole)
+    return Pattern(
+        sizes=sizes,
+        inputs=(before,),
+        output=after,
+        whole=frozenset(whole),
+        linear_in=_LINEAR,
+        flops=0.0,
+    )
+
+
+def _common_axes(
+    before: Sequence[int], after: Sequence[int], sizes: dict[str, int], whole: set[str]
+) -> tuple[Dims, Dims]:
+    """Axes of two shapes with the same elements in the same order.
+
+    Axes of only one shape, as those of 2 and 3 in [2, 3] and [3, 2], are entered in `whole`.
+    """
+    left: list[list[str]] = [[] for _ in before]
+    right: list[list[str]] = [[] for _ in after]
+    for (first, last), (start, stop) in _groups(before, after):
+        remaining = [list(before[first:last]), list(after[start:stop])]
+        i = j = 0
+        while i < last - first and j < stop - start:
+            size = math.gcd(remaining[0][i], remaining[1][j])
+            if size == 1 and min(remaining[0][i], remaining[1][j]) > 1:
+                break
+            name = f"a{len(sizes)}"
+            sizes[name] = size
+            left[first + i].append(name)
+            right[start + j].append(name)
+            remaining[0][i] //= size
+            remaining[1][j] //= size
+            done = (remaining[0][i] == 1, remaining[1][j] == 1)
+            i, j = i + done[0], j + done[1]
+        for axes, offset, rest, at in (
+            (left, first, remaining[0], i),
+            (right, start, remaining[1], j),
+        ):
+            for k in range(at, len(rest)):
+                name = f"a{len(sizes)}"
+                sizes[name] = rest[k]
+                whole.add(name)
+                axes[offset + k].append(name)
+    return tuple(map(tuple, left)), tuple(map(tuple, right))
+
+
+def _groups(
+    before: Sequence[int], after: Sequence[int]
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Ranges of dimensions with the same number of elements, as short as possible.
+
+    Dimensions of size 1 are paired with one of size 1, or are in no range.
+    """
+    i = j = 0
+    while i < len(before) and j < len(after):
+        if (before[i] == 1) != (after[j] == 1):
+            i, j = i + (before[i] == 1), j + (after[j] == 1)
+            continue
+        first, start, products = i, j, [before[i], after[j]]
+        i, j = i + 1, j + 1
+        while products[0] != products[1]:
+            if products[0] < products[1]:
+                products[0] *= before[i]
+                i += 1
+            else:
+                products[1] *= after[j]
+                j += 1
+        yield (first, i), (start, j)
+
+
+def permuted(node: Node, types: Types) -> Pattern:
+    """`permute`, `transpose` and `t`."""
+    count = len(types[0].shape)
+    order = list(range(count))
+    name = node.operator.split(".")[1]
+    if name == "permute":
+        order = [counted_from_first(dim, count) for dim in node.arguments[1]]
+    elif count > 1:
+        pair = (0, 1) if name == "t" else node.arguments[1:3]
+        one, other = (counted_from_first(dim, count) for dim in pair)
+        order[one], order[other] = order[other], order[one]
+    sizes: dict[str, int] = {}
+    dims = named("d", types[0].shape, sizes)
+    return Pattern(
+        sizes=sizes,
+        inputs=(dims,),
+        output=tuple(dims[dim] for dim in order),
+        linear_in=_LINEAR,
+        flops=0.0,
+    )
+
+
+def expanded(node: Node, types: Types) -> Pattern:
+    """`expand`: new dimensions, and those of size 1, are repeated."""
+    shape = node.output.shape
+    sizes: dict[str, int] = {}
+    output = named("d", shape, sizes)
+    return Pattern(
+        sizes=sizes,
+        inputs=(aligned(output, shape, types[0].shape),),
+        output=output,
+        linear_in=_LINEAR,
+        flops=0.0,
+    )
+
+
+def chosen(node: Node, types: Types) -> Pattern:
+    """`select`, `slice`, `split` and `unbind`: all indices of one dimension are needed.
+
+    A slice of a whole dimension leaves it as it is.
+    """
+    name = node.operator.split(".")[1]
+    shape, result = types[0].shape, node.output.shape
+    given = argument(node, 2 if name.startswith("split") else 1, "dim", 0)
+    dim = counted_from_first(int(given), len(shape))
+    sizes: dict[str, int] = {}
+    dims = named("d", shape, sizes)
+    output, whole = dims, frozenset(dims[dim])
+    if len(result) < len(shape):
+        output = without(dims, [dim])
+    elif name == "slice" and result[dim] == shape[dim]:
+        whole = frozenset()
+    else:
+        sizes["chosen"] = result[dim]
+        output = (*dims[:dim], ("chosen",), *dims[dim + 1 :])
+        whole |= {"chosen"}
+    return Pattern(
+        sizes=sizes, inputs=(dims,), output=output, whole=whole, linear_in=_LINEAR, flops=0.0
+    )
+
+
+def _without_bounds(call: LocalCall, part: Part) -> LocalCall:
+    """A slice of a whole dimension, which may be the divided one, with the rank's size of it."""
+    shape = part.types[0].shape
+    if not call.operator.startswith("aten.slice.") or part.node.output.shape != shape:
+        return call
+    dim = counted_from_first(int(argument(part.node, 1, "dim", 0)), len(shape))
+    arguments = (call.arguments[0], dim, 0, call.outputs[0].shape[dim])
+    return replace(call, arguments=arguments, keywords={})
+
+
+def item(node: Node, types: Types) -> Pattern:
+    """One of several outputs."""
+    sizes: dict[str, int] = {}
+    dims = named("d", types[0].shape, sizes)
+    return Pattern(sizes=sizes, inputs=(dims,), output=dims, linear_in=_LINEAR, flops=0.0)
+
+
+def concatenated(node: Node, types: Types) -> Pattern:
+    """`cat` and `stack`: other dimensions than the joined one can be divided."""
+    shape = node.output.shape
+    is_stack = node.operator.startswith("aten.stack")
+    dim = counted_from_first(int(argument(node, 1, "dim", 0)), len(shape))
+    if any(len(kind.shape) != len(shape) - is_stack for kind in types):
+        return computed_by_all(node, types)
+    sizes: dict[str, int] = {}
+    output = named("d", shape, sizes)
+    inputs = []
+    for index, kind in enumerate(types):
+        if is_stack:
+            inputs.append(without(output, [dim]))
+        else:
+            sizes[f"joined{index}"] = kind.shape[dim]
+            inputs.append((*output[:dim], (f"joined{index}",), *output[dim + 1 :]))
+    whole = {*output[dim], *(name for name in sizes if name.startswith("joined"))}
+    return Pattern(
+        sizes=sizes,
+        inputs=tuple(inputs),
+        output=output,
+        whole=frozenset(whole),
+        linear_in=(frozenset(range(len(types))),),
+        flops=0.0,
+    )
+
+
+def created(node: Node, types: Types) -> Pattern:
+    """Tensors of one value; of a tensor that is given, only type and device are used."""
+    sizes: dict[str, int] = {}
+    inputs = tuple(named(f"in{index}_", kind.shape, sizes) for index, kind in enumerate(types))
+    whole = frozenset(sizes)
+    output = named("d", node.output.shape, sizes)
+    return Pattern(
+        sizes=sizes,
+        inputs=inputs,
+        output=output,
+        whole=whole,
+        unread=frozenset(range(len(types))),
+        flops=0.0,
+    )
+
+
+RESHAPED = Rule(reshaped, with_output_shape(1, "aten.reshape.default"))
+PERMUTED = Rule(permuted)
+EXPANDED = Rule(expanded, with_output_shape(1))
+CHOSEN = Rule(chosen, _without_bounds)
+ITEM = Rule(item)
+CONCATENATED = Rule(concatenated)
+CREATED = Rule(created, with_output_shape(0))
+CREATED_LIKE = Rule(created, with_output_shape(1))

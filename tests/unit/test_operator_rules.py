@@ -1,0 +1,331 @@
+"""Rules of operators: parts computed by ranks are, together, what one process computes.
+
+Every strategy of every operator runs on virtual ranks in float64: values and gradients, with
+ratios that leave ranks without any part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from virtual_ranks import adjoint, as_list, assembled, parts, random_like
+
+from poplar.planner.graph.graph import INPUT, Graph, Node, Reference, TensorType
+from poplar.planner.graph.placement import PARTIAL, REPLICATED, Sharded, local_shape
+from poplar.planner.rules.registry import RULES, base_name, local_call, pattern_of
+from poplar.planner.rules.strategy import Strategy, strategies
+from poplar.spmd.local_execution import function, run_local
+
+CPU = torch.device("cpu")
+RATIOS = ((1,), (2, 1), (0, 1, 0), (1, 3, 2), (5, 0, 1, 1))
+
+
+@dataclass(frozen=True)
+class Floats:
+    """A random float64 tensor."""
+
+    shape: tuple[int, ...]
+    is_trained: bool = True
+
+
+@dataclass(frozen=True)
+class Indices:
+    """Random integers from 0 to `below`; or booleans."""
+
+    shape: tuple[int, ...]
+    below: int
+    dtype: torch.dtype = torch.int64
+
+
+@dataclass(frozen=True)
+class Case:
+    operator: str
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any] = field(default_factory=dict)
+    axes: int | None = None
+    """Along which the operator can be divided; None: not counted."""
+
+    def __str__(self) -> str:
+        shapes = [str(list(a.shape)) for a in self.arguments if isinstance(a, Floats | Indices)]
+        return f"{self.operator.removeprefix('aten.')}-{'-'.join(shapes)}"
+
+
+F, I = Floats, Indices  # noqa: E741
+MASK = Indices((4, 6), 2, torch.bool)
+CASES = [
+    Case("aten.linear.default", (F((3, 5, 6)), F((8, 6)), F((8,))), axes=4),
+    Case("aten.linear.default", (F((4, 6)), F((8, 6))), axes=3),
+    Case("aten.matmul.default", (F((3, 2, 4, 6)), F((3, 2, 6, 5))), axes=5),
+    Case("aten.matmul.default", (F((3, 1, 4, 6)), F((2, 6, 5))), axes=5),
+    Case("aten.matmul.default", (F((4, 6)), F((6,))), axes=2),
+    Case("aten.mm.default", (F((4, 6)), F((6, 5))), axes=3),
+    Case("aten.bmm.default", (F((3, 4, 6)), F((3, 6, 5))), axes=4),
+    Case("aten.dot.default", (F((6,)), F((6,))), axes=1),
+    Case("aten.outer.default", (F((4,)), F((6,))), axes=2),
+    Case("aten.einsum.default", ("btec,btw->ebcw", [F((2, 3, 4, 2)), F((2, 3, 5))]), axes=5),
+    Case("aten.einsum.default", ("ebcw,ewh->ebch", [F((4, 2, 3, 5)), F((4, 5, 6))]), axes=5),
+    Case("aten.einsum.default", ("bt,bte,btc->btec", [F((2, 3)), F((2, 3, 4)), F((2, 3, 5))])),
+    Case("aten.einsum.default", ("ab,ac->b", [F((2, 3)), F((2, 4))]), axes=3),
+    Case("aten.einsum.default", ("aab,ac->b", [F((2, 2, 3)), F((2, 4))]), axes=0),
+    Case(
+        "aten.conv2d.default", (F((3, 4, 6, 6)), F((5, 4, 3, 3)), F((5,)), [1, 1], [1, 1]), axes=3
+    ),
+    Case(
+        "aten.conv2d.default", (F((3, 4, 6, 6)), F((6, 2, 3, 3)), None, [2, 2], [0, 0], [1, 1], 2)
+    ),
+    Case("aten.conv1d.default", (F((3, 4, 6)), F((5, 4, 3))), axes=3),
+    Case("aten.scaled_dot_product_attention.default", (F((2, 4, 5, 6)),) * 3, axes=2),
+    Case(
+        "aten.scaled_dot_product_attention.default",
+        (F((2, 6, 5, 4)), F((2, 3, 5, 4)), F((2, 3, 5, 4)), None, 0.0, True),
+        {"enable_gqa": True},
+        axes=2,
+    ),
+    Case("aten.scaled_dot_product_attention.default", (*(F((2, 4, 5, 6)),) * 3, F((2, 1, 5, 5)))),
+    Case("aten.embedding.default", (F((7, 4)), I((3, 5), 7)), axes=4),
+    Case("aten.embedding.default", (F((7, 4)), I((3, 5), 7), 2), axes=4),
+    Case("aten.gather.default", (F((3, 7, 4)), 1, I((3, 5, 4), 7)), axes=3),
+    Case("aten.gather.default", (F((3, 7, 4)), -2, I((2, 7, 4), 7)), axes=2),
+    Case("aten.index_select.default", (F((3, 7, 4)), 1, I((5,), 7)), axes=3),
+    Case("aten.one_hot.default", (I((3, 5), 4), 4), axes=2),
+    Case("aten.add.Tensor", (F((3, 5, 4)), F((5, 4))), axes=3),
+    Case("aten.add.Tensor", (F((3, 1, 4)), F((3, 5, 1))), {"alpha": 2}, axes=3),
+    Case("aten.add.Tensor", (F((3, 4)), 1.5), axes=2),
+    Case("aten.sub.Tensor", (F((3, 4)), F((3, 4))), axes=2),
+    Case("aten.mul.Tensor", (F((3, 4)), F((4,))), axes=2),
+    Case("aten.mul.Tensor", (F((3, 4)), 0.5), axes=2),
+    Case("aten.div.Tensor", (F((3, 4)), F((3, 1))), axes=2),
+    Case("aten.div.Tensor", (F(()), 7), axes=0),
+    Case("aten.neg.default", (F((3, 4)),), axes=2),
+    Case("aten.gelu.default", (F((3, 4)),), axes=2),
+    Case("aten.pow.Scalar", (2.0, F((3, 4))), axes=2),
+    Case("aten.ne.Scalar", (I((3, 4), 3), 1), axes=2),
+    Case("aten.where.self", (MASK, F((4, 6)), F((6,))), axes=2),
+    Case("aten.masked_fill.Scalar", (F((2, 3, 4, 6)), MASK, -math.inf), axes=4),
+    Case("aten._to_copy.default", (F((3, 4)),), {"dtype": torch.float32}, axes=2),
+    Case("aten._to_copy.default", (I((3, 4), 3),), {"dtype": torch.float64}, axes=2),
+    Case("aten._to_copy.default", (F((3, 4)),), {"dtype": torch.int64}, axes=2),
+    Case("aten.sum.default", (F((3, 4)),), axes=2),
+    Case("aten.sum.default", (I((3, 4), 2, torch.bool),), axes=2),
+    Case("aten.sum.dim_IntList", (F((3, 4, 5)), [1, -1], True), axes=3),
+    Case("aten.mean.default", (F((3, 4)),), axes=2),
+    Case("aten.mean.dim", (F((3, 4, 5)), [1]), axes=3),
+    Case("aten.amax.default", (F((3, 4, 5)), [-1]), axes=2),
+    Case("aten.argmax.default", (F((3, 4, 5)), -1), axes=2),
+    Case("aten.softmax.int", (F((3, 4, 5)), -1), axes=2),
+    Case("aten.cumsum.default", (F((3, 4, 5)), 1), axes=2),
+    Case("aten.topk.default", (F((3, 4, 5)), 2), axes=2),
+    Case("aten.sort.default", (F((3, 4, 5)), 1), axes=2),
+    Case("aten.layer_norm.default", (F((3, 4, 5)), [5], F((5,)), F((5,))), axes=2),
+    Case("aten.layer_norm.default", (F((3, 4, 5)), [4, 5]), axes=1),
+    Case("aten.rms_norm.default", (F((3, 4, 5)), [5], F((5,)), 1e-5), axes=2),
+    Case("aten.group_norm.default", (F((3, 4, 5)), 2, F((4,)), F((4,))), axes=1),
+    Case("aten.max_pool2d.default", (F((3, 4, 6, 6)), [2, 2]), axes=2),
+    Case("aten.avg_pool1d.default", (F((3, 4, 6)), [2]), axes=2),
+    Case("aten.adaptive_avg_pool2d.default", (F((3, 4, 6, 6)), [2, 2]), axes=2),
+    Case("aten.triu.default", (F((3, 4, 4)), 1), axes=1),
+    Case("aten.cross_entropy_loss.default", (F((5, 4)), I((5,), 4), None, 0, 1), axes=1),
+    Case("aten.cross_entropy_loss.default", (F((5, 4, 3)), I((5, 3), 4), None, 2, 1), axes=2),
+    Case("aten.cross_entropy_loss.default", (F((5, 4)), I((5,), 4), F((4,), False), 2), axes=1),
+    Case("aten.cross_entropy_loss.default", (F((5, 4)), I((5,), 4)), axes=0),
+    Case("aten.nll_loss_nd.default", (F((5, 4)), I((5,), 4), None, 2, -100), axes=1),
+    Case("aten.mse_loss.default", (F((5, 4)), F((5, 4))), axes=2),
+    Case("aten.mse_loss.default", (F((5, 4)), F((5, 4)), 0), axes=2),
+    Case("aten.smooth_l1_loss.default", (F((5, 4)), F((5, 4)), 2), axes=2),
+    Case("aten.view.default", (F((3, 4, 6)), [3, 4, 2, 3]), axes=3),
+    Case("aten.view.default", (F((3, 4, 6)), [12, 6]), axes=2),
+    Case("aten.view.default", (F((3, 4, 6)), [-1]), axes=1),
+    Case("aten.view.default", (F((4, 6)), [6, 4]), axes=1),
+    Case("aten.view.default", (F((2, 3)), [3, 2]), axes=0),
+    Case("aten.view.default", (F((2, 1, 3)), [6]), axes=1),
+    Case("aten.view.default", (F((1, 4, 6)), [1, 4, 1, 2, 3]), axes=3),
+    Case("aten.view.default", (F((4, 6, 5)), [2, 12, 5]), axes=2),
+    Case("aten.unsqueeze.default", (F((3, 4)), -1), axes=2),
+    Case("aten.squeeze.dim", (F((3, 1, 4)), 1), axes=2),
+    Case("aten.flatten.using_ints", (F((3, 4, 6)), 1), axes=2),
+    Case("aten.transpose.int", (F((3, 4, 6)), -1, 1), axes=3),
+    Case("aten.permute.default", (F((3, 4, 6)), [2, 0, 1]), axes=3),
+    Case("aten.t.default", (F((3, 4)),), axes=2),
+    Case("aten.expand.default", (F((3, 1)), [2, -1, 4]), axes=3),
+    Case("aten.select.int", (F((3, 4, 5)), 1, 2), axes=2),
+    Case("aten.slice.Tensor", (F((3, 4, 5)), 1, 1, 3), axes=2),
+    Case("aten.slice.Tensor", (F((3, 4, 5)), 1, -4, 9223372036854775807), axes=3),
+    Case("aten.split.Tensor", (F((3, 7, 5)), 3, 1), axes=2),
+    Case("aten.split_with_sizes.default", (F((3, 4)), [1, 3], -1), axes=1),
+    Case("aten.unbind.int", (F((3, 4)), 1), axes=1),
+    Case("aten.cat.default", ([F((3, 4)), F((3, 2))], -1), axes=1),
+    Case("aten.stack.default", ([F((3, 4)), F((3, 4))], 1), axes=2),
+    Case("aten.zeros.default", ([3, 4],), {"dtype": torch.float64, "device": CPU}, axes=2),
+    Case("aten.full.default", ([3, 4], 2.5), {"dtype": torch.float64, "device": CPU}, axes=2),
+    Case("aten.new_ones.default", (F((3, 4)), [5, 6]), axes=2),
+    Case("aten.arange.default", (6,), {"device": CPU}, axes=0),
+    Case("aten.flip.default", (F((3, 4)), [0]), axes=0),
+]
+
+
+@dataclass(frozen=True)
+class Called:
+    """A node of a case, with its tensors."""
+
+    graph: Graph
+    node: Node
+    tensors: dict[str, Tensor]
+    trained: set[str]
+    result: list[Tensor]
+
+
+def called(case: Case, draws: torch.Generator) -> Called:
+    tensors: dict[str, Tensor] = {}
+    trained: set[str] = set()
+
+    def converted(argument: Any, make: Any) -> Any:
+        if isinstance(argument, Floats | Indices):
+            return make(argument)
+        if isinstance(argument, list):
+            return [converted(element, make) for element in argument]
+        return argument
+
+    def reference(spec: Floats | Indices) -> Reference:
+        name = f"input{len(tensors)}"
+        if isinstance(spec, Floats):
+            trained.update({name} if spec.is_trained else ())
+            tensors[name] = torch.randn(spec.shape, generator=draws, dtype=torch.float64)
+        else:
+            drawn = torch.randint(spec.below, spec.shape, generator=draws)
+            tensors[name] = drawn.to(spec.dtype)
+        return Reference(name)
+
+    arguments = tuple(converted(argument, reference) for argument in case.arguments)
+    names = iter(tensors)
+    values = [converted(argument, lambda _: tensors[next(names)]) for argument in case.arguments]
+    result = as_list(function(case.operator)(*values, **case.keywords))
+    leaves = [Node(name=name, operator=INPUT, outputs=(type_of(x),)) for name, x in tensors.items()]
+    node = Node(
+        name="node",
+        operator=case.operator,
+        arguments=arguments,
+        keywords=case.keywords,
+        outputs=tuple(map(type_of, result)),
+    )
+    graph = Graph({n.name: n for n in (*leaves, node)}, node.name)
+    return Called(graph, node, tensors, trained, result)
+
+
+def type_of(tensor: Tensor) -> TensorType:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorType(tuple(tensor.shape), dtype, tensor.dtype.itemsize)
+
+
+def strategies_of(call: Called) -> list[Strategy]:
+    pattern = pattern_of(call.graph, call.node)
+    return list(strategies(pattern, lambda axis: [1, 2, pattern.sizes[axis] // 2 or 1]))
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parts_are_together_what_one_process_computes(case):
+    draws = torch.Generator().manual_seed(0)
+    call = called(case, draws)
+    for strategy in strategies_of(call):
+        for ratios in RATIOS:
+            check_values_and_gradients(call, strategy, ratios, draws)
+
+
+def check_values_and_gradients(call, strategy, ratios, draws):
+    inputs = dict(zip(call.node.inputs, strategy.inputs, strict=True))
+    own_inputs = {name: parts(x, inputs[name], ratios, draws) for name, x in call.tensors.items()}
+    own_outputs = []
+    for rank in range(len(ratios)):
+        own = {name: tensors[rank] for name, tensors in own_inputs.items()}
+        for name in call.trained:
+            own[name].requires_grad_()
+        local = local_call(call.graph, call.node, strategy.inputs, strategy.output, ratios, rank)
+        outputs = as_list(run_local(local, own.__getitem__, CPU))
+        assert [tuple(x.shape) for x in outputs] == [kind.shape for kind in local.outputs]
+        own_outputs.append(outputs)
+    message = f"{strategy} with ratios {ratios}"
+    for index, expected in enumerate(call.result):
+        whole = assembled([outputs[index].detach() for outputs in own_outputs], strategy.output)
+        assert whole.dtype == expected.dtype, message
+        close(whole, expected, message)
+    check_gradients(call, strategy, ratios, draws, own_inputs, own_outputs)
+
+
+def check_gradients(call, strategy, ratios, draws, own_inputs, own_outputs):
+    leaves = {
+        name: tensor.clone().requires_grad_(name in call.trained)
+        for name, tensor in call.tensors.items()
+    }
+    whole = as_list(run_local(_whole_call(call), leaves.__getitem__, CPU))
+    differentiable = [index for index, x in enumerate(whole) if x.requires_grad]
+    if not differentiable:
+        return
+    seeds = {index: random_like(whole[index].detach(), draws) for index in differentiable}
+    torch.autograd.backward([whole[i] for i in differentiable], list(seeds.values()))
+    placed = {i: parts(seeds[i], adjoint(strategy.output), ratios, draws) for i in differentiable}
+    for rank, outputs in enumerate(own_outputs):
+        torch.autograd.backward(
+            [outputs[i] for i in differentiable], [placed[i][rank] for i in differentiable]
+        )
+    inputs = dict(zip(call.node.inputs, strategy.inputs, strict=True))
+    for name, leaf in leaves.items():
+        if leaf.grad is None:
+            continue
+        gradients = [x.grad for x in own_inputs[name]]
+        assert all(gradient is not None for gradient in gradients), name
+        whole_gradient = assembled(gradients, adjoint(inputs[name]))
+        message = f"gradient of {name}, {strategy} with ratios {ratios}"
+        close(whole_gradient, leaf.grad, message, seeds[differentiable[0]].dtype)
+
+
+def _whole_call(call):
+    placements = [None if p is None else REPLICATED for p in strategies_of(call)[0].inputs]
+    return local_call(call.graph, call.node, placements, REPLICATED, (1,), 0)
+
+
+def close(actual, expected, message, computed=torch.float64):
+    tolerance = 1e-5 if torch.float32 in (expected.dtype, computed) else 1e-11
+    torch.testing.assert_close(
+        actual, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{message}: {m}"
+    )
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.axes is not None], ids=str)
+def test_number_of_axes_along_which_an_operator_is_divided(case):
+    call = called(case, torch.Generator().manual_seed(0))
+    assert len(list(pattern_of(call.graph, call.node).divisible_axes())) == case.axes
+
+
+def test_every_rule_has_a_case():
+    operators = {base_name(case.operator) for case in CASES}
+    tested = {id(RULES[name]) for name in operators if name in RULES}
+    assert {name for name, rule in RULES.items() if id(rule) not in tested} == {"getitem"}
+
+
+def test_placements_without_a_strategy_are_refused():
+    call = called(CASES[0], torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=r"node 'node', aten.linear.default: no strategy reads"):
+        local_call(call.graph, call.node, (Sharded(2), REPLICATED, REPLICATED), PARTIAL, (2, 1), 0)
+
+
+def test_flops_of_the_ranks_are_those_of_the_whole_operator():
+    call = called(CASES[0], torch.Generator().manual_seed(0))
+    pattern = pattern_of(call.graph, call.node)
+    assert pattern.flops == 2 * 3 * 5 * 6 * 8
+    for strategy in strategies_of(call):
+        shares = [strategy.flops_share(pattern, (2, 0, 1), rank) for rank in range(3)]
+        assert sum(shares) == pytest.approx(1.0 if strategy.axis else 3.0)
+
+
+def test_parts_of_shared_heads_stay_together():
+    """Query heads are cut where key and value heads are."""
+    case = next(case for case in CASES if case.keywords.get("enable_gqa"))
+    call = called(case, torch.Generator().manual_seed(0))
+    by_heads = next(s for s in strategies_of(call) if s.axis == "heads")
+    assert by_heads.inputs[:2] == (Sharded(1, unit=2), Sharded(1))
+    assert local_shape(by_heads.output, (2, 6, 5, 4), (2, 1), 0) == (2, 4, 5, 4)
