@@ -8,20 +8,30 @@ calls for a node.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from poplar.comm.communicator import Communicator
-from poplar.planner.graph.graph import BUFFER, CONSTANT, LEAVES, PARAMETER, Graph, Node
-from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, local_shape
+from poplar.planner.graph.graph import (
+    BUFFER,
+    CONSTANT,
+    GET_ITEM,
+    LEAVES,
+    PARAMETER,
+    Graph,
+    Node,
+)
+from poplar.planner.graph.placement import PARTIAL, Placement, local_shape
 from poplar.planner.graph.programme import Programme
 from poplar.planner.rules.local_call import LocalCall
 from poplar.planner.rules.registry import local_call
-from poplar.spmd.conversion import convert
+from poplar.spmd.conversion import convert, own_part
 from poplar.spmd.failures import abort_on_error
 from poplar.spmd.local_execution import run_local
+
+_Known = dict[tuple[Placement, int], Tensor]
+"""A node's outputs, by placement and number of the output."""
 
 
 class Execution:
@@ -31,7 +41,7 @@ class Execution:
         comm: the transport; its ranks are those of the programme.
         graph: of the loss on the whole batch.
         programme: placements and collectives.
-        constants: by node, the values of the graph's buffers and constants, on `device`.
+        constants: by node, the graph's buffers and constants, whole and on `device`.
         device: of all tensors.
 
     Raises:
@@ -53,8 +63,12 @@ class Execution:
                 f"{comm.group.size}"
             )
         self._comm, self._graph, self._programme = comm, graph, programme
-        self._constants, self._device = constants, device
+        self._device = device
         self._sources = _sources(graph, programme)
+        self._constants = {
+            name: own_part(value, programme.placements[name], programme.ratios, comm.group.rank)
+            for name, value in constants.items()
+        }
         self._calls = {
             node.name: self._local_call(node)
             for node in graph.nodes.values()
@@ -73,18 +87,19 @@ class Execution:
             ValueError: a tensor is missing, or has not the shape of this rank's part.
             CollectiveTimeout: names the ranks that did not take part before the deadline.
         """
-        values: dict[str, dict[Placement, Any]] = {}
+        values: dict[str, _Known] = {}
         for node in self._graph.nodes.values():
             with abort_on_error(self._comm, f"node {node.name!r} of the programme"):
-                given = self._placement(node)
                 if node.operator in LEAVES:
-                    values[node.name] = {given: self._leaf(node, parameters, batch)}
+                    outputs = [self._leaf(node, parameters, batch)]
                 else:
-                    values[node.name] = {given: self._run(node, values)}
+                    outputs = self._run(node, values)
+            given = self._placement(node)
+            values[node.name] = {(given, number): x for number, x in enumerate(outputs)}
             for name in self._last_reads[node.name]:
                 del values[name]
         output = self._graph.nodes[self._graph.output]
-        return self._converted(output, values[output.name], PARTIAL)  # type: ignore[no-any-return]
+        return self._converted(output, values[output.name], PARTIAL)
 
     def backward(self, loss: Tensor) -> None:
         """As `loss.backward()`. Collective; errors are reported to the other ranks.
@@ -124,55 +139,46 @@ class Execution:
             )
         return value
 
-    def _run(self, node: Node, values: Mapping[str, dict[Placement, Any]]) -> Any:
-        """The output of a node. It reads its inputs in the order of the arguments."""
-        needed = list(zip(node.inputs, self._programme.inputs[node.name], strict=True))
+    def _run(self, node: Node, values: Mapping[str, _Known]) -> list[Tensor]:
+        """The outputs of a node."""
+        if node.operator == GET_ITEM:  # only this output is converted
+            (name,), (target,) = node.inputs, self._programme.inputs[node.name]
+            return [self._read(name, target, values, number=node.arguments[1])]
+        # Collective, so also what this rank's own call does not read.
+        reads = zip(node.inputs, self._programme.inputs[node.name], strict=True)
+        inputs = [(name, self._read(name, target, values)) for name, target in reads]
 
-        def value(name: str) -> Any:
-            while needed[0][0] != name:  # an argument that this rank's call does not have
-                needed.pop(0)
-            _, target = needed.pop(0)
-            source = self._graph.nodes[name]
-            return self._converted(source, values[name], target or self._placement(source))
+        def value(name: str) -> Tensor:
+            """The next input: a node may be read twice, in two placements."""
+            while inputs[0][0] != name:  # an argument that this rank's own call does not have
+                inputs.pop(0)
+            return inputs.pop(0)[1]
 
-        for name, target in needed:  # collective, so also what this rank's call does not read
-            if target is not None:
-                self._converted(self._graph.nodes[name], values[name], target)
-        return run_local(self._calls[node.name], value, self._device)
+        result = run_local(self._calls[node.name], value, self._device)
+        return list(result) if isinstance(result, list | tuple) else [result]
 
-    def _converted(self, node: Node, known: dict[Placement, Any], target: Placement) -> Any:
-        """The output of a node in another placement, kept for the next reader."""
-        if target not in known:
-            source = self._sources[node.name][target]
-            value = self._converted(node, known, source)
-            values = value if isinstance(value, list | tuple) else [value]
-            converted = [
-                self._convert(node, number, x, source, target) for number, x in enumerate(values)
-            ]
-            known[target] = converted if isinstance(value, list | tuple) else converted[0]
-        return known[target]
-
-    def _convert(
-        self, node: Node, number: int, x: Tensor, source: Placement, target: Placement
+    def _read(
+        self, name: str, target: Placement | None, values: Mapping[str, _Known], number: int = 0
     ) -> Tensor:
-        shape, ratios = node.outputs[number].shape, self._programme.ratios
-        what = f"node {node.name!r} of the programme, from {source} to {target}"
-        return convert(self._comm, x, source, target, shape, ratios, what=what)
+        node = self._graph.nodes[name]
+        return self._converted(node, values[name], target or self._placement(node), number)
+
+    def _converted(self, node: Node, known: _Known, target: Placement, number: int = 0) -> Tensor:
+        """An output of a node in another placement, kept for the next reader."""
+        if (target, number) not in known:
+            source = self._sources[node.name][target]
+            x = self._converted(node, known, source, number)
+            shape, ratios = node.outputs[number].shape, self._programme.ratios
+            what = f"node {node.name!r} of the programme, from {source} to {target}"
+            known[target, number] = convert(self._comm, x, source, target, shape, ratios, what=what)
+        return known[target, number]
 
 
 def _placement(programme: Programme, node: Node) -> Placement:
-    """Of a node's output. All ranks have the whole of buffers and constants."""
-    if node.operator in (BUFFER, CONSTANT):
-        return REPLICATED
-    if node.operator == PARAMETER:
-        return _given(programme.parameters, node.source, "parameters")
-    return _given(programme.placements, node.name, "placements")
-
-
-def _given(placements: Mapping[str, Placement], name: str, what: str) -> Placement:
-    if name not in placements:
-        raise ValueError(f"Programme.{what} has no placement of {name!r}, which the graph has")
-    return placements[name]
+    """Of a node's output."""
+    if node.name not in programme.placements:
+        raise ValueError(f"Programme.placements must have the graph's node {node.name!r}")
+    return programme.placements[node.name]
 
 
 def _sources(graph: Graph, programme: Programme) -> dict[str, dict[Placement, Placement]]:
