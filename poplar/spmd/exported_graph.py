@@ -90,7 +90,8 @@ def _exported(module: nn.Module, batch: Any) -> ExportedProgram:
             program = torch.export.export(module, (batch,), strict=False)
             for node in _calls(program.graph):
                 _refuse_random(node)
-            return program.run_decompositions({})
+            decomposed: ExportedProgram = program.run_decompositions({})
+            return decomposed
     except NotExportable:
         raise
     except Exception as error:  # torch.export raises errors of many unrelated classes
@@ -218,6 +219,7 @@ def _call(node: fx.Node, known: Mapping[str, str]) -> Node:
         arguments=tuple(converted(argument) for argument in node.args),
         keywords={key: converted(argument) for key, argument in node.kwargs.items()},
         outputs=tuple(_type(output, node.name) for output in values),
+        returns_list=isinstance(value, list | tuple),
     )
 
 
@@ -249,7 +251,7 @@ def _loss_name(program: ExportedProgram) -> str:
 def _needed(graph: Graph) -> Graph:
     """Without nodes on which the loss does not depend."""
     needed: set[str] = {graph.output}
-    for name in reversed(graph.nodes):
+    for name in reversed(list(graph.nodes)):
         if name in needed:
             needed.update(graph.nodes[name].inputs)
     return Graph({k: v for k, v in graph.nodes.items() if k in needed}, graph.output)

@@ -36,7 +36,8 @@ def run_local(call: LocalCall, value: Callable[[str], Any], device: torch.device
 
     arguments = [converted(argument) for argument in call.arguments]
     if call.operator == ZEROS:
-        return _zeros(call.outputs, arguments, device)
+        zeros = _zeros(call.outputs, arguments, device)
+        return zeros if call.returns_list else zeros[0]
     keywords = {key: converted(argument) for key, argument in call.keywords.items()}
     result = function(call.operator)(*arguments, **keywords)
     return result if call.scale == 1.0 else result * call.scale
@@ -74,7 +75,7 @@ def embedding_part(part: Tensor, indices: Tensor, start: int, padding: int) -> T
     return torch.where(is_own.unsqueeze(-1), rows, 0.0)
 
 
-def _zeros(types: tuple[TensorType, ...], inputs: list[Any], device: torch.device) -> Any:
+def _zeros(types: tuple[TensorType, ...], inputs: list[Any], device: torch.device) -> list[Tensor]:
     tensors = [
         tensor
         for value in inputs
@@ -82,10 +83,9 @@ def _zeros(types: tuple[TensorType, ...], inputs: list[Any], device: torch.devic
     ]
     if tensors:
         device = tensors[0].device
-    results = [
+    return [
         _connected_zeros(kind.shape, getattr(torch, kind.dtype), device, *tensors) for kind in types
     ]
-    return results[0] if len(results) == 1 else results
 
 
 def _connected_zeros(
@@ -97,7 +97,9 @@ def _connected_zeros(
     """
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype, device=device)
-    result: Tensor = _ConnectedZeros.apply(shape, dtype, device, *inputs)
+    result: Tensor = _ConnectedZeros.apply(  # type: ignore[no-untyped-call]
+        shape, dtype, device, *inputs
+    )
     return result
 
 

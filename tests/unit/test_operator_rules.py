@@ -157,6 +157,7 @@ CASES = [
     Case("aten.slice.Tensor", (F((3, 4, 5)), 1, -4, 9223372036854775807), axes=3),
     Case("aten.split.Tensor", (F((3, 7, 5)), 3, 1), axes=2),
     Case("aten.split_with_sizes.default", (F((3, 4)), [1, 3], -1), axes=1),
+    Case("aten.split.Tensor", (F((3, 4)), 4, 1), axes=1),
     Case("aten.unbind.int", (F((3, 4)), 1), axes=1),
     Case("aten.cat.default", ([F((3, 4)), F((3, 2))], -1), axes=1),
     Case("aten.stack.default", ([F((3, 4)), F((3, 4))], 1), axes=2),
@@ -203,7 +204,8 @@ def called(case: Case, draws: torch.Generator) -> Called:
     arguments = tuple(converted(argument, reference) for argument in case.arguments)
     names = iter(tensors)
     values = [converted(argument, lambda _: tensors[next(names)]) for argument in case.arguments]
-    result = as_list(function(case.operator)(*values, **case.keywords))
+    returned = function(case.operator)(*values, **case.keywords)
+    result = as_list(returned)
     leaves = [Node(name=name, operator=INPUT, outputs=(type_of(x),)) for name, x in tensors.items()]
     node = Node(
         name="node",
@@ -211,6 +213,7 @@ def called(case: Case, draws: torch.Generator) -> Called:
         arguments=arguments,
         keywords=case.keywords,
         outputs=tuple(map(type_of, result)),
+        returns_list=isinstance(returned, list | tuple),
     )
     graph = Graph({n.name: n for n in (*leaves, node)}, node.name)
     return Called(graph, node, tensors, trained, result)

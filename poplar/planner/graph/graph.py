@@ -65,6 +65,8 @@ class Node:
     arguments: tuple[Any, ...] = ()
     """Tensors are `Reference`s, also inside lists. Other values are as torch wants them."""
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    returns_list: bool = False
+    """The operator returns a list or tuple, of which `GET_ITEM` takes one."""
     source: str = ""
     """Of a leaf: the name of the parameter or buffer in the model, or the path in the batch."""
 

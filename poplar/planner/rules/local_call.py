@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ class LocalCall:
     keywords: Mapping[str, Any]
     outputs: tuple[TensorType, ...]
     """With the rank's shapes."""
+    returns_list: bool = False
+    """As of the node."""
     scale: float = 1.0
     """Factor of the result."""
 
@@ -120,16 +122,22 @@ def local_call_of(part: Part, localize: Localize) -> LocalCall:
         for kind in node.outputs
     )
     if strategy.axis and part.bounds[0] == part.bounds[1]:
-        return _zeros(node.inputs, outputs)
+        return _zeros(node, outputs)
     call = LocalCall(
         operator=node.operator,
         arguments=node.arguments,
         keywords=node.keywords,
         outputs=outputs,
+        returns_list=node.returns_list,
     )
     return localize(call, part) if strategy.axis else call
 
 
-def _zeros(inputs: Sequence[str], outputs: tuple[TensorType, ...]) -> LocalCall:
-    references = tuple(Reference(name) for name in inputs)
-    return LocalCall(operator=ZEROS, arguments=references, keywords={}, outputs=outputs)
+def _zeros(node: Node, outputs: tuple[TensorType, ...]) -> LocalCall:
+    return LocalCall(
+        operator=ZEROS,
+        arguments=tuple(Reference(name) for name in node.inputs),
+        keywords={},
+        outputs=outputs,
+        returns_list=node.returns_list,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from poplar.planner.graph.graph import GET_ITEM, LEAVES, Graph, Node
@@ -12,7 +12,7 @@ from poplar.planner.rules.local_call import LocalCall, Part, local_call_of
 from poplar.planner.rules.pattern import Pattern
 from poplar.planner.rules.reductions import MEAN, SELECTION, SUM, along_dim, over_last_dims
 from poplar.planner.rules.rule import Rule, computed_by_all
-from poplar.planner.rules.strategy import strategy_of
+from poplar.planner.rules.strategy import Strategy, strategies, strategy_of
 
 COMPUTED_BY_ALL = Rule(computed_by_all)
 """The rule of operators that are not in `RULES`."""
@@ -73,6 +73,22 @@ def pattern_of(graph: Graph, node: Node) -> Pattern:
     # Booleans have no sum.
     linear_in = (part for part in pattern.linear_in if all(types[i].dtype != "bool" for i in part))
     return replace(pattern, linear_in=tuple(linear_in))
+
+
+def strategies_of(
+    graph: Graph, node: Node, units: Callable[[str], Iterable[int]] = lambda axis: (1,)
+) -> Iterator[Strategy]:
+    """All strategies of a node that is no leaf; a tensor that it reads twice has one placement.
+
+    Args:
+        graph: with the node.
+        node: no leaf.
+        units: which units to consider for an axis, as in `strategies`.
+    """
+    for strategy in strategies(pattern_of(graph, node), units):
+        pairs = set(zip(node.inputs, strategy.inputs, strict=True))
+        if len(pairs) == len(set(node.inputs)):
+            yield strategy
 
 
 def local_call(

@@ -1,0 +1,56 @@
+"""The programme of data parallelism: the batch is sharded, parameters are replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from poplar.planner.graph.graph import LEAVES, Graph, Node
+from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
+from poplar.planner.graph.programme import Programme
+from poplar.planner.rules.pattern import Pattern
+from poplar.planner.rules.registry import pattern_of
+from poplar.planner.rules.strategy import Strategy, divided, strategies
+from poplar.planner.synthesis.composition import batch_placements, composed
+
+
+def data_parallel(graph: Graph, ratios: Sequence[int]) -> Programme:
+    """Every operator is divided by samples; where it mixes them, all ranks compute all of it.
+
+    Args:
+        graph: of a loss.
+        ratios: parts of the ranks in the batch.
+    """
+    leaves: dict[str, Placement] = {
+        name: REPLICATED for name, node in graph.nodes.items() if node.operator in LEAVES
+    }
+    leaves |= batch_placements(graph)
+    placements = dict(leaves)
+    chosen: dict[str, Strategy] = {}
+    for name, node in graph.nodes.items():
+        if node.operator not in LEAVES:
+            chosen[name] = _following(node, pattern_of(graph, node), placements)
+            placements[name] = chosen[name].output
+    return composed(graph, ratios, leaves, chosen)
+
+
+def _following(node: Node, pattern: Pattern, placements: Mapping[str, Placement]) -> Strategy:
+    """The strategy that takes the inputs as they are, or that of all ranks computing all."""
+    read = {i: placements[name] for i, name in enumerate(node.inputs) if i not in pattern.unread}
+    for index, placement in read.items():
+        if isinstance(placement, Sharded):
+            strategy = _along(pattern, index, placement)
+            if strategy is not None:
+                return strategy
+    by_all, *others = strategies(pattern, lambda axis: ())
+    partial = [PARTIAL if read.get(i) is PARTIAL else REPLICATED for i in range(len(node.inputs))]
+    return next((other for other in others if list(other.inputs) == partial), by_all)
+
+
+def _along(pattern: Pattern, index: int, placement: Sharded) -> Strategy | None:
+    """The strategy that reads an input in this placement."""
+    dims = pattern.inputs[index]
+    inner = pattern.inner_size(dims, placement.dim)
+    axis = dims[placement.dim][:1]
+    if not axis or axis[0] not in pattern.divisible_axes() or placement.unit % inner:
+        return None
+    return divided(pattern, axis[0], placement.unit // inner)

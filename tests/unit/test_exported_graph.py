@@ -1,0 +1,197 @@
+"""Graphs of losses: they compute what the model computes, on one rank and divided by samples."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from models import ModelSpec
+from torch import nn
+from virtual_programme import loss_and_gradients
+
+from poplar.errors import NotExportable
+from poplar.planner.graph.graph import LEAVES
+from poplar.planner.graph.placement import REPLICATED
+from poplar.planner.rules.registry import without_rules
+from poplar.planner.synthesis.data_parallel import data_parallel
+from poplar.spmd.exported_graph import export_loss
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import encoder
+import images
+import llama
+import mixture
+import vgg
+import vit
+
+
+def text(samples):
+    tokens = torch.randint(256, (2, samples, 12))
+    return {"input": tokens[0], "target": tokens[1]}
+
+
+def masked_text(samples):
+    tokens, places = torch.randint(256, (2, samples, 12)), torch.randint(12, (samples, 3))
+    return {"input": tokens[0], "places": places, "target": tokens[1, :, :3].contiguous()}
+
+
+def pictures(samples):
+    target = torch.randint(images.CLASSES, (samples,))
+    return {"input": torch.randn(samples, 3, 32, 32, dtype=torch.float64), "target": target}
+
+
+def tokens(samples):
+    return models.data(samples, seed=1, masked=True)
+
+
+def mean_of_counted(model, batch):
+    logits = model(batch["tokens"]).flatten(0, 1)
+    return F.cross_entropy(logits, batch["targets"].flatten(), ignore_index=models.IGNORED)
+
+
+TASKS = {
+    "llama": (llama.Llama, llama.SIZES["tiny"], llama.next_byte_loss, text),
+    "encoder": (encoder.Encoder, encoder.SIZES["tiny"], encoder.masked_byte_loss, masked_text),
+    "mixture": (mixture.Mixture, mixture.SIZES["tiny"], mixture.mixture_loss, masked_text),
+    "vgg": (vgg.VGG, vgg.SIZES["tiny"], images.image_loss, pictures),
+    "vit": (vit.ViT, vit.SIZES["tiny"], images.image_loss, pictures),
+    "transformer": (models.build, ModelSpec(), mean_of_counted, tokens),
+    "tied": (models.build, ModelSpec(tied=True, norm="rms"), mean_of_counted, tokens),
+    "checkpointed": (
+        models.build,
+        ModelSpec(kind="albert", checkpointing=True),
+        models.sum_over_samples,
+        tokens,
+    ),
+    "mlp": (models.build, ModelSpec(kind="mlp"), models.mean_over_samples, tokens),
+}
+"""How the model is built, from what, its loss, and its data for a number of samples."""
+
+
+@cache
+def exported(task, samples):
+    torch.manual_seed(3)
+    new, config, loss_fn, data = TASKS[task]
+    model, batch = new(config).double(), data(samples)
+    return model, loss_fn, batch, export_loss(model, loss_fn, batch)
+
+
+def values_of(model, batch, found):
+    """The leaves of the graph."""
+    parameters = dict(model.named_parameters())
+    in_batch = {f"[{key!r}]": value for key, value in batch.items()}
+    named = {**parameters, **in_batch}
+    leaves = [node for node in found.graph.nodes.values() if node.operator in LEAVES]
+    return {node.name: found.constants.get(node.name, named.get(node.source)) for node in leaves}
+
+
+@pytest.mark.parametrize(
+    ("samples", "ratios"), [(4, (1,)), (5, (2, 1)), (7, (4, 2, 1)), (3, (1, 0, 2)), (1, (1, 1))]
+)
+@pytest.mark.parametrize("task", TASKS)
+def test_ranks_with_parts_of_the_batch_compute_the_loss_and_its_gradients(task, samples, ratios):
+    model, loss_fn, batch, found = exported(task, samples)
+    programme = data_parallel(found.graph, ratios)
+    loss, gradients = loss_and_gradients(found.graph, programme, values_of(model, batch, found))
+    model.zero_grad()
+    expected = loss_fn(model, batch)
+    expected.backward()
+    # The models of the examples compute losses and rotations in float32.
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert set(gradients) == set(wanted)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_operators_of_the_examples_have_rules(task):
+    *_, found = exported(task, 4)
+    tables = {"aten.arange.default", "aten.arange.start_step"}
+    assert {node.operator for node in without_rules(found.graph)} <= tables
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_data_parallelism_moves_only_numbers(task):
+    *_, found = exported(task, 4)
+    nodes = found.graph.nodes
+    programme = data_parallel(found.graph, (2, 1))
+    for collective in programme.collectives:
+        is_slice = collective.source is REPLICATED
+        assert is_slice or nodes[collective.node].output.numel == 1
+
+
+def loss_of(forward):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.norm = nn.BatchNorm1d(4)
+            self.dropout = nn.Dropout(0.1)
+
+        def forward(self, x):
+            return forward(self, x)
+
+    return Model(), lambda model, batch: model(batch).sum()
+
+
+def branch(model, x):
+    return model.linear(x) if x.sum() > 0 else x
+
+
+REFUSED = {
+    "changes norm.num_batches_tracked, norm.running_mean": lambda model, x: model.norm(x),
+    "aten.dropout.default draws random numbers": lambda model, x: model.dropout(x),
+    "draws random numbers": lambda model, x: x * torch.rand_like(x),
+    "torch.export failed: ": branch,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_models_that_cannot_be_divided_are_refused_with_the_reason(message):
+    model, loss_fn = loss_of(REFUSED[message])
+    with pytest.raises(NotExportable, match=message) as raised:
+        export_loss(model, loss_fn, torch.randn(3, 4))
+    assert "a plan without a programme" in str(raised.value)
+
+
+def test_attention_with_dropout_is_refused():
+    model, loss_fn = loss_of(
+        lambda model, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    )
+    with pytest.raises(NotExportable, match="draws random numbers"):
+        export_loss(model, loss_fn, torch.randn(1, 1, 3, 4))
+
+
+def test_dropout_that_keeps_everything_is_exported():
+    model, loss_fn = loss_of(lambda model, x: model.dropout(x) * 2)
+    assert export_loss(model.eval(), loss_fn, torch.randn(3, 4)).graph.output
+
+
+def test_losses_with_dimensions_are_refused():
+    model, _ = loss_of(lambda model, x: model.linear(x))
+    with pytest.raises(NotExportable, match="a float tensor of no dimensions"):
+        export_loss(model, lambda model, x: model(x), torch.randn(3, 4))
+
+
+def test_operators_in_place_are_replaced():
+    model, loss_fn = loss_of(lambda model, x: model.linear(x).relu_().add_(1.0))
+    graph = export_loss(model, loss_fn, torch.randn(3, 4)).graph
+    operators = [node.operator for node in graph.nodes.values() if node.operator not in LEAVES]
+    assert operators == [
+        "aten.linear.default",
+        "aten.relu.default",
+        "aten.add.Tensor",
+        "aten.sum.default",
+    ]
+
+
+def test_tied_parameters_are_one_leaf():
+    model, *_, found = exported("tied", 2)
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(found.graph.parameters) == sorted(names)

@@ -1,0 +1,94 @@
+"""Runs programmes on virtual ranks, all in this process and in one autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from virtual_ranks import adjoint, assembled
+
+from poplar.planner.graph.graph import LEAVES, PARAMETER, Graph
+from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
+from poplar.planner.graph.programme import Programme
+from poplar.planner.rules.registry import local_call
+from poplar.spmd.local_execution import run_local
+
+CPU = torch.device("cpu")
+
+
+def loss_and_gradients(
+    graph: Graph, programme: Programme, leaves: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the gradient of each parameter, put together from all ranks.
+
+    Args:
+        leaves: of the whole batch and model, by node.
+    """
+    ranks = range(programme.world_size)
+    announced = {(c.node, c.source, c.target) for c in programme.collectives}
+    values: dict[str, list[Any]] = {}
+    trained: dict[str, list[Tensor]] = {}
+    for name, node in graph.nodes.items():
+        own = programme.placements[name]
+        if node.operator in LEAVES:
+            values[name] = taken(leaves[name].detach(), own, programme)
+            if node.operator == PARAMETER and leaves[name].requires_grad:
+                trained[name] = [tensor.requires_grad_() for tensor in values[name]]
+            continue
+        read = programme.inputs[name]
+        inputs = {
+            source: converted(values[source], source, programme, target, announced)
+            for source, target in zip(node.inputs, read, strict=True)
+        }
+        values[name] = []
+        for rank in ranks:
+            call = local_call(graph, node, read, own, programme.ratios, rank)
+            of_rank = {source: tensors[rank] for source, tensors in inputs.items()}
+            values[name].append(run_local(call, of_rank.__getitem__, CPU))
+    own = programme.placements[graph.output]
+    losses = values[graph.output]
+    # Replicated: the seed is divided over ranks.
+    total = losses[0] if own is REPLICATED else sum(losses)
+    total.backward()
+    gradients = {
+        graph.nodes[name].source: gradient_of(tensors, programme.placements[name])
+        for name, tensors in trained.items()
+    }
+    return assembled([x.detach() for x in losses], own), gradients
+
+
+def gradient_of(tensors: list[Tensor], placement: Placement) -> Tensor:
+    own = [torch.zeros_like(x) if x.grad is None else x.grad for x in tensors]
+    return assembled(own, adjoint(placement))
+
+
+def taken(whole: Tensor, placement: Placement, programme: Programme) -> list[Tensor]:
+    """Each rank's part of a tensor that all have; copies."""
+    if not isinstance(placement, Sharded):
+        assert placement is REPLICATED
+        return [whole.clone() for _ in programme.ratios]
+    bounds = placement.bounds(whole.shape, programme.ratios)
+    return [
+        whole.narrow(placement.dim, bounds[rank], bounds[rank + 1] - bounds[rank]).clone()
+        for rank in range(programme.world_size)
+    ]
+
+
+def converted(
+    values: list[Any],
+    name: str,
+    programme: Programme,
+    target: Placement | None,
+    announced: set[tuple[str, Placement, Placement]],
+) -> list[Any]:
+    """Every rank's value in another placement; its collective must be in the programme."""
+    source = programme.placements[name]
+    if target is None or target == source:
+        return values
+    assert (name, source, target) in announced, f"{name}: no collective {source} to {target}"
+    if source is REPLICATED:  # no communication: each rank has its own tensor
+        return [taken(value, target, programme)[rank] for rank, value in enumerate(values)]
+    whole = sum(values) if source is PARTIAL else torch.cat(values, source.dim)
+    return taken(whole, target, programme)
