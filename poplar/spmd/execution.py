@@ -8,6 +8,7 @@ calls for a node.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,10 +25,11 @@ from poplar.planner.graph.graph import (
 )
 from poplar.planner.graph.placement import PARTIAL, Placement, local_shape
 from poplar.planner.graph.programme import Programme
-from poplar.planner.rules.local_call import LocalCall
+from poplar.planner.rules.local_call import ZEROS, LocalCall
 from poplar.planner.rules.registry import local_call
 from poplar.spmd.conversion import convert, own_part
 from poplar.spmd.failures import abort_on_error
+from poplar.spmd.gradient_flow import passes_gradients
 from poplar.spmd.local_execution import run_local
 
 _Known = dict[tuple[Placement, int], Tensor]
@@ -117,7 +119,11 @@ class Execution:
     def _local_call(self, node: Node) -> LocalCall:
         inputs = self._programme.inputs[node.name]
         ratios, rank = self._programme.ratios, self._comm.group.rank
-        return local_call(self._graph, node, inputs, self._placement(node), ratios, rank)
+        call = local_call(self._graph, node, inputs, self._placement(node), ratios, rank)
+        is_called = node.operator != GET_ITEM
+        if is_called and call.operator == ZEROS and not passes_gradients(self._graph, node):
+            return replace(call, arguments=())
+        return call
 
     def _leaf(
         self, node: Node, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks as harness
@@ -18,13 +19,23 @@ from ranks import Pool
 from subset import choose
 from torch import Tensor
 
-from poplar.comm import Communicator, Group, connect
+from poplar.comm import Communicator, Group, connect, host_topology
 from poplar.spmd import collectives
 from poplar.spmd.failures import abort_on_error
 
 WORLD = 4
-TIMES = choose(quick=25, full=200)
-TRANSPORTS = ("shared_memory", "process_group", "native calls", "process_group:padded+grouped")
+TIMES = choose(quick=25, full=100)
+TRANSPORTS = (
+    "shared_memory",
+    "process_group",
+    "native calls",
+    "process_group:padded+grouped",
+    "staged",
+    "hierarchical",
+    "hierarchical:process_group",
+)
+HOSTS = "abba"
+"""By rank, the host that the hierarchical transports see."""
 EPSILON = {torch.float64: 2**-52, torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.int64: 0.0}
 
 
@@ -66,7 +77,10 @@ def random_bounds(size: int, generator: random.Random) -> tuple[int, ...]:
 
 def connected(transport: str) -> Communicator:
     group = Group.of(harness.group(), None)
-    return connect(group, "process_group" if transport == "native calls" else transport)
+    if not transport.startswith("hierarchical"):
+        return connect(group, "process_group" if transport == "native calls" else transport)
+    with mock.patch.object(host_topology, "host_id", return_value=(HOSTS[harness.rank()],)):
+        return connect(group, transport)
 
 
 def calls_of(transport: str) -> Any:

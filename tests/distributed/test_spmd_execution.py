@@ -59,9 +59,25 @@ class Attention(nn.Module):
         return self.head(x)
 
 
+class Gated(nn.Module):
+    """Values without gradient beside values with one: all ranks must agree on which they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, WIDTH)
+        self.up, self.head = nn.Linear(WIDTH, 14), nn.Linear(14, 37)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = self.up(x - x.detach().mean(-1, keepdim=True))
+        x = x * x.detach().sigmoid() + torch.ones_like(x.tanh())
+        return self.head(x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: build(ModelSpec(kind="mlp", blocks=2, width=6, hidden=9)),
     "attention": Attention,
+    "gated": Gated,
     "transformer": lambda: build(ModelSpec(blocks=1, width=8, hidden=12)),
 }
 
