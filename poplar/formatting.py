@@ -115,6 +115,18 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {written}"
 
 
+def format_layers(names: Sequence[str]) -> str:
+    """`first, blocks.*.up (12)`: layers that differ only in numbers are counted together."""
+    by_pattern: dict[str, list[str]] = {}
+    for name in names:
+        parts = ("*" if part.isdigit() else part for part in name.split("."))
+        by_pattern.setdefault(".".join(parts), []).append(name)
+    return ", ".join(
+        each[0] if len(each) == 1 else f"{pattern} ({len(each)})"
+        for pattern, each in by_pattern.items()
+    )
+
+
 def format_names(names: Sequence[str]) -> str:
     """`'a', 'b'`, `'a', 'b', 'c', 'd', 'e' and 7 more`, `none`."""
     shown = ", ".join(map(repr, names[:_MAX_NAMES])) or "none"

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Annotated, Any
 
 from poplar import _core, plan_table
+from poplar.formatting import format_layers
 from poplar.schema import Count, Document, NonNegative, PositiveCount, Rule, check_fields, checked
 
 STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_parameters")
@@ -417,7 +418,7 @@ class Plan(Document):
         if persistent:
             lines.append(f"{persistent} persistent unit{'s' if persistent > 1 else ''}")
         if self.factored:
-            lines.append(f"gradients sent as factors: {', '.join(self.factored)}")
+            lines.append(f"gradients sent as factors: {format_layers(self.factored)}")
         others = sum(not (unit.keep_gathered or unit.recomputed_on) for unit in self.units)
         if others:
             lines.append(f"units with their own settings: {others}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor
 from virtual_ranks import adjoint, assembled
 
-from poplar.planner.graph.graph import LEAVES, PARAMETER, Graph
+from poplar.planner.graph.graph import LEAVES, PARAMETER, Graph, Node
 from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
 from poplar.planner.graph.programme import Programme
-from poplar.planner.rules.registry import local_call
+from poplar.planner.rules.registry import local_call, pattern_of, strategies_of
+from poplar.planner.rules.strategy import Strategy
+from poplar.planner.synthesis.composition import batch_placements, composed
+from poplar.planner.synthesis.units import axis_units
 from poplar.spmd.local_execution import run_local
 
 CPU = torch.device("cpu")
@@ -57,6 +61,37 @@ def loss_and_gradients(
         for name, tensors in trained.items()
     }
     return assembled([x.detach() for x in losses], own), gradients
+
+
+def random_programme(graph: Graph, ratios: tuple[int, ...], draws: random.Random) -> Programme:
+    """A programme with a random strategy of each node, among those that can be reached."""
+    nodes = [node for node in graph.nodes.values() if node.operator not in LEAVES]
+    patterns = {node.name: pattern_of(graph, node) for node in nodes}
+    units = axis_units(graph, patterns)
+    placements: dict[str, Placement] = dict(batch_placements(graph))
+    chosen: dict[str, Strategy] = {}
+    for node in nodes:
+        choices = list(strategies_of(graph, node, units[node.name].__getitem__))
+        draws.shuffle(choices)
+        chosen[node.name] = next(s for s in choices if can_read(graph, node, s, placements))
+        for name, target in zip(node.inputs, chosen[node.name].inputs, strict=True):
+            if graph.nodes[name].operator == PARAMETER and target is not None:
+                placements.setdefault(name, target)
+        placements[node.name] = chosen[node.name].output
+    leaves = [node.name for node in graph.nodes.values() if node.operator in LEAVES]
+    placed = {name: placements.get(name, REPLICATED) for name in leaves}
+    return composed(graph, ratios, placed, chosen)
+
+
+def can_read(
+    graph: Graph, node: Node, strategy: Strategy, placements: Mapping[str, Placement]
+) -> bool:
+    for name, target in zip(node.inputs, strategy.inputs, strict=True):
+        own = placements.get(name, REPLICATED)
+        is_moved = target is not None and target != own
+        if is_moved and (target is PARTIAL or graph.nodes[name].returns_list):
+            return False
+    return True
 
 
 def gradient_of(tensors: list[Tensor], placement: Placement) -> Tensor:

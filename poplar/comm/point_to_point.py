@@ -101,6 +101,9 @@ def _start(
 ) -> list[tuple[dist.Work, Sequence[int]]]:
     if not messages:
         return []
+    # A receive tells the peer to send. On gloo that message would wait behind one that is sent
+    # first, and large messages would cross the link in turns, not in both directions at once.
+    messages = sorted(messages, key=lambda message: not message.incoming)
     operations = [
         dist.P2POp(
             dist.irecv if message.incoming else dist.isend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from models import ModelSpec
 from torch import nn
-from virtual_programme import loss_and_gradients
+from virtual_programme import loss_and_gradients, random_programme
 
 from poplar.errors import NotExportable
 from poplar.planner.graph.graph import LEAVES
@@ -96,8 +97,12 @@ def values_of(model, batch, found):
 )
 @pytest.mark.parametrize("task", TASKS)
 def test_ranks_with_parts_of_the_batch_compute_the_loss_and_its_gradients(task, samples, ratios):
+    *_, found = exported(task, samples)
+    check_loss_and_gradients(task, samples, data_parallel(found.graph, ratios))
+
+
+def check_loss_and_gradients(task, samples, programme):
     model, loss_fn, batch, found = exported(task, samples)
-    programme = data_parallel(found.graph, ratios)
     loss, gradients = loss_and_gradients(found.graph, programme, values_of(model, batch, found))
     model.zero_grad()
     expected = loss_fn(model, batch)
@@ -107,6 +112,15 @@ def test_ranks_with_parts_of_the_batch_compute_the_loss_and_its_gradients(task, 
     wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert set(gradients) == set(wanted)
     torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("task", TASKS)
+def test_any_programme_computes_the_loss_and_its_gradients(task, seed):
+    *_, found = exported(task, 3)
+    draws = random.Random(seed)
+    ratios = draws.choice([(2, 1), (4, 2, 1), (1, 0, 2), (0, 1)])
+    check_loss_and_gradients(task, 3, random_programme(found.graph, ratios, draws))
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -7,6 +7,7 @@ import pytest
 from poplar.formatting import (
     format_bytes,
     format_count,
+    format_layers,
     format_names,
     format_passes,
     format_percent,
@@ -145,3 +146,17 @@ def test_large_counts_have_a_unit_name(value, text):
 )
 def test_long_lists_of_names_are_cut(names, text):
     assert format_names(names) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], ""),
+        (["first"], "first"),
+        (["blocks.3.up"], "blocks.3.up"),
+        (["first", "blocks.0.up", "blocks.1.up", "blocks.1.down"], "first, blocks.*.up (2), blocks.1.down"),
+        (["0", "2"], "* (2)"),
+    ],
+)
+def test_layers_that_differ_in_numbers_are_counted(names, text):
+    assert format_layers(names) == text

@@ -130,7 +130,7 @@ def local_call_of(part: Part, localize: Localize) -> LocalCall:
         outputs=outputs,
         returns_list=node.returns_list,
     )
-    return localize(call, part) if strategy.axis else call
+    return localize(call, part)
 
 
 def _zeros(node: Node, outputs: tuple[TensorType, ...]) -> LocalCall:

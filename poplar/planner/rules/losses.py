@@ -40,7 +40,7 @@ def _mean_as_sum(position: int) -> Localize:
     """A partial mean: the sum, divided by the number of elements on all ranks."""
 
     def localized(call: LocalCall, part: Part) -> LocalCall:
-        if argument(part.node, position, "reduction", _MEAN) != _MEAN:
+        if not part.is_summed or argument(part.node, position, "reduction", _MEAN) != _MEAN:
             return call
         count = part.types[0].numel
         if len(call.arguments) > position:

@@ -210,6 +210,7 @@ def created(node: Node, types: Types) -> Pattern:
     )
 
 
+# Not `view`: the strides of a rank's tensor may be others than those of the exported one.
 RESHAPED = Rule(reshaped, with_output_shape(1, "aten.reshape.default"))
 PERMUTED = Rule(permuted)
 EXPANDED = Rule(expanded, with_output_shape(1))

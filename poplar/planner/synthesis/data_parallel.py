@@ -42,8 +42,11 @@ def _following(node: Node, pattern: Pattern, placements: Mapping[str, Placement]
             if strategy is not None:
                 return strategy
     by_all, *others = strategies(pattern, lambda axis: ())
-    partial = [PARTIAL if read.get(i) is PARTIAL else REPLICATED for i in range(len(node.inputs))]
-    return next((other for other in others if list(other.inputs) == partial), by_all)
+    partial = {index for index, placement in read.items() if placement is PARTIAL}
+    for other in others:  # linear in some inputs; what else is partial is added up before
+        if {i for i, placement in enumerate(other.inputs) if placement is PARTIAL} <= partial:
+            return other
+    return by_all
 
 
 def _along(pattern: Pattern, index: int, placement: Sharded) -> Strategy | None:

@@ -1,0 +1,250 @@
+"""The fastest programme: exhaustive search finds none that is faster, and it computes the loss."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from virtual_programme import loss_and_gradients
+
+from poplar.planner.graph.graph import LEAVES, PARAMETER, Graph
+from poplar.planner.graph.placement import PARTIAL, REPLICATED, Sharded
+from poplar.planner.graph.programme import Programme
+from poplar.planner.rules.registry import pattern_of, strategies_of
+from poplar.planner.synthesis.composition import batch_placements, composed
+from poplar.planner.synthesis.costs import Costs, programme_seconds
+from poplar.planner.synthesis.data_parallel import data_parallel
+from poplar.planner.synthesis.search import SearchTooLong, fastest_programme
+from poplar.planner.synthesis.units import axis_units
+from poplar.spmd.exported_graph import ExportedLoss, export_loss
+
+SAMPLES = 6
+
+
+class Pair(nn.Module):
+    """Two linear layers: few samples and wide layers call for sharded weights."""
+
+    def __init__(self, width: int = 4, hidden: int = 8):
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x))).sum()
+
+
+class Heads(nn.Module):
+    """A linear layer whose columns become heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(4, 8, bias=False)
+
+    def forward(self, x):
+        return self.project(x).view(SAMPLES, 4, 2).softmax(-1).mean()
+
+
+class Experts(nn.Module):
+    """A product with weights of several experts."""
+
+    def __init__(self, width=4, hidden=5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, width, hidden))
+
+    def forward(self, x):
+        inputs = torch.einsum("be,bw->ebw", x[:, :3], x)
+        return torch.einsum("ebw,ewh->ebh", inputs, self.weight).tanh().sum()
+
+
+class Table(nn.Module):
+    """An embedding whose weight is also the head's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 4))
+
+    def forward(self, x):
+        rows = F.embedding(x.argmax(-1), self.weight)
+        return F.linear(rows, self.weight).square().sum()
+
+
+class Root(nn.Module):
+    """A loss that is not linear in its last sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, x):
+        return (x * self.weight).square().sum().sqrt()
+
+
+MODELS = {model.__name__: model for model in (Pair, Heads, Experts, Table, Root)}
+
+
+@dataclass(frozen=True)
+class Task:
+    model: nn.Module
+    batch: torch.Tensor
+    found: ExportedLoss
+
+    @property
+    def graph(self) -> Graph:
+        return self.found.graph
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        parameters = dict(self.model.named_parameters())
+        leaves = [node for node in self.graph.nodes.values() if node.operator in LEAVES]
+        constants = self.found.constants
+        return {n.name: constants.get(n.name, parameters.get(n.source, self.batch)) for n in leaves}
+
+
+@cache
+def task(name: str) -> Task:
+    torch.manual_seed(1)
+    model, batch = MODELS[name]().double(), torch.rand(SAMPLES, 4, dtype=torch.float64)
+    return Task(model, batch, export_loss(model, lambda model, batch: model(batch), batch))
+
+
+COSTS = {
+    "compute": Costs(
+        ratios=(2, 1), flops_per_second=(2e3, 1e3), bytes_per_second=1e9, latency_seconds=1e-9
+    ),
+    "bytes": Costs(ratios=(2, 1), flops_per_second=(2e9, 1e9), bytes_per_second=1e3),
+    "latency": Costs(
+        ratios=(2, 0, 1),
+        flops_per_second=(2e5, 1e3, 1e5),
+        bytes_per_second=1e6,
+        latency_seconds=1e-3,
+    ),
+}
+
+
+def every_programme(graph: Graph, costs: Costs):
+    """All combinations of strategies; a parameter is placed as its first reader reads it."""
+    nodes = [node for node in graph.nodes.values() if node.operator not in LEAVES]
+    patterns = {node.name: pattern_of(graph, node) for node in nodes}
+    units = axis_units(graph, patterns)
+    choices = [
+        list(strategies_of(graph, node, lambda axis, own=units[node.name]: own[axis]))
+        for node in nodes
+    ]
+    for combination in itertools.product(*choices):
+        chosen = {node.name: strategy for node, strategy in zip(nodes, combination, strict=True)}
+        leaves = {n.name: REPLICATED for n in graph.nodes.values() if n.operator in LEAVES}
+        leaves |= batch_placements(graph)
+        for node, strategy in reversed(list(zip(nodes, combination, strict=True))):
+            for name, placement in zip(node.inputs, strategy.inputs, strict=True):
+                if graph.nodes[name].operator == PARAMETER:
+                    leaves[name] = placement
+        if PARTIAL in leaves.values():
+            continue
+        try:
+            programme = composed(graph, costs.ratios, leaves, chosen)
+        except ValueError:  # values would have to become partial
+            continue
+        yield programme
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "Experts"])
+def test_no_programme_of_exhaustive_search_is_faster(name, costs):
+    graph = task(name).graph
+    found = fastest_programme(graph, COSTS[costs])
+    assert programme_seconds(graph, found.programme, COSTS[costs]) == pytest.approx(found.seconds)
+    loss = found.programme.placements[graph.output]
+    fastest = min(
+        programme_seconds(graph, programme, COSTS[costs])
+        for programme in every_programme(graph, COSTS[costs])
+        if programme.placements[graph.output] == loss
+    )
+    assert found.seconds == pytest.approx(fastest)
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_programmes_compute_the_loss_and_its_gradients(name, costs):
+    given = task(name)
+    programme = fastest_programme(given.graph, COSTS[costs]).programme
+    loss, gradients = loss_and_gradients(given.graph, programme, given.leaves())
+    given.model.zero_grad()
+    expected = given.model(given.batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    wanted = {name: parameter.grad for name, parameter in given.model.named_parameters()}
+    torch.testing.assert_close(gradients, wanted)
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_data_parallelism_is_never_predicted_faster(name, costs):
+    graph = task(name).graph
+    programme = data_parallel(graph, COSTS[costs].ratios)
+    seconds = programme_seconds(graph, programme, COSTS[costs])
+    assert fastest_programme(graph, COSTS[costs]).seconds <= seconds * (1 + 1e-9)
+
+
+def test_wide_layers_and_few_samples_are_sharded_by_columns_and_rows():
+    model = Pair(width=64, hidden=256)
+    graph = export_loss(model, lambda model, x: model(x), torch.rand(4, 64)).graph
+    found = fastest_programme(graph, COSTS["bytes"])
+    assert found.programme.parameters == {"up.weight": Sharded(0), "down.weight": Sharded(1)}
+
+
+def test_wide_experts_are_on_the_ranks_that_compute_them():
+    model = Experts(width=64, hidden=128)
+    graph = export_loss(model, lambda model, x: model(x), torch.rand(4, 64)).graph
+    found = fastest_programme(graph, COSTS["bytes"])
+    assert found.programme.parameters == {"weight": Sharded(0)}
+
+
+def test_many_samples_of_narrow_layers_are_data_parallel():
+    graph = export_loss(Pair(), lambda model, x: model(x), torch.rand(4096, 4)).graph
+    found = fastest_programme(graph, COSTS["bytes"])
+    assert set(found.programme.parameters.values()) == {REPLICATED}
+    assert found.programme.collectives == ()
+    expected = programme_seconds(graph, data_parallel(graph, (2, 1)), COSTS["bytes"])
+    assert found.seconds == pytest.approx(expected)
+
+
+def test_losses_are_partial_where_they_can_be():
+    placements = {
+        name: fastest_programme(task(name).graph, COSTS["compute"]).programme.placements
+        for name in MODELS
+    }
+    losses = {name: placements[name][task(name).graph.output] for name in MODELS}
+    assert losses == {name: REPLICATED if name == "Root" else PARTIAL for name in MODELS}
+
+
+def test_columns_that_become_heads_are_cut_between_heads():
+    graph = task("Heads").graph
+    patterns = {
+        name: pattern_of(graph, node)
+        for name, node in graph.nodes.items()
+        if node.operator not in LEAVES
+    }
+    assert axis_units(graph, patterns)["linear"]["columns"] == {1, 2}
+
+
+def test_searches_of_too_many_states_are_given_up():
+    with pytest.raises(SearchTooLong, match=r"no programme was completed with 2 states"):
+        fastest_programme(task("Pair").graph, COSTS["bytes"], limit=2)
+
+
+def test_found_programmes_are_stored_as_json():
+    programme = fastest_programme(task("Pair").graph, COSTS["bytes"]).programme
+    assert Programme.from_dict(programme.to_dict()) == programme
+
+
+def test_costs_without_speeds_are_refused():
+    with pytest.raises(ValueError, match="one entry per rank"):
+        replace(COSTS["bytes"], ratios=(1, 1, 1))
+    with pytest.raises(ValueError, match="above 0"):
+        replace(COSTS["bytes"], bytes_per_second=0.0)
