@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from poplar.planner.graph.graph import INPUT, LEAVES, PARAMETER, Graph, Node
+from poplar.planner.graph.graph import LEAVES, Graph, Node
 from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
 from poplar.planner.graph.programme import Collective, Programme
 from poplar.planner.rules.registry import pattern_of
@@ -89,14 +89,8 @@ def random_programme(graph: Graph, ratios: Sequence[int], draw: random.Random) -
 
 
 def following(
-    graph: Graph,
-    ratios: Sequence[int],
-    parameters: Mapping[str, Placement],
-    batch: Placement = REPLICATED,
+    graph: Graph, ratios: Sequence[int], parameters: Mapping[str, Placement]
 ) -> Programme:
-    """Each operator is computed where its inputs are; other parameters are replicated."""
-    leaves = {node.name: batch for node in graph.nodes.values() if node.operator == INPUT}
-    for node in graph.nodes.values():
-        if node.operator == PARAMETER and node.source in parameters:
-            leaves[node.name] = parameters[node.source]
+    """Each operator is computed where its inputs are; the batch is replicated."""
+    leaves = {graph.parameters[name].name: placement for name, placement in parameters.items()}
     return programme_of(graph, ratios, leaves, nearest)

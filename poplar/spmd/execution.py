@@ -175,7 +175,7 @@ class Execution:
             source = self._sources[node.name][target]
             x = self._converted(node, known, source, number)
             shape, ratios = node.outputs[number].shape, self._programme.ratios
-            what = f"node {node.name!r} of the programme, from {source} to {target}"
+            what = f"node {node.name!r} of the programme, from {source!r} to {target!r}"
             known[target, number] = convert(self._comm, x, source, target, shape, ratios, what=what)
         return known[target, number]
 

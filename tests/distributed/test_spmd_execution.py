@@ -25,6 +25,9 @@ from poplar.comm import Group, connect
 from poplar.planner.graph.graph import INPUT
 from poplar.planner.graph.placement import PARTIAL, REPLICATED, Sharded
 from poplar.planner.graph.programme import Programme
+from poplar.planner.synthesis.costs import Costs
+from poplar.planner.synthesis.data_parallel import data_parallel
+from poplar.planner.synthesis.search import fastest_programme
 from poplar.spmd import local_execution
 from poplar.spmd.conversion import own_part
 from poplar.spmd.execution import Execution
@@ -167,10 +170,6 @@ def test_any_programme_computes_the_loss_and_gradients_of_one_process(
     check(ranks, kind, samples, programmes)
 
 
-def data_parallel(exported: ExportedLoss, ratios: tuple[int, ...]) -> Programme:
-    return following(exported.graph, ratios, {}, batch=Sharded(0))
-
-
 def tensor_parallel(exported: ExportedLoss, ratios: tuple[int, ...]) -> Programme:
     """Pairs of linear layers, the first by columns and the second by rows; attention by heads."""
     head = WIDTH // HEADS
@@ -190,13 +189,28 @@ def test_tensor_and_data_parallelism_are_equal_to_one_process(
     ranks: Pool, transport: str, samples: int, ratios: tuple[int, ...]
 ) -> None:
     exported, _ = trained("attention", samples)
-    programmes = [data_parallel(exported, ratios), tensor_parallel(exported, ratios)]
+    programmes = [data_parallel(exported.graph, ratios), tensor_parallel(exported, ratios)]
     check(ranks, "attention", samples, programmes, transport)
+
+
+@pytest.mark.parametrize("bytes_per_second", [1e9, 1e4])
+@pytest.mark.parametrize("samples", [6, 1])
+@pytest.mark.parametrize("ratios", RATIOS[:3])
+def test_the_fastest_programme_computes_the_loss_and_gradients_of_one_process(
+    ranks: Pool, samples: int, ratios: tuple[int, ...], bytes_per_second: float
+) -> None:
+    exported, _ = trained("mlp", samples)
+    costs = Costs(
+        ratios=ratios,
+        flops_per_second=tuple(1e6 * max(1, ratio) for ratio in ratios),
+        bytes_per_second=bytes_per_second,
+    )
+    check(ranks, "mlp", samples, [fastest_programme(exported.graph, costs).programme])
 
 
 def test_data_parallelism_adds_only_the_number_of_targets() -> None:
     exported, _ = trained("attention", 6)
-    programme = data_parallel(exported, (2, 1))
+    programme = data_parallel(exported.graph, (2, 1))
     moved = [c for c in programme.collectives if c.source is not REPLICATED]
     assert [(c.source, c.target) for c in moved] == [(PARTIAL, REPLICATED)]
     assert exported.graph.nodes[moved[0].node].output.shape == ()
