@@ -65,6 +65,10 @@ CASES = [
     Case("aten.matmul.default", (F((4, 6)), F((6,))), axes=2),
     Case("aten.mm.default", (F((4, 6)), F((6, 5))), axes=3),
     Case("aten.bmm.default", (F((3, 4, 6)), F((3, 6, 5))), axes=4),
+    Case("aten.addmm.default", (F((5,)), F((4, 6)), F((6, 5))), axes=3),
+    Case(
+        "aten.baddbmm.default", (F((3, 4, 5)), F((3, 4, 6)), F((3, 6, 5))), {"alpha": 0.5}, axes=4
+    ),
     Case("aten.dot.default", (F((6,)), F((6,))), axes=1),
     Case("aten.outer.default", (F((4,)), F((6,))), axes=2),
     Case("aten.einsum.default", ("btec,btw->ebcw", [F((2, 3, 4, 2)), F((2, 3, 5))]), axes=5),
@@ -128,6 +132,7 @@ CASES = [
     Case("aten.max_pool2d.default", (F((3, 4, 6, 6)), [2, 2]), axes=2),
     Case("aten.avg_pool1d.default", (F((3, 4, 6)), [2]), axes=2),
     Case("aten.adaptive_avg_pool2d.default", (F((3, 4, 6, 6)), [2, 2]), axes=2),
+    Case("aten.pad.default", (F((3, 4, 5)), [0, 1]), axes=2),
     Case("aten.triu.default", (F((3, 4, 4)), 1), axes=1),
     Case("aten.cross_entropy_loss.default", (F((5, 4)), I((5,), 4), None, 0, 1), axes=1),
     Case("aten.cross_entropy_loss.default", (F((5, 4, 3)), I((5, 3), 4), None, 2, 1), axes=2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from poplar.planner.graph.graph import Node
 from poplar.planner.rules.local_call import bias_once
@@ -66,6 +67,17 @@ def _with_vector(node: Node, types: Types) -> Pattern:
         summed=frozenset({"inner"}),
         linear_in=_linear_in_each(types, has_bias=False),
         flops=2.0 * math.prod(sizes.values()),
+    )
+
+
+def added_product(node: Node, types: Types) -> Pattern:
+    """`addmm` and `baddbmm`: a tensor that is broadcast to the product, and the product's two."""
+    product = matmul(node, types[1:])
+    added = aligned(product.output, node.output.shape, types[0].shape)
+    return replace(
+        product,
+        inputs=(added, *product.inputs),
+        linear_in=(frozenset({0, 1}), frozenset({0, 2})),
     )
 
 
@@ -143,6 +155,7 @@ def convolution(node: Node, types: Types) -> Pattern:
 
 LINEAR = Rule(linear, bias_once(2))
 MATMUL = Rule(matmul)
+ADDED_PRODUCT = Rule(added_product, bias_once(0))
 OUTER = Rule(outer)
 EINSUM = Rule(einsum)
 CONVOLUTION = Rule(convolution, bias_once(2))

@@ -127,6 +127,12 @@ def over_last_dims(count: int | None = None, *, kept_dims: int = 0) -> Rule:
     return Rule(pattern)
 
 
+def padded(node: Node, types: Types) -> Pattern:
+    """Padding: the second argument has two numbers for each of the last dimensions."""
+    return over_last_dims(len(node.arguments[1]) // 2).pattern(node, types)
+
+
 SUM = Rule(summation)
 MEAN = Rule(summation, _mean_as_sum)
 SELECTION = Rule(selection)
+PADDED = Rule(padded)

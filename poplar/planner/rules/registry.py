@@ -10,7 +10,7 @@ from poplar.planner.graph.placement import Placement
 from poplar.planner.rules import attention, contractions, lookups, losses, pointwise, shapes
 from poplar.planner.rules.local_call import LocalCall, Part, local_call_of
 from poplar.planner.rules.pattern import Pattern
-from poplar.planner.rules.reductions import MEAN, SELECTION, SUM, along_dim, over_last_dims
+from poplar.planner.rules.reductions import MEAN, PADDED, SELECTION, SUM, along_dim, over_last_dims
 from poplar.planner.rules.rule import Rule, computed_by_all
 from poplar.planner.rules.strategy import Strategy, strategies, strategy_of
 
@@ -21,6 +21,7 @@ _BY_NAME: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (pointwise.POINTWISE, pointwise.NAMES),
     (contractions.LINEAR, ("linear",)),
     (contractions.MATMUL, ("matmul", "mm", "bmm", "mv", "dot")),
+    (contractions.ADDED_PRODUCT, ("addmm", "baddbmm")),
     (contractions.OUTER, ("outer",)),
     (contractions.EINSUM, ("einsum",)),
     (contractions.CONVOLUTION, ("conv1d", "conv2d", "conv3d")),
@@ -39,6 +40,7 @@ _BY_NAME: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (over_last_dims(kept_dims=1), ("group_norm",)),
     (over_last_dims(1), ("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d")),
     (over_last_dims(2), ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "triu", "tril")),
+    (PADDED, ("pad", "constant_pad_nd")),
     (losses.CLASS_LOSS, ("cross_entropy_loss", "nll_loss_nd")),
     (losses.elementwise_loss(2), ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")),
     (shapes.RESHAPED, ("view", "_unsafe_view", "reshape", "flatten", "unflatten")),
