@@ -23,6 +23,11 @@ class Codec:
 
     wire_dtype: torch.dtype = torch.float32
 
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of the result of a reduction."""
+        return torch.float32
+
     def pack(
         self,
         data: Tensor,
@@ -53,6 +58,47 @@ class Codec:
 
     def reduce_each(self, outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         ops.rank_sum_each_(outs, received)
+
+
+@dataclass(frozen=True)
+class WideCodec(Codec):
+    """float64 or integers, and sums of the same dtype, in rank order.
+
+    Plain PyTorch: such values are few, or compared exactly in tests. Callers copy into the bucket's
+    data; it is not packed with weights.
+    """
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return self.wire_dtype
+
+    @torch.no_grad()
+    def reduce(
+        self,
+        out: Tensor,
+        received: Sequence[Tensor],
+        accumulate: bool,
+        squares: Tensor | None = None,
+    ) -> None:
+        assert squares is None  # only norms of gradients need them
+        total = _sum(received)
+        if accumulate:
+            out += total
+        else:
+            out.copy_(total)
+
+    @torch.no_grad()
+    def reduce_each(self, outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        total = _sum(received)
+        for out in outs:
+            out.copy_(total)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 @dataclass(frozen=True, eq=False)

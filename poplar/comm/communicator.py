@@ -94,7 +94,8 @@ class Communicator(ABC):
 
         Args:
             bucket: packed; must stay unchanged until the wait returns.
-            out: fp32, `bucket.layout.size(rank)` elements; may be that very slice of `bucket.data`.
+            out: in the codec's `sum_dtype` (fp32), `bucket.layout.size(rank)` elements; may be that
+                very slice of `bucket.data`.
             squares: receives `ops.block_sums_of_squares(out)` of the result, without another read
                 of `out`.
         """
@@ -124,6 +125,26 @@ class Communicator(ABC):
         """
         layout = Layout(tuple(row * data.shape[1] for row in rows.offsets))
         return self.all_gather(data.view(-1), layout, what=what)
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        *,
+        what: str,
+    ) -> Work:
+        """Send the next `sent_sizes[r]` elements of `sent` to each rank `r`, this one included.
+
+        Args:
+            received: 1-D; `received_sizes[r]` elements from each rank `r`, concatenated. Must not
+                be read or written until the wait returns.
+            sent: 1-D, contiguous, of the same dtype; must stay unchanged until the wait returns.
+            received_sizes: elements by rank; must equal the sizes that the peers send.
+            sent_sizes: elements by rank.
+        """
 
     @abstractmethod
     def abort(self, reason: str) -> None:

@@ -21,7 +21,7 @@ from poplar.comm.copies import copy
 from poplar.comm.group import Group
 from poplar.comm.host_topology import Hosts, Piece
 from poplar.comm.point_to_point import Exchange, Message
-from poplar.comm.process_group import reshard
+from poplar.comm.process_group import all_to_all, reshard
 from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shard_layout import Layout
 from poplar.comm.shared_memory import SharedMemoryCommunicator
@@ -184,6 +184,21 @@ class HierarchicalCommunicator(Communicator):
             self._queue.exchange(messages, what).wait()
         leader = source if source_host == self._host else self._host_ranks[0]
         self._intra_host.broadcast(data, self._host_ranks.index(leader), what=what)
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        *,
+        what: str,
+    ) -> Work:
+        sizes = received_sizes, sent_sizes
+        with self._rendezvous.abort_on_error(what):
+            exchange = all_to_all(self._queue, received, sent, *sizes, what)
+        collective = self._rendezvous.post(received[:0])
+        return SharedMemoryWork(self._rendezvous, collective, what, exchange.wait)
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
         with self._rendezvous.abort_on_error(what):

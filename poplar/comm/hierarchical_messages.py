@@ -6,6 +6,7 @@ values. It gives the same bits, without shared memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -18,7 +19,7 @@ from poplar.comm.communicator import CachedBytes, CallbackWork, Communicator, Wo
 from poplar.comm.group import Group
 from poplar.comm.host_topology import Hosts, Piece
 from poplar.comm.point_to_point import Message
-from poplar.comm.process_group import ProcessGroupCommunicator, reshard
+from poplar.comm.process_group import ProcessGroupCommunicator, all_to_all, reshard
 from poplar.comm.shard_layout import Layout
 
 
@@ -76,6 +77,17 @@ class HierarchicalMessageCommunicator(Communicator):
         leader = source if source_host == self._host else self._host_ranks[0]
         self._intra_host.broadcast(flat, self._host_ranks.index(leader), what=what)
 
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        *,
+        what: str,
+    ) -> Work:
+        return all_to_all(self._inter_queue, received, sent, received_sizes, sent_sizes, what)
+
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
         return reshard(self._inter_queue, shard, old, new, what)
 
@@ -93,7 +105,7 @@ class HierarchicalMessageCommunicator(Communicator):
         host_layout = _layout([sum(piece.numel for piece in pieces) for pieces in parts])
         ordered = torch.cat([data[p.start : p.stop] for pieces in parts for p in pieces])
         own = parts[self._host_ranks.index(rank)]
-        host_sum = data.new_empty(sum(piece.numel for piece in own), dtype=torch.float32)
+        host_sum = data.new_empty(sum(piece.numel for piece in own), dtype=out.dtype)
         low, high = layout.bounds(rank)
         by_host = [
             data.new_empty(0 if host == self._host else high - low)  # this host's is `host_sum`

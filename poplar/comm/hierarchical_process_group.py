@@ -76,6 +76,18 @@ class HierarchicalProcessGroupCommunicator(Communicator):
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         self._all_hosts.broadcast(data, source, what=what)
 
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        *,
+        what: str,
+    ) -> Work:
+        sizes = received_sizes, sent_sizes
+        return self._all_hosts.all_to_all(received, sent, *sizes, what=what)
+
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
         return self._all_hosts.reshard(shard, old, new, what=what)
 
@@ -94,7 +106,7 @@ class HierarchicalProcessGroupCommunicator(Communicator):
             return
         route = self._route(bucket.layout)
         ordered = Bucket(_join(data, route.parts), route.host_layout, bucket.codec)
-        host_sum = data.new_empty(own + sum(route.relayed), dtype=torch.float32)
+        host_sum = data.new_empty(own + sum(route.relayed), dtype=out.dtype)
         reduction = self._own_host.reduce_scatter(ordered, host_sum, accumulate=False, what=what)
         del ordered
         reduction.wait()

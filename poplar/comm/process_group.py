@@ -64,6 +64,17 @@ class ProcessGroupCommunicator(Communicator):
             return super().gather_columns(data, rows, columns, what=what)
         return gather_columns(self._queue, data, rows, columns, what)
 
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        *,
+        what: str,
+    ) -> Work:
+        return all_to_all(self._queue, received, sent, received_sizes, sent_sizes, what)
+
     def abort(self, reason: str) -> None:
         self._queue.abort(reason)
 
@@ -92,8 +103,35 @@ class ProcessGroupCommunicator(Communicator):
         return reshard(self._queue, shard, old, new, what)
 
 
+def all_to_all(
+    queue: CollectiveQueue,
+    received: Tensor,
+    sent: Tensor,
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
+    what: str,
+) -> Work:
+    """As `Communicator.all_to_all`: one native call; on the host, messages."""
+    if queue.calls_natively(sent.device):
+        splits = list(received_sizes), list(sent_sizes)
+
+        def start() -> list[dist.Work | None]:
+            group = queue.group.process_group
+            return [dist.all_to_all_single(received, sent, *splits, group=group, async_op=True)]
+
+        return queue.issue(start, sent.device, what)
+    rank = queue.group.rank
+    outgoing, incoming = sent.split(list(sent_sizes)), received.split(list(received_sizes))
+    incoming[rank].copy_(outgoing[rank])
+    messages = []
+    for peer in queue.peers():
+        messages.append(Message(peer, outgoing[peer], incoming=False))
+        messages.append(Message(peer, incoming[peer], incoming=True))
+    return queue.exchange(messages, what)
+
+
 def reshard(queue: CollectiveQueue, shard: Tensor, old: Layout, new: Layout, what: str) -> Tensor:
-    """As `Communicator.reshard`, by an all-to-all; on the host, by messages."""
+    """As `Communicator.reshard`, by an all-to-all."""
     rank, moves = queue.group.rank, transfers(old, new)
     result = torch.empty(new.size(rank), dtype=shard.dtype, device=shard.device)
     sent, received = [0] * queue.group.size, [0] * queue.group.size
@@ -102,19 +140,5 @@ def reshard(queue: CollectiveQueue, shard: Tensor, old: Layout, new: Layout, wha
             sent[move.target] = move.stop - move.start
         if move.target == rank:
             received[move.source] = move.stop - move.start
-    if queue.calls_natively(shard.device):
-
-        def start() -> list[dist.Work | None]:
-            group = queue.group.process_group
-            return [dist.all_to_all_single(result, shard, received, sent, group, async_op=True)]
-
-        queue.issue(start, shard.device, what).wait()
-        return result
-    outgoing, incoming = shard.split(sent), result.split(received)
-    incoming[rank].copy_(outgoing[rank])
-    messages = []
-    for peer in queue.peers():
-        messages.append(Message(peer, outgoing[peer], incoming=False))
-        messages.append(Message(peer, incoming[peer], incoming=True))
-    queue.exchange(messages, what).wait()
+    all_to_all(queue, result, shard, received, sent, what).wait()
     return result

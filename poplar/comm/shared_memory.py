@@ -182,15 +182,9 @@ class SharedMemoryCommunicator(Communicator):
         sent: Tensor,
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
-    ) -> None:
-        """Send the next `sent_sizes[r]` elements to each rank `r`; returns when all have arrived.
-
-        Args:
-            received: 1-D; `received_sizes[r]` elements from each rank `r`, concatenated.
-            sent: 1-D, of the same dtype.
-            received_sizes: elements by rank; must equal the size that the peer sends.
-            sent_sizes: elements by rank.
-        """
+        *,
+        what: str,
+    ) -> Work:
         rendezvous, rank, step = self._rendezvous, self.group.rank, sent.element_size()
         begins = (0, *itertools.accumulate(sent_sizes))
         # Only the sender knows where each rank's part begins, so it posts that in a header.
@@ -218,7 +212,7 @@ class SharedMemoryCommunicator(Communicator):
                 )
                 copy(part, source.view(part.dtype))
 
-        SharedMemoryWork(rendezvous, collective, "all_to_all", read).wait()
+        return SharedMemoryWork(rendezvous, collective, what, read)
 
     def barrier(self) -> None:
         """Return when every rank has called this."""

@@ -11,7 +11,7 @@ collective once its data is there: in a later call, or in a wait for it or for a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class StagedCommunicator(Communicator):
         squares: Tensor | None = None,
     ) -> Work:
         staged = self._copy_to_host(bucket)
-        total = self._buffers.take(out.numel(), torch.float32, out.device)
+        total = self._buffers.take(out.numel(), out.dtype, out.device)
 
         def start() -> Work:
             return self._on_host.reduce_scatter(staged, total, accumulate=False, what=what)
@@ -81,6 +81,30 @@ class StagedCommunicator(Communicator):
         staged = data.to(HOST, copy=True)
         self._on_host.broadcast(staged, source, what=what)
         data.copy_(staged)
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        *,
+        what: str,
+    ) -> Work:
+        on_host = self._buffers.take(sent.numel(), sent.dtype, sent.device)
+        on_host.copy_(sent, non_blocking=True)
+        staged = self._buffers.take(received.numel(), received.dtype, received.device)
+        sizes = received_sizes, sent_sizes
+
+        def copy_back() -> None:
+            self._copy_back(received, staged)
+            self._buffers.put_back(on_host)
+
+        return self._issue(
+            sent.device,
+            lambda: self._on_host.all_to_all(staged, on_host, *sizes, what=what),
+            copy_back,
+        )
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
         self._start_all()

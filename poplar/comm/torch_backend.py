@@ -168,7 +168,8 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def run(comm: SharedMemoryCommunicator) -> None:
             received = _flat(output)
-            comm.all_to_all(received, _flat(input), received_sizes, sent_sizes)
+            sizes = received_sizes, sent_sizes
+            comm.all_to_all(received, _flat(input), *sizes, what="all_to_all").wait()
             _copy_back(output, received)
 
         return self._submit("all_to_all", run, [output], opts)
@@ -179,7 +180,7 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def run(comm: SharedMemoryCommunicator) -> None:
             received = torch.empty(sum(received_sizes), dtype=outputs[0].dtype, device="cpu")
             mine = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            comm.all_to_all(received, mine, received_sizes, sent_sizes)
+            comm.all_to_all(received, mine, received_sizes, sent_sizes, what="all_to_all").wait()
             _copy_to_parts(received, outputs)
 
         return self._submit("all_to_all", run, outputs, opts)

@@ -1,0 +1,357 @@
+"""Collectives over unevenly cut tensors that autograd differentiates.
+
+The value of a tensor is what all ranks have together, and so is the loss: the sum of the ranks'
+contributions. So each collective is a linear map over all ranks, and its backward is the adjoint
+map:
+
+    all_gather       sharded -> replicated     backward: reduce_scatter
+    reduce_scatter   partial -> sharded        backward: all_gather
+    all_reduce       partial -> replicated     backward: all_reduce
+    all_to_all       sharded -> sharded        backward: all_to_all back
+    take_own         replicated -> sharded     backward: embed
+    embed            sharded -> partial        backward: take_own
+    count_once       replicated -> partial     backward: count_once
+
+The last three communicate nothing. All functions are collective, in the same order on all ranks.
+That holds for backward too: on one device, autograd visits operators in exactly the opposite order
+of the forward, and every function here is part of the graph on every rank, also with empty parts.
+
+`bounds` are `len(ranks) + 1` integers: rank `r` has the indices `bounds[r]` to `bounds[r + 1]` of
+the dimension. `what` names the call in errors. Sums of float64 tensors and of integers have their
+dtype, others are fp32; they are in the transport's order and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from poplar.comm.bucket import Codec, WideCodec
+from poplar.comm.communicator import Communicator
+from poplar.comm.shard_layout import Layout
+
+Bounds = Sequence[int]
+_ADDED_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def all_gather(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
+    """The whole tensor, from each rank's part of `dim`.
+
+    Args:
+        x: this rank's part, of any dtype; other dimensions are the same on all ranks.
+
+    Raises:
+        ValueError: `x` does not have the size that `bounds` gives this rank.
+        CollectiveTimeout: names the ranks that did not take part before the deadline.
+    """
+    return _apply(_AllGather, x, comm, dim, _check_part(comm, x, dim, bounds, what), what)
+
+
+def reduce_scatter(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
+    """This rank's part of `dim` of the sum over ranks.
+
+    Args:
+        x: of the whole shape, which is the same on all ranks; any dtype but bool.
+
+    Raises:
+        ValueError: `x` does not have the size that `bounds` has, or is bool.
+        CollectiveTimeout: as `all_gather`.
+    """
+    _check_is_summable(comm, x, what)
+    return _apply(_ReduceScatter, x, comm, dim, _check_whole(comm, x, dim, bounds, what), what)
+
+
+def all_reduce(comm: Communicator, x: Tensor, *, what: str) -> Tensor:
+    """The sum over ranks; arguments and errors as `reduce_scatter`."""
+    _check_is_summable(comm, x, what)
+    return _apply(_AllReduce, x, comm, what)
+
+
+def all_to_all(
+    comm: Communicator,
+    x: Tensor,
+    source_dim: int,
+    target_dim: int,
+    source_bounds: Bounds,
+    target_bounds: Bounds,
+    *,
+    what: str,
+) -> Tensor:
+    """This rank's part of `target_dim`, from each rank's part of `source_dim`.
+
+    Args:
+        x: this rank's part of `source_dim`; the whole of `target_dim`.
+        target_dim: another dimension than `source_dim`.
+
+    Raises:
+        ValueError: `x` does not have the sizes that the bounds give; both dimensions are the same.
+        CollectiveTimeout: as `all_gather`.
+    """
+    source = _check_part(comm, x, source_dim, source_bounds, what)
+    target = _check_whole(comm, x, target_dim, target_bounds, what)
+    if source_dim == target_dim:
+        raise ValueError(
+            f"rank {comm.group.rank}: {what}: all_to_all moves the cut to another dimension, got "
+            f"{source_dim} twice"
+        )
+    return _apply(_AllToAll, x, comm, source_dim, target_dim, source, target, what)
+
+
+def take_own(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
+    """This rank's part of `dim` of a replicated tensor: a view."""
+    return _apply(_TakeOwn, x, comm, dim, _check_whole(comm, x, dim, bounds, what), what)
+
+
+def embed(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
+    """The whole shape, with zeros where other ranks have parts: the summands of a partial value."""
+    return _apply(_Embed, x, comm, dim, _check_part(comm, x, dim, bounds, what), what)
+
+
+def count_once(comm: Communicator, x: Tensor, *, what: str) -> Tensor:
+    """A replicated value as a partial one: rank 0 has it, and the other ranks have zeros."""
+    return _apply(_CountOnce, x, comm, what)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, comm: Communicator, dim: int, bounds: tuple[int, ...], what: str
+    ) -> Tensor:
+        ctx.arguments = comm, dim, bounds
+        ctx.what = what
+        layout = _layout_of_parts(x, dim, bounds)
+        data = torch.empty(layout.numel, dtype=x.dtype, device=x.device)
+        own = x.contiguous().view(-1)
+        comm.all_gather(_words(data), layout, what=what, own=_words(own)).wait()
+        if math.prod(x.shape[:dim]) == 1:  # the parts are consecutive in the whole, too
+            return data.view(_resized(x, dim, bounds[-1]))
+        parts = zip(data.split(layout.sizes), pairwise(bounds), strict=True)
+        return torch.cat([part.view(_resized(x, dim, b - a)) for part, (a, b) in parts], dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, reduce_scatter(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, comm: Communicator, dim: int, bounds: tuple[int, ...], what: str
+    ) -> Tensor:
+        ctx.arguments = comm, dim, bounds
+        ctx.what = what
+        rank = comm.group.rank
+        layout = _layout_of_parts(x, dim, bounds)
+        total = _reduce_scatter(comm, _parts(x, dim, bounds), layout, what)
+        return total.view(_resized(x, dim, bounds[rank + 1] - bounds[rank])).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, all_gather(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, what: str) -> Tensor:
+        ctx.arguments = (comm,)
+        ctx.what = what
+        # The same bounds for all ranks, without regard to their speed: each adds what it sends.
+        layout = _even_layout(x.numel(), comm.group.size)
+        data = x.contiguous().view(-1)
+        total = _reduce_scatter(comm, data.split(layout.sizes), layout, what).to(x.dtype)
+        result = torch.empty_like(data)
+        comm.all_gather(result, layout, what=what, own=total).wait()
+        return result.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, all_reduce(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        comm: Communicator,
+        source_dim: int,
+        target_dim: int,
+        source: tuple[int, ...],
+        target: tuple[int, ...],
+        what: str,
+    ) -> Tensor:
+        ctx.arguments = comm, target_dim, source_dim, target, source
+        ctx.what = what
+        rank = comm.group.rank
+        sent = _parts(x, target_dim, target)
+        own = sent[rank]
+        shapes = [_resized(own, source_dim, stop - start) for start, stop in pairwise(source)]
+        sizes = [math.prod(shape) for shape in shapes], [part.numel() for part in sent]
+        received = torch.empty(sum(sizes[0]), dtype=x.dtype, device=x.device)
+        flat = torch.cat([part.reshape(-1) for part in sent])
+        comm.all_to_all(_words(received), _words(flat), *sizes, what=what).wait()
+        parts = zip(received.split(sizes[0]), shapes, strict=True)
+        return torch.cat([part.view(shape) for part, shape in parts], source_dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, all_to_all(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
+
+
+class _TakeOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, comm: Communicator, dim: int, bounds: tuple[int, ...], what: str
+    ) -> Tensor:
+        ctx.arguments = comm, dim, bounds
+        ctx.what = what
+        return _parts(x, dim, bounds)[comm.group.rank]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, embed(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, comm: Communicator, dim: int, bounds: tuple[int, ...], what: str
+    ) -> Tensor:
+        ctx.arguments = comm, dim, bounds
+        ctx.what = what
+        whole = x.new_zeros(_resized(x, dim, bounds[-1]))
+        _parts(whole, dim, bounds)[comm.group.rank].copy_(x)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, take_own(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
+
+
+class _CountOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, what: str) -> Tensor:
+        ctx.arguments = (comm,)
+        ctx.what = what
+        return x.clone() if comm.group.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, count_once(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+def _first(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    """The arguments of the adjoint, which takes the gradient in the place of the tensor."""
+    comm, *others = ctx.arguments
+    return (comm, gradient, *others)
+
+
+def _gradient(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of the tensor; the communicator, the bounds and `what` have none."""
+    return (gradient, *[None] * (len(ctx.arguments) + 1))  # type: ignore[attr-defined]
+
+
+def _of_gradient(what: str) -> str:
+    return f"the gradient of {what}"
+
+
+def _reduce_scatter(
+    comm: Communicator, parts: Sequence[Tensor], layout: Layout, what: str
+) -> Tensor:
+    """The flat sum over ranks of this rank's part, in the dtype of sums; `parts`: by rank."""
+    first = parts[0]
+    codec = Codec(first.dtype) if first.dtype in _ADDED_IN_FP32 else WideCodec(first.dtype)
+    bucket = comm.buffer(layout, first.dtype, first.device, codec)
+    bucket.wait_until_writable()
+    for target, part in zip(bucket.data.split(layout.sizes), parts, strict=True):
+        target.view(part.shape).copy_(part)
+    own = layout.size(comm.group.rank)
+    total = torch.empty(own, dtype=codec.sum_dtype, device=first.device)
+    comm.reduce_scatter(bucket, total, accumulate=False, what=what).wait()
+    return total
+
+
+def _parts(x: Tensor, dim: int, bounds: Bounds) -> list[Tensor]:
+    """Every rank's part of `dim`: views."""
+    return [x.narrow(dim, start, stop - start) for start, stop in pairwise(bounds)]
+
+
+def _resized(x: Tensor, dim: int, size: int) -> tuple[int, ...]:
+    """The shape of `x` with another size of `dim`."""
+    return (*x.shape[:dim], size, *x.shape[dim + 1 :])
+
+
+def _layout_of_parts(x: Tensor, dim: int, bounds: Bounds) -> Layout:
+    """One rank's part of `dim` after the other, each contiguous."""
+    row = math.prod(_resized(x, dim, 1))
+    return Layout(tuple(row * bound for bound in bounds))
+
+
+def _even_layout(numel: int, ranks: int) -> Layout:
+    sizes = [numel // ranks + (rank < numel % ranks) for rank in range(ranks)]
+    return Layout((0, *accumulate(sizes)))
+
+
+def _words(flat: Tensor) -> Tensor:
+    """The same memory in a dtype that all transports send; bool is not one of them."""
+    return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+
+
+def _check_part(
+    comm: Communicator, x: Tensor, dim: int, bounds: Bounds, what: str
+) -> tuple[int, ...]:
+    """The bounds, if `x` has the size that they give this rank."""
+    bounds = _check_bounds(comm, x, dim, bounds, what)
+    rank = comm.group.rank
+    return _check_size(comm, x, dim, bounds, bounds[rank + 1] - bounds[rank], what)
+
+
+def _check_whole(
+    comm: Communicator, x: Tensor, dim: int, bounds: Bounds, what: str
+) -> tuple[int, ...]:
+    """The bounds, if `x` has the size that they cut."""
+    bounds = _check_bounds(comm, x, dim, bounds, what)
+    return _check_size(comm, x, dim, bounds, bounds[-1], what)
+
+
+def _check_bounds(
+    comm: Communicator, x: Tensor, dim: int, bounds: Bounds, what: str
+) -> tuple[int, ...]:
+    if not 0 <= dim < x.dim():
+        raise ValueError(
+            f"rank {comm.group.rank}: {what}: dim must be from 0 to {x.dim() - 1} for a tensor of "
+            f"shape {tuple(x.shape)}, got {dim}"
+        )
+    if len(bounds) != comm.group.size + 1:
+        raise ValueError(
+            f"rank {comm.group.rank}: {what}: {comm.group.size} ranks need {comm.group.size + 1} "
+            f"bounds, got {tuple(bounds)}"
+        )
+    return Layout(tuple(bounds)).offsets
+
+
+def _check_size(
+    comm: Communicator, x: Tensor, dim: int, bounds: tuple[int, ...], size: int, what: str
+) -> tuple[int, ...]:
+    if x.shape[dim] != size:
+        raise ValueError(
+            f"rank {comm.group.rank}: {what}: dimension {dim} must have {size} indices by the "
+            f"bounds {bounds}, got a tensor of shape {tuple(x.shape)}"
+        )
+    return bounds
+
+
+def _check_is_summable(comm: Communicator, x: Tensor, what: str) -> None:
+    if x.dtype is torch.bool:
+        raise ValueError(f"rank {comm.group.rank}: {what}: a sum of bool tensors has no dtype")
