@@ -38,6 +38,9 @@ from poplar.zero.preserved_state import gradients_dropped
 OBJECTS_BYTES = 10 << 20
 """Of a limit, for what plans do not count: objects of Python and of autograd, and the freed blocks
 that glibc keeps from one measured plan to the next."""
+FRAGMENTS_BYTES = 360 << 10
+"""The same, per block of the model: its activations have 8 to 60 KiB, so glibc places them in its
+heap, where freed ones leave gaps. With 98 blocks, ranks need 21 to 34 MiB more than the tensors."""
 BYTES_BEFORE = 20
 """Limit per parameter of the model that is tuned before the limits are set: memory is scarce, so
 all kinds of passes run."""
@@ -88,9 +91,10 @@ def _tune(
     context: WorkerContext, limits: tuple[int, ...], task: GrowingLlama, seconds: float
 ) -> Plan:
     limit = limits[context.rank]
+    uncounted = OBJECTS_BYTES + FRAGMENTS_BYTES * task.blocks_count
     process_memory.release_freed_memory()
     with process_memory.limited_to(limit):
-        return _autotune(context, task, max(1, limit - OBJECTS_BYTES), seconds)
+        return _autotune(context, task, max(1, limit - uncounted), seconds)
 
 
 def _autotune(context: WorkerContext, task: GrowingLlama, limit: int, seconds: float) -> Plan:

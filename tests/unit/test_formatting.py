@@ -154,7 +154,10 @@ def test_long_lists_of_names_are_cut(names, text):
         ([], ""),
         (["first"], "first"),
         (["blocks.3.up"], "blocks.3.up"),
-        (["first", "blocks.0.up", "blocks.1.up", "blocks.1.down"], "first, blocks.*.up (2), blocks.1.down"),
+        (
+            ["first", "blocks.0.up", "blocks.1.up", "blocks.1.down"],
+            "first, blocks.*.up (2), blocks.1.down",
+        ),
         (["0", "2"], "* (2)"),
     ],
 )
