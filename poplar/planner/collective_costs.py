@@ -68,11 +68,13 @@ class CollectiveCost:
     @property
     def link_seconds(self) -> list[tuple[float, float]] | None:
         """By rank, seconds in which its link sends as many bytes as the model has, and receives
-        them. None if the rates were not measured, or ranks share links.
+        them. None if the rates were not measured, ranks share links, or there is only one rank.
         """
         if len(self.levels) != 1 or self.hosts or self.least > 0.0:
             return None
         others = len(self.levels[0]) - 1
+        if not others:
+            return None
         return [(out.constant, into.rank / others) for out, into in self.levels[0]]
 
     def seconds(self, shares: Sequence[float]) -> float:

@@ -12,6 +12,7 @@ from torch import nn
 
 from poplar import Plan
 from poplar.planner.cost_model import costs_of
+from poplar.planner.explain import explain
 from poplar.planner.factored_choice import worthwhile
 from poplar.planner.search import search
 from poplar.profile import (
@@ -108,6 +109,18 @@ def test_where_all_ranks_multiply_they_must_be_of_one_kind() -> None:
     mixed = cluster(names=("A", "B"))
     assert search(mixed, global_batch=32, stages=[0]).factored == ()
     assert search(mixed, global_batch=32, stages=[1]).factored != ()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_one_rank_sends_nothing(stage: int) -> None:
+    assert not search(cluster((2.0,)), global_batch=24, stages=(stage,)).factored
+
+
+def test_contributions_of_two_ranks_are_explained() -> None:
+    """Without either of them, one rank remains."""
+    two = cluster()
+    plan = search(two, global_batch=24, stages=(1,))
+    assert len(explain(two, plan).contributions) == 2
 
 
 def test_without_measured_rates_nothing_is_factored() -> None:
