@@ -7,19 +7,13 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-import models
 import pytest
 import ranks as harness
-import torch
-from models import ModelSpec
 from ranks import Failure, one_off
+from sessions import session_on_meta
 
-import poplar
-from poplar.comm import Group
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.profiler.engine_passes import sharded_passes
-from poplar.profiler.request import Request
-from poplar.profiler.session import Session
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 
 SHORT = 1
@@ -27,29 +21,6 @@ SHORT = 1
 MESSAGE = "DefaultCPUAllocator: can't allocate memory"
 ONE_PASS = 4
 """Units that are unsharded in it, at least."""
-
-
-def session_on_meta() -> Session:
-    with poplar.parameters_on_meta():
-        model = models.build(ModelSpec(kind="mlp", blocks=2))
-    request = Request(
-        model=model,
-        loss_fn=models.mean_over_samples,
-        example=models.data(2, seed=1),
-        optimizer_class=torch.optim.AdamW,
-        optimizer_options={},
-        max_batch=4,
-        memory_limit=None,
-        stages=(3,),
-        seconds=0.01,
-        max_norm=None,
-        units=None,
-        compute_dtype="auto",
-        reduce_dtype=torch.float32,
-        allow_batch_norm=False,
-        device="cpu",
-    )
-    return Session(request, Group.of(harness.group(), timedelta(minutes=10)))
 
 
 def measure(failing: Collection[int], passes_before: int) -> Failure | None:
@@ -63,7 +34,7 @@ def measure(failing: Collection[int], passes_before: int) -> Failure | None:
             raise RuntimeError(MESSAGE)
         unshard(strategy, *args, **options)
 
-    session = session_on_meta()
+    session = session_on_meta(timeout=timedelta(minutes=10))
     with harness.catching() as caught, session.measuring(), sharded_passes(session) as passes:
         for _ in range(passes_before):
             session.on_all_ranks(lambda: passes.together(passes.check), "a pass")

@@ -14,15 +14,12 @@ import ranks as harness
 import torch
 from models import ModelSpec
 from ranks import Failure, Pool, one_off
+from sessions import session_on_meta
 from torch import Tensor, nn
 
-import poplar
 from poplar import HeteroZeroOptimizer, Plan
-from poplar.comm import Group
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.profiler import trial_runs
-from poplar.profiler.request import Request
-from poplar.profiler.session import Session
 from poplar.profiler.trial_runs import OutOfMemoryInTrial, run_plan
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 
@@ -44,29 +41,6 @@ class Shortage:
             cycle.append(cycle)
             raise RuntimeError(MESSAGE)
         return loss
-
-
-def session_on_meta(loss_fn: Any) -> Session:
-    with poplar.parameters_on_meta():
-        model = models.build(ModelSpec(kind="mlp", blocks=2))
-    request = Request(
-        model=model,
-        loss_fn=loss_fn,
-        example=models.data(2, seed=1),
-        optimizer_class=torch.optim.AdamW,
-        optimizer_options={},
-        max_batch=2,
-        memory_limit=None,
-        stages=(3,),
-        seconds=1.0,
-        max_norm=None,
-        units=None,
-        compute_dtype="auto",
-        reduce_dtype=torch.float32,
-        allow_batch_norm=False,
-        device="cpu",
-    )
-    return Session(request, Group.of(harness.group(), None))
 
 
 def run_twice() -> tuple[tuple[int, ...], bool, int]:

@@ -18,10 +18,15 @@ def enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
     (gc.enable if before else gc.disable)()
 
 
-def test_it_is_as_before_also_after_an_error(enabled: bool) -> None:
-    with pytest.raises(OSError, match="full"), no_garbage_collection():
-        with no_garbage_collection():
-            assert not gc.isenabled()
+@no_garbage_collection()
+def save_to_a_full_disk() -> None:
+    with no_garbage_collection():
         assert not gc.isenabled()
-        raise OSError("the disk is full")
+    assert not gc.isenabled()
+    raise OSError("the disk is full")
+
+
+def test_it_is_as_before_also_after_an_error(enabled: bool) -> None:
+    with pytest.raises(OSError, match="full"):
+        save_to_a_full_disk()
     assert gc.isenabled() is enabled
