@@ -24,13 +24,12 @@ dtype, others are fp32; they are in the transport's order and rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from poplar.comm.bucket import Codec, WideCodec
 from poplar.comm.communicator import Communicator
@@ -50,7 +49,19 @@ def all_gather(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what:
         ValueError: `x` does not have the size that `bounds` gives this rank.
         CollectiveTimeout: names the ranks that did not take part before the deadline.
     """
-    return _apply(_AllGather, x, comm, dim, _check_part(comm, x, dim, bounds, what), what)
+    bounds = _check_part(comm, x, dim, bounds, what)
+
+    def run(x: Tensor) -> Tensor:
+        layout = _layout_of_parts(x, dim, bounds)
+        data = torch.empty(layout.numel, dtype=x.dtype, device=x.device)
+        own = x.contiguous().view(-1)
+        comm.all_gather(_words(data), layout, what=what, own=_words(own)).wait()
+        if math.prod(x.shape[:dim]) == 1:  # the parts are consecutive in the whole, too
+            return data.view(_resized(x, dim, bounds[-1]))
+        parts = zip(data.split(layout.sizes), pairwise(bounds), strict=True)
+        return torch.cat([part.view(_resized(x, dim, b - a)) for part, (a, b) in parts], dim)
+
+    return _apply(run, x, lambda g: reduce_scatter(comm, g, dim, bounds, what=_of_gradient(what)))
 
 
 def reduce_scatter(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
@@ -64,13 +75,31 @@ def reduce_scatter(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, w
         CollectiveTimeout: as `all_gather`.
     """
     _check_is_summable(comm, x, what)
-    return _apply(_ReduceScatter, x, comm, dim, _check_whole(comm, x, dim, bounds, what), what)
+    bounds = _check_whole(comm, x, dim, bounds, what)
+
+    def run(x: Tensor) -> Tensor:
+        rank = comm.group.rank
+        layout = _layout_of_parts(x, dim, bounds)
+        total = _reduce_scatter(comm, _parts(x, dim, bounds), layout, what)
+        return total.view(_resized(x, dim, bounds[rank + 1] - bounds[rank])).to(x.dtype)
+
+    return _apply(run, x, lambda g: all_gather(comm, g, dim, bounds, what=_of_gradient(what)))
 
 
 def all_reduce(comm: Communicator, x: Tensor, *, what: str) -> Tensor:
     """The sum over ranks; arguments and errors as `reduce_scatter`."""
     _check_is_summable(comm, x, what)
-    return _apply(_AllReduce, x, comm, what)
+
+    def run(x: Tensor) -> Tensor:
+        # The same bounds for all ranks, without regard to their speed: each adds what it sends.
+        layout = _even_layout(x.numel(), comm.group.size)
+        data = x.contiguous().view(-1)
+        total = _reduce_scatter(comm, data.split(layout.sizes), layout, what).to(x.dtype)
+        result = torch.empty_like(data)
+        comm.all_gather(result, layout, what=what, own=total).wait()
+        return result.view(x.shape)
+
+    return _apply(run, x, lambda g: all_reduce(comm, g, what=_of_gradient(what)))
 
 
 def all_to_all(
@@ -100,97 +129,10 @@ def all_to_all(
             f"rank {comm.group.rank}: {what}: all_to_all moves the cut to another dimension, got "
             f"{source_dim} twice"
         )
-    return _apply(_AllToAll, x, comm, source_dim, target_dim, source, target, what)
 
-
-def take_own(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
-    """This rank's part of `dim` of a replicated tensor: a view."""
-    return _apply(_TakeOwn, x, comm, dim, _check_whole(comm, x, dim, bounds, what), what)
-
-
-def embed(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
-    """The whole shape, with zeros where other ranks have parts: the summands of a partial value."""
-    return _apply(_Embed, x, comm, dim, _check_part(comm, x, dim, bounds, what), what)
-
-
-def count_once(comm: Communicator, x: Tensor, *, what: str) -> Tensor:
-    """A replicated value as a partial one: rank 0 has it, and the other ranks have zeros."""
-    return _apply(_CountOnce, x, comm, what)
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, comm: Communicator, dim: int, bounds: tuple[int, ...], what: str
-    ) -> Tensor:
-        ctx.arguments = comm, dim, bounds
-        ctx.what = what
-        layout = _layout_of_parts(x, dim, bounds)
-        data = torch.empty(layout.numel, dtype=x.dtype, device=x.device)
-        own = x.contiguous().view(-1)
-        comm.all_gather(_words(data), layout, what=what, own=_words(own)).wait()
-        if math.prod(x.shape[:dim]) == 1:  # the parts are consecutive in the whole, too
-            return data.view(_resized(x, dim, bounds[-1]))
-        parts = zip(data.split(layout.sizes), pairwise(bounds), strict=True)
-        return torch.cat([part.view(_resized(x, dim, b - a)) for part, (a, b) in parts], dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, reduce_scatter(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, comm: Communicator, dim: int, bounds: tuple[int, ...], what: str
-    ) -> Tensor:
-        ctx.arguments = comm, dim, bounds
-        ctx.what = what
-        rank = comm.group.rank
-        layout = _layout_of_parts(x, dim, bounds)
-        total = _reduce_scatter(comm, _parts(x, dim, bounds), layout, what)
-        return total.view(_resized(x, dim, bounds[rank + 1] - bounds[rank])).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, all_gather(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, what: str) -> Tensor:
-        ctx.arguments = (comm,)
-        ctx.what = what
-        # The same bounds for all ranks, without regard to their speed: each adds what it sends.
-        layout = _even_layout(x.numel(), comm.group.size)
-        data = x.contiguous().view(-1)
-        total = _reduce_scatter(comm, data.split(layout.sizes), layout, what).to(x.dtype)
-        result = torch.empty_like(data)
-        comm.all_gather(result, layout, what=what, own=total).wait()
-        return result.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, all_reduce(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        comm: Communicator,
-        source_dim: int,
-        target_dim: int,
-        source: tuple[int, ...],
-        target: tuple[int, ...],
-        what: str,
-    ) -> Tensor:
-        ctx.arguments = comm, target_dim, source_dim, target, source
-        ctx.what = what
-        rank = comm.group.rank
+    def run(x: Tensor) -> Tensor:
         sent = _parts(x, target_dim, target)
-        own = sent[rank]
+        own = sent[comm.group.rank]
         shapes = [_resized(own, source_dim, stop - start) for start, stop in pairwise(source)]
         sizes = [math.prod(shape) for shape in shapes], [part.numel() for part in sent]
         received = torch.empty(sum(sizes[0]), dtype=x.dtype, device=x.device)
@@ -199,67 +141,63 @@ class _AllToAll(torch.autograd.Function):
         parts = zip(received.split(sizes[0]), shapes, strict=True)
         return torch.cat([part.view(shape) for part, shape in parts], source_dim)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, all_to_all(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
+    def back(gradient: Tensor) -> Tensor:
+        what_back = _of_gradient(what)
+        return all_to_all(comm, gradient, target_dim, source_dim, target, source, what=what_back)
+
+    return _apply(run, x, back)
 
 
-class _TakeOwn(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, comm: Communicator, dim: int, bounds: tuple[int, ...], what: str
-    ) -> Tensor:
-        ctx.arguments = comm, dim, bounds
-        ctx.what = what
-        return _parts(x, dim, bounds)[comm.group.rank]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, embed(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
+def take_own(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
+    """This rank's part of `dim` of a replicated tensor: a view."""
+    bounds = _check_whole(comm, x, dim, bounds, what)
+    return _apply(
+        lambda x: _parts(x, dim, bounds)[comm.group.rank],
+        x,
+        lambda g: embed(comm, g, dim, bounds, what=_of_gradient(what)),
+    )
 
 
-class _Embed(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, comm: Communicator, dim: int, bounds: tuple[int, ...], what: str
-    ) -> Tensor:
-        ctx.arguments = comm, dim, bounds
-        ctx.what = what
+def embed(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
+    """The whole shape, with zeros where other ranks have parts: the summands of a partial value."""
+    bounds = _check_part(comm, x, dim, bounds, what)
+
+    def run(x: Tensor) -> Tensor:
         whole = x.new_zeros(_resized(x, dim, bounds[-1]))
         _parts(whole, dim, bounds)[comm.group.rank].copy_(x)
         return whole
 
+    return _apply(run, x, lambda g: take_own(comm, g, dim, bounds, what=_of_gradient(what)))
+
+
+def count_once(comm: Communicator, x: Tensor, *, what: str) -> Tensor:
+    """A replicated value as a partial one: rank 0 has it, and the other ranks have zeros."""
+    return _apply(
+        lambda x: x.clone() if comm.group.rank == 0 else torch.zeros_like(x),
+        x,
+        lambda g: count_once(comm, g, what=_of_gradient(what)),
+    )
+
+
+_Map = Callable[[Tensor], Tensor]
+
+
+class _LinearMap(torch.autograd.Function):
+    """A linear map of one tensor, whose backward is another one that is differentiable, too."""
+
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, take_own(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
-
-
-class _CountOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, what: str) -> Tensor:
-        ctx.arguments = (comm,)
-        ctx.what = what
-        return x.clone() if comm.group.rank == 0 else torch.zeros_like(x)
+    def forward(ctx: Any, x: Tensor, run: _Map, adjoint: _Map) -> Tensor:
+        ctx.adjoint = adjoint
+        return run(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, count_once(*_first(ctx, gradient), what=_of_gradient(ctx.what)))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(gradient), None, None
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
-    result: Tensor = function.apply(*arguments)
+def _apply(run: _Map, x: Tensor, adjoint: _Map) -> Tensor:
+    result: Tensor = _LinearMap.apply(x, run, adjoint)
     return result
-
-
-def _first(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    """The arguments of the adjoint, which takes the gradient in the place of the tensor."""
-    comm, *others = ctx.arguments
-    return (comm, gradient, *others)
-
-
-def _gradient(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of the tensor; the communicator, the bounds and `what` have none."""
-    return (gradient, *[None] * (len(ctx.arguments) + 1))  # type: ignore[attr-defined]
 
 
 def _of_gradient(what: str) -> str:
