@@ -196,7 +196,7 @@ class _LinearMap(torch.autograd.Function):
 
 
 def _apply(run: _Map, x: Tensor, adjoint: _Map) -> Tensor:
-    result: Tensor = _LinearMap.apply(x, run, adjoint)
+    result: Tensor = _LinearMap.apply(x, run, adjoint)  # type: ignore[no-untyped-call]
     return result
 
 
