@@ -90,6 +90,9 @@ class LoneControl:
         self.group, self.codes = group, codes
         self._read = 0
 
+    def max_flat_bytes(self, device: torch.device, numel: int) -> None:
+        """No preference."""
+
     def exchange(self, values: Tensor, *, what: str) -> Callable[[], list[Tensor]]:
         return lambda: [values] * self.group.size
 
@@ -154,7 +157,6 @@ class LoneRank:
             trace=Trace(),
             is_on_host=lambda device: True,
             supports=lambda device: False,
-            max_flat_bytes=lambda device: None,
         )
         with self.live:
             request = setup.check_request(

@@ -46,7 +46,8 @@ def poplar_engine(shape: Shape, stage: int, max_norm: float | None) -> Engine:
             communicator="process_group",  # the control channel, too, as on several hosts
         )
     engine = optimizer._engine
-    limit = engine.comm.max_flat_bytes(torch.device("cpu"))
+    # On one host, the size of the model does not matter.
+    limit = optimizer._control.max_flat_bytes(torch.device("cpu"), numel=0)
     full = shape.full_units(shards_parameters=stage == 3, max_flat_bytes=limit)
     check_units(shape, full, engine.units, ranks)
 

@@ -61,10 +61,6 @@ class Communicator(ABC):
     def __init__(self, group: RankGroup) -> None:
         self.group = group
 
-    def max_flat_bytes(self, device: torch.device) -> int | None:
-        """The size up to which one large collective is faster than several; None: no preference."""
-        return None
-
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:

@@ -22,8 +22,6 @@ from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-NATIVE_FLAT_BYTES = 1 << 30
-"""A device backend splits a large collective into chunks itself: each call costs the host time."""
 POPLAR = "poplar"
 """The name of the backend in `torch_backend`."""
 _HOST_BACKENDS = ("gloo", POPLAR)
@@ -141,10 +139,6 @@ class Group:
         """Whether the backend for this device is made for its tensors, as NCCL is for CUDA."""
         backend = self._backends.get(device.type)
         return device.type == "cpu" or (backend is not None and backend not in _HOST_BACKENDS)
-
-    def max_flat_bytes(self, device: torch.device) -> int | None:
-        """As `Communicator.max_flat_bytes`, for transports over this process group."""
-        return None if self.is_on_host(device) else NATIVE_FLAT_BYTES
 
     def report(self, reason: str) -> None:
         """As `RankGroup.report`."""

@@ -46,9 +46,6 @@ class HierarchicalProcessGroupCommunicator(Communicator):
         self._reductions, self._gathers = StepStream(), StepStream()
         self.waits_on_stream = group.supports(torch.device("cuda"))
 
-    def max_flat_bytes(self, device: torch.device) -> int | None:
-        return self._group.max_flat_bytes(device)
-
     def reduce_scatter(
         self,
         bucket: Bucket,

@@ -36,9 +36,6 @@ class ProcessGroupCommunicator(Communicator):
         self.reduction_order = self._reduce.reduction_order
         self.waits_on_stream = group.supports(torch.device("cuda"))
 
-    def max_flat_bytes(self, device: torch.device) -> int | None:
-        return self._queue.group.max_flat_bytes(device)
-
     def reduce_scatter(
         self,
         bucket: Bucket,

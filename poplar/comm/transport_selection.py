@@ -229,7 +229,11 @@ def connect_control(group: Group, choice: str | Communicator = "auto") -> Contro
     """
     control = Control(group)
     name = choice if isinstance(choice, str) else type(choice).__name__
-    names = control.exchange_objects(name, what="agreeing on the communicator")
+    own = name, host_topology.host_id()
+    names, host_ids = zip(
+        *control.exchange_objects(own, what="agreeing on the communicator"), strict=True
+    )
+    control.spans_hosts = len(set(host_ids)) > 1
     if len({*names}) > 1:
         given = ", ".join(f"rank {rank} has {name!r}" for rank, name in enumerate(names))
         raise ValueError(f"communicator must be the same on all ranks, got: {given}")

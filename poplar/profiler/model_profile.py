@@ -99,12 +99,13 @@ def all_units(session: Session, *, shards_parameters: bool = True) -> list[Unit]
         if shards_parameters or group >= 0:
             members.append(Member(name, parameter, group, group >= 0, dtype))
     merge = setup.merge_policy(request, shards_parameters=shards_parameters)
+    numel = sum(member.parameter.numel() for member in members)
     return build_units(
         request.model,
         members,
         request.unit_names,
         merge=merge,
-        max_flat_bytes=session.group.max_flat_bytes(session.device),
+        max_flat_bytes=session.control.max_flat_bytes(session.device, numel),
     )
 
 

@@ -319,12 +319,13 @@ def _build_units(
             alone = id(parameter) in factored
             members.append(Member(name, parameter, group, trained, dtype, alone))
     merge = merge_policy(request, shards_parameters=strategy.shards_parameters)
+    numel = sum(member.parameter.numel() for member in members)
     units = build_units(
         request.model,
         members,
         request.unit_names,
         merge="none" if shares_by_unit(plan) else merge,
-        max_flat_bytes=strategy.comm.max_flat_bytes(request.device),
+        max_flat_bytes=control.max_flat_bytes(request.device, numel),
     )
     _check_unit_names(control, plan, units, request.unit_names)
     strategy.persistent = persistent_units(plan, units)

@@ -20,7 +20,7 @@ MAX_FLAT_BYTES = 32 << 20
 """Size in fp32 of a flat parameter, unless the transport allows larger ones.
 
 A larger unit is split, but not inside a parameter; smaller units may share a flat parameter. (DDP's
-default bucket is 25 MiB.)
+default bucket is 25 MiB.) See `Control.max_flat_bytes`.
 """
 
 _NEGLIGIBLE = 1 / 16
@@ -153,7 +153,8 @@ def build_units(
         unit_names: module names, as `resolve_units` returns them.
         merge: which small units are merged.
         max_flat_bytes: size in fp32 from which a unit is split; default: `MAX_FLAT_BYTES`. The root
-            is always split at the default, so that its first gradients are reduced early.
+            is split at the default if that is smaller, so that its first gradients are reduced
+            early.
     """
     modules = dict(model.named_modules())
     home = _units_of_parameters(modules, unit_names)
@@ -161,17 +162,18 @@ def build_units(
     for member in members:
         homes = home[id(member.parameter)]
         belongs[next(iter(homes)) if len(homes) == 1 else ROOT].append(member)
+    limit = MAX_FLAT_BYTES if max_flat_bytes is None else max_flat_bytes
+    shared_limit = min(limit, MAX_FLAT_BYTES)
     # The root comes first: it contains the parameters that are used before the first block.
     batches: list[tuple[tuple[str, ...], list[Member]]] = [
         ((name,), inside) for name, inside in belongs.items() if inside
     ]
     if merge == "all":
-        batches = _merge_small(batches, MAX_FLAT_BYTES)
+        batches = _merge_small(batches, shared_limit)
     elif merge == "blocks":
         root = [batch for batch in batches if ROOT in batch[0]]
         blocks = [batch for batch in batches if ROOT not in batch[0]]
         batches = root + _merge_small(blocks, MERGED_UNIT_BYTES)
-    limit = MAX_FLAT_BYTES if max_flat_bytes is None else max_flat_bytes
     units = []
     for index, (names, inside) in enumerate(batches):
         name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
@@ -184,7 +186,7 @@ def build_units(
                     for unit in names
                     for module in _entry_modules(model, modules, unit, inside)
                 ),
-                flats=tuple(_flats(name, inside, limit if ROOT not in names else MAX_FLAT_BYTES)),
+                flats=tuple(_flats(name, inside, limit if ROOT not in names else shared_limit)),
                 resident=ROOT in names,
             )
         )

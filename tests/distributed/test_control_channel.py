@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ranks import Failure, Pool, one_off
 
 from poplar import CollectiveTimeout
-from poplar.comm import Control, Group
+from poplar.comm import Control, Group, connect_control, host_topology
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=2)
@@ -95,6 +95,21 @@ def exchange_beside_the_users_collectives() -> list[float]:
 
 def test_collectives_of_the_user_are_not_mixed_up_with_exchanges(ranks: Pool) -> None:
     assert ranks.run(exchange_beside_the_users_collectives) == [[6.0, 0.0, 1.0, 2.0, 3.0]] * WORLD
+
+
+def flat_bytes_on_hosts(hosts: int, numel: int) -> int | None:
+    """The preferred size of flat parameters of ranks on so many hosts."""
+    own = (f"host {harness.rank() % hosts}",)
+    with mock.patch.object(host_topology, "host_id", return_value=own):
+        control = connect_control(Group.of(harness.group(), TIMEOUT))
+    return control.max_flat_bytes(torch.device("cpu"), numel)
+
+
+def test_between_hosts_gradients_are_sent_in_several_parts(ranks: Pool) -> None:
+    mib = 1 << 20
+    assert ranks.run(flat_bytes_on_hosts, 2, 16 * mib) == [8 * mib] * WORLD
+    assert ranks.run(flat_bytes_on_hosts, 2, mib // 4) == [mib] * WORLD  # the least
+    assert ranks.run(flat_bytes_on_hosts, 1, 16 * mib) == [None] * WORLD
 
 
 def broadcast_from_every_rank() -> list[int]:

@@ -140,6 +140,15 @@ def test_large_units_have_several_flat_parameters(monkeypatch: pytest.MonkeyPatc
             assert size <= 8000 * (1 + 1 / 16) or _is_one_large_parameter(flat)
 
 
+def test_small_units_are_merged_up_to_the_size_of_their_flat_parameters() -> None:
+    model = models.build(ModelSpec())
+    members = [Member(name, p, 0, True, p.dtype) for name, p in model.named_parameters()]
+    block = 4 * sum(p.numel() for p in model.blocks[0].parameters())
+    merged = build_units(model, members, BLOCKS, merge="all", max_flat_bytes=2 * block)
+    assert [unit.name for unit in merged][-1] == "blocks.1..blocks.2"
+    assert len(merged) < len(BLOCKS) + 1
+
+
 def _is_one_large_parameter(flat: FlatParameter) -> bool:
     """Beside others that are not worth a collective of their own."""
     sizes = sorted(4 * parameter.numel() for parameter in flat.parameters)

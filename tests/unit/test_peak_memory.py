@@ -94,7 +94,7 @@ def profile_of(subject: Subject) -> ClusterProfile:
         setup=request,
         cast_to=dtypes["compute_dtype"],
         compute_dtype=dtypes["compute_dtype"],
-        group=SimpleNamespace(max_flat_bytes=lambda device: None),
+        control=SimpleNamespace(max_flat_bytes=lambda device, numel: None),
         device=CPU,
     )
     passes = Passes(
