@@ -125,7 +125,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, choices=range(4), **several, help="(default: all)")
     parser.add_argument(
         "--policies",
-        choices=("even", "flops", "paper", "exact"),
+        choices=("even", "flops", "paper", "exact", "programme"),
         **several,
         help="policies of Poplar",
     )

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     )
     from poplar.simulator.step_simulation import simulate
     from poplar.simulator.timeline import Timeline
+    from poplar.training.distribute import distribute
+    from poplar.training.training import DistributedTraining
     from poplar.tuning.autotune import Tuned, autotune, tune
     from poplar.tuning.profile_cluster import profile_cluster
     from poplar.verification import Verification, verify
@@ -55,6 +57,7 @@ _HOME = {
     "CollectiveTimeout": "poplar.errors",
     "DamagedCheckpoint": "poplar.errors",
     "DeviceProfile": "poplar.profile",
+    "DistributedTraining": "poplar.training.training",
     "DoesNotFit": "poplar.planner.memory_shortfall",
     "Explanation": "poplar.planner.explain",
     "GradScaler": "poplar.zero.grad_scaler",
@@ -75,6 +78,7 @@ _HOME = {
     "Verification": "poplar.verification",
     "Workload": "poplar.workload",
     "autotune": "poplar.tuning.autotune",
+    "distribute": "poplar.training.distribute",
     "explain": "poplar.planner.explain",
     "load_checkpoint": "poplar.checkpoint.load",
     "parameters_on_meta": "poplar.zero.values.materialization",
@@ -96,6 +100,7 @@ __all__ = [
     "CollectiveTimeout",
     "DamagedCheckpoint",
     "DeviceProfile",
+    "DistributedTraining",
     "DoesNotFit",
     "Explanation",
     "GradScaler",
@@ -116,6 +121,7 @@ __all__ = [
     "Verification",
     "Workload",
     "autotune",
+    "distribute",
     "explain",
     "load_checkpoint",
     "parameters_on_meta",

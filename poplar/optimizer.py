@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +23,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from poplar.checkpoint.state_dicts.model_state import ModelState
 from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState, copy_of, identity_of
-from poplar.comm import Communicator, Group, connect, connect_control
+from poplar.comm import Communicator, Control, Group, connect, connect_control
+from poplar.formatting import format_names
 from poplar.plan import Plan
 from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
@@ -157,6 +158,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             `full_state_dict`, `save_model`, `poplar.save_checkpoint`. (An optimizer class that
             cannot skip on the device has applied the step by then.) With a loss scaler, the scaler
             decides.
+        local: names of parameters of which every rank has a part of its own, of any size, such as
+            experts; only at stage 1. Their gradients are not reduced and no values are sent; the
+            gradient norm counts them. Whole state dicts have the part of the rank that gets them.
+            `poplar.distribute` uses it, and saves the parts of all ranks.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -187,6 +192,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         device: torch.device | str | None = None,
         on_out_of_memory: OnOutOfMemory = "retry",
         on_nonfinite: OnNonFinite = "raise",
+        local: Collection[str] = (),
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
@@ -211,6 +217,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 default_device=self._group.default_device,
                 weights=weights,
                 device=device,
+                local=local,
             )
         except Exception as caught:
             error = caught
@@ -564,6 +571,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return units
 
     @property
+    def control(self) -> Control:
+        """The channel for small values of all ranks; for integrations."""
+        return self._control
+
+    @property
     def plan(self) -> Plan | None:
         """The current plan; None without one."""
         return self._plan
@@ -715,6 +727,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """What the state of this optimizer consists of; `poplar.save_checkpoint` calls it."""
         from poplar.checkpoint.training_state import TrainingParts
 
+        self._refuse_local("save_checkpoint() and load_checkpoint()")
         return TrainingParts(
             engine=self._engine,
             update=self._update,
@@ -741,8 +754,17 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         from poplar.checkpoint.saved_model import save_model
 
+        self._refuse_local("save_model()")
         self._step.raise_if_nonfinite()
         save_model(self._engine, self._control, self._model, Path(path), sharded=sharded)
+
+    def _refuse_local(self, doing: str) -> None:
+        local = [name for flat in self._engine.flats if flat.is_local for name in flat.names]
+        if local:
+            raise RuntimeError(
+                f"{doing}: every rank has a part of its own of {format_names(local)}; save the "
+                "state_dict() of what poplar.distribute() returned"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_settings_are_final", False):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from poplar.planner.synthesis.decision import plan_programme
 
 import poplar
 from head_to_head.calibration import LARGEST_BATCH
@@ -15,10 +16,15 @@ from head_to_head.peers import PEERS, UNEVEN_PEERS
 from head_to_head.task import Task
 from head_to_head.workers import WorkerContext
 from poplar import ClusterProfile, Plan
+from poplar.planner.graph.programme import Programme
+from poplar.spmd.exported_graph import export_loss
+from poplar.training.programme import sampling_plan
 
 EXAMPLE_SAMPLES = 8
 UNFACTORED = "unfactored"
 """Policy "exact" without factored layers, where it has chosen some."""
+PROGRAMME = "programme"
+"""Not a policy of `poplar.search`: tensors are divided, not only the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class Proposal:
     policy: str
     plan: Plan
     predicted_seconds: float
+    programme: Programme | None = None
 
 
 def propose(
@@ -44,7 +51,7 @@ def propose(
         context: this rank.
         task: what will be trained.
         stages: ZeRO stages.
-        policies: of `poplar.search`.
+        policies: of `poplar.search`, and `PROGRAMME`, which competes with the fastest of the others.
         peaks: floating point operations per second by rank, which policy `flops` uses.
         seconds: budget of the profile.
     """
@@ -66,7 +73,7 @@ def propose(
     profile = replace(
         profile, devices=tuple(replace(device, peak_flops=peak) for device, peak in devices)
     )
-    proposals = []
+    proposals: list[Proposal] = []
     for stage in stages:
 
         def tuned(factored: str, stage: int = stage) -> Plan:
@@ -84,6 +91,8 @@ def propose(
             )
 
         for policy in policies:
+            if policy == PROGRAMME:
+                continue
             if policy == "exact":
                 plans = {policy: tuned("auto")}
                 if plans[policy].factored:
@@ -98,7 +107,21 @@ def propose(
                 Proposal(name, plan, poplar.predict(profile, plan).step_seconds)
                 for name, plan in plans.items()
             ]
+    if PROGRAMME in policies:
+        proposals += _programmes(task, profile, proposals)
     return profile, tuple(proposals)
+
+
+def _programmes(
+    task: Task, profile: ClusterProfile, plans: Sequence[Proposal]
+) -> Iterator[Proposal]:
+    """The programme that is predicted to be faster than the fastest of the plans, if there is one."""
+    best = min(plans, key=lambda proposal: proposal.predicted_seconds)
+    exported = export_loss(task.new_model(), task.loss_fn, task.example(task.global_batch))
+    decision = plan_programme(exported.graph, profile, best.plan)
+    if decision.programme is not None:
+        plan = sampling_plan(decision.programme, task.global_batch)
+        yield Proposal(PROGRAMME, plan, decision.step_seconds, decision.programme)
 
 
 def poplar_configurations(
@@ -114,6 +137,7 @@ def poplar_configurations(
             policy=proposal.policy,
             plan=plan,
             ranks=tuple(range(size)),
+            programme=proposal.programme,
         )
         yield configuration, proposal.predicted_seconds
         if proposal.policy == "even":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from head_to_head.task import Batch, Task
 from poplar import Plan
+from poplar.planner.graph.programme import Programme
 from poplar.system.trace import Span, Trace
 
 
@@ -23,11 +24,13 @@ class Configuration:
     stage: int
     """The equivalent ZeRO stage."""
     policy: str
-    """Poplar: `exact`, `paper`, `flops` or `even`. Peers: `even` or `uneven` (set manually)."""
+    """Poplar: `exact`, `programme`, `paper`, `flops` or `even`. Peers: `even` or `uneven` (set manually)."""
     plan: Plan
     """Micro-batches and shares of the ranks that take part; peers use only the micro-batches."""
     ranks: tuple[int, ...]
     """The cluster's ranks that take part, ascending. Rank `i` of the plan is `ranks[i]`."""
+    programme: Programme | None = None
+    """How Poplar divides the tensors of the model; None: data parallelism."""
     over_gloo: bool = False
     """Poplar on gloo, as its peers, instead of shared memory."""
 

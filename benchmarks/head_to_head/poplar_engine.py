@@ -1,4 +1,4 @@
-"""Poplar under a given plan."""
+"""Poplar under a given plan or programme."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from head_to_head.engine import Configuration, Engine
 from head_to_head.task import Batch, Task
-from poplar import HeteroZeroOptimizer
+from poplar import HeteroZeroOptimizer, distribute
 from poplar.system.trace import Span
 
 
@@ -52,3 +52,32 @@ class Poplar(Engine):
         if self.optimizer is not None:
             self.optimizer.release()
             self.optimizer = None
+
+
+class PoplarProgramme(Engine):
+    """`train_step` of what `poplar.distribute` returns for the configuration's programme."""
+
+    losses_are_agreed = True
+
+    def __init__(self, task: Task, configuration: Configuration, rank: int) -> None:
+        super().__init__(task, configuration, rank)
+        assert configuration.programme is not None
+        self.training = distribute(
+            task.new_model(),
+            task.loss_fn,
+            task.example(1),
+            global_batch=configuration.plan.global_batch,
+            programme=configuration.programme,
+            lr=task.learning_rate,
+        )
+
+    def step(self, batch: Batch | None) -> float:
+        return float(self.training.train_step(batch).loss)
+
+    @contextmanager
+    def traced(self) -> Iterator[list[Span]]:
+        with self.training.optimizer.trace() as spans:
+            yield spans
+
+    def close(self) -> None:
+        self.training.release()

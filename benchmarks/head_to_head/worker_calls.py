@@ -59,9 +59,10 @@ def make_engine(task: Task, configuration: Configuration, rank: int) -> Engine:
         ImportError: the engine is not installed; the message says how to install it.
     """
     if configuration.provider == "poplar":
-        from head_to_head.poplar_engine import Poplar
+        from head_to_head.poplar_engine import Poplar, PoplarProgramme
 
-        return Poplar(task, configuration, rank)
+        engine = Poplar if configuration.programme is None else PoplarProgramme
+        return engine(task, configuration, rank)
     if configuration.provider == "deepspeed":
         from head_to_head.deepspeed_engine import make_peer
     else:

@@ -32,7 +32,7 @@ def reshard(
     schemas = gather_schemas(engine, update)
     for unit in engine.units:
         for flat in unit.flats:
-            new = engine.strategy.layout_for(flat, unit_shares.get(unit.name, shares))
+            new = engine.strategy.divided(flat, unit_shares.get(unit.name, shares))
             if new == flat.layout:
                 continue
             if flat.trained:
@@ -105,7 +105,8 @@ def reshard_state(
             if value is not None and start < stop:
                 base = max(run.start, flat.owned[0])
                 shard[start - low : stop - low] = value[start - base : stop - base]
-        moved[key] = engine.comm.reshard(shard, old, new, what=f"moving the state of {flat.name}")
+        what = f"moving the state of {flat.name}"
+        moved[key] = shard if old == new else engine.comm.reshard(shard, old, new, what=what)
     new_low, new_high = new.bounds(rank)
     table = dict(runs)
 

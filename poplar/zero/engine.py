@@ -260,7 +260,10 @@ class Engine:
                 self.set_placeholder_gradients(self.trained)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Each trained parameter's name and its full mean gradient. Collective."""
+        """Each trained parameter's name and its full mean gradient. Collective.
+
+        Of a local parameter, the gradient of this rank's own part.
+        """
         for flat in self.trained:
             whole = torch.empty(flat.numel, dtype=torch.float32, device=flat.device)
             own = flat.layout.bounds(self.comm.group.rank)
@@ -268,7 +271,8 @@ class Engine:
             if part is not None:
                 whole[own[0] : own[1]].copy_(flat.gradient[part])
             what = f"the gradients of {flat.name}"
-            self.comm.all_gather(whole, flat.layout, what=what).wait()
+            if not flat.is_local:
+                self.comm.all_gather(whole, flat.layout, what=what).wait()
             places = zip(flat.names, flat.parameters, flat.offsets, strict=True)
             for name, parameter, offset in places:
                 yield name, whole[offset : offset + parameter.numel()].view(parameter.shape)

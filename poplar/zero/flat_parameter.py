@@ -60,6 +60,9 @@ class FlatParameter:
         self.offsets, self.numel = _aligned_offsets([p.numel() for p in self.parameters])
         self.used: set[int] = set()
         """Positions of the parameters that got a gradient on this rank in this step."""
+        self.is_local = False
+        """Every rank has other values, all of which it owns: nothing is communicated. See
+        [Note: local parameters] in `stages.strategy`."""
         self.rows: FactoredRows | None = None
         """Instead of the gradient of the only parameter, until it is reduced."""
         self._no_gradient = torch.empty(0, device=self.device)

@@ -32,6 +32,17 @@ class MicroBatchLoss:
         except Exception as caught:
             self._early = caught
 
+    def abort(self, error: Exception) -> bool:
+        """Report that a pass of this rank failed to ranks that wait for it inside of their loss.
+
+        Returns:
+            Whether there may be any; this rank cannot complete the pass with them then.
+        """
+        abort: Callable[[Exception], None] | None = getattr(self._loss_fn, "abort", None)
+        if abort is not None:
+            abort(error)
+        return abort is not None
+
     def __call__(self, batch: Any) -> Tensor:
         """The loss of a micro-batch.
 

@@ -6,7 +6,7 @@ unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,8 @@ class Request:
     """Index of the param group of each trained parameter, by `id(parameter)`."""
     factored: Mapping[str, nn.Linear] = field(default_factory=dict)
     """The modules of `Plan.factored`, by name."""
+    local: frozenset[str] = frozenset()
+    """Names of parameters of which each rank has a part of its own."""
     overlap_param_gather: bool = False
 
     @property
@@ -91,13 +93,16 @@ class Request:
             "reduce_dtype": str(self.reduce_dtype),
             "values of the model": self.values.identity,
             "model": [
-                (name, tuple(p.shape), str(p.dtype), self.group_of.get(id(p), -1))
+                (name, self._shape(name, p), str(p.dtype), self.group_of.get(id(p), -1))
                 for name, p in self.model.named_parameters()
             ],
             "buffers": [
                 (name, tuple(b.shape), str(b.dtype)) for name, b in self.model.named_buffers()
             ],
         }
+
+    def _shape(self, name: str, parameter: nn.Parameter) -> tuple[int, ...] | str:
+        return "local" if name in self.local else tuple(parameter.shape)
 
 
 def check_request(
@@ -117,6 +122,7 @@ def check_request(
     default_device: torch.device,
     weights: Weights = None,
     device: torch.device | str | None = None,
+    local: Collection[str] = (),
 ) -> Request:
     """Check the user's arguments on this rank alone.
 
@@ -145,6 +151,7 @@ def check_request(
     if plan is not None:
         check_unit_plans(plan)
     factored = factored_layers(model, plan.factored if plan is not None else (), set(group_of))
+    _check_local(local, model, chosen)
     options = _check_optimizer(factory, options, groups, target)
     unit_names = resolve_units(model, units)
     return Request(
@@ -162,8 +169,17 @@ def check_request(
         values=InitialValues.of(model, unit_names, weights),
         group_of=group_of,
         factored=factored,
+        local=frozenset(local),
         overlap_param_gather=overlap_param_gather,
     )
+
+
+def _check_local(names: Collection[str], model: nn.Module, stage: int) -> None:
+    unknown = set(names).difference(name for name, _ in model.named_parameters())
+    if unknown:
+        raise ValueError(f"local: the model has no parameters {sorted(unknown)}")
+    if names and not STRATEGY_CLASSES[stage].allows_local:
+        raise ValueError(f"local parameters need stage 1, got stage {stage}")
 
 
 def _device_for(
@@ -317,9 +333,10 @@ def _build_units(
             group = request.group_of.get(id(parameter), -1)
             dtype = _computing_dtype(parameter, compute_dtype)
             alone = id(parameter) in factored
-            members.append(Member(name, parameter, group, trained, dtype, alone))
+            is_local = name in request.local
+            members.append(Member(name, parameter, group, trained, dtype, alone, is_local))
     merge = merge_policy(request, shards_parameters=strategy.shards_parameters)
-    numel = sum(member.parameter.numel() for member in members)
+    numel = sum(member.numel for member in members)
     units = build_units(
         request.model,
         members,
@@ -392,7 +409,11 @@ def _broadcast_unmanaged(
 ) -> None:
     """Broadcast the first rank's buffers, and the parameters that are in no flat parameter."""
     managed = {id(p) for flat in flats for p in flat.parameters}
-    rest = [(name, p) for name, p in request.model.named_parameters() if id(p) not in managed]
+    rest = [
+        (name, p)
+        for name, p in request.model.named_parameters()
+        if id(p) not in managed and name not in request.local
+    ]
     buffers = list(request.model.named_buffers())
     for name, tensor in [*((name, p.data) for name, p in rest), *buffers]:
         if tensor.numel() and tensor.device.type == request.device.type:

@@ -145,6 +145,10 @@ class Step:
                 self._engine.abort()
                 raise
             except Exception as caught:
+                if forward.abort(caught):
+                    self._engine.stop_all_ranks(f"rank {self._rank}: a pass failed: {caught!r}")
+                    self._engine.abort()
+                    raise
                 error = self._failed_pass(caught, micro_batch)
             try:
                 self.end_pass(failed=error is not None)

@@ -73,6 +73,13 @@ class Member:
     dtype: torch.dtype
     alone: bool = False
     """It has a flat parameter of its own, because it is reduced in another way."""
+    is_local: bool = False
+    """Every rank has another part of it, and maybe of another size."""
+
+    @property
+    def numel(self) -> int:
+        """Elements that are communicated: the same on all ranks."""
+        return 0 if self.is_local else self.parameter.numel()
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -229,7 +236,7 @@ def _merge_small(
     merged: list[tuple[tuple[str, ...], list[Member]]] = []
     size = 0
     for names, inside in batches:
-        numel = sum(member.parameter.numel() for member in inside)
+        numel = sum(member.numel for member in inside)
         if merged and (size + numel) * 4 <= limit:
             before, members = merged[-1]
             merged[-1] = (before + names, members + inside)
@@ -242,28 +249,31 @@ def _merge_small(
 
 def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatParameter]:
     """One flat parameter per dtype and trained or frozen, split at `limit` bytes."""
-    groups: dict[tuple[torch.dtype, bool, str], list[Member]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool, str], list[Member]] = {}
     for member in inside:
         if member.dtype in PACKABLE:
             own = member.name if member.alone else ""
-            groups.setdefault((member.dtype, member.trained, own), []).append(member)
-    for (dtype, trained, _), members in groups.items():
+            key = (member.dtype, member.trained, member.is_local, own)
+            groups.setdefault(key, []).append(member)
+    for (dtype, trained, is_local, _), members in groups.items():
         members.sort(key=lambda member: member.group)
         for part in _cut_by_size(members, limit):
-            yield FlatParameter(
+            flat = FlatParameter(
                 unit,
                 [(member.name, member.parameter) for member in part],
                 dtype=dtype,
                 trained=trained,
                 groups=[member.group for member in part],
             )
+            flat.is_local = is_local
+            yield flat
 
 
 def _cut_by_size(members: Sequence[Member], limit: int) -> Iterator[list[Member]]:
     part: list[Member] = []
     size = 0
     for member in members:
-        added = 4 * member.parameter.numel()
+        added = 4 * member.numel
         if size > _NEGLIGIBLE * limit and size + added > (1 + _NEGLIGIBLE) * limit:
             yield part
             part, size = [], 0

@@ -32,7 +32,7 @@ LAYERS = (
     {"zero", "checkpoint", "spmd"},
     {"optimizer"},
     {"profiler"},
-    {"tuning", "verification", "report", "doctor", "workload", "callbacks"},
+    {"tuning", "training", "verification", "report", "doctor", "workload", "callbacks"},
     {"cli", "integrations", "__main__"},
 )
 """Packages and top-level modules, from the bottom up. Imports point down or stay within a layer.

@@ -53,7 +53,7 @@ def _collect(
     state: dict[int, dict[str, Any]] = {}
     for flat in engine.trained:
         old = engine.strategy.state_layout(flat, to)
-        new = layout_on_rank(flat, to, engine.comm.group.size)
+        new = old if flat.is_local else layout_on_rank(flat, to, engine.comm.group.size)
         state_of = reshard_state(engine, update, flat, schemas, old, new)
         master = _collect_master(engine, flat, old, new)
         if engine.comm.group.rank != to:
@@ -80,6 +80,8 @@ def _collect_master(engine: Engine, flat: FlatParameter, old: Layout, new: Layou
         return None
     part = flat.intersect_owned(*old.bounds(engine.comm.group.rank))
     own = flat.master[part] if part is not None else flat.master[:0]
+    if old == new:
+        return own
     return engine.comm.reshard(own, old, new, what=f"collecting the masters of {flat.name}")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from poplar.comm import Bucket, Communicator, Work
+from poplar import ops
+from poplar.comm import Bucket, Codec, Communicator, Work
 from poplar.comm.communicator import own_slice
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.strategy import Strategy
@@ -45,6 +46,9 @@ class LocalAccumulation(Strategy):
             self._reduce_rows(flat, flat.rows, weight, accumulate=False)
             return
         self.accumulate(flat, weight)
+        if flat.is_local:
+            flat.squares.copy_(ops.block_sums_of_squares(flat.gradient))
+            return
         narrow = self.codec.wire_dtype is not torch.float32
         if narrow or self.comm.takes_memory:
             self.reductions.make_room()
@@ -66,5 +70,10 @@ class LocalAccumulation(Strategy):
         )
 
     def _allocate_sums(self, flat: FlatParameter) -> Bucket:
-        self._sums[flat] = self.comm.buffer(flat.layout, torch.float32, flat.device)
-        return self._sums[flat]
+        if flat.is_local:  # nothing is sent from it
+            data = torch.empty(flat.numel, dtype=torch.float32, device=flat.device)
+            bucket = Bucket(data, flat.layout, Codec())
+        else:
+            bucket = self.comm.buffer(flat.layout, torch.float32, flat.device)
+        self._sums[flat] = bucket
+        return bucket

@@ -14,6 +14,7 @@ class ShardedOptimizer(LocalAccumulation):
     """
 
     gathers_updated_parameters = True
+    allows_local = True
 
     def _allocate_gradient(self, flat: FlatParameter) -> None:
         sums = self._allocate_sums(flat)

@@ -2,6 +2,12 @@
 are communicated.
 
 The engine calls these methods in the same order on every rank. A strategy knows no stage number.
+
+[Note: local parameters]
+A rank may have parameters of its own, such as its part of a weight whose product the ranks divide
+among them (`poplar.spmd`). Their flat parameters are `is_local`: each rank owns all of its own
+(`layout`), whatever the shares; values, gradients and updates are not communicated. Everything
+else is as for other flat parameters: weights of passes, norm, clipping, update.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.factors.reduction import RowReduction, weigh_rows
 from poplar.zero.factors.rows import FactoredRows
-from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.stages.reduction import reductions_on
 from poplar.zero.stages.updated_parameters import UpdatedParameters
 from poplar.zero.streams import DeviceClock, streams_of
@@ -36,6 +42,8 @@ class Strategy(ABC):
     """Gradients are reduced in each pass, not only in a rank's last one."""
     gathers_updated_parameters: ClassVar[bool] = False
     """A step ends with an all-gather of the updated parameters."""
+    allows_local: ClassVar[bool] = False
+    """Parameters may be local: see [Note: local parameters]."""
     replicates_state: ClassVar[bool] = False
     """Every rank has the whole optimizer state and updates all parameters."""
 
@@ -67,6 +75,12 @@ class Strategy(ABC):
         """How `flat` is divided under `shares`."""
         return Layout.from_shares(flat.numel, shares)
 
+    def divided(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
+        """As `layout_for`; all of it on this rank if it is local."""
+        if flat.is_local:
+            return layout_on_rank(flat, self.comm.group.rank, self.comm.group.size)
+        return self.layout_for(flat, shares)
+
     def state_layout(self, flat: FlatParameter, to: int) -> Layout:
         """How optimizer state is divided, one owner per element: `to` if all ranks have it."""
         return flat.layout
@@ -77,7 +91,7 @@ class Strategy(ABC):
 
     def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
         """Set the layout of `flat` and allocate its values, all 0. Local."""
-        flat.layout = self.layout_for(flat, shares)
+        flat.layout = self.divided(flat, shares)
         low, high = flat.owned = self.owned_part(flat.layout, self.comm.group.rank)
         flat.values = torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device)
         flat.shard = flat.values[low:high]
@@ -195,7 +209,9 @@ class Strategy(ABC):
         for unit in units:
             what = f"the new values of {unit.name}"
             gathers = [
-                self.comm.all_gather(flat.values, flat.layout, what=what) for flat in unit.trained
+                self.comm.all_gather(flat.values, flat.layout, what=what)
+                for flat in unit.trained
+                if not flat.is_local
             ]
             self.updated.start(unit, gathers)
         if not self.updated.overlap:

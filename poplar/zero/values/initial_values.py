@@ -114,7 +114,8 @@ class InitialValues:
             for flat in flats:
                 packed = flat.packed_parameters()
                 what = f"the broadcast of {flat.name}'s initial values"
-                strategy.comm.broadcast(packed, 0, what=what)
+                if not flat.is_local:
+                    strategy.comm.broadcast(packed, 0, what=what)
                 allocate(flat)
                 strategy.write_initial_values(flat, 0, packed)
                 strategy.bind_parameters(flat)

@@ -1,0 +1,74 @@
+"""The parameters of a model under a programme: each rank keeps its own part of the sharded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from poplar.comm.communicator import Communicator
+from poplar.planner.graph.placement import REPLICATED, Placement, Sharded
+from poplar.planner.graph.programme import Programme
+from poplar.spmd.conversion import convert, own_part
+
+
+class DividedModel:
+    """A model whose sharded parameters hold this rank's part, until `restore`.
+
+    Args:
+        comm: the transport; its ranks are those of the programme.
+        model: with the same values on all ranks.
+        programme: its placements of parameters.
+
+    Raises:
+        ValueError: the programme places a parameter that the model does not have.
+    """
+
+    def __init__(self, comm: Communicator, model: nn.Module, programme: Programme) -> None:
+        self._comm, self.model, self._ratios = comm, model, programme.ratios
+        self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+        unknown = programme.parameters.keys() - self.parameters.keys()
+        if unknown:
+            raise ValueError(
+                f"the programme places parameters that the model does not have: {sorted(unknown)}"
+            )
+        self._shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self._placements = {
+            name: placement
+            for name, placement in programme.parameters.items()
+            if isinstance(placement, Sharded)
+        }
+        for name in self._placements:
+            self.parameters[name].data = self.own(name, self.parameters[name].data).clone()
+
+    @property
+    def sharded(self) -> frozenset[str]:
+        """Names of the parameters of which this rank holds a part."""
+        return frozenset(self._placements)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a whole parameter."""
+        return self._shapes[name]
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor with one value per element of a parameter: a view."""
+        placement: Placement = self._placements.get(name, REPLICATED)
+        return own_part(whole, placement, self._ratios, self._comm.group.rank)
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        """The whole tensor from the parts of the ranks. Collective if the parameter is sharded."""
+        if name not in self._placements:
+            return own
+        what = f"collecting {name!r}"
+        shape, placement = self._shapes[name], self._placements[name]
+        with torch.no_grad():
+            return convert(
+                self._comm, own.detach(), placement, REPLICATED, shape, self._ratios, what=what
+            )
+
+    def restore(self) -> None:
+        """Give all parameters their whole values. Collective."""
+        for name in self._placements:
+            parameter = self.parameters[name]
+            parameter.data = self.whole(name, parameter.data)

@@ -1,0 +1,332 @@
+"""Training by a programme is the training of one process, with its state and its errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import ranks as harness
+import torch
+from chosen_programmes import nearest, programme_of
+from ranks import Pool
+from safetensors.torch import load_file
+from subset import choose
+from test_exported_graph import TASKS
+from torch import Tensor, nn
+from virtual_programme import random_programme
+
+import poplar
+from poplar import HeteroZeroOptimizer, Plan
+from poplar.comm import Group, connect
+from poplar.planner.graph.placement import Sharded
+from poplar.planner.graph.programme import Programme
+from poplar.planner.synthesis.composition import batch_placements
+from poplar.planner.synthesis.data_parallel import data_parallel
+from poplar.spmd import local_execution
+from poplar.spmd.exported_graph import ExportedLoss, export_loss
+from poplar.training.data_parallel import DataParallelTraining
+from poplar.training.programme import ProgrammeTraining, sampling_plan
+
+RATIOS = ((2, 1), (4, 2, 1), (1, 0, 2))
+SAMPLES, STEPS = 6, 3
+CLIP = 0.05
+"""Smaller than every norm, so all steps are clipped."""
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
+EXPERTS = {f"blocks.0.mixture.experts.{name}": Sharded(0) for name in ("up", "down")}
+
+
+def new_model(task: str) -> nn.Module:
+    torch.manual_seed(1)
+    new, config, _, _ = TASKS[task]
+    return new(config)
+
+
+def global_batches(task: str) -> list[Any]:
+    _, _, _, draw = TASKS[task]
+    torch.manual_seed(2)
+    return [as_float32(draw(SAMPLES)) for _ in range(STEPS)]
+
+
+def as_float32(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def part_of(batch: dict[str, Tensor], plan: Plan, rank: int) -> Any:
+    start = plan.offset(rank)
+    if plan.samples(rank) == 0:
+        return None
+    return {key: value[start : start + plan.samples(rank)] for key, value in batch.items()}
+
+
+def exported_loss(task: str, model: nn.Module) -> ExportedLoss:
+    return export_loss(model, TASKS[task][2], global_batches(task)[0])
+
+
+def start(
+    task: str, programme: Programme, transport: str = "auto", seconds: float | None = None
+) -> ProgrammeTraining:
+    model = new_model(task)
+    timeout = None if seconds is None else timedelta(seconds=seconds)
+    group = harness.group()
+    return ProgrammeTraining(
+        connect(Group.of(group, timeout), transport),
+        model,
+        exported_loss(task, model),
+        programme,
+        sampling_plan(programme, SAMPLES),
+        torch.optim.AdamW,
+        reason="a test",
+        process_group=group,
+        timeout=timeout,
+        **OPTIONS,
+    )
+
+
+def train(task: str, programme: Programme, transport: str) -> dict[str, Any]:
+    """Losses, norms and the whole state after the last step."""
+    training = start(task, programme, transport)
+    results = []
+    for batch in global_batches(task):
+        own = part_of(batch, training.plan, harness.rank())
+        result = training.train_step(own, max_norm=CLIP)
+        results.append((result.loss, result.grad_norm, result.samples))
+    batches = global_batches(task)[:2]
+    loss = training.evaluate(part_of(b, training.plan, harness.rank()) or b for b in batches)
+    state = training.state_dict(to=1)
+    training.release()
+    values = {name: value.detach().clone() for name, value in training.model.named_parameters()}
+    return {"results": results, "evaluated": loss, "state": state, "values": values}
+
+
+def train_in_one_process(task: str) -> dict[str, Any]:
+    model, loss_fn = new_model(task), TASKS[task][2]
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    results = []
+    for batch in global_batches(task):
+        optimizer.zero_grad()
+        loss = loss_fn(model, batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        results.append((float(loss), float(norm), SAMPLES))
+    with torch.no_grad():
+        losses = [float(loss_fn(model, batch)) for batch in global_batches(task)[:2]]
+    return {
+        "results": results,
+        "evaluated": sum(losses) / len(losses),
+        "state": {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        "values": dict(model.named_parameters()),
+    }
+
+
+def check(ranks: Pool, task: str, programme: Programme, transport: str = "auto") -> None:
+    expected = train_in_one_process(task)
+    by_rank = ranks.run(train, task, programme, transport, ranks=programme.world_size)
+    for rank, got in enumerate(by_rank):
+        close(got["results"], expected["results"])
+        close(got["evaluated"], expected["evaluated"])
+        close(got["values"], {n: p.detach() for n, p in expected["values"].items()})
+        if rank != 1:
+            assert got["state"] is None
+            continue
+        close(got["state"]["model"], dict(expected["state"]["model"]))
+        close(got["state"]["optimizer"]["state"], expected["state"]["optimizer"]["state"])
+
+
+def close(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def experts_divided(exported: ExportedLoss, ratios: tuple[int, ...]) -> Programme:
+    graph = exported.graph
+    placed = {graph.parameters[name].name: placement for name, placement in EXPERTS.items()}
+    return programme_of(graph, ratios, {**batch_placements(graph), **placed}, nearest)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("ratios", RATIOS)
+def test_experts_on_several_ranks_train_as_in_one_process(
+    ranks: Pool, transport: str, ratios: tuple[int, ...]
+) -> None:
+    exported = exported_loss("mixture", new_model("mixture"))
+    check(ranks, "mixture", experts_divided(exported, ratios), transport)
+
+
+@pytest.mark.parametrize("task", ["encoder", "mixture", "vgg", "vit", "llama", "tied"])
+@pytest.mark.parametrize("ratios", RATIOS)
+def test_any_programme_trains_as_one_process(
+    ranks: Pool, task: str, ratios: tuple[int, ...]
+) -> None:
+    exported = exported_loss(task, new_model(task))
+    draw = random.Random(len(task))
+    programmes = [
+        random_programme(exported.graph, ratios, draw) for _ in range(choose(quick=1, full=4))
+    ]
+    for programme in [data_parallel(exported.graph, ratios), *programmes]:
+        check(ranks, task, programme)
+
+
+def resume(task: str, programme: Programme, other: Programme | None) -> list[Tensor]:
+    """Two steps, the state loaded into another training, one step: the values of the model."""
+    first, *rest = global_batches(task)
+    before = start(task, programme)
+    before.train_step(part_of(first, before.plan, harness.rank()), max_norm=CLIP)
+    state = share(before.state_dict())
+    after = start(task, other) if other is not None else start_data_parallel(task)
+    after.load_state_dict(state)
+    for batch in rest:
+        after.train_step(part_of(batch, after.plan, harness.rank()), max_norm=CLIP)
+    after.release()
+    return [parameter.detach().clone() for parameter in after.model.parameters()]
+
+
+def share(state: Any) -> Any:
+    """What rank 0 has, on all ranks, as from a file."""
+    received = [state]
+    torch.distributed.broadcast_object_list(received, 0, group=harness.group())
+    return received[0]
+
+
+def start_data_parallel(task: str) -> DataParallelTraining:
+    model = new_model(task)
+    plan = Plan.manual([4, 2], stage=2)
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.AdamW, plan=plan, process_group=harness.group(), **OPTIONS
+    )
+    return DataParallelTraining(
+        model, TASKS[task][2], optimizer, plan, weight=None, loss="mean", reason="a test"
+    )
+
+
+@pytest.mark.parametrize("ratios", [(1, 2), (0, 1), None])
+def test_the_state_loads_under_other_programmes_and_plans(
+    ranks: Pool, ratios: tuple[int, ...] | None
+) -> None:
+    exported = exported_loss("mixture", new_model("mixture"))
+    programme = experts_divided(exported, (2, 1))
+    other = None if ratios is None else experts_divided(exported, ratios)
+    expected = [p.detach() for p in train_in_one_process("mixture")["values"].values()]
+    for got in ranks.run(resume, "mixture", programme, other, ranks=2):
+        close(got, expected)
+
+
+def load_wrong_states(programme: Programme) -> list[str]:
+    training = start("mixture", programme)
+    state = share(training.state_dict())
+    before = [p.detach().clone() for p in training.model.parameters()]
+    name = "blocks.0.mixture.experts.up"
+    wrong = {**state, "model": {**state["model"], name: torch.ones(2, 3)}}
+    missing = {**state, "model": {k: v for k, v in state["model"].items() if k != name}}
+    messages = []
+    for given in (wrong, missing):
+        with harness.catching() as caught:
+            training.load_state_dict(given)
+        messages += [failure.message for failure in caught]
+    assert all(map(torch.equal, before, training.model.parameters()))
+    return messages
+
+
+def test_states_of_other_models_are_refused(ranks: Pool) -> None:
+    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    for wrong, missing in ranks.run(load_wrong_states, programme, ranks=2):
+        assert "'blocks.0.mixture.experts.up' has the shape (2, 3) in the state" in wrong
+        assert "the names ['blocks.0.mixture.experts.up'] differ" in missing
+
+
+def save(programme: Programme, path: Path) -> None:
+    training = start("mixture", programme)
+    training.save_model(path)
+
+
+def test_a_saved_model_is_whole(ranks: Pool, tmp_path: Path) -> None:
+    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (1, 0, 2))
+    path = tmp_path / "model.safetensors"
+    ranks.run(save, programme, path, ranks=3)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    close(load_file(path), {n: p.detach() for n, p in new_model("mixture").named_parameters()})
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("the operator does not work")
+
+
+def fail(programme: Programme, transport: str, fault: str) -> None:
+    training = start("mixture", programme, transport, seconds=5.0)
+    batch = part_of(global_batches("mixture")[0], training.plan, harness.rank())
+    training.train_step(batch)
+    if harness.rank() == 1 and fault == "batch":
+        batch = {key: value[:1] for key, value in batch.items()}
+    if harness.rank() == 1 and fault == "backward":
+        real = local_execution.function
+
+        def function(name: str) -> Callable[..., Any]:
+            return Broken.apply if "gelu" in name else real(name)
+
+        with mock.patch.object(local_execution, "function", function):
+            training.train_step(batch)
+    training.train_step(batch)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize(
+    ("fault", "own"),
+    [("batch", "must have the shape (2, 12), got (1, 12)"), ("backward", "does not work")],
+)
+def test_a_rank_that_fails_is_named_by_the_others(
+    ranks: Pool, transport: str, fault: str, own: str
+) -> None:
+    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (1, 1, 1))
+    failures = ranks.run_expecting_errors(fail, programme, transport, fault, ranks=3, timeout=40.0)
+    assert own in failures[1].message
+    for failure in (failures[0], failures[2]):
+        assert failure.type == "CollectiveTimeout"
+        assert "rank 1" in failure.message
+
+
+def misuse(programme: Programme) -> list[str]:
+    training = start("mixture", programme)
+    batch = global_batches("mixture")[0]
+    attempts: list[Callable[[], Any]] = [
+        lambda: TASKS["mixture"][2](training.model, batch),
+        lambda: training.optimizer.save_model("model.safetensors"),
+        lambda: poplar.save_checkpoint("checkpoint", optimizer=training.optimizer),
+        lambda: HeteroZeroOptimizer(
+            new_model("mixture"), torch.optim.AdamW, stage=2, local=list(EXPERTS),
+            process_group=harness.group(),
+        ),
+        lambda: HeteroZeroOptimizer(
+            new_model("mixture"), torch.optim.AdamW, stage=1, local=["experts"],
+            process_group=harness.group(),
+        ),
+    ]  # fmt: skip
+    messages = []
+    for attempt in attempts:
+        with harness.catching() as caught:
+            attempt()
+        messages += [failure.message for failure in caught]
+    return messages
+
+
+def test_misuses_are_refused(ranks: Pool) -> None:
+    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    expected = (
+        "call train_step() or evaluate() of the training, or release() it first",
+        "save_model(): every rank has a part of its own of 'blocks.0.mixture.experts.up'",
+        "save_checkpoint() and load_checkpoint(): every rank has a part of its own",
+        "local parameters need stage 1, got stage 2",
+        "local: the model has no parameters ['experts']",
+    )
+    for messages in ranks.run(misuse, programme, ranks=2):
+        for message, text in zip(messages, expected, strict=True):
+            assert text in message
