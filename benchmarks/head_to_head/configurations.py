@@ -51,7 +51,7 @@ def propose(
         context: this rank.
         task: what will be trained.
         stages: ZeRO stages.
-        policies: of `poplar.search`, and `PROGRAMME`, which competes with the fastest of the others.
+        policies: of `poplar.search`; and `PROGRAMME`, to compete with the fastest of the others.
         peaks: floating point operations per second by rank, which policy `flops` uses.
         seconds: budget of the profile.
     """
@@ -115,7 +115,7 @@ def propose(
 def _programmes(
     task: Task, profile: ClusterProfile, plans: Sequence[Proposal]
 ) -> Iterator[Proposal]:
-    """The programme that is predicted to be faster than the fastest of the plans, if there is one."""
+    """The programme that is predicted to be faster than the fastest plan, if there is one."""
     best = min(plans, key=lambda proposal: proposal.predicted_seconds)
     exported = export_loss(task.new_model(), task.loss_fn, task.example(task.global_batch))
     decision = plan_programme(exported.graph, profile, best.plan)
