@@ -33,6 +33,11 @@ from poplar.formatting import (
 from poplar.plan import Plan
 from poplar.planner.explain import PREDICTION_ERROR, Explanation, explain
 from poplar.planner.search import POLICIES, alternatives, plan_or_error
+from poplar.planner.synthesis.decision import (
+    ProgrammeDecision,
+    explain_programme,
+    plan_programme,
+)
 from poplar.profile import ClusterProfile
 
 
@@ -59,6 +64,19 @@ def plan(
     prediction_error: Annotated[
         float, typer.Option(min=0, max=99, help="Percent; --explain ignores smaller gains.")
     ] = 100 * PREDICTION_ERROR,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            "--programme",
+            metavar="WORKLOAD",
+            help="Also search how the ranks can divide the tensors of this model and loss: "
+            "train.py:workload, as `poplar profile` takes it.",
+        ),
+    ] = None,
+    programme_output: Annotated[
+        Path | None,
+        typer.Option(help="The file to write the programme to, if one is found."),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -91,10 +109,28 @@ def plan(
             explanation = explain(profile, chosen, error=prediction_error / 100, **request)
             document["explanation"] = explanation.to_dict()
             result.show(*_explained(explanation))
+        if workload is not None:
+            decision = _programme(workload, profile, chosen)
+            document["programme"] = decision.to_dict()
+            result.show(explain_programme(decision))
+            if programme_output is not None and decision.programme is not None:
+                decision.programme.to_json(programme_output)
+                result.show(f"programme written to {programme_output}")
         result.document = document if len(document) > 1 else chosen.to_dict()
         if output is not None:
             chosen.to_json(output)
             result.show(f"written to {output}")
+
+
+def _programme(workload: str, profile: ClusterProfile, chosen: Plan) -> ProgrammeDecision:
+    """The programme of a workload's loss, compared with a plan."""
+    from poplar.spmd.exported_graph import export_loss
+    from poplar.workload import load
+
+    loaded = load(workload)
+    batch = loaded.batch_of(chosen.global_batch)
+    exported = export_loss(loaded.model, loaded.loss_fn, batch)
+    return plan_programme(exported.graph, profile, chosen)
 
 
 def _compared(found: Mapping[str, Plan | ValueError], title: str) -> list[Table | Text]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from poplar.data import pytree
 from poplar.errors import NotExportable
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.planner.graph.programme import Programme
-from poplar.planner.synthesis.decision import plan_programme
+from poplar.planner.synthesis.decision import explain_programme, plan_programme
 from poplar.profile import ClusterProfile
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.spmd.exported_graph import ExportedLoss, export_loss
@@ -24,12 +25,12 @@ from poplar.training.data_parallel import DataParallelTraining
 from poplar.training.programme import ProgrammeTraining, sampling_plan
 from poplar.training.training import DistributedTraining
 from poplar.tuning.autotune import Tuned, tune
-from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.agreement import raise_on_any_error, run_on_all_ranks
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
 from poplar.zero.update import OptimizerFactory
 
-Choice = Literal["auto", "never"] | Programme
+Choice = Literal["auto", "never"] | Programme | Path
 
 
 def distribute(
@@ -76,8 +77,9 @@ def distribute(
         example_batch: a batch of any number of samples, as for `autotune`.
         global_batch: samples behind one optimizer step, over all ranks.
         optimizer_class: an elementwise optimizer class.
-        programme: "auto"; "never" uses the plan in any case; or a programme to run, such as
-            `training.programme` of an earlier run, without a profile.
+        programme: "auto"; "never" uses the plan in any case; or a programme to run without a
+            profile: `training.programme` of an earlier run, or the `Path` of a file that
+            `poplar plan --programme-output` or `Programme.to_json` wrote.
         weight, loss: as for `HeteroZeroOptimizer.train_step`. For a mean over tokens give
             `weight=poplar.tokens()`. Programmes need a loss that is a mean.
         profile, process_group, timeout, seconds, memory_limit, cache, progress: as for `autotune`.
@@ -89,7 +91,7 @@ def distribute(
     """
     group = Group.of(process_group, timeout)
     control = connect_control(group)
-    given = programme if isinstance(programme, Programme) else None
+    given = _given(control, programme)
     options = {"process_group": process_group, "timeout": timeout, **optimizer_kwargs}
     tuned: Tuned | None = None
     if given is None:
@@ -116,7 +118,7 @@ def distribute(
         )
     if exported is not None and tuned is not None:
         decision = plan_programme(exported.graph, tuned.profile, tuned.plan)
-        given, reason = decision.programme, decision.explain()
+        given, reason = decision.programme, explain_programme(decision)
     if exported is None or given is None:
         assert tuned is not None
         optimizer = HeteroZeroOptimizer(model, optimizer_class, plan=tuned.plan, **options)
@@ -138,6 +140,30 @@ def distribute(
         reason=reason,
         **options,
     )
+
+
+def _given(control: Control, programme: Choice) -> Programme | None:
+    """The programme that the user gives, if any. Collective.
+
+    Raises:
+        ValueError: on all ranks, if it is none of the choices, or the ranks have different ones.
+    """
+
+    def read() -> Programme | None:
+        if isinstance(programme, Path):
+            return Programme.from_json(programme)
+        if isinstance(programme, str) and programme not in ("auto", "never"):
+            raise ValueError(
+                f"programme={programme!r} must be 'auto', 'never', a Programme or the Path of a file"
+            )
+        return programme if isinstance(programme, Programme) else None
+
+    given = run_on_all_ranks(control, read, doing="distribute()")
+    mine = programme if given is None else given.to_dict()
+    by_rank = control.exchange_objects(mine, what="distribute()")
+    if any(other != by_rank[0] for other in by_rank):
+        raise ValueError("the ranks passed different programmes to distribute()")
+    return given
 
 
 def _export(

@@ -157,6 +157,7 @@ CASES = [
     Case("aten.permute.default", (F((3, 4, 6)), [2, 0, 1]), axes=3),
     Case("aten.t.default", (F((3, 4)),), axes=2),
     Case("aten.expand.default", (F((3, 1)), [2, -1, 4]), axes=3),
+    Case("aten.broadcast_tensors.default", ([F((3, 4)), F((4,)), F((3, 1))],), axes=2),
     Case("aten.select.int", (F((3, 4, 5)), 1, 2), axes=2),
     Case("aten.slice.Tensor", (F((3, 4, 5)), 1, 1, 3), axes=2),
     Case("aten.slice.Tensor", (F((3, 4, 5)), 1, -4, 9223372036854775807), axes=3),

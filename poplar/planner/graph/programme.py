@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from poplar.planner.graph.placement import PARTIAL, Placement, from_json, to_json
 
+_KIND = "poplar programme"
 _FIELDS = ("ratios", "placements", "parameters", "collectives", "inputs")
 
 
@@ -68,6 +71,29 @@ class Programme:
                 for name, values in self.inputs.items()
             },
         }
+
+    def to_json(self, path: str | Path) -> None:
+        """Write this programme to a file, for `from_json`."""
+        text = json.dumps({"kind": _KIND, **self.to_dict()}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Programme:
+        """The programme that `to_json` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not the file of a programme.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if content.pop("kind", None) != _KIND:
+                raise ValueError("it has another kind")
+            return cls.from_dict(content)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ValueError(
+                f"{path} is not a programme: {error}; write one with Programme.to_json"
+            ) from error
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Programme:

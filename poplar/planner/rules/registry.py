@@ -47,6 +47,7 @@ _BY_NAME: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (shapes.RESHAPED, ("squeeze", "unsqueeze")),
     (shapes.PERMUTED, ("permute", "transpose", "t")),
     (shapes.EXPANDED, ("expand",)),
+    (shapes.BROADCAST, ("broadcast_tensors",)),
     (shapes.CHOSEN, ("select", "slice", "split", "split_with_sizes", "chunk", "unbind")),
     (shapes.ITEM, (GET_ITEM,)),
     (shapes.CONCATENATED, ("cat", "stack")),

@@ -125,6 +125,20 @@ def expanded(node: Node, types: Types) -> Pattern:
     )
 
 
+def broadcast(node: Node, types: Types) -> Pattern:
+    """`broadcast_tensors`: every output has the shape of all of them together."""
+    shape = node.output.shape
+    sizes: dict[str, int] = {}
+    output = named("d", shape, sizes)
+    return Pattern(
+        sizes=sizes,
+        inputs=tuple(aligned(output, shape, kind.shape) for kind in types),
+        output=output,
+        linear_in=(frozenset(range(len(types))),),
+        flops=0.0,
+    )
+
+
 def chosen(node: Node, types: Types) -> Pattern:
     """`select`, `slice`, `split` and `unbind`: all indices of one dimension are needed.
 
@@ -214,6 +228,7 @@ def created(node: Node, types: Types) -> Pattern:
 RESHAPED = Rule(reshaped, with_output_shape(1, "aten.reshape.default"))
 PERMUTED = Rule(permuted)
 EXPANDED = Rule(expanded, with_output_shape(1))
+BROADCAST = Rule(broadcast)
 CHOSEN = Rule(chosen, _without_bounds)
 ITEM = Rule(item)
 CONCATENATED = Rule(concatenated)
