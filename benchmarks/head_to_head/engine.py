@@ -24,8 +24,8 @@ class Configuration:
     stage: int
     """The equivalent ZeRO stage."""
     policy: str
-    """Poplar: `exact`, `programme`, `paper`, `flops` or `even`. Peers: `even`, or `uneven`, which is
-    set manually."""
+    """Poplar: `exact`, `programme`, `paper`, `flops` or `even`. Peers: `even`, or `uneven` (set
+    manually)."""
     plan: Plan
     """Micro-batches and shares of the ranks that take part; peers use only the micro-batches."""
     ranks: tuple[int, ...]

@@ -154,7 +154,7 @@ def _given(control: Control, programme: Choice) -> Programme | None:
             return Programme.from_json(programme)
         if isinstance(programme, str) and programme not in ("auto", "never"):
             raise ValueError(
-                f"programme={programme!r} must be 'auto', 'never', a Programme or the Path of a file"
+                f"programme={programme!r} must be 'auto', 'never', a Programme or a Path of a file"
             )
         return programme if isinstance(programme, Programme) else None
 

@@ -1,0 +1,174 @@
+"""`distribute` trains by a programme or by the plan, and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks as harness
+import torch
+from ranks import Pool
+from test_programme_training import (
+    CLIP,
+    EXPERTS,
+    OPTIONS,
+    SAMPLES,
+    TASKS,
+    close,
+    experts_divided,
+    exported_loss,
+    global_batches,
+    new_model,
+    part_of,
+    train_in_one_process,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import poplar
+from poplar.planner.graph.programme import Programme
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x)
+
+
+class Branching(nn.Module):
+    """Its control flow depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if float(x.sum()) > -1e9 else x
+
+
+WITHOUT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "dropout": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), {}, "draws random"),
+    "branches": (Branching, {}, "torch.export failed"),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.BatchNorm1d(2), nn.Flatten()),
+        {"allow_batch_norm": True},
+        "the forward pass changes 1.",
+    ),
+    "never": (lambda: nn.Linear(8, 8), {"programme": "never"}, "programme='never'"),
+}
+
+
+def train_without(kind: str) -> tuple[str, bool, list[Tensor]]:
+    """The reason; whether there is a programme; the values after a step."""
+    new, options, _ = WITHOUT[kind]
+    torch.manual_seed(harness.rank())  # the first rank's values are used
+    model, batch = new(), torch.arange(6 * 8.0).reshape(6, 8) / 48
+    training = poplar.distribute(
+        model,
+        squares,
+        batch,
+        global_batch=6,
+        seconds=0.5,
+        cache=False,
+        progress=False,
+        process_group=harness.group(),
+        lr=1e-2,
+        **options,
+    )
+    start = training.plan.offset(harness.rank())
+    samples = training.plan.samples(harness.rank())
+    training.train_step(batch[start : start + samples] if samples else None, max_norm=1.0)
+    state = training.state_dict()
+    assert (state is None) == (harness.rank() != 0)
+    training.release()
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    return training.reason, training.programme is not None, values
+
+
+@pytest.mark.parametrize("kind", WITHOUT)
+def test_models_without_a_programme_are_trained_by_the_plan(ranks: Pool, kind: str) -> None:
+    by_rank = ranks.run(train_without, kind, ranks=2, timeout=120)
+    for reason, has_programme, values in by_rank:
+        assert not has_programme
+        assert WITHOUT[kind][2] in reason
+        assert reason == by_rank[0][0]
+        close(values, by_rank[0][2])
+
+
+def distributed(task: str, programme: Programme | Path) -> poplar.DistributedTraining:
+    torch.manual_seed(harness.rank())
+    model = new_model(task) if harness.rank() == 0 else TASKS[task][0](TASKS[task][1])
+    return poplar.distribute(
+        model,
+        TASKS[task][2],
+        {key: value[:2] for key, value in global_batches(task)[0].items()},
+        global_batch=SAMPLES,
+        programme=programme,
+        process_group=harness.group(),
+        **OPTIONS,
+    )
+
+
+def train(task: str, programme: Programme | Path) -> tuple[list[Any], list[Tensor]]:
+    training = distributed(task, programme)
+    results = []
+    for batch in global_batches(task):
+        own = part_of(batch, training.plan, harness.rank())
+        result = training.train_step(own, max_norm=CLIP)
+        results.append((result.loss, result.grad_norm, result.samples))
+    training.release()
+    return results, [p.detach().clone() for p in training.model.parameters()]
+
+
+@pytest.mark.parametrize("source", ["value", "file"])
+def test_a_given_programme_trains_as_one_process(ranks: Pool, tmp_path: Path, source: str) -> None:
+    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    path = tmp_path / "programme.json"
+    programme.to_json(path)
+    expected = train_in_one_process("mixture")
+    given = programme if source == "value" else path
+    for results, values in ranks.run(train, "mixture", given, ranks=2):
+        close(results, expected["results"])
+        close(values, [p.detach() for p in expected["values"].values()])
+
+
+def attempt(programmes: list[Any]) -> list[str]:
+    with harness.catching() as caught:
+        distributed("mixture", programmes[harness.rank()])
+    return [failure.message for failure in caught]
+
+
+def test_wrong_programmes_are_refused_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
+    exported = exported_loss("mixture", new_model("mixture"))
+    programme, other = (experts_divided(exported, ratios) for ratios in ((2, 1), (1, 1)))
+    encoder = experts_divided_of("encoder")
+    wrong = tmp_path / "plan.json"
+    poplar.Plan.even(2, 6, 3, stage=0).to_json(wrong)
+    cases = (
+        ([programme, other], "the ranks passed different programmes to distribute()"),
+        (["always", "always"], "programme='always' must be 'auto', 'never', a Programme or"),
+        ([wrong, wrong], f"{wrong} is not a programme"),
+        ([encoder, encoder], "Programme.placements must have the graph's node"),
+        ([replaced_ratios(programme)] * 2, "the programme is for 3 ranks, the group has 2"),
+    )
+    for programmes, expected in cases:
+        for (message,) in ranks.run(attempt, programmes, ranks=2):
+            assert expected in message
+
+
+def experts_divided_of(task: str) -> Programme:
+    from poplar.planner.synthesis.data_parallel import data_parallel
+
+    return data_parallel(exported_loss(task, new_model(task)).graph, (2, 1))
+
+
+def replaced_ratios(programme: Programme) -> Programme:
+    content = programme.to_dict()
+    return Programme.from_dict({**content, "ratios": [1, 1, 1]})
+
+
+def test_the_parameters_of_experts_are_those_of_the_model() -> None:
+    """The names in `EXPERTS`, by which the tests divide the mixture."""
+    assert EXPERTS.keys() <= dict(new_model("mixture").named_parameters()).keys()
