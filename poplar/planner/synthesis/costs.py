@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from poplar.planner.graph.graph import LEAVES, PARAMETER, Graph, TensorType
 from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
@@ -13,6 +14,25 @@ from poplar.planner.rules.strategy import Strategy, strategy_of
 
 _WITH_BACKWARD = 3.0
 """FLOPs of forward and backward, relative to forward: a product has two gradients."""
+
+
+class ProgrammeCosts(Protocol):
+    """Seconds of the parts of a programme, which are added up."""
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """Of the programme."""
+
+    def compute_seconds(self, pattern: Pattern, strategy: Strategy, *, trained: bool) -> float:
+        """Of a node at the slowest rank."""
+
+    def move_seconds(
+        self, kind: TensorType, source: Placement, target: Placement, *, trained: bool
+    ) -> float:
+        """Of a collective, and of its adjoint in the backward pass."""
+
+    def gradient_seconds(self, kind: TensorType, placement: Placement) -> float:
+        """Of a parameter's gradient and update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +125,7 @@ def trained_nodes(graph: Graph) -> frozenset[str]:
     return frozenset(trained)
 
 
-def programme_seconds(graph: Graph, programme: Programme, costs: Costs) -> float:
+def programme_seconds(graph: Graph, programme: Programme, costs: ProgrammeCosts) -> float:
     """Predicted seconds of one forward and backward pass.
 
     Args:

@@ -3,49 +3,77 @@
 A state says in which placements the tensors are that later nodes read. A parameter is placed by the
 first node that reads it. The bound of what is left is the fastest strategy of each node without any
 collective, so the first programme that is completed is the fastest one; `tests/unit/test_synthesis`
-compares it with exhaustive search. States that are slower than data parallelism are left out.
+compares it with exhaustive search. States that are slower than data parallelism are left out, and
+those with the placements of a state that is not slower and has more copies.
+
+With a width, of the states with the same number of placed nodes only the first ones are continued.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from poplar.planner.graph.graph import LEAVES, PARAMETER, Graph, Node
 from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement
 from poplar.planner.graph.programme import Programme
-from poplar.planner.rules.pattern import Pattern
-from poplar.planner.rules.registry import pattern_of, strategies_of
 from poplar.planner.rules.strategy import Strategy
 from poplar.planner.synthesis.composition import batch_placements, composed
-from poplar.planner.synthesis.costs import Costs, programme_seconds, trained_nodes
+from poplar.planner.synthesis.costs import ProgrammeCosts, programme_seconds
 from poplar.planner.synthesis.data_parallel import data_parallel
-from poplar.planner.synthesis.units import axis_units
-
-_Place = tuple[Placement, frozenset[Placement]]
-"""Placement of a tensor as it was computed, and those to which it was moved; those that cost
-nothing, parts of a replicated tensor, are left out."""
-_State = tuple[tuple[str, _Place], ...]
-"""Of the tensors that are still needed, by name."""
-
+from poplar.planner.synthesis.space import SearchSpace
 
 _ROUNDING = 1e-9
 """Relative difference of sums in another order."""
+_BITS = 8
+"""Of a placement's number."""
+_OWN = (1 << _BITS) - 1
+
+_Code = int
+"""Of a tensor: the number of the placement in which it was computed, and above `_BITS` one bit for
+each placement to which it was moved and in which a later node may read it. Parts of a replicated
+tensor cost nothing and are left out."""
+_State = tuple[_Code, ...]
+"""Of the tensors that are still needed, in the order of `_Step.live`."""
 
 
 class SearchTooLong(ValueError):
     """More states than the search may visit."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A strategy of a node and its seconds of compute."""
+class _Choice(NamedTuple):
+    """A strategy of a node, in numbers."""
 
     strategy: Strategy
     seconds: float
+    """Of compute, and of the gradients of parameters that this node reads first."""
+    output: int
+    targets: tuple[tuple[int, int], ...]
+    """By tensor that is read: its slot in the state before, and the placement's number."""
+    first: tuple[_Code, ...]
+    """Of leaves that this node reads first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What placing one node does to a state."""
+
+    node: Node
+    times: int
+    choices: Sequence[_Choice]
+    read: tuple[str, ...]
+    """Names by slot of the state before."""
+    masks: Mapping[int, int]
+    """By slot that is read: the bits of copies that later nodes may read."""
+    kept: tuple[int, ...]
+    """By tensor after the step: its slot in the state before, extended by first-read leaves and by
+    the output."""
+    equal: int
+    """Slot of the tensor whose placement the output must have; -1: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +96,11 @@ class FoundProgramme:
     """As `programme_seconds` predicts."""
     states: int
     """That the search visited."""
+    is_complete: bool = True
+    """Whether no state was left out because of the width."""
 
 
-def fastest_programme(graph: Graph, costs: Costs, limit: int = 200_000) -> FoundProgramme:
+def fastest_programme(graph: Graph, costs: ProgrammeCosts, limit: int = 200_000) -> FoundProgramme:
     """The programme with the fewest predicted seconds.
 
     Its loss is partial. If that is not possible, as for the square root of a sum, it is replicated:
@@ -84,139 +114,258 @@ def fastest_programme(graph: Graph, costs: Costs, limit: int = 200_000) -> Found
     Raises:
         SearchTooLong: `limit` was reached.
     """
-    search = _Search(graph, costs)
-    found = search.run(limit, PARTIAL) or search.run(limit, REPLICATED)
+    found = fastest_in(SearchSpace.of(graph), costs, limit=limit)
     if found is None:
         raise AssertionError("every node can be computed by all ranks")
     return found
 
 
+def fastest_in(
+    space: SearchSpace, costs: ProgrammeCosts, *, limit: int = 200_000, width: int | None = None
+) -> FoundProgramme | None:
+    """The fastest programme of a space, as `fastest_programme`.
+
+    Args:
+        space: the strategies to choose from.
+        costs: of the ranks, with the ratios of the programme.
+        limit: of the states to visit.
+        width: of the states with the same number of placed nodes to continue, those of the lowest
+            bounds; None: all.
+
+    Returns:
+        None if no programme of the space is as fast as data parallelism, or a width leaves it out.
+
+    Raises:
+        SearchTooLong: `limit` was reached.
+    """
+    search = _Search(space, costs, width)
+    return search.run(limit, PARTIAL) or search.run(limit, REPLICATED)
+
+
 class _Search:
-    def __init__(self, graph: Graph, costs: Costs) -> None:
-        self.graph, self.costs = graph, costs
-        self.nodes = [n for n in graph.nodes.values() if n.operator not in LEAVES]
-        self.trained = trained_nodes(graph)
-        patterns = {node.name: pattern_of(graph, node) for node in self.nodes}
-        units = axis_units(graph, patterns)
-        self.choices = [
-            list(self._choices(node, patterns[node.name], units[node.name])) for node in self.nodes
-        ]
+    def __init__(self, space: SearchSpace, costs: ProgrammeCosts, width: int | None) -> None:
+        self.space, self.costs, self.width = space, costs, width
+        self.graph, self.nodes = space.graph, space.nodes
+        self.placements: dict[str, dict[Placement, int]] = {}
+        """By tensor, numbers of its placements."""
+        self.of_number: dict[str, list[Placement]] = {}
+        self.moves: dict[tuple[str, int, int], float] = {}
+        self.steps = list(self._steps())
         self.bounds = [0.0] * (len(self.nodes) + 1)
         for index in reversed(range(len(self.nodes))):
-            fastest = min(choice.seconds for choice in self.choices[index])
+            fastest = min(choice.seconds for choice in self.steps[index].choices)
             self.bounds[index] = self.bounds[index + 1] + fastest
-        self.last_read = {
-            name: index for index, node in enumerate(self.nodes) for name in node.inputs
-        }
-        self.batch = batch_placements(graph)
-        known = data_parallel(graph, costs.ratios)
-        self.known = known.placements[graph.output], programme_seconds(graph, known, costs)
+        known = data_parallel(space.whole, costs.ratios)
+        seconds = programme_seconds(space.whole, known, costs)
+        self.known = known.placements[space.whole.output], seconds
+
+    def _number(self, name: str, placement: Placement) -> int:
+        numbers = self.placements.setdefault(name, {})
+        if placement not in numbers:
+            numbers[placement] = len(numbers)
+            self.of_number.setdefault(name, []).append(placement)
+        return numbers[placement]
+
+    def _steps(self) -> Iterator[_Step]:
+        carried = self.space.folded.carried
+        last_read = {n: index for index, node in enumerate(self.nodes) for n in node.inputs}
+        for index, node in enumerate(self.nodes):
+            if node.name in carried:
+                outer = carried[node.name]
+                last_read[outer] = max(index, last_read.get(outer, index))
+        last_read[self.graph.output] = len(self.nodes)
+        later = self._targets_of_later_nodes()
+        live = list(self.space.batch)
+        for name in live:
+            self._number(name, self.space.batch[name])
+        for index, node in enumerate(self.nodes):
+            read = dict.fromkeys(node.inputs)
+            first = [name for name in read if name not in live]
+            extended = [*live, *first, node.name]
+            slots = {name: slot for slot, name in enumerate(extended)}
+            choices = list(self._choices(node, slots, len(live)))
+            kept = [name for name in extended if last_read.get(name, -1) > index]
+            equal = slots[carried[node.name]] if node.name in carried else -1
+            yield _Step(
+                node=node,
+                times=self.space.folded.times(node.name),
+                choices=choices,
+                read=tuple(extended),
+                masks={slots[name]: later[index].get(name, 0) for name in read},
+                kept=tuple(slots[name] for name in kept),
+                equal=equal,
+            )
+            live = kept
+
+    def _targets_of_later_nodes(self) -> list[dict[str, int]]:
+        """By node: for the tensors that it reads, bits of what nodes after it may read."""
+        after: dict[str, int] = {}
+        masks: list[dict[str, int]] = []
+        for node in reversed(self.nodes):
+            masks.append({name: after.get(name, 0) for name in node.inputs})
+            for strategy in self.space.strategies[node.name]:
+                for name, target in zip(node.inputs, strategy.inputs, strict=True):
+                    if target is not None:
+                        bit = 1 << (_BITS + self._number(name, target))
+                        after[name] = after.get(name, 0) | bit
+        return masks[::-1]
+
+    def _choices(self, node: Node, slots: Mapping[str, int], live: int) -> Iterator[_Choice]:
+        pattern, is_trained = self.space.patterns[node.name], node.name in self.space.trained
+        times = self.space.folded.times
+        for strategy in self.space.strategies[node.name]:
+            targets = dict(zip(node.inputs, strategy.inputs, strict=True))
+            seconds = self.costs.compute_seconds(pattern, strategy, trained=is_trained)
+            seconds *= times(node.name)
+            first = []
+            for name, slot in slots.items():
+                if slot < live or name == node.name:
+                    continue
+                target, leaf = targets[name], self.graph.nodes[name]
+                if target is PARTIAL:
+                    break
+                own: Placement = REPLICATED
+                if leaf.operator == PARAMETER:
+                    own = REPLICATED if target is None else target
+                    seconds += times(name) * self.costs.gradient_seconds(leaf.output, own)
+                first.append(self._number(name, own))
+            else:
+                yield _Choice(
+                    strategy,
+                    seconds,
+                    self._number(node.name, strategy.output),
+                    tuple(
+                        (slots[name], self._number(name, target))
+                        for name, target in targets.items()
+                        if target is not None and slots[name] < live
+                    ),
+                    tuple(first),
+                )
 
     def run(self, limit: int, loss: Placement) -> FoundProgramme | None:
         """The fastest programme with such a loss; None if there is none."""
-        start: _State = tuple(
-            (name, (placement, frozenset())) for name, placement in self.batch.items()
-        )
+        batch = self.space.batch
+        start: _State = tuple(self._number(name, place) for name, place in batch.items())
         order = count()
         slowest = self.known[1] * (1.0 + _ROUNDING) if self.known[0] == loss else math.inf
         queue = [(self.bounds[0], next(order), _Visit(0.0, 0, start, None, None))]
-        visited: set[tuple[int, _State]] = set()
+        visited: list[dict[_State, list[_State]]] = [{} for _ in range(len(self.nodes) + 1)]
+        continued = [0] * (len(self.nodes) + 1)
+        is_complete, states = True, 0
         while queue:
             _, _, visit = heapq.heappop(queue)
-            if (visit.index, visit.state) in visited:
+            if self.width is not None and continued[visit.index] >= self.width:
+                is_complete = False
                 continue
-            visited.add((visit.index, visit.state))
+            if _is_dominated(visit.state, visited[visit.index]):
+                continue
+            continued[visit.index] += 1
+            states += 1
             if visit.index == len(self.nodes):
-                if dict(visit.state)[self.graph.output][0] == loss:
-                    return self._found(visit, len(visited))
+                if self.of_number[self.graph.output][visit.state[0] & _OWN] == loss:
+                    return self._found(visit, states, is_complete=is_complete)
                 continue
-            if len(visited) > limit:
+            if states > limit:
                 raise SearchTooLong(
                     f"no programme was completed with {limit} states; "
                     f"{visit.index} of {len(self.nodes)} nodes were placed"
                 )
+            remaining = self.bounds[visit.index + 1]
             for following in self._following(visit):
-                bound = following.seconds + self.bounds[following.index]
-                if bound <= slowest and (following.index, following.state) not in visited:
+                bound = following.seconds + remaining
+                if bound <= slowest:
                     # Of equal bounds, the one that has placed most nodes.
                     heapq.heappush(queue, (bound, -next(order), following))
         return None
 
-    def _choices(
-        self, node: Node, pattern: Pattern, units: Mapping[str, set[int]]
-    ) -> Iterator[_Choice]:
-        is_trained = node.name in self.trained
-        for strategy in strategies_of(self.graph, node, lambda axis: sorted(units[axis])):
-            seconds = self.costs.compute_seconds(pattern, strategy, trained=is_trained)
-            yield _Choice(strategy, seconds)
-
     def _following(self, visit: _Visit) -> Iterator[_Visit]:
-        node = self.nodes[visit.index]
-        for choice in self.choices[visit.index]:
-            places: dict[str, _Place] = dict(visit.state)
-            moved = self._move_inputs(node, choice.strategy, places)
-            if moved is None:
+        step = self.steps[visit.index]
+        state, live = visit.state, len(visit.state)
+        masks = step.masks
+        for choice in step.choices:
+            if step.equal >= 0:
+                outer = self.of_number[step.read[step.equal]][state[step.equal] & _OWN]
+                if outer != choice.strategy.output:
+                    continue
+            seconds = 0.0
+            codes = [*state, *choice.first, choice.output]
+            for slot, target in choice.targets:
+                code = codes[slot]
+                if code & _OWN == target or code >> (_BITS + target) & 1:
+                    continue
+                moved = self._move(step.read[slot], code & _OWN, target)
+                if moved < 0.0:
+                    continue
+                seconds += moved
+                codes[slot] = code | 1 << (_BITS + target)
+            if seconds == math.inf:
                 continue
-            places[node.name] = (choice.strategy.output, frozenset())
-            state = tuple(
-                (name, place)
-                for name, place in sorted(places.items(), key=lambda item: item[0])
-                if self.last_read.get(name, -1) > visit.index or name == self.graph.output
-            )
-            seconds = visit.seconds + choice.seconds + moved
-            yield _Visit(seconds, visit.index + 1, state, visit, choice.strategy)
+            for slot, mask in masks.items():
+                if slot < live:
+                    codes[slot] &= mask | _OWN
+            seconds = visit.seconds + choice.seconds + step.times * seconds
+            after = tuple([codes[slot] for slot in step.kept])
+            yield _Visit(seconds, visit.index + 1, after, visit, choice.strategy)
 
-    def _move_inputs(
-        self, node: Node, strategy: Strategy, places: dict[str, _Place]
-    ) -> float | None:
-        """Seconds of what the node needs to read its inputs, entered in `places`; None if they
-        cannot be read.
-        """
-        seconds = 0.0
-        for name, target in dict(zip(node.inputs, strategy.inputs, strict=True)).items():
-            source = self.graph.nodes[name]
-            if target is None:
-                continue
-            if name not in places:  # a leaf that no node has read yet
-                if target is PARTIAL:
-                    return None
-                if source.operator == PARAMETER:
-                    seconds += self.costs.gradient_seconds(source.output, target)
-                    places[name] = (target, frozenset())
-                else:
-                    places[name] = (REPLICATED, frozenset())
-            own, others = places[name]
-            if target == own:
-                continue
-            if target is PARTIAL or source.returns_list:
-                return None
-            if target in others or own is REPLICATED:
-                continue
-            seconds += self.costs.move_seconds(
-                source.output, own, target, trained=name in self.trained
-            )
-            places[name] = (own, others | {target})
-        return seconds
+    def _move(self, name: str, own: int, target: int) -> float:
+        """Seconds of a move; infinite: there is none; -1: a part of a replicated tensor."""
+        key = (name, own, target)
+        if key not in self.moves:
+            self.moves[key] = self._new_move(name, own, target)
+        return self.moves[key]
 
-    def _found(self, visit: _Visit, states: int) -> FoundProgramme:
-        chosen: dict[str, Strategy] = {}
+    def _new_move(self, name: str, own: int, target: int) -> float:
+        source, placed = self.graph.nodes[name], self.of_number[name]
+        if placed[target] is PARTIAL or source.returns_list:
+            return math.inf
+        if placed[own] is REPLICATED:
+            return -1.0
+        return self.costs.move_seconds(
+            source.output, placed[own], placed[target], trained=name in self.space.trained
+        )
+
+    def _found(self, visit: _Visit, states: int, *, is_complete: bool) -> FoundProgramme:
+        strategies: dict[str, Strategy] = {}
         step: _Visit | None = visit
         while step is not None and step.strategy is not None:
-            chosen[self.nodes[step.index - 1].name] = step.strategy
+            strategies[self.nodes[step.index - 1].name] = step.strategy
             step = step.before
-        chosen = {node.name: chosen[node.name] for node in self.nodes}
-        programme = composed(self.graph, self.costs.ratios, self._leaves(chosen), chosen)
-        return FoundProgramme(programme=programme, seconds=visit.seconds, states=states)
+        folded = self.space.folded
+        for name in list(strategies):
+            strategies |= dict.fromkeys(folded.members(name), strategies[name])
+        whole = self.space.whole
+        chosen = {name: strategies[name] for name in whole.nodes if name in strategies}
+        programme = composed(whole, self.costs.ratios, _leaves(whole, chosen), chosen)
+        seconds = visit.seconds
+        if folded.repetitions:
+            seconds = programme_seconds(whole, programme, self.costs)
+        return FoundProgramme(
+            programme=programme, seconds=seconds, states=states, is_complete=is_complete
+        )
 
-    def _leaves(self, chosen: Mapping[str, Strategy]) -> dict[str, Placement]:
-        """Placements of the leaves: parameters as their first reader needs them."""
-        leaves: dict[str, Placement] = {
-            name: REPLICATED for name, node in self.graph.nodes.items() if node.operator in LEAVES
-        }
-        leaves |= self.batch
-        first: dict[str, Placement] = {}
-        for name, strategy in chosen.items():
-            for source, target in zip(self.graph.nodes[name].inputs, strategy.inputs, strict=True):
-                if self.graph.nodes[source].operator == PARAMETER and target is not None:
-                    first.setdefault(source, target)
-        return leaves | first
+
+def _is_dominated(state: _State, known: dict[_State, list[_State]]) -> bool:
+    """Whether a state with these placements and at least these copies is known; else enter it.
+
+    States come in the order of their seconds.
+    """
+    same = known.setdefault(tuple([code & _OWN for code in state]), [])
+    for other in same:
+        if not any([code & ~more for code, more in zip(state, other, strict=True)]):
+            return True
+    same.append(state)
+    return False
+
+
+def _leaves(graph: Graph, chosen: Mapping[str, Strategy]) -> dict[str, Placement]:
+    """Placements of the leaves: parameters as their first reader needs them."""
+    leaves: dict[str, Placement] = {
+        name: REPLICATED for name, node in graph.nodes.items() if node.operator in LEAVES
+    }
+    leaves |= batch_placements(graph)
+    first: dict[str, Placement] = {}
+    for name, strategy in chosen.items():
+        for source, target in zip(graph.nodes[name].inputs, strategy.inputs, strict=True):
+            if graph.nodes[source].operator == PARAMETER and target is not None:
+                first.setdefault(source, target)
+    return leaves | first
