@@ -7,7 +7,7 @@ programme's loss, whose weight is 1: the loss is the sum over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from poplar.planner.graph.programme import Programme
 from poplar.spmd.divided_model import DividedModel
 from poplar.spmd.execution import Execution
 from poplar.spmd.exported_graph import ExportedLoss
+from poplar.training.divided_guard import DividedGuard
 from poplar.training.training import DistributedTraining
 from poplar.training.whole_state import WholeState
 from poplar.zero.step_result import StepResult
@@ -95,8 +96,8 @@ class ProgrammeTraining(DistributedTraining):
             **options,
         )
         self.optimizer.expect_artificial_data()
-        self._state = WholeState(self._divided, self.optimizer)
-        self._handles = [model.register_forward_pre_hook(_refuse_forward)]
+        self._guard = DividedGuard(model)
+        self._state = WholeState(self._divided, self.optimizer, self._guard)
 
     def train_step(self, batch: Any, *, max_norm: float | None = None) -> StepResult:
         loss = _ProgrammeLoss(self, batch)
@@ -183,8 +184,7 @@ class ProgrammeTraining(DistributedTraining):
     def release(self) -> None:
         self.optimizer.release()
         self._divided.restore()
-        for handle in self._handles:
-            handle.remove()
+        self._guard.remove()
 
 
 class _ProgrammeLoss:
@@ -199,10 +199,3 @@ class _ProgrammeLoss:
     def abort(self, error: Exception) -> None:
         """See `MicroBatchLoss.abort`."""
         self._training.abort(error)
-
-
-def _refuse_forward(module: nn.Module, args: Any) -> Callable[[], None] | None:
-    raise RuntimeError(
-        "the parameters of this model are divided over ranks by a programme, so its forward has no "
-        "meaning; call train_step() or evaluate() of the training, or release() it first"
-    )

@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.spmd.divided_model import DividedModel
+from poplar.training.divided_guard import DividedGuard
 from poplar.zero.agreement import run_on_all_ranks
 
 
 class WholeState:
     """Collects, loads and saves the state. All methods are collective."""
 
-    def __init__(self, divided: DividedModel, optimizer: HeteroZeroOptimizer) -> None:
-        self._divided, self._optimizer = divided, optimizer
+    def __init__(
+        self, divided: DividedModel, optimizer: HeteroZeroOptimizer, guard: DividedGuard
+    ) -> None:
+        self._divided, self._optimizer, self._guard = divided, optimizer, guard
         self._control = optimizer.control
         self._name_of = {id(p): name for name, p in divided.parameters.items()}
 
@@ -70,7 +73,9 @@ class WholeState:
 
     def _entries(self) -> Iterator[tuple[str, str | None, Tensor]]:
         """Of the model's state dict: key, name of the parameter (None: a buffer), own value."""
-        for key, value in self._divided.model.state_dict(keep_vars=True).items():
+        with self._guard.allowed():
+            state = self._divided.model.state_dict(keep_vars=True)
+        for key, value in state.items():
             yield key, self._name_of.get(id(value)), value.detach()
 
     def _optimized(self) -> list[tuple[str, nn.Parameter]]:

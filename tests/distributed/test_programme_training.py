@@ -299,6 +299,8 @@ def misuse(programme: Programme) -> list[str]:
     batch = global_batches("mixture")[0]
     attempts: list[Callable[[], Any]] = [
         lambda: TASKS["mixture"][2](training.model, batch),
+        lambda: training.model.state_dict(),
+        lambda: training.model.blocks.state_dict(),
         lambda: training.optimizer.save_model("model.safetensors"),
         lambda: poplar.save_checkpoint("checkpoint", optimizer=training.optimizer),
         lambda: HeteroZeroOptimizer(
@@ -322,6 +324,8 @@ def test_misuses_are_refused(ranks: Pool) -> None:
     programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
     expected = (
         "call train_step() or evaluate() of the training, or release() it first",
+        "model.state_dict() would have only this rank's parts",
+        "model.state_dict() would have only this rank's parts",
         "save_model(): every rank has a part of its own of 'blocks.0.mixture.experts.up'",
         "save_checkpoint() and load_checkpoint(): every rank has a part of its own",
         "local parameters need stage 1, got stage 2",
