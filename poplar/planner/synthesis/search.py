@@ -72,6 +72,8 @@ class _Step:
     kept: tuple[int, ...]
     """By tensor after the step: its slot in the state before, extended by first-read leaves and by
     the output."""
+    follows: bool
+    """Whether no input is moved if there is a choice without that."""
     equal: int
     """Slot of the tensor whose placement the output must have; -1: none."""
 
@@ -139,7 +141,10 @@ def fastest_in(
         SearchTooLong: `limit` was reached.
     """
     search = _Search(space, costs, width)
-    return search.run(limit, PARTIAL) or search.run(limit, REPLICATED)
+    found = search.run(limit, PARTIAL)
+    if found is None and search.known[0] is REPLICATED:
+        found = search.run(limit, REPLICATED)
+    return found
 
 
 class _Search:
@@ -193,6 +198,7 @@ class _Search:
                 read=tuple(extended),
                 masks={slots[name]: later[index].get(name, 0) for name in read},
                 kept=tuple(slots[name] for name in kept),
+                follows=node.name in self.space.followers,
                 equal=equal,
             )
             live = kept
@@ -278,8 +284,9 @@ class _Search:
                     heapq.heappush(queue, (bound, -next(order), following))
         return None
 
-    def _following(self, visit: _Visit) -> Iterator[_Visit]:
+    def _following(self, visit: _Visit) -> list[_Visit]:
         step = self.steps[visit.index]
+        found: list[tuple[float, _Visit]] = []
         state, live = visit.state, len(visit.state)
         masks = step.masks
         for choice in step.choices:
@@ -303,9 +310,13 @@ class _Search:
             for slot, mask in masks.items():
                 if slot < live:
                     codes[slot] &= mask | _OWN
-            seconds = visit.seconds + choice.seconds + step.times * seconds
             after = tuple([codes[slot] for slot in step.kept])
-            yield _Visit(seconds, visit.index + 1, after, visit, choice.strategy)
+            total = visit.seconds + choice.seconds + step.times * seconds
+            following = _Visit(total, visit.index + 1, after, visit, choice.strategy)
+            found.append((seconds, following))
+        if step.follows and any(seconds == 0.0 for seconds, _ in found):
+            return [following for seconds, following in found if seconds == 0.0]
+        return [following for _, following in found]
 
     def _move(self, name: str, own: int, target: int) -> float:
         """Seconds of a move; infinite: there is none; -1: a part of a replicated tensor."""

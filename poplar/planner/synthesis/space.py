@@ -1,13 +1,15 @@
 """What the search may choose from: the strategies of each node of a folded graph.
 
-Everything here is independent of costs. Large models are searched with four restrictions:
+Everything here is independent of costs. Large models are searched with these restrictions:
 
 - repeated blocks have the same strategies (`folding`);
 - only dimensions of samples and of large parameters are cut, with what they become in other tensors
   (`_useful_dims`): not tokens, for example, which are cut with no less communication than samples;
 - of several units, the largest one is used: heads are not cut where channels could be;
 - products are not computed by all ranks from partial values, and what depends neither on the batch
-  nor on parameters is computed by all ranks.
+  nor on parameters is computed by all ranks;
+- operators that compute little and return no more bytes than they read move none of their inputs if
+  they can read all of them where they are (`followers`): their output is moved instead.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class SearchSpace:
     batch: Mapping[str, Placement]
     """Placements of the batch's tensors."""
     trained: frozenset[str]
+    followers: frozenset[str]
+    """Nodes that move no inputs if they can read them where they are."""
 
     @classmethod
     def of(cls, graph: Graph, *, fold: bool = False, restricted: bool = False) -> SearchSpace:
@@ -81,6 +85,7 @@ class SearchSpace:
             strategies={node.name: tuple(dict.fromkeys(chosen(node))) for node in nodes},
             batch=batch_placements(small.graph),
             trained=trained_nodes(small.graph),
+            followers=frozenset(_followers(small.graph, patterns) if restricted else ()),
         )
 
     @property
@@ -94,10 +99,20 @@ def _is_useful(
 ) -> bool:
     if strategy.axis:
         return strategy.axis in axes
-    if PARTIAL not in strategy.inputs:
-        return True
-    largest = max(kind.numel for kind in (*graph.types(node), node.output))
-    return pattern.flops <= largest
+    return PARTIAL not in strategy.inputs or _is_light(graph, node, pattern)
+
+
+def _is_light(graph: Graph, node: Node, pattern: Pattern) -> bool:
+    """Whether a node computes no more than one operation for each element that it reads."""
+    return pattern.flops <= max(kind.numel for kind in (*graph.types(node), node.output))
+
+
+def _followers(graph: Graph, patterns: Mapping[str, Pattern]) -> Iterator[str]:
+    for name, pattern in patterns.items():
+        node = graph.nodes[name]
+        read = sum(kind.nbytes for kind in graph.types(node))
+        if _is_light(graph, node, pattern) and sum(kind.nbytes for kind in node.outputs) <= read:
+            yield name
 
 
 def _depending(graph: Graph) -> frozenset[str]:
