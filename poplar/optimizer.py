@@ -836,6 +836,15 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         self._first_loss.expect(loss_fn, where)
 
+    def expect_collectives_in_loss(self) -> None:
+        """The loss function calls collectives itself, in forward and backward; for integrations.
+
+        A rank may then be in one of them when others start a reduction, so no rank waits for
+        reductions before the end of a pass. What they receive is held until then. The loss function
+        has a method `abort(error)`, which is called if a pass of this rank fails.
+        """
+        self._engine.strategy.reductions.limit = len(self._engine.trained) + 1
+
     def expect_artificial_data(self) -> None:
         """Do not warn of the data and the mode of the model in the first step; for measurements."""
         self._has_stepped = True

@@ -96,6 +96,7 @@ class ProgrammeTraining(DistributedTraining):
             **options,
         )
         self.optimizer.expect_artificial_data()
+        self.optimizer.expect_collectives_in_loss()
         self._guard = DividedGuard(model)
         self._state = WholeState(self._divided, self.optimizer, self._guard)
 

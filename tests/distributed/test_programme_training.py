@@ -31,6 +31,7 @@ from poplar.spmd import local_execution
 from poplar.spmd.exported_graph import ExportedLoss, export_loss
 from poplar.training.data_parallel import DataParallelTraining
 from poplar.training.programme import ProgrammeTraining, sampling_plan
+from poplar.zero import unit
 
 RATIOS = ((2, 1), (4, 2, 1), (1, 0, 2))
 SAMPLES, STEPS = 6, 3
@@ -68,7 +69,11 @@ def exported_loss(task: str, model: nn.Module) -> ExportedLoss:
 
 
 def start(
-    task: str, programme: Programme, transport: str = "auto", seconds: float | None = None
+    task: str,
+    programme: Programme,
+    transport: str = "auto",
+    seconds: float | None = None,
+    **options: Any,
 ) -> ProgrammeTraining:
     model = new_model(task)
     timeout = None if seconds is None else timedelta(seconds=seconds)
@@ -84,6 +89,7 @@ def start(
         process_group=group,
         timeout=timeout,
         **OPTIONS,
+        **options,
     )
 
 
@@ -213,6 +219,21 @@ def test_the_state_loads_under_other_programmes_and_plans(
     expected = [p.detach() for p in train_in_one_process("mixture")["values"].values()]
     for got in ranks.run(resume, "mixture", programme, other, ranks=2):
         close(got, expected)
+
+
+def train_with_many_reductions(programme: Programme) -> tuple[float, ...]:
+    with mock.patch.object(unit, "MAX_FLAT_BYTES", 1 << 10):
+        training = start("mixture", programme, "process_group", communicator="process_group")
+    batches = [part_of(b, training.plan, harness.rank()) for b in global_batches("mixture")]
+    return tuple(training.train_step(batch, max_norm=CLIP).loss for batch in batches)
+
+
+def test_reductions_do_not_wait_for_ranks_that_are_in_the_loss(ranks: Pool) -> None:
+    """A rank that learns of a reduction later is in a collective of the backward until then."""
+    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1, 1))
+    expected = [loss for loss, _, _ in train_in_one_process("mixture")["results"]]
+    for losses in ranks.run(train_with_many_reductions, programme, ranks=3):
+        close(list(losses), expected)
 
 
 def load_wrong_states(programme: Programme) -> list[str]:
