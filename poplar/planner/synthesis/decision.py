@@ -162,7 +162,9 @@ def plan_programme(
     limit = known.step_seconds * (1.0 - margin)
     if best is not None and best.seconds >= limit:
         reason = "no programme is predicted to be faster than data parallelism by more than "
-        reason += f"{100 * margin:.0f} %: the fastest takes {best.seconds / known.step_seconds:.2f} "
+        reason += (
+            f"{100 * margin:.0f} %: the fastest takes {best.seconds / known.step_seconds:.2f} "
+        )
         reason += "of its time"
     is_chosen = best is not None and best.seconds < limit
     if best is None or not is_chosen:
@@ -284,8 +286,7 @@ def _groups(
         key = re.sub(r"\d+", "*", source), programme.placements[node.name]
         members.setdefault(key, []).append(node.name)
     sizes = {
-        key: sum(graph.nodes[name].output.numel for name in names)
-        for key, names in members.items()
+        key: sum(graph.nodes[name].output.numel for name in names) for key, names in members.items()
     }
     for key in sorted(members, key=lambda key: -sizes[key]):
         name, placement = key
@@ -353,4 +354,3 @@ def _nearest(
             seen.update(near)
         level = following
     return []
-

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 from poplar.planner.graph.graph import LEAVES, Graph, Node, Reference
@@ -43,15 +44,15 @@ class FoldedGraph:
 
 
 class _Run(NamedTuple):
-    """`count` repetitions of `length` nodes, of which the first is node number `first`."""
+    """`times` repetitions of `length` nodes, of which the first is node number `first`."""
 
     first: int
     length: int
-    count: int
+    times: int
 
     @property
     def saved(self) -> int:
-        return self.length * (self.count - 1)
+        return self.length * (self.times - 1)
 
 
 _Alike: TypeAlias = tuple[dict[str, list[str]], dict[str, str]]
@@ -139,7 +140,7 @@ def _alike(graph: Graph, nodes: Sequence[Node], run: _Run, known: FoldedGraph) -
                     return None
                 continue
             places = [place[name] for name in reads]
-            steps = {b - a for a, b in zip(places[1:], places[2:], strict=False)} or {length}
+            steps = {b - a for a, b in pairwise(places[1:])} or {length}
             if places[0] >= first and {places[1] - places[0], *steps} == {length}:
                 continue  # of its own repetition
             if set(places) == {places[0]} and places[0] < first:

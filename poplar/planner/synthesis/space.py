@@ -124,9 +124,7 @@ def _depending(graph: Graph) -> frozenset[str]:
     return frozenset(depending)
 
 
-def _useful_axes(
-    folded: FoldedGraph, patterns: Mapping[str, Pattern]
-) -> dict[str, frozenset[str]]:
+def _useful_axes(folded: FoldedGraph, patterns: Mapping[str, Pattern]) -> dict[str, frozenset[str]]:
     """By node, the axes that are dimensions of samples or of large parameters."""
     graph = folded.graph
     groups = _Groups()

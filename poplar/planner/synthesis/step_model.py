@@ -56,7 +56,9 @@ def parts_of(units: int, ratios: tuple[int, ...]) -> tuple[float, ...]:
     if units == EVEN:
         return (1.0 / len(ratios),) * len(ratios)
     bounds = cut(units, ratios)
-    return tuple((after - before) / units for before, after in zip(bounds, bounds[1:], strict=False))
+    return tuple(
+        (after - before) / units for before, after in zip(bounds, bounds[1:], strict=False)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,11 @@ class ClusterCosts:
 
 
 def transfer_seconds(
-    links: ActivationLinks, transfer: Transfer, ratios: tuple[int, ...], nbytes: float, calls: int = 1
+    links: ActivationLinks,
+    transfer: Transfer,
+    ratios: tuple[int, ...],
+    nbytes: float,
+    calls: int = 1,
 ) -> float:
     """Seconds of collectives on so many bytes together."""
     sides = [parts_of(units, ratios) for units in transfer.units]
@@ -247,9 +253,7 @@ class StepModel:
         residual = self.cluster.network.step_seconds[_STAGE]
         return StepSeconds(compute, moved, exposed, max(0.0, optimizer + gathered + residual))
 
-    def _compute(
-        self, terms: StepTerms, ratios: tuple[int, ...], seconds: RankSeconds
-    ) -> float:
+    def _compute(self, terms: StepTerms, ratios: tuple[int, ...], seconds: RankSeconds) -> float:
         return math.fsum(
             seconds.slowest(parts_of(units, ratios)) * work / self.work
             for units, work in terms.work.items()
