@@ -88,14 +88,21 @@ def test_blocks_that_are_read_later_are_kept_apart():
 @pytest.mark.parametrize("samples", [2, 6, 64])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("model", [Blocks, Chain])
-def test_folded_blocks_are_planned_as_all_blocks(model, count, samples, speed):
+def test_folded_blocks_are_planned_as_all_blocks_that_are_placed_alike(model, count, samples, speed):
     graph = graph_of(model, count, samples)
     costs = Costs(
         ratios=(2, 1), flops_per_second=(2e6, 1e6), bytes_per_second=speed, latency_seconds=1e-5
     )
     every = fastest_in(SearchSpace.of(graph), costs)
     once = fastest_in(SearchSpace.of(graph, fold=True), costs)
-    assert once.seconds == pytest.approx(every.seconds)
+    placements = every.programme.placements
+    found = folded(graph)
+    are_alike = all(
+        len({placements[member] for member in group}) == 1 for group in found.repetitions.values()
+    ) and all(placements[one] == placements[other] for one, other in found.carried.items())
+    if are_alike:
+        assert once.seconds == pytest.approx(every.seconds)
+    assert once.seconds >= every.seconds * (1 - 1e-9)
     assert once.seconds == pytest.approx(programme_seconds(graph, once.programme, costs))
     assert once.states <= every.states
 

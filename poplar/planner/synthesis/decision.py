@@ -161,8 +161,9 @@ def plan_programme(
     best, reason = search.best() if plan.world_size > 1 else (None, "there is only one rank")
     limit = known.step_seconds * (1.0 - margin)
     if best is not None and best.seconds >= limit:
-        reason = "no programme is predicted to be faster than data parallelism by more than "
-        reason += (
+        part = best.seconds / known.step_seconds
+        reason = (
+            "no programme is predicted to be faster than data parallelism by more than "
             f"{100 * margin:.0f} %: the fastest takes {best.seconds / known.step_seconds:.2f} "
         )
         reason += "of its time"
@@ -341,7 +342,7 @@ def _nearest(
     sharded: set[str],
     readers: Mapping[str, tuple[Node, ...]] | None = None,
 ) -> list[str]:
-    """Sharded parameters that are read by the nearest nodes before or, with `readers`, after some."""
+    """Sharded parameters of the nearest nodes before some, or, with `readers`, after them."""
     seen, level = set(start), start
     while level:
         found = [name for node in level for name in graph.nodes[node].inputs if name in sharded]

@@ -2,9 +2,10 @@
 
 A block is a run of nodes with the same operators, shapes and attributes as the run before it. It
 reads its own parameters, which have equal shapes in all repetitions, what the repetition before it
-computed, and tensors from before all of them. All repetitions get the strategies of the first one.
-So what a block hands on to the next one must be placed as what the first one was given
-(`Fold.carried`). This restriction leaves out programmes that place equal blocks differently.
+computed, and tensors from before all of them. All repetitions get the strategies of the first one,
+which leaves out programmes that place equal blocks differently. What a block hands on may be placed
+in another way than what the first one was given (`FoldedGraph.carried`): collectives between blocks
+are counted for both.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class FoldedGraph:
     """By node that stands for several ones, leaves included: their names in the whole graph, its
     own first."""
     carried: Mapping[str, str]
-    """By node: the one that must have the same placement, because a repetition reads the one and
-    the next repetition reads the other in its place."""
+    """By node that a repetition hands on: what the first repetition reads in its place. All its
+    readers in the block are before the node."""
 
     def times(self, name: str) -> int:
         """How many nodes of the whole graph a node stands for."""
@@ -149,7 +150,7 @@ def _alike(graph: Graph, nodes: Sequence[Node], run: _Run, known: FoldedGraph) -
             is_handed_on = first <= places[1] < first + length and steps == {length}
             if not is_handed_on or places[0] >= first:
                 return None
-            if carried.setdefault(given.name, reads[0]) != reads[0]:
+            if at > places[1] or carried.setdefault(given.name, reads[0]) != reads[0]:
                 return None
     for own in leaves.values():
         if len(set(own)) not in (1, count) or any(known.times(name) > 1 for name in own):
@@ -165,7 +166,7 @@ def _alike(graph: Graph, nodes: Sequence[Node], run: _Run, known: FoldedGraph) -
                 return None
             if name in separate:
                 return None
-    if first <= place[graph.output] < end:
+    if first <= place[graph.output] < end or len(set(carried.values())) < len(carried):
         return None
     if set(carried).intersection(known.carried) or set(carried.values()).intersection(
         known.carried

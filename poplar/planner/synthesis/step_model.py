@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from poplar.plan import Plan
@@ -56,9 +57,7 @@ def parts_of(units: int, ratios: tuple[int, ...]) -> tuple[float, ...]:
     if units == EVEN:
         return (1.0 / len(ratios),) * len(ratios)
     bounds = cut(units, ratios)
-    return tuple(
-        (after - before) / units for before, after in zip(bounds, bounds[1:], strict=False)
-    )
+    return tuple((after - before) / units for before, after in pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,7 @@ class StepModel:
     def samples(self, ratios: tuple[int, ...]) -> tuple[int, ...]:
         """Of each rank."""
         bounds = cut(self.global_batch, ratios)
-        return tuple(after - before for before, after in zip(bounds, bounds[1:], strict=False))
+        return tuple(after - before for before, after in pairwise(bounds))
 
     def costs(self, ratios: tuple[int, ...], replicated: float = 1.0) -> ClusterCosts:
         """Costs for the search.
