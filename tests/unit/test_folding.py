@@ -88,7 +88,9 @@ def test_blocks_that_are_read_later_are_kept_apart():
 @pytest.mark.parametrize("samples", [2, 6, 64])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("model", [Blocks, Chain])
-def test_folded_blocks_are_planned_as_all_blocks_that_are_placed_alike(model, count, samples, speed):
+def test_folded_blocks_are_planned_as_all_blocks_that_are_placed_alike(
+    model, count, samples, speed
+):
     graph = graph_of(model, count, samples)
     costs = Costs(
         ratios=(2, 1), flops_per_second=(2e6, 1e6), bytes_per_second=speed, latency_seconds=1e-5

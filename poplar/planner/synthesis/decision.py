@@ -164,9 +164,8 @@ def plan_programme(
         part = best.seconds / known.step_seconds
         reason = (
             "no programme is predicted to be faster than data parallelism by more than "
-            f"{100 * margin:.0f} %: the fastest takes {best.seconds / known.step_seconds:.2f} "
+            f"{100 * margin:.0f} %: the fastest takes {part:.2f} of its time"
         )
-        reason += "of its time"
     is_chosen = best is not None and best.seconds < limit
     if best is None or not is_chosen:
         return ProgrammeDecision(
@@ -213,7 +212,12 @@ class _Turns:
         """The fastest programme that fits, and why there is none."""
         best: _Candidate | None = None
         reason = "no programme fits the memory of every rank with the whole batch in one pass"
-        ratios, replicated = self._measured(self.start), 1.0
+        ratios, replicated = self._measured(), 1.0
+        if ratios is None:
+            return None, (
+                f"a programme computes the whole batch of {self.model.global_batch} samples in one "
+                "pass, and the largest passes that were measured on all ranks have fewer together"
+            )
         for _ in range(_MAX_TURNS):
             programme = self._fastest(ratios, replicated)
             if programme is None:
@@ -229,18 +233,21 @@ class _Turns:
                 best = _Candidate(_with_ratios(programme, better), terms, seconds)
             if gain < _SMALLEST_GAIN:
                 break
-            settled = (ratios, replicated) == (better, terms.replicated_fraction)
-            ratios, replicated = better, terms.replicated_fraction
-            if settled:
+            if (ratios, replicated) == (better, terms.replicated_fraction):
                 break
+            ratios, replicated = better, terms.replicated_fraction
         return best, reason
 
-    def _measured(self, samples: tuple[int, ...]) -> tuple[int, ...]:
-        """Ratios whose passes were all measured: a plan may have several passes per step."""
+    def _measured(self) -> tuple[int, ...] | None:
+        """The plan's samples, moved to other ranks where no pass of so many was measured: a plan
+        may have several passes per step. None: one pass cannot take the whole batch.
+        """
         most = [device.max_batch for device in self.model.cluster.devices]
-        if all(own <= bound for own, bound in zip(samples, most, strict=True)):
-            return samples
-        return tuple(min(own, bound) for own, bound in zip(samples, most, strict=True))
+        samples = [min(own, bound) for own, bound in zip(self.start, most, strict=True)]
+        for rank, bound in enumerate(most):
+            missing = self.model.global_batch - sum(samples)
+            samples[rank] += min(missing, bound - samples[rank])
+        return tuple(samples) if sum(samples) == self.model.global_batch else None
 
     def _fastest(self, ratios: tuple[int, ...], replicated: float) -> Programme | None:
         costs = self.model.costs(ratios, replicated)

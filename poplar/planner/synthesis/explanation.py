@@ -61,7 +61,9 @@ def _group_lines(groups: tuple[ParameterGroup, ...]) -> Iterator[str]:
     others = [group for group in groups if group not in sharded]
     if others:
         numel = format_count(sum(group.numel for group in others))
-        yield f"{sum(group.count for group in others)} parameters ({numel} elements) are replicated"
+        count = sum(group.count for group in others)
+        verb = "parameter is" if count == 1 else "parameters are"
+        yield f"{count} {verb} replicated ({numel} elements)"
 
 
 def _several(group: ParameterGroup) -> str:
