@@ -294,6 +294,7 @@ def test_activations_that_outweigh_gradients_are_data_parallel(task, samples):
         plan = plan_of((samples * 2 // 3, samples // 3))
         found = plan_programme(graph, cluster_of(graph, bytes_per_second=bandwidth), plan)
         assert found.programme is None
+        assert found.is_complete
         assert found.step_seconds == found.data_parallel_seconds
         assert "data parallelism" in explain_programme(found)
 
