@@ -96,6 +96,8 @@ class Graph:
     nodes: Mapping[str, Node]
     output: str
     """The node that is the loss."""
+    derived: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """By node, what was derived from it: its pattern."""
 
     def __post_init__(self) -> None:
         known: set[str] = set()

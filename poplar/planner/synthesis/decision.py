@@ -30,10 +30,10 @@ _MAX_TURNS = 3
 """Of programme and ratios."""
 _SMALLEST_GAIN = 1e-3
 """Relative gain of a turn after which there is another one."""
-_WIDTH = 200
-"""States with the same number of placed nodes that the search continues. Enough to search the
-encoder, ViT and VGG of the examples completely."""
-_MAX_STATES = 20_000
+_MAX_STATES = 25_000
+"""That a search continues, divided evenly over the numbers of placed nodes. Enough to search the
+encoder, ViT and VGG of the examples completely; the mixture of experts is not. A search of so many
+takes about 0.3 s on a core."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,9 +161,11 @@ def plan_programme(
     best, reason = search.best() if plan.world_size > 1 else (None, "there is only one rank")
     limit = known.step_seconds * (1.0 - margin)
     if best is not None and best.seconds >= limit:
-        reason = "no programme is predicted to be faster than data parallelism by more than "
-        reason += f"{100 * margin:.0f} %: the fastest takes {best.seconds / known.step_seconds:.2f} "
-        reason += "of its time"
+        part = best.seconds / known.step_seconds
+        reason = (
+            "no programme is predicted to be faster than data parallelism by more than "
+            f"{100 * margin:.0f} %: the fastest takes {part:.2f} of its time"
+        )
     is_chosen = best is not None and best.seconds < limit
     if best is None or not is_chosen:
         return ProgrammeDecision(
@@ -210,7 +212,12 @@ class _Turns:
         """The fastest programme that fits, and why there is none."""
         best: _Candidate | None = None
         reason = "no programme fits the memory of every rank with the whole batch in one pass"
-        ratios, replicated = self._measured(self.start), 1.0
+        ratios, replicated = self._measured(), 1.0
+        if ratios is None:
+            return None, (
+                f"a programme computes the whole batch of {self.model.global_batch} samples in one "
+                "pass, and the largest passes that were measured on all ranks have fewer together"
+            )
         for _ in range(_MAX_TURNS):
             programme = self._fastest(ratios, replicated)
             if programme is None:
@@ -226,25 +233,29 @@ class _Turns:
                 best = _Candidate(_with_ratios(programme, better), terms, seconds)
             if gain < _SMALLEST_GAIN:
                 break
-            settled = (ratios, replicated) == (better, terms.replicated_fraction)
-            ratios, replicated = better, terms.replicated_fraction
-            if settled:
+            if (ratios, replicated) == (better, terms.replicated_fraction):
                 break
+            ratios, replicated = better, terms.replicated_fraction
         return best, reason
 
-    def _measured(self, samples: tuple[int, ...]) -> tuple[int, ...]:
-        """Ratios whose passes were all measured: a plan may have several passes per step."""
+    def _measured(self) -> tuple[int, ...] | None:
+        """The plan's samples, moved to other ranks where no pass of so many was measured: a plan
+        may have several passes per step. None: one pass cannot take the whole batch.
+        """
         most = [device.max_batch for device in self.model.cluster.devices]
-        if all(own <= bound for own, bound in zip(samples, most, strict=True)):
-            return samples
-        return tuple(min(own, bound) for own, bound in zip(samples, most, strict=True))
+        samples = [min(own, bound) for own, bound in zip(self.start, most, strict=True)]
+        for rank, bound in enumerate(most):
+            missing = self.model.global_batch - sum(samples)
+            samples[rank] += min(missing, bound - samples[rank])
+        return tuple(samples) if sum(samples) == self.model.global_batch else None
 
     def _fastest(self, ratios: tuple[int, ...], replicated: float) -> Programme | None:
         costs = self.model.costs(ratios, replicated)
         if not all(map(math.isfinite, costs.compute.whole)):
             return None
         try:
-            found = fastest_in(self.space, costs, limit=_MAX_STATES, width=_WIDTH)
+            width = _MAX_STATES // len(self.space.nodes)
+            found = fastest_in(self.space, costs, limit=2 * _MAX_STATES, width=width)
         except SearchTooLong:
             found = None
         if found is None:
@@ -284,8 +295,7 @@ def _groups(
         key = re.sub(r"\d+", "*", source), programme.placements[node.name]
         members.setdefault(key, []).append(node.name)
     sizes = {
-        key: sum(graph.nodes[name].output.numel for name in names)
-        for key, names in members.items()
+        key: sum(graph.nodes[name].output.numel for name in names) for key, names in members.items()
     }
     for key in sorted(members, key=lambda key: -sizes[key]):
         name, placement = key
@@ -340,7 +350,7 @@ def _nearest(
     sharded: set[str],
     readers: Mapping[str, tuple[Node, ...]] | None = None,
 ) -> list[str]:
-    """Sharded parameters that are read by the nearest nodes before or, with `readers`, after some."""
+    """Sharded parameters of the nearest nodes before some, or, with `readers`, after them."""
     seen, level = set(start), start
     while level:
         found = [name for node in level for name in graph.nodes[node].inputs if name in sharded]
@@ -353,4 +363,3 @@ def _nearest(
             seen.update(near)
         level = following
     return []
-

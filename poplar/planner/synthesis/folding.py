@@ -2,15 +2,17 @@
 
 A block is a run of nodes with the same operators, shapes and attributes as the run before it. It
 reads its own parameters, which have equal shapes in all repetitions, what the repetition before it
-computed, and tensors from before all of them. All repetitions get the strategies of the first one.
-So what a block hands on to the next one must be placed as what the first one was given
-(`Fold.carried`). This restriction leaves out programmes that place equal blocks differently.
+computed, and tensors from before all of them. All repetitions get the strategies of the first one,
+which leaves out programmes that place equal blocks differently. What a block hands on may be placed
+in another way than what the first one was given (`FoldedGraph.carried`): collectives between blocks
+are counted for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 from poplar.planner.graph.graph import LEAVES, Graph, Node, Reference
@@ -30,8 +32,8 @@ class FoldedGraph:
     """By node that stands for several ones, leaves included: their names in the whole graph, its
     own first."""
     carried: Mapping[str, str]
-    """By node: the one that must have the same placement, because a repetition reads the one and
-    the next repetition reads the other in its place."""
+    """By node that a repetition hands on: what the first repetition reads in its place. All its
+    readers in the block are before the node."""
 
     def times(self, name: str) -> int:
         """How many nodes of the whole graph a node stands for."""
@@ -43,15 +45,15 @@ class FoldedGraph:
 
 
 class _Run(NamedTuple):
-    """`count` repetitions of `length` nodes, of which the first is node number `first`."""
+    """`times` repetitions of `length` nodes, of which the first is node number `first`."""
 
     first: int
     length: int
-    count: int
+    times: int
 
     @property
     def saved(self) -> int:
-        return self.length * (self.count - 1)
+        return self.length * (self.times - 1)
 
 
 _Alike: TypeAlias = tuple[dict[str, list[str]], dict[str, str]]
@@ -139,7 +141,7 @@ def _alike(graph: Graph, nodes: Sequence[Node], run: _Run, known: FoldedGraph) -
                     return None
                 continue
             places = [place[name] for name in reads]
-            steps = {b - a for a, b in zip(places[1:], places[2:], strict=False)} or {length}
+            steps = {b - a for a, b in pairwise(places[1:])} or {length}
             if places[0] >= first and {places[1] - places[0], *steps} == {length}:
                 continue  # of its own repetition
             if set(places) == {places[0]} and places[0] < first:
@@ -148,7 +150,7 @@ def _alike(graph: Graph, nodes: Sequence[Node], run: _Run, known: FoldedGraph) -
             is_handed_on = first <= places[1] < first + length and steps == {length}
             if not is_handed_on or places[0] >= first:
                 return None
-            if carried.setdefault(given.name, reads[0]) != reads[0]:
+            if at > places[1] or carried.setdefault(given.name, reads[0]) != reads[0]:
                 return None
     for own in leaves.values():
         if len(set(own)) not in (1, count) or any(known.times(name) > 1 for name in own):
@@ -164,7 +166,7 @@ def _alike(graph: Graph, nodes: Sequence[Node], run: _Run, known: FoldedGraph) -
                 return None
             if name in separate:
                 return None
-    if first <= place[graph.output] < end:
+    if first <= place[graph.output] < end or len(set(carried.values())) < len(carried):
         return None
     if set(carried).intersection(known.carried) or set(carried.values()).intersection(
         known.carried

@@ -121,7 +121,9 @@ def _lines(
 def _rounded(parts: Sequence[float], most: Sequence[int], total: int) -> tuple[int, ...]:
     """Whole samples within the bounds, by largest remainder."""
     exact = [part * total for part in parts]
-    samples = [min(bound, math.floor(value + 1e-9)) for value, bound in zip(exact, most, strict=True)]
+    samples = [
+        min(bound, math.floor(value + 1e-9)) for value, bound in zip(exact, most, strict=True)
+    ]
     while (missing := total - sum(samples)) > 0:
         room = [rank for rank, own in enumerate(samples) if own < most[rank]]
         if not room:

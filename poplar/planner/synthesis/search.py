@@ -32,11 +32,15 @@ _ROUNDING = 1e-9
 _BITS = 8
 """Of a placement's number."""
 _OWN = (1 << _BITS) - 1
+_NOTED = 40
+"""Position of the first bit for a placement that a folded block reads."""
+_IDENTITY = _OWN | ~((1 << _NOTED) - 1)
 
 _Code = int
 """Of a tensor: the number of the placement in which it was computed, and above `_BITS` one bit for
 each placement to which it was moved and in which a later node may read it. Parts of a replicated
-tensor cost nothing and are left out."""
+tensor cost nothing and are left out. From `_NOTED` on, one bit for each placement in which a folded
+block has read it: the next repetitions need these of the tensor that they read in its place."""
 _State = tuple[_Code, ...]
 """Of the tensors that are still needed, in the order of `_Step.live`."""
 
@@ -74,8 +78,11 @@ class _Step:
     the output."""
     follows: bool
     """Whether no input is moved if there is a choice without that."""
-    equal: int
-    """Slot of the tensor whose placement the output must have; -1: none."""
+    noted: Mapping[int, int]
+    """By slot of a tensor that only the first repetition of the node reads: how many times."""
+    handed: tuple[int, int] | None
+    """If the output is handed on to the next repetition of its block: the slot of what the first
+    repetition reads in its place, and how many repetitions read the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +180,7 @@ class _Search:
 
     def _steps(self) -> Iterator[_Step]:
         carried = self.space.folded.carried
+        places = {node.name: index for index, node in enumerate(self.nodes)}
         last_read = {n: index for index, node in enumerate(self.nodes) for n in node.inputs}
         for index, node in enumerate(self.nodes):
             if node.name in carried:
@@ -190,16 +198,26 @@ class _Search:
             slots = {name: slot for slot, name in enumerate(extended)}
             choices = list(self._choices(node, slots, len(live)))
             kept = [name for name in extended if last_read.get(name, -1) > index]
-            equal = slots[carried[node.name]] if node.name in carried else -1
+            times = self.space.folded.times
+            handed = None
+            if node.name in carried:
+                outer = carried[node.name]
+                handed = slots[outer], times(node.name) - times(outer)
+            first_only = {
+                outer
+                for inner, outer in carried.items()
+                if outer in read and index <= places[inner] and times(node.name) > times(outer)
+            }
             yield _Step(
                 node=node,
-                times=self.space.folded.times(node.name),
+                times=times(node.name),
                 choices=choices,
                 read=tuple(extended),
                 masks={slots[name]: later[index].get(name, 0) for name in read},
                 kept=tuple(slots[name] for name in kept),
                 follows=node.name in self.space.followers,
-                equal=equal,
+                noted={slots[name]: times(name) for name in first_only},
+                handed=handed,
             )
             live = kept
 
@@ -290,33 +308,47 @@ class _Search:
         state, live = visit.state, len(visit.state)
         masks = step.masks
         for choice in step.choices:
-            if step.equal >= 0:
-                outer = self.of_number[step.read[step.equal]][state[step.equal] & _OWN]
-                if outer != choice.strategy.output:
-                    continue
             seconds = 0.0
             codes = [*state, *choice.first, choice.output]
             for slot, target in choice.targets:
                 code = codes[slot]
+                if slot in step.noted:
+                    code |= 1 << (_NOTED + target)
+                    codes[slot] = code
                 if code & _OWN == target or code >> (_BITS + target) & 1:
                     continue
                 moved = self._move(step.read[slot], code & _OWN, target)
                 if moved < 0.0:
                     continue
-                seconds += moved
+                seconds += step.noted.get(slot, step.times) * moved
                 codes[slot] = code | 1 << (_BITS + target)
+            own_moves = seconds
+            if step.handed is not None:
+                slot, repetitions = step.handed
+                seconds += repetitions * self._handed_on(step, codes[slot], slot, choice)
+                codes[slot] &= (1 << _NOTED) - 1
             if seconds == math.inf:
                 continue
             for slot, mask in masks.items():
                 if slot < live:
-                    codes[slot] &= mask | _OWN
+                    codes[slot] &= mask | _IDENTITY
             after = tuple([codes[slot] for slot in step.kept])
-            total = visit.seconds + choice.seconds + step.times * seconds
+            total = visit.seconds + choice.seconds + seconds
             following = _Visit(total, visit.index + 1, after, visit, choice.strategy)
-            found.append((seconds, following))
+            found.append((own_moves, following))
         if step.follows and any(seconds == 0.0 for seconds, _ in found):
             return [following for seconds, following in found if seconds == 0.0]
         return [following for _, following in found]
+
+    def _handed_on(self, step: _Step, code: _Code, slot: int, choice: _Choice) -> float:
+        """Seconds in which the output is moved to where the next repetition reads it."""
+        seconds, outer = 0.0, step.read[slot]
+        for number, placement in enumerate(self.of_number[outer]):
+            if code >> (_NOTED + number) & 1 and placement != choice.strategy.output:
+                target = self._number(step.node.name, placement)
+                moved = self._move(step.node.name, choice.output, target)
+                seconds += max(0.0, moved)
+        return seconds
 
     def _move(self, name: str, own: int, target: int) -> float:
         """Seconds of a move; infinite: there is none; -1: a part of a replicated tensor."""
@@ -360,9 +392,9 @@ def _is_dominated(state: _State, known: dict[_State, list[_State]]) -> bool:
 
     States come in the order of their seconds.
     """
-    same = known.setdefault(tuple([code & _OWN for code in state]), [])
+    same = known.setdefault(tuple([code & _IDENTITY for code in state]), [])
     for other in same:
-        if not any([code & ~more for code, more in zip(state, other, strict=True)]):
+        if not any(code & ~more for code, more in zip(state, other, strict=True)):
             return True
     same.append(state)
     return False

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from poplar.plan import Plan
@@ -56,7 +57,7 @@ def parts_of(units: int, ratios: tuple[int, ...]) -> tuple[float, ...]:
     if units == EVEN:
         return (1.0 / len(ratios),) * len(ratios)
     bounds = cut(units, ratios)
-    return tuple((after - before) / units for before, after in zip(bounds, bounds[1:], strict=False))
+    return tuple((after - before) / units for before, after in pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,11 @@ class ClusterCosts:
 
 
 def transfer_seconds(
-    links: ActivationLinks, transfer: Transfer, ratios: tuple[int, ...], nbytes: float, calls: int = 1
+    links: ActivationLinks,
+    transfer: Transfer,
+    ratios: tuple[int, ...],
+    nbytes: float,
+    calls: int = 1,
 ) -> float:
     """Seconds of collectives on so many bytes together."""
     sides = [parts_of(units, ratios) for units in transfer.units]
@@ -166,7 +171,7 @@ class StepModel:
     def samples(self, ratios: tuple[int, ...]) -> tuple[int, ...]:
         """Of each rank."""
         bounds = cut(self.global_batch, ratios)
-        return tuple(after - before for before, after in zip(bounds, bounds[1:], strict=False))
+        return tuple(after - before for before, after in pairwise(bounds))
 
     def costs(self, ratios: tuple[int, ...], replicated: float = 1.0) -> ClusterCosts:
         """Costs for the search.
@@ -247,9 +252,7 @@ class StepModel:
         residual = self.cluster.network.step_seconds[_STAGE]
         return StepSeconds(compute, moved, exposed, max(0.0, optimizer + gathered + residual))
 
-    def _compute(
-        self, terms: StepTerms, ratios: tuple[int, ...], seconds: RankSeconds
-    ) -> float:
+    def _compute(self, terms: StepTerms, ratios: tuple[int, ...], seconds: RankSeconds) -> float:
         return math.fsum(
             seconds.slowest(parts_of(units, ratios)) * work / self.work
             for units, work in terms.work.items()
