@@ -33,11 +33,8 @@ from poplar.formatting import (
 from poplar.plan import Plan
 from poplar.planner.explain import PREDICTION_ERROR, Explanation, explain
 from poplar.planner.search import POLICIES, alternatives, plan_or_error
-from poplar.planner.synthesis.decision import (
-    ProgrammeDecision,
-    explain_programme,
-    plan_programme,
-)
+from poplar.planner.synthesis.decision import ProgrammeDecision, plan_programme
+from poplar.planner.synthesis.explanation import explain_programme
 from poplar.profile import ClusterProfile
 
 

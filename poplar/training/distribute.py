@@ -18,6 +18,7 @@ from poplar.errors import NotExportable
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.planner.graph.programme import Programme
 from poplar.planner.synthesis.decision import plan_programme
+from poplar.planner.synthesis.explanation import explain_programme
 from poplar.profile import ClusterProfile
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.spmd.exported_graph import ExportedLoss, export_loss
@@ -118,7 +119,7 @@ def distribute(
         )
     if exported is not None and tuned is not None:
         decision = plan_programme(exported.graph, tuned.profile, tuned.plan)
-        given, reason = decision.programme, decision.reason
+        given, reason = decision.programme, explain_programme(decision)
     if exported is None or given is None:
         assert tuned is not None
         optimizer = HeteroZeroOptimizer(model, optimizer_class, plan=tuned.plan, **options)
