@@ -38,6 +38,8 @@ PRIVATE = "poplar."
 """Names that only Poplar writes start with this."""
 _THREADS = 2
 """That read: one waits for the disk while the other one computes a checksum."""
+_RUN_BYTES = 8 << 20
+"""About so many bytes of a file are read by one thread, so that small parts are read together."""
 
 
 class Read(NamedTuple):
@@ -255,11 +257,29 @@ class OpenedCheckpoint:
         """Call functions, in threads, each of which reads the part of this key."""
         begin = self._reader.read_ahead([(key[0], self._parts[key]) for key, _ in work])
 
-        def begin_and_read(item: tuple[Key, Callable[[], None]]) -> None:
-            begin()
-            item[1]()
+        def read(run: Sequence[tuple[Key, Callable[[], None]]]) -> None:
+            file, offset = run[-1][0]
+            self._reader.expect(file, offset + self._parts[file, offset].length)
+            for _, action in run:
+                begin()
+                action()
 
-        _in_threads(begin_and_read, work)
+        _in_threads(read, self._runs(work))
+
+    def _runs(
+        self, work: Sequence[tuple[Key, Callable[[], None]]]
+    ) -> list[list[tuple[Key, Callable[[], None]]]]:
+        """Cut work into parts that follow each other in a file, of about `_RUN_BYTES`."""
+        runs: list[list[tuple[Key, Callable[[], None]]]] = []
+        size, end = 0, ("", 0)
+        for key, action in work:
+            if key != end or size >= _RUN_BYTES:
+                runs.append([])
+                size = 0
+            runs[-1].append((key, action))
+            size += self._parts[key].length
+            end = key[0], key[1] + self._parts[key].length
+        return runs
 
     def close(self) -> None:
         """Close the data files."""
