@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,8 +35,9 @@ Key = tuple[str, int]
 
 PRIVATE = "poplar."
 """Names that only Poplar writes start with this."""
-_THREADS = 2
-"""That read: one waits for the disk while the other one computes a checksum."""
+_THREADS = 3
+"""That read: some wait for the disk while others compute checksums. With two, the disk is idle at
+times."""
 _RUN_BYTES = 8 << 20
 """About so many bytes of a file are read by one thread, so that small parts are read together."""
 
@@ -62,6 +62,11 @@ class Read(NamedTuple):
     def is_direct(self) -> bool:
         """Nothing but the elements has to be read."""
         return self.first is not None
+
+    def aside(self) -> tuple[Read, Tensor]:
+        """The same into new memory of the host, and the tensor where it belongs."""
+        memory = torch.empty_like(self.wanted, device="cpu")
+        return self._replace(wanted=memory), self.wanted
 
 
 class OpenedCheckpoint:
@@ -184,25 +189,21 @@ class OpenedCheckpoint:
             reads += found
         return reads
 
-    def read_into(self, reads: Iterable[Read], verify: Iterable[Read] = ()) -> None:
+    def read_into(self, reads: Iterable[Read]) -> None:
         """Read into the memory of tensors, in the order of the files.
 
         A part of which all elements are read is verified. Other parts have to be verified too.
 
         Args:
             reads: as `reads` returns them.
-            verify: further ones, of which only the parts that they read whole are verified; their
-                tensors do not change.
 
         Raises:
             DamagedCheckpoint: a file does not contain what its metadata says.
         """
         wanted = sorted(reads, key=lambda read: read.key)
-        work: list[tuple[Key, Callable[[], None]]] = [
-            (read.key, partial(self._read_directly, read)) for read in wanted if read.is_direct
-        ]
-        work += [(read.key, partial(self._verify, read.key)) for read in verify if read.is_whole]
-        self._read_parts(sorted(work, key=itemgetter(0)))
+        self._read_parts(
+            [(read.key, partial(self._read_directly, read)) for read in wanted if read.is_direct]
+        )
         last: tuple[Any, Tensor] | None = None
         for read in wanted:
             if read.is_direct:
