@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "crc32c.h"
+#include "disk_bindings.h"
 #include "partition.h"
 #include "passes.h"
 #include "rendezvous.h"
@@ -160,10 +161,11 @@ Ascending. Returns an empty list as soon as all ranks are there. Releases the GI
 
 PYBIND11_MODULE(_core, module) {
   module.doc() =
-      "Partitions of flat buffers, pass allocation, linear programs, and the shared-memory "
-      "rendezvous.";
+      "Partitions of flat buffers, pass allocation, linear programs, the shared-memory "
+      "rendezvous, and files with checksums.";
 
   define_rendezvous(module);
+  poplar::define_disk_files(module);
 
   module.def("shard_boundaries", &poplar::shard_boundaries, py::arg("numel"), py::arg("shares"),
              py::arg("alignment"), R"(Cut a flat buffer into one contiguous, aligned slice per rank.

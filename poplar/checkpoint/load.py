@@ -4,9 +4,10 @@
 All that can fail comes first: names, shapes and groups are compared, new optimizer state is
 allocated and read, files are verified. The ranks agree after each part. Only then do values change.
 
-Every rank verifies what it reads: optimizer state while it is read into new memory; values, which
-are read in place, before that, so that they are read twice, the second time mostly from the page
-cache. Each rank then verifies a share of what no rank reads as a whole.
+Every rank verifies what it reads, while it is read into new memory: optimizer state, and values,
+which are copied into place at the end. Until then this needs host memory for the values that the
+rank owns, as many bytes as their gradients. Each rank then verifies a share of what no rank reads
+as a whole; such values are read in place, after that.
 """
 
 from __future__ import annotations
@@ -148,10 +149,12 @@ class Load:
         self._scaler = opened.value(SCALER) if has_scaler else None
 
     def read_optimizer_state(self) -> None:
-        """Read this rank's part of the optimizer state, and verify that of the values. Local."""
-        self._value_reads = self.opened.reads(self._value_targets())
+        """Read this rank's part of the optimizer state, and of the values aside. Local."""
+        of_values = self.opened.reads(self._value_targets())
         of_optimizer = self.opened.reads(self._optimizer_targets())
-        self.opened.read_into(of_optimizer, verify=self._value_reads)
+        self._read_later = [read for read in of_values if not read.is_whole]
+        self._aside = [read.aside() for read in of_values if read.is_whole]
+        self.opened.read_into([*of_optimizer, *(read for read, _ in self._aside)])
 
     def verify_rest(self, doing: str) -> None:
         """Verify what no rank has verified so far. Collective."""
@@ -177,11 +180,14 @@ class Load:
             raise
 
     def read_values(self) -> None:
-        """Read the values that this rank stores in place. Local."""
+        """Set the values that this rank stores. Local."""
         strategy = self.parts.engine.strategy
         for flat in self.parts.engine.flats:
             strategy.wait_for_readers(flat)
-        self.opened.read_into(self._value_reads)
+        while self._aside:
+            read, target = self._aside.pop()
+            target.copy_(read.wanted)
+        self.opened.read_into(self._read_later)
         for flat in self.parts.engine.flats:
             if flat.trained and flat.shard is not flat.master:
                 flat.shard.copy_(flat.master)

@@ -73,10 +73,11 @@ def model_values(parts: TrainingParts) -> dict[str, Any]:
     with parts.engine.naming_parameters():
         state = parts.engine.model.state_dict(keep_vars=True)
     found = {canonical(name): value for name, value in state.items()}
+    present = {id(value) for value in found.values()}
     for flat in parts.engine.flats:
-        present = {id(value) for value in found.values()}
         missing = zip(flat.names, flat.parameters, strict=True)
         found.update({canonical(n): p for n, p in missing if id(p) not in present})
+        present.update(map(id, flat.parameters))
     return found
 
 

@@ -65,3 +65,10 @@ def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path):
         assert part.length < whole.nbytes / 2
         item = io.BytesIO(data[part.offset : part.offset + part.length])
         assert torch.equal(torch.load(item), whole[row])
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path):
+    (tmp_path / "data").write_bytes(b"kept")
+    with pytest.raises(FileExistsError):
+        DataFile(tmp_path / "data", lambda: False)
+    assert (tmp_path / "data").read_bytes() == b"kept"

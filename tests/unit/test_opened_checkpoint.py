@@ -96,7 +96,9 @@ def test_each_rank_verifies_a_share_of_what_is_left(tmp_path):
     opened = object.__new__(OpenedCheckpoint)
     opened._parts = {("file", p.offset): p for p in parts}
     opened._numbers = {key: number for number, key in enumerate(opened._parts)}
-    opened._reader = SimpleNamespace(read_ahead=lambda parts: lambda: None)
+    opened._reader = SimpleNamespace(
+        read_ahead=lambda parts: lambda: None, expect=lambda file, until: None
+    )
     seen = []
     opened._verify = seen.append
     done = set(range(0, 50, 3))

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from poplar._core import crc32c
-from poplar.checkpoint.files.disk_file import DiskFile
+from poplar._core import DiskWriter, crc32c
 from poplar.checkpoint.files.manifest import Part
 
-_CHUNK = 1 << 20
+_CHUNK = 16 << 20
 """Bytes between two looks at whether the save has been cancelled."""
 
 _DESCRIPTION_BYTES = 1 << 16
@@ -61,7 +60,7 @@ class DataFile:
     def __init__(self, path: Path, is_stopped: Callable[[], bool]) -> None:
         self._path = path
         self._is_stopped = is_stopped
-        self._file = DiskFile(path)
+        self._file = DiskWriter(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         self._crc = 0
         self._values: int | None = None
         self._elements: Tensor | None = None
@@ -169,9 +168,8 @@ class DataFile:
         if self._is_stopped():
             self._failure = Cancelled()
             raise self._failure
-        self._crc = crc32c(chunk, self._crc)
         try:
-            self._file.write(chunk)
+            self._crc = self._file.append(chunk, self._crc)
         except OSError as error:
             self._failure = _with_path(error, self._path)
             raise self._failure from error

@@ -1,14 +1,15 @@
 """Reads items of the data files of a checkpoint, and compares checksums while it reads.
 
-Bytes are read straight into the memory of tensors. Threads may read at the same time: reading and
-the checksum, which both release the GIL, then overlap.
+Parts are read past the page cache where the file system can do that, and copied into the memory of
+tensors while their checksum is computed. Threads may read at the same time: one waits for the disk
+while the other one computes. Both release the GIL.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,15 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from poplar._core import crc32c
+from poplar._core import DiskReader
 from poplar.checkpoint.files.data_file import memory_of
 from poplar.checkpoint.files.manifest import Part
 from poplar.errors import DamagedCheckpoint
 
-_CHUNK = 1 << 20
-"""Bytes that are read at a time: still in the processor's cache when their checksum is computed."""
 _AHEAD = 64 << 20
-"""Bytes that the system is told to read before they are needed."""
+"""Bytes that the system is told to read before they are needed, if they go through the cache."""
 
 
 class ItemReader:
@@ -53,7 +52,7 @@ class ItemReader:
 
     def elements(self, file: str, start: int, target: Tensor) -> None:
         """Read the elements of a contiguous CPU tensor from byte `start` on, without a checksum."""
-        self._read(file, start, memoryview(memory_of(target)))
+        self._read(file, start, target.nbytes, target)
 
     def verify(self, file: str, part: Part, target: Tensor | None = None) -> None:
         """Read a part of a file once and compare its checksum.
@@ -63,16 +62,21 @@ class ItemReader:
             part: the part; if there is a target, of a tensor.
             target: a contiguous CPU tensor that gets all elements of the part.
         """
-        crc, position = 0, part.offset
-        for chunk in self._chunks(part, target):
-            self._read(file, position, chunk)
-            crc = crc32c(chunk, crc)
-            position += len(chunk)
+        start, stop, crc = part.offset, part.offset + part.length, 0
+        if target is not None and part.values is not None:
+            crc = self._read(file, start, part.values - start)
+            crc = self._read(file, part.values, target.nbytes, target, crc)
+            start = part.values + target.nbytes
+        crc = self._read(file, start, stop - start, None, crc)
         if crc != part.crc32c:
             raise DamagedCheckpoint(
                 self._folder / file,
                 f"the checksum of {part.length} bytes from byte {part.offset} on differs",
             )
+
+    def expect(self, file: str, until: int) -> None:
+        """This thread will next read bytes before this one, so they may be read together."""
+        self._of_this_thread(file).expect(until)
 
     def read_ahead(self, parts: Sequence[tuple[str, Part]]) -> Callable[[], None]:
         """Let the disk read parts of files before they are needed.
@@ -97,7 +101,7 @@ class ItemReader:
         return begin
 
     def _advise(self, file: str, part: Part) -> None:
-        if hasattr(os, "posix_fadvise"):
+        if not self._of_this_thread(file).is_direct and hasattr(os, "posix_fadvise"):
             handle = self._open(file).fileno()
             os.posix_fadvise(handle, part.offset, part.length, os.POSIX_FADV_WILLNEED)
 
@@ -106,34 +110,23 @@ class ItemReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        self._of_thread.__dict__.clear()
 
-    def _chunks(self, part: Part, target: Tensor | None) -> Iterator[memoryview]:
-        """Where the bytes of a part are read, in order: its elements into the target."""
-        if target is None or part.values is None:
-            yield from self._staging(part.length)
-            return
-        elements = memoryview(memory_of(target)).cast("B")
-        before = part.values - part.offset
-        yield from self._staging(before)
-        for start in range(0, len(elements), _CHUNK):
-            yield elements[start : start + _CHUNK]
-        yield from self._staging(part.length - before - len(elements))
+    def _read(
+        self, file: str, start: int, length: int, target: Tensor | None = None, crc: int = 0
+    ) -> int:
+        """Read bytes, into a tensor if there is one, and continue their checksum."""
+        memory = None if target is None else memory_of(target)
+        try:
+            return self._of_this_thread(file).read(start, length, memory, crc)
+        except EOFError as error:
+            raise DamagedCheckpoint(self._folder / file, str(error)) from error
 
-    def _staging(self, length: int) -> Iterator[memoryview]:
-        """Chunks of this many bytes in one buffer per thread, which is used again."""
-        if not hasattr(self._of_thread, "buffer"):
-            self._of_thread.buffer = bytearray(_CHUNK)
-        buffer = memoryview(self._of_thread.buffer)
-        for start in range(0, length, _CHUNK):
-            yield buffer[: min(_CHUNK, length - start)]
-
-    def _read(self, file: str, start: int, target: memoryview) -> None:
-        handle = self._open(file).fileno()
-        while target:
-            count = os.preadv(handle, [target], start)
-            if not count:
-                raise DamagedCheckpoint(self._folder / file, f"it ends at byte {start}")
-            target, start = target[count:], start + count
+    def _of_this_thread(self, file: str) -> DiskReader:
+        readers: dict[str, DiskReader] = self._of_thread.__dict__
+        if file not in readers:
+            readers[file] = DiskReader(os.open(self._folder / file, os.O_RDONLY))
+        return readers[file]
 
     def _load(self, name: str, offset: int, length: int, *, weights_only: bool) -> Any:
         path = self._folder / name

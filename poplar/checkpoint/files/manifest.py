@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,9 +53,11 @@ class Manifest:
 
     def to_text(self) -> str:
         """The content of the file."""
-        content = asdict(self)
-        content["files"] = {name: [list(p) for p in parts] for name, parts in self.files.items()}
-        return json.dumps({"crc32c": _crc_of(content), **content}) + "\n"
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        content["versions"], content["computes_in"] = dict(self.versions), dict(self.computes_in)
+        content["files"] = {name: list(parts) for name, parts in self.files.items()}
+        text = _sorted_text(content)
+        return f'{{"crc32c": {crc32c(text.encode())}, {text[1:]}\n'
 
     @property
     def size(self) -> int:
@@ -83,7 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has format version {version}, but this version of Poplar reads versions up to "
             f"{VERSION}; update Poplar"
         )
-    if crc != _crc_of(content):
+    if crc != crc32c(_sorted_text(content).encode()):
         raise DamagedCheckpoint(path, "its checksum does not match its content")
     files = content.pop("files")
     try:
@@ -93,11 +95,16 @@ def read_manifest(folder: Path) -> Manifest:
         )
     except TypeError as error:
         raise DamagedCheckpoint(path, f"it has other fields than expected ({error})") from error
-    _check_sizes(folder, manifest)
+    check_files(folder, manifest)
     return manifest
 
 
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Check that all files are in a folder and have their sizes.
+
+    Raises:
+        DamagedCheckpoint: one is missing or has another size.
+    """
     for name, parts in manifest.files.items():
         path, expected = folder / name, sum(part.length for part in parts)
         try:
@@ -108,5 +115,6 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpoint(path, f"it has {found} bytes, but {expected} were written")
 
 
-def _crc_of(content: Mapping[str, Any]) -> int:
-    return crc32c(json.dumps(content, sort_keys=True).encode())
+def _sorted_text(content: Mapping[str, Any]) -> str:
+    """Of which the checksum is computed."""
+    return json.dumps(content, sort_keys=True)

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,8 +35,11 @@ Key = tuple[str, int]
 
 PRIVATE = "poplar."
 """Names that only Poplar writes start with this."""
-_THREADS = 2
-"""That read: one waits for the disk while the other one computes a checksum."""
+_THREADS = 3
+"""That read: some wait for the disk while others compute checksums. With two, the disk is idle at
+times."""
+_RUN_BYTES = 8 << 20
+"""About so many bytes of a file are read by one thread, so that small parts are read together."""
 
 
 class Read(NamedTuple):
@@ -60,6 +62,11 @@ class Read(NamedTuple):
     def is_direct(self) -> bool:
         """Nothing but the elements has to be read."""
         return self.first is not None
+
+    def aside(self) -> tuple[Read, Tensor]:
+        """The same into new memory of the host, and the tensor where it belongs."""
+        memory = torch.empty_like(self.wanted, device="cpu")
+        return self._replace(wanted=memory), self.wanted
 
 
 class OpenedCheckpoint:
@@ -182,25 +189,21 @@ class OpenedCheckpoint:
             reads += found
         return reads
 
-    def read_into(self, reads: Iterable[Read], verify: Iterable[Read] = ()) -> None:
+    def read_into(self, reads: Iterable[Read]) -> None:
         """Read into the memory of tensors, in the order of the files.
 
         A part of which all elements are read is verified. Other parts have to be verified too.
 
         Args:
             reads: as `reads` returns them.
-            verify: further ones, of which only the parts that they read whole are verified; their
-                tensors do not change.
 
         Raises:
             DamagedCheckpoint: a file does not contain what its metadata says.
         """
         wanted = sorted(reads, key=lambda read: read.key)
-        work: list[tuple[Key, Callable[[], None]]] = [
-            (read.key, partial(self._read_directly, read)) for read in wanted if read.is_direct
-        ]
-        work += [(read.key, partial(self._verify, read.key)) for read in verify if read.is_whole]
-        self._read_parts(sorted(work, key=itemgetter(0)))
+        self._read_parts(
+            [(read.key, partial(self._read_directly, read)) for read in wanted if read.is_direct]
+        )
         last: tuple[Any, Tensor] | None = None
         for read in wanted:
             if read.is_direct:
@@ -255,11 +258,29 @@ class OpenedCheckpoint:
         """Call functions, in threads, each of which reads the part of this key."""
         begin = self._reader.read_ahead([(key[0], self._parts[key]) for key, _ in work])
 
-        def begin_and_read(item: tuple[Key, Callable[[], None]]) -> None:
-            begin()
-            item[1]()
+        def read(run: Sequence[tuple[Key, Callable[[], None]]]) -> None:
+            file, offset = run[-1][0]
+            self._reader.expect(file, offset + self._parts[file, offset].length)
+            for _, action in run:
+                begin()
+                action()
 
-        _in_threads(begin_and_read, work)
+        _in_threads(read, self._runs(work))
+
+    def _runs(
+        self, work: Sequence[tuple[Key, Callable[[], None]]]
+    ) -> list[list[tuple[Key, Callable[[], None]]]]:
+        """Cut work into parts that follow each other in a file, of about `_RUN_BYTES`."""
+        runs: list[list[tuple[Key, Callable[[], None]]]] = []
+        size, end = 0, ("", 0)
+        for key, action in work:
+            if key != end or size >= _RUN_BYTES:
+                runs.append([])
+                size = 0
+            runs[-1].append((key, action))
+            size += self._parts[key].length
+            end = key[0], key[1] + self._parts[key].length
+        return runs
 
     def close(self) -> None:
         """Close the data files."""

@@ -31,7 +31,7 @@ from poplar.zero.agreement import raise_on_all_ranks
 METADATA = ".metadata"
 PLAN = "plan.json"
 _LIST = "__{rank}.list"
-_POLL_SECONDS = (0.002, 0.2)
+_POLL_SECONDS = (0.002, 0.02)
 _STATUS_SECONDS = 1.0
 
 
@@ -196,7 +196,7 @@ def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
         files[PLAN] = [write_whole(job.aside / PLAN, job.plan.encode())]
     manifest = replace(job.manifest, files=files)
     write_whole(job.aside / manifest_file.NAME, manifest.to_text().encode())
-    manifest_file.read_manifest(job.aside)  # every rank's file is here, whole
+    manifest_file.check_files(job.aside, manifest)  # every rank's file is here, whole
     sync_folder(job.aside)
     if job.replaces and job.folder.exists():
         shutil.rmtree(replaced_name(job.folder), ignore_errors=True)
