@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from poplar.cli.output import command_output, table
 from poplar.cli.process_group import joined
 from poplar.cli.profile import read_lengths
 from poplar.plan import Plan
+from poplar.planner.graph.placement import Sharded
+from poplar.planner.graph.programme import Programme
 from poplar.planner.search import POLICIES
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 from poplar.workload import Workload, load
@@ -162,6 +165,65 @@ def test_plan_explains_bottleneck_changes_and_contributions(measured):
     assert explanation["step_seconds"] == document["plan"]["prediction"]["step_seconds"]
     assert explanation["error"] == 0.04
     assert {change["what"] for change in explanation["changes"]} >= {"device"}
+
+
+WIDE = """
+import torch
+from torch import nn
+
+def workload():
+    model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64))
+    return model, lambda model, x: (model(x) - x).square().mean(), torch.randn(2, 64)
+
+def with_dropout():
+    model, loss_fn, batch = workload()
+    return nn.Sequential(model, nn.Dropout(0.5)), loss_fn, batch
+"""
+
+
+@pytest.fixture
+def wide(tmp_path):
+    path = tmp_path / "wide.py"
+    path.write_text(WIDE)
+    return path
+
+
+@pytest.fixture
+def slow_network(tmp_path):
+    """A profile of the wide model: its gradients take much longer than its activations."""
+    path = tmp_path / "slow.json"
+    seconds = 4 * 2**19 * 1e-7 / 2
+    network = NetworkProfile(
+        reduce_scatter_seconds=seconds,
+        all_gather_seconds=seconds,
+        send_seconds_per_byte=(1e-7, 1e-7),
+        receive_seconds_per_byte=(1e-7, 1e-7),
+    )
+    model = ModelProfile(unit_numels=(2**18 + 4096, 2**18 + 64))
+    replace(cluster(), model=model, network=network).to_json(path)
+    return path
+
+
+def test_plan_divides_the_tensors_of_a_workload(slow_network, wide, tmp_path):
+    path = tmp_path / "programme.json"
+    arguments = ("--global-batch", 8, "--programme", f"{wide}:workload")
+    shown = run("plan", slow_network, *arguments, "--programme-output", path)
+    assert shown.exit_code == 0, shown.output
+    assert "times as fast as data parallelism" in shown.stdout
+    assert "sharded on dimension 0" in shown.stdout
+    programme = Programme.from_json(path)
+    assert programme.parameters["0.weight"] == Sharded(0)
+    document = json.loads(run("plan", slow_network, *arguments, "--json").stdout)
+    assert Programme.from_dict(document["programme"]["programme"]) == programme
+    assert Plan.from_dict(document["plan"]).global_batch == 8
+
+
+def test_plan_says_why_there_is_no_programme(measured, wide):
+    shown = run("plan", measured, "--global-batch", 8, "--programme", f"{wide}:workload")
+    assert "data parallelism" in shown.stdout
+    failed = run("plan", measured, "--global-batch", 8, "--programme", f"{wide}:with_dropout")
+    assert failed.exit_code == 1
+    assert "draws random numbers" in failed.stderr
 
 
 def test_explain_combines_with_compare_and_a_prediction_error(measured):
