@@ -7,6 +7,7 @@ same models on the same clusters. Nothing is measured: every line says "simulate
     python benchmarks/per_tensor.py --output rows.jsonl
     python benchmarks/per_tensor.py --cluster hap-1 --model vgg19
     python benchmarks/per_tensor.py --quick
+    python benchmarks/per_tensor.py --show benchmarks/results/per_tensor.jsonl --markdown
 
 Policies:
 
@@ -26,12 +27,13 @@ and settings with their sources. `hap-8` is the whole cluster of HAP, `hap-1` on
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from published_clusters.published import EVALUATIONS
 from published_clusters.row import Row, rows_of
-from published_clusters.table import findings, table
+from published_clusters.table import findings, markdown, table
 from rich.console import Console
 from rows import write_rows
 
@@ -47,7 +49,23 @@ def main() -> None:
     parser.add_argument("--cluster", nargs="+", choices=EVALUATIONS, default=list(EVALUATIONS))
     parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--quick", action="store_true", help="two clusters with one model each")
+    parser.add_argument("--show", type=Path, help="print these rows instead of simulating")
+    parser.add_argument("--markdown", action="store_true", help="print one Markdown table")
     arguments = parser.parse_args()
+    rows = _shown(arguments.show) if arguments.show else _simulated(parser, arguments)
+    if arguments.markdown:
+        print("\n".join(markdown(rows)))
+    else:
+        _print(rows)
+    if arguments.output is not None:
+        write_rows(arguments.output, rows)
+
+
+def _shown(path: Path) -> list[Row]:
+    return [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+
+
+def _simulated(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Row]:
     cases = [
         (name, model)
         for name in (QUICK if arguments.quick else arguments.cluster)
@@ -62,13 +80,15 @@ def main() -> None:
         print(f"\r{number} of {len(cases)}", end="", file=sys.stderr, flush=True)
         rows += rows_of(name, EVALUATIONS[name], model)
     print(file=sys.stderr)
+    return rows
+
+
+def _print(rows: list[Row]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200)
     for name in dict.fromkeys(row.cluster for row in rows):
         console.print(table([row for row in rows if row.cluster == name]))
     for line in findings(rows):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if arguments.output is not None:
-        write_rows(arguments.output, rows)
 
 
 if __name__ == "__main__":

@@ -127,8 +127,7 @@ class Cluster:
             yield self._varied(speeds, links=1.0 + sign * LINK_SPREAD)
         for slower in names if len(names) > 1 else ():
             speeds = {
-                name: 1.0 - RATIO_SPREAD if name == slower else 1.0 + RATIO_SPREAD
-                for name in names
+                name: 1.0 - RATIO_SPREAD if name == slower else 1.0 + RATIO_SPREAD for name in names
             }
             yield self._varied(speeds)
 

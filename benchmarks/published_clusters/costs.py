@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
 
-from published_clusters.cluster import Cluster
-from published_clusters.layer import BYTES, Layer
-
 from poplar.hardware.roofline import LAYER_SECONDS, TRAFFIC
 from poplar.hardware.simulated_cluster import LINK_EFFICIENCY
 from poplar.host_traffic import Traffic, link_traffic, network_traffic
+from published_clusters.cluster import Cluster
+from published_clusters.layer import BYTES, Layer
 
 CALL_SECONDS = 50e-6
 """Latency of a collective per level; assumed."""
@@ -60,7 +59,9 @@ class Costs:
         device = self.cluster.devices[rank]
         work = layer.flops / device.flops_per_s
         work += TRAFFIC / (1.0 + BACKWARD) * BYTES * layer.produced / device.bytes_per_s
-        return _LAUNCHES * layer.launches + part * (samples * work + layer.nbytes / device.bytes_per_s)
+        return _LAUNCHES * layer.launches + part * (
+            samples * work + layer.nbytes / device.bytes_per_s
+        )
 
     def pass_seconds(self, rank: int, layer: Layer, samples: float, part: float = 1.0) -> float:
         """Of forward and backward."""
@@ -187,9 +188,7 @@ def _twice(transfer: Transfer) -> Transfer:
     return tuple(2.0 * seconds for seconds in transfer)
 
 
-def _flows(
-    before: Sequence[float], after: Sequence[float]
-) -> list[tuple[int, int, float]]:
+def _flows(before: Sequence[float], after: Sequence[float]) -> list[tuple[int, int, float]]:
     """Source, target and size of each part that consecutive shares have in common."""
     found, source, target = [], 0, 0
     left, wanted = before[0], after[0]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from poplar import _core
 from published_clusters.costs import Costs
 from published_clusters.decision import Decision, Decisions
 from published_clusters.layer import Layer, groups
-
-from poplar import _core
 
 
 def data_parallel(

@@ -169,9 +169,7 @@ def _with_parameters(
     kind, call, own = decision.parameters, decision.call, decision.shares
 
     def updates(shares: Sequence[float]) -> tuple[float, ...]:
-        return tuple(
-            costs.update_seconds(rank, shares[rank] * layer.parameters) for rank in ranks
-        )
+        return tuple(costs.update_seconds(rank, shares[rank] * layer.parameters) for rank in ranks)
 
     if kind == "local":
         return dataclasses.replace(part, update=updates(decision.width))

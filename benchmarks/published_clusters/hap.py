@@ -16,12 +16,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
+from poplar.planner.shard_allocation import equal, minimize
 from published_clusters.costs import Costs, seconds_of
 from published_clusters.data_parallel import batch_shares, speeds
 from published_clusters.decision import Decision, Decisions, part_of
 from published_clusters.layer import Layer
-
-from poplar.planner.shard_allocation import equal, minimize
 
 _ROUNDS = 8
 _CALLS = ("padded", "grouped")
@@ -77,9 +76,7 @@ def options(
     divided = {"columns": layer.splits, "rows": layer.sums}
     for compute in (compute for compute, is_possible in divided.items() if is_possible):
         for call in _CALLS:
-            yield Decision(
-                compute=compute, batch=batch, width=width, parameters="local", call=call
-            )
+            yield Decision(compute=compute, batch=batch, width=width, parameters="local", call=call)
     if layer.experts and (before is None or before.compute != "columns"):
         placed = batch_shares(layer.expert_count, ratios)  # whole experts
         yield Decision(compute="experts", batch=batch, width=placed, parameters="local")
@@ -105,9 +102,7 @@ def _seconds(
     return seconds + sum(seconds_of(transfer) for transfer in moved if transfer is not None)
 
 
-def best_ratios(
-    costs: Costs, decisions: Decisions, ratios: Sequence[float]
-) -> tuple[float, ...]:
+def best_ratios(costs: Costs, decisions: Decisions, ratios: Sequence[float]) -> tuple[float, ...]:
     """The ratios with which a programme has the fewest predicted seconds.
 
     Devices of one type get the same. Seconds of a layer are at least those of each type, which grow

@@ -115,9 +115,7 @@ def vit(layers: int = 12, width: int = 768, tokens: int = 64) -> tuple[Layer, ..
     return (*parts, linear("head", width, 10))
 
 
-def bert(
-    layers: int, width: int, tokens: int, vocabulary: int, outputs: int
-) -> tuple[Layer, ...]:
+def bert(layers: int, width: int, tokens: int, vocabulary: int, outputs: int) -> tuple[Layer, ...]:
     """An encoder with a linear layer at every position."""
     parts = [_embedding(vocabulary * width, 0.0, width, tokens)]
     for number in range(layers):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from poplar.planner.memory_shortfall import NoPlanFits
 from published_clusters import data_parallel, hap, heterog, poplar_plan
 from published_clusters.costs import Costs
 from published_clusters.decision import Decisions
 from published_clusters.layer import Layer
 from published_clusters.step import Step
-
-from poplar.planner.memory_shortfall import NoPlanFits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

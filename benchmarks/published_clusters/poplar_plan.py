@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from published_clusters.costs import Costs
-from published_clusters.decision import Decision, Decisions
-from published_clusters.layer import BYTES, Layer, groups
-
 from poplar.hardware.simulated_cluster import network_profile
 from poplar.plan import Plan, UnitPlan
 from poplar.planner.search import search
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, LinearLayer, ModelProfile
+from published_clusters.costs import Costs
+from published_clusters.decision import Decision, Decisions
+from published_clusters.layer import BYTES, Layer, groups
 
 _HELD_BYTES = 1 << 30
 
@@ -84,9 +83,7 @@ def profile(costs: Costs, layers: tuple[Layer, ...], global_batch: int) -> Clust
     )
 
 
-def decisions_of(
-    plan: Plan, layers: tuple[Layer, ...], global_batch: int
-) -> Decisions:
+def decisions_of(plan: Plan, layers: tuple[Layer, ...], global_batch: int) -> Decisions:
     """The plan as decisions, for the simulation that all policies share.
 
     Ranks with several passes are simulated with one of as many samples; parameters and gradients

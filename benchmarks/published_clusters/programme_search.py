@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from published_clusters.costs import BACKWARD, Costs, Transfer, seconds_of
-from published_clusters.data_parallel import speeds
-from published_clusters.layer import Layer
-from published_clusters.step import Part, Step
-
 from poplar import _core
 from poplar.planner.graph.graph import LEAVES, PARAMETER, Graph, TensorType
 from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
@@ -17,6 +12,10 @@ from poplar.planner.rules.registry import pattern_of
 from poplar.planner.rules.strategy import strategy_of
 from poplar.planner.synthesis import costs as synthesis
 from poplar.planner.synthesis.search import SearchTooLong, fastest_programme
+from published_clusters.costs import BACKWARD, Costs, Transfer, seconds_of
+from published_clusters.data_parallel import speeds
+from published_clusters.layer import Layer
+from published_clusters.step import Part, Step
 
 LIMIT = 20_000
 """States of the search: some seconds."""

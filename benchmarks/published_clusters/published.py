@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from poplar.hardware.simulated_cluster import OVERLAP
 from published_clusters.cluster import (
     GTX_1080_TI,
     P100_PCIE_12,
@@ -18,8 +19,6 @@ from published_clusters.cluster import (
     Host,
 )
 from published_clusters.models import HAP_MODELS, HETEROG_MODELS, Model
-
-from poplar.hardware.simulated_cluster import OVERLAP
 
 _GBIT = 1e9 / 8
 
@@ -84,13 +83,15 @@ def _heterog(network_bytes_per_s: tuple[float, float], name: str) -> Evaluation:
         models=HETEROG_MODELS,
         batch_per_rank={"vgg19-224": 24, "bert-large": 3},
         figure="up to 222 %",
-        source="CoNEXT 2020, doi 10.1145/3386367.3432728, abstract; it does not say whether this is "
-        "2.22x or 3.22x, nor over which scheme",
+        source="CoNEXT 2020, doi 10.1145/3386367.3432728, abstract; it does not say whether this "
+        "is 2.22x or 3.22x, nor over which scheme",
         settings="github.com/eval-submissions/HeteroG at 3ebe0c6: README.md, "
         "GAT/prepare_graphdef_input.py; the batch is that of its profiles, per GPU",
     )
 
 
+PROFILED_V100, PROFILED_P100 = 3858755112937, 2149250936815
+"""FLOP/s of whole passes in HAP's master.py."""
 _MULTIPLY_ADD = 6 / 9
 """HAP counts 9 FLOPs per multiply-add of a linear layer's forward and backward; there are 6."""
 
@@ -98,12 +99,10 @@ EVALUATIONS: Mapping[str, Evaluation] = {
     **{f"hap-{gpus}": _hap(gpus) for gpus in (1, 2, 4, 8)},
     "hap-8-profiled": _hap(
         8,
-        _profiled(V100_SXM2, 3858755112937 * _MULTIPLY_ADD),
-        _profiled(P100_PCIE_16, 2149250936815 * _MULTIPLY_ADD),
+        _profiled(V100_SXM2, PROFILED_V100 * _MULTIPLY_ADD),
+        _profiled(P100_PCIE_16, PROFILED_P100 * _MULTIPLY_ADD),
     ),
-    "heterog": _heterog(
-        (100 * _GBIT, 50 * _GBIT), "2 V100 + 4 1080Ti + 2 P100, 100 and 50 Gbit/s"
-    ),
+    "heterog": _heterog((100 * _GBIT, 50 * _GBIT), "2 V100 + 4 1080Ti + 2 P100, 100 and 50 Gbit/s"),
     "heterog-profiled": _heterog((747e6, 747e6), "2 V100 + 4 1080Ti + 2 P100, 747 MB/s"),
 }
 """`profiled`: with the speeds of V100 and P100 in HAP's master.py, or the network of HeteroG's
@@ -114,5 +113,9 @@ LEFT_OUT = (
     "examples have no such models"
 )
 
-PROFILED_COLLECTIVES = {"all_reduce": 476774816, "all_gather": 815418707, "reduce_scatter": 876490907}
+PROFILED_COLLECTIVES = {
+    "all_reduce": 476774816,
+    "all_gather": 815418707,
+    "reduce_scatter": 876490907,
+}
 """Bytes per second of collectives on HAP's 64 GPUs, in its master.py."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import provenance
+
 from published_clusters.costs import Costs
 from published_clusters.policies import POLICIES, RECONSTRUCTED, Case, Chosen
 from published_clusters.published import Evaluation

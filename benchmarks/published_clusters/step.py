@@ -39,7 +39,7 @@ class Part:
     backward: tuple[float, ...]
     update: tuple[float, ...]
     before: tuple[Transfer, ...] = ()
-    """Of activations, for which the forward waits; the backward moves their gradients afterwards."""
+    """Of activations, for which the forward waits; the backward ends with their gradients."""
     after: tuple[Transfer, ...] = ()
     """Of the outputs; the backward moves their gradients first."""
     gathered: Transfer | None = None
@@ -130,5 +130,3 @@ def programme(step: Step, ranks: int) -> Programme:
     for number in published:
         wait(number)
     return Programme(tasks, transfers, priorities)
-
-

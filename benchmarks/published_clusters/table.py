@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from published_clusters.costs import Costs, seconds_of
-from published_clusters.published import EVALUATIONS, LEFT_OUT, PROFILED_COLLECTIVES
-from published_clusters.row import BASELINE, Row
 from rich.table import Table
 
 from poplar.hardware.device_catalog import UNCALIBRATED_SPREAD
+from published_clusters.costs import Costs, seconds_of
+from published_clusters.published import (
+    EVALUATIONS,
+    LEFT_OUT,
+    PROFILED_COLLECTIVES,
+    PROFILED_P100,
+    PROFILED_V100,
+)
+from published_clusters.row import BASELINE, Row
 
 _PROBE_BYTES = 64e6
 
@@ -33,6 +39,33 @@ def table(rows: Sequence[Row]) -> Table:
             end_section=row.policy == rows[-1].policy,
         )
     return shown
+
+
+def markdown(rows: Sequence[Row]) -> Iterator[str]:
+    """One line per cluster and model: gains over DP-EV, with the published figure."""
+    policies = [name for name in dict.fromkeys(row.policy for row in rows) if name != BASELINE]
+    labels = {row.policy: label(row) for row in rows}
+    titles = ["cluster", "model", "DP-EV, samples/s", *(labels[name] for name in policies)]
+    yield "| " + " | ".join([*titles, "published"]) + " |"
+    yield "| --- " * (len(titles) + 1) + "|"
+    for case in dict.fromkeys((row.cluster, row.model) for row in rows):
+        own = {row.policy: row for row in rows if (row.cluster, row.model) == case}
+        published = [f"{row.policy}: {row.published}" for row in own.values() if row.published]
+        cells = [_cell(own[name], own[BASELINE]) for name in policies]
+        even = own[BASELINE]
+        first = _interval(
+            even.samples_per_second, even.samples_per_second_low, even.samples_per_second_high, 0
+        )
+        yield "| " + " | ".join([*case, first or "does not fit", *cells, *published]) + " |"
+
+
+def _cell(row: Row, even: Row) -> str:
+    """The gain, or samples per second where DP-EV does not fit."""
+    if row.samples_per_second is None:
+        return "does not end" if "states" in row.why_not else "does not fit"
+    if even.samples_per_second is None:
+        return f"{row.samples_per_second:.0f} samples/s"
+    return _interval(row.over_even, row.over_even_low, row.over_even_high, 2)
 
 
 def label(row: Row) -> str:
@@ -68,7 +101,9 @@ def _largest_gain(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _over_servers(rows: Sequence[Row], own: Sequence[Row]) -> str:
-    """The largest gain over data parallelism with parameter servers."""
+    """The largest gain over data parallelism with parameter servers, a baseline of HeteroG."""
+    if own[0].policy != "HeteroG":
+        return ""
     servers = {row.model: row.over_even for row in rows if row.policy == "DP-EV, servers"}
     gains = [
         (row.over_even / slowest, row.model)
@@ -125,15 +160,13 @@ def _checks(names: Iterable[str]) -> Iterator[str]:
     yield f"Check: MB/s of collectives on hap-8, simulated and in HAP's master.py: {rates}."
     devices = costs.cluster.devices
     yield (
-        f"Check: a V100 has {devices[0].flops_per_s / devices[-1].flops_per_s:.2f} times the FLOP/s "
-        f"of a P100 by specification, and {3858755112937 / 2149250936815:.2f} times in HAP's "
-        "master.py, whose absolute rates are about a quarter of ours; hap-8-profiled has them."
+        f"Check: a V100 has {devices[0].flops_per_s / devices[-1].flops_per_s:.2f} times the "
+        f"FLOP/s of a P100 by specification, and {PROFILED_V100 / PROFILED_P100:.2f} times in "
+        "HAP's master.py, whose rates are about a quarter of ours; hap-8-profiled has them."
     )
 
 
-def _interval(
-    middle: float | None, low: float | None, high: float | None, decimals: int
-) -> str:
+def _interval(middle: float | None, low: float | None, high: float | None, decimals: int) -> str:
     if middle is None:
         return ""
     return f"{middle:.{decimals}f} ({low:.{decimals}f} to {high:.{decimals}f})"

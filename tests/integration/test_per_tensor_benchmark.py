@@ -1,4 +1,4 @@
-"""`benchmarks/per_tensor.py`: rows marked as simulated, with published figures and their sources."""
+"""`benchmarks/per_tensor.py`: simulated rows with published figures and their sources."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torchrun
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import per_tensor
 from published_clusters.policies import POLICIES
 from published_clusters.published import EVALUATIONS
 
 
 def test_quick_run_prints_both_clusters_and_writes_rows(tmp_path):
     output = tmp_path / "rows.jsonl"
-    command = [str(ROOT / "benchmarks" / "per_tensor.py"), "--quick", "--output", str(output)]
+    command = [per_tensor.__file__, "--quick", "--output", str(output)]
     done = torchrun.run(command, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("our reconstruction, simulated") == 4
@@ -34,10 +34,15 @@ def test_quick_run_prints_both_clusters_and_writes_rows(tmp_path):
         assert row["reconstructed"] == (row["policy"] in ("HAP", "HeteroG"))
         is_own = row["policy"] == EVALUATIONS[row["cluster"]].system
         assert bool(row["published"]) == bool(row["published_source"]) == is_own
+    shown = torchrun.run([per_tensor.__file__, "--show", str(output), "--markdown"], timeout=60)
+    table = shown.stdout.splitlines()
+    assert len(table) == 2 + 2
+    assert table[2].startswith("| hap-1 | vgg19 | ")
+    assert table[2].endswith("| HAP: up to 2.41x |")
 
 
 def test_a_model_that_no_cluster_has_is_refused():
-    command = [str(ROOT / "benchmarks" / "per_tensor.py")]
+    command = [per_tensor.__file__]
     done = torchrun.run([*command, "--cluster", "heterog", "--model", "bert-moe"], timeout=60)
     assert done.returncode == 2
     assert "no cluster of heterog has such a model" in done.stderr

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from published_clusters import data_parallel, graphs, hap, heterog, models, poplar_plan
 from published_clusters import programme_search as programmes
@@ -56,8 +55,7 @@ def test_hap_finds_the_fastest_programme(of, layers):
         for chosen in itertools.product(*(hap.options(one, BATCH, ratios, None) for one in layers))
         if chosen[-1].compute != "columns"
         if not any(
-            a.compute == "columns" and b.compute == "experts"
-            for a, b in itertools.pairwise(chosen)
+            a.compute == "columns" and b.compute == "experts" for a, b in itertools.pairwise(chosen)
         )
     ]
     assert found == pytest.approx(min(hap.predicted(costs, one) for one in every))
