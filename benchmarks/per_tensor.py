@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="print these rows instead of simulating")
     parser.add_argument("--markdown", action="store_true", help="print one Markdown table")
     arguments = parser.parse_args()
-    rows = _shown(arguments.show) if arguments.show else _simulated(parser, arguments)
+    rows = _shown(arguments) if arguments.show else _simulated(parser, arguments)
     if arguments.markdown:
         print("\n".join(markdown(rows)))
     else:
@@ -61,8 +61,10 @@ def main() -> None:
         write_rows(arguments.output, rows)
 
 
-def _shown(path: Path) -> list[Row]:
-    return [Row(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+def _shown(arguments: argparse.Namespace) -> list[Row]:
+    lines = arguments.show.read_text("utf-8").splitlines()
+    rows = [Row(**json.loads(line)) for line in lines]
+    return [r for r in rows if r.cluster in arguments.cluster and r.model in arguments.model]
 
 
 def _simulated(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Row]:
