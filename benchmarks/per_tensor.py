@@ -1,0 +1,97 @@
+"""The clusters of HAP (EuroSys 2024) and HeteroG (CoNEXT 2020), simulated.
+
+Both systems decide per tensor or operator how it is computed and communicated. Here our
+reconstructions of their policies, two kinds of data parallelism and Poplar's planner decide for the
+same models on the same clusters. Nothing is measured: every line says "simulated".
+
+    python benchmarks/per_tensor.py --output rows.jsonl
+    python benchmarks/per_tensor.py --cluster hap-1 --model vgg19
+    python benchmarks/per_tensor.py --quick
+    python benchmarks/per_tensor.py --show benchmarks/results/per_tensor.jsonl --markdown
+
+Policies:
+
+- `DP-EV`: data parallelism with even batches;
+- `DP-CP`: data parallelism with batches in proportion to FLOP/s;
+- `DP-EV, servers`: even batches, and a parameter server for each gradient instead of all-reduce;
+- `HAP`: *our reconstruction* (`published_clusters/hap.py`), without the authors' code;
+- `HeteroG`: *our reconstruction* (`published_clusters/heterog.py`), without the authors' code;
+- `Poplar`: the plan of `poplar.planner.search`;
+- `Poplar, programme`: the programme of `poplar.planner.synthesis`, where its search ends.
+
+All policies use the same costs (`published_clusters/costs.py`) and simulator
+(`published_clusters/simulation.py`). `published_clusters/published.py` has the published figures
+and settings with their sources. `hap-8` is the whole cluster of HAP, `hap-1` one GPU of each host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from published_clusters.published import EVALUATIONS
+from published_clusters.row import Row, rows_of
+from published_clusters.table import findings, markdown, table
+from rich.console import Console
+from rows import write_rows
+
+MODELS = tuple(dict.fromkeys(model for one in EVALUATIONS.values() for model in one.models))
+QUICK = ("hap-1", "heterog")
+"""Clusters of `--quick`, each with its first model."""
+
+
+def main() -> None:
+    """Run all cases and print the tables and the findings."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, help="append rows as JSON lines")
+    parser.add_argument("--cluster", nargs="+", choices=EVALUATIONS, default=list(EVALUATIONS))
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--quick", action="store_true", help="two clusters with one model each")
+    parser.add_argument("--show", type=Path, help="print these rows instead of simulating")
+    parser.add_argument("--markdown", action="store_true", help="print one Markdown table")
+    arguments = parser.parse_args()
+    rows = _shown(arguments) if arguments.show else _simulated(parser, arguments)
+    if arguments.markdown:
+        print("\n".join(markdown(rows)))
+    else:
+        _print(rows)
+    if arguments.output is not None:
+        write_rows(arguments.output, rows)
+
+
+def _shown(arguments: argparse.Namespace) -> list[Row]:
+    lines = arguments.show.read_text("utf-8").splitlines()
+    rows = [Row(**json.loads(line)) for line in lines]
+    return [r for r in rows if r.cluster in arguments.cluster and r.model in arguments.model]
+
+
+def _simulated(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Row]:
+    cases = [
+        (name, model)
+        for name in (QUICK if arguments.quick else arguments.cluster)
+        for model in EVALUATIONS[name].models
+        if model in (MODELS[0], "vgg19-224") or not arguments.quick
+        if model in arguments.model
+    ]
+    if not cases:
+        parser.error(f"no cluster of {', '.join(arguments.cluster)} has such a model")
+    rows: list[Row] = []
+    for number, (name, model) in enumerate(cases, start=1):
+        print(f"\r{number} of {len(cases)}", end="", file=sys.stderr, flush=True)
+        rows += rows_of(name, EVALUATIONS[name], model)
+    print(file=sys.stderr)
+    return rows
+
+
+def _print(rows: list[Row]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for name in dict.fromkeys(row.cluster for row in rows):
+        console.print(table([row for row in rows if row.cluster == name]))
+    for line in findings(rows):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

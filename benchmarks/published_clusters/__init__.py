@@ -1,0 +1,1 @@
+"""The clusters of HAP and HeteroG, and reconstructions of their policies, simulated."""

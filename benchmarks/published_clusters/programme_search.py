@@ -1,0 +1,156 @@
+"""Poplar: the programme that `poplar.planner.synthesis` finds, on the costs of all policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from poplar import _core
+from poplar.planner.graph.graph import LEAVES, PARAMETER, Graph, TensorType
+from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
+from poplar.planner.graph.programme import Programme
+from poplar.planner.rules.registry import pattern_of
+from poplar.planner.rules.strategy import strategy_of
+from poplar.planner.synthesis import costs as synthesis
+from poplar.planner.synthesis.search import SearchTooLong, fastest_programme
+from published_clusters.costs import BACKWARD, Costs, Transfer, seconds_of
+from published_clusters.data_parallel import speeds
+from published_clusters.layer import Layer
+from published_clusters.step import Part, Step
+
+LIMIT = 20_000
+"""States of the search: some seconds."""
+_PROBE_BYTES = 1e8
+
+
+def found_programme(
+    graph: Graph, costs: Costs, global_batch: int, limit: int = LIMIT
+) -> Programme | None:
+    """The fastest programme; None if the search visits too many states."""
+    try:
+        return fastest_programme(graph, synthesis_costs(costs, global_batch), limit).programme
+    except SearchTooLong:
+        return None
+
+
+def synthesis_costs(costs: Costs, global_batch: int) -> synthesis.Costs:
+    """The costs as the search takes them: one rate for all collectives, that of an all-reduce."""
+    ranks = costs.cluster.world_size
+    seconds = seconds_of(costs.all_reduce(2 * _PROBE_BYTES)) - seconds_of(
+        costs.all_reduce(_PROBE_BYTES)
+    )
+    return synthesis.Costs(
+        ratios=tuple(_core.apportion(global_batch, speeds(costs))),
+        flops_per_second=tuple(speeds(costs)),
+        bytes_per_second=2.0 * (1.0 - 1.0 / ranks) * _PROBE_BYTES / seconds,
+        latency_seconds=seconds_of(costs.all_reduce(0.0)) / 2.0,
+    )
+
+
+def programme_step(
+    costs: Costs,
+    graph: Graph,
+    programme: Programme,
+    layers: tuple[Layer, ...],
+    global_batch: int,
+) -> Step:
+    """The programme as a step of the simulation that all policies share.
+
+    The compute of all operators together is that of the layers; an operator has its part of their
+    FLOPs.
+    """
+    patterns = {n: pattern_of(graph, o) for n, o in graph.nodes.items() if o.operator not in LEAVES}
+    total = sum(pattern.flops for pattern in patterns.values())
+    ranks = range(costs.cluster.world_size)
+    whole = [sum(costs.forward_seconds(r, one, global_batch) for one in layers) for r in ranks]
+    moves: dict[str, list[Transfer]] = {}
+    for moved in programme.collectives:
+        kind = graph.nodes[moved.node].output
+        if kind.is_floating:
+            transfer = _transfer(costs, kind, moved.source, moved.target, programme.ratios)
+            moves.setdefault(moved.node, []).append(transfer)
+    read: set[str] = set()
+    parts = []
+    for name, pattern in patterns.items():
+        strategy = strategy_of(pattern, programme.inputs[name], programme.placements[name])
+        part = pattern.flops / total
+        forward = tuple(
+            part * strategy.flops_share(pattern, programme.ratios, rank) * whole[rank]
+            for rank in ranks
+        )
+        new = [p for p in dict.fromkeys(graph.nodes[name].inputs) if p not in read]
+        read.update(new)
+        parameters = [graph.nodes[p] for p in new if graph.nodes[p].operator == PARAMETER]
+        replicated = [
+            node.output for node in parameters if programme.placements[node.name] is REPLICATED
+        ]
+        owned = [
+            sum(
+                node.output.numel
+                * _part(node.output, programme.placements[node.name], programme.ratios, rank)
+                for node in parameters
+            )
+            for rank in ranks
+        ]
+        nbytes = float(sum(kind.nbytes for kind in replicated))
+        parts.append(
+            Part(
+                forward=forward,
+                backward=tuple(BACKWARD * seconds for seconds in forward),
+                update=tuple(costs.update_seconds(rank, owned[rank]) for rank in ranks),
+                after=tuple(moves.get(name, ())),
+                gradient=costs.all_reduce(nbytes) if nbytes else None,
+            )
+        )
+    return Step(parts=tuple(parts))
+
+
+def missing_bytes(
+    costs: Costs,
+    graph: Graph,
+    programme: Programme,
+    layers: tuple[Layer, ...],
+    global_batch: int,
+) -> float:
+    """Bytes by which the memory of a rank is too small, of the rank that lacks most.
+
+    Activations are those of the layers, in proportion to the rank's FLOPs.
+    """
+    parameters = [node for node in graph.nodes.values() if node.operator == PARAMETER]
+    produced = global_batch * sum(layer.produced for layer in layers)
+    shares = [ratio / sum(programme.ratios) for ratio in programme.ratios]
+    return max(
+        costs.missing_bytes(
+            rank,
+            sum(
+                node.output.numel
+                * _part(node.output, programme.placements[node.name], programme.ratios, rank)
+                for node in parameters
+            ),
+            shares[rank] * produced,
+        )
+        for rank in range(costs.cluster.world_size)
+    )
+
+
+def divided_parameters(programme: Programme) -> int:
+    """How many parameters are divided in computation."""
+    return sum(isinstance(placement, Sharded) for placement in programme.parameters.values())
+
+
+def _transfer(
+    costs: Costs, kind: TensorType, source: Placement, target: Placement, ratios: Sequence[int]
+) -> Transfer:
+    nbytes, ranks = float(kind.nbytes), range(len(ratios))
+    if source is PARTIAL and target is REPLICATED:
+        return costs.all_reduce(nbytes)
+    before, after = ([_part(kind, p, ratios, rank) for rank in ranks] for p in (source, target))
+    if isinstance(source, Sharded) and isinstance(target, Sharded):
+        return costs.all_to_all(nbytes, before, after)
+    return costs.reduce_scatter(nbytes, after if isinstance(target, Sharded) else before)
+
+
+def _part(kind: TensorType, placement: Placement, ratios: Sequence[int], rank: int) -> float:
+    if not isinstance(placement, Sharded):
+        return 1.0
+    bounds = placement.bounds(kind.shape, ratios)
+    return (bounds[rank + 1] - bounds[rank]) / max(1, bounds[-1])
