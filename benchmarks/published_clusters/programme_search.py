@@ -11,25 +11,31 @@ from poplar.planner.graph.programme import Programme
 from poplar.planner.rules.registry import pattern_of
 from poplar.planner.rules.strategy import strategy_of
 from poplar.planner.synthesis import costs as synthesis
-from poplar.planner.synthesis.search import SearchTooLong, fastest_programme
+from poplar.planner.synthesis.search import SearchTooLong, fastest_in
+from poplar.planner.synthesis.space import SearchSpace
 from published_clusters.costs import BACKWARD, Costs, Transfer, seconds_of
 from published_clusters.data_parallel import speeds
 from published_clusters.layer import Layer
 from published_clusters.step import Part, Step
 
 LIMIT = 20_000
-"""States of the search: some seconds."""
+"""States of the search, about."""
 _PROBE_BYTES = 1e8
 
 
 def found_programme(
     graph: Graph, costs: Costs, global_batch: int, limit: int = LIMIT
 ) -> Programme | None:
-    """The fastest programme; None if the search visits too many states."""
+    """The fastest programme, as `plan_programme` searches it; None if it visits too many states."""
+    space = SearchSpace.of(graph, fold=True, restricted=True)
+    width = limit // len(space.nodes)
     try:
-        return fastest_programme(graph, synthesis_costs(costs, global_batch), limit).programme
+        found = fastest_in(
+            space, synthesis_costs(costs, global_batch), limit=2 * limit, width=width
+        )
     except SearchTooLong:
         return None
+    return None if found is None else found.programme
 
 
 def synthesis_costs(costs: Costs, global_batch: int) -> synthesis.Costs:
