@@ -17,7 +17,7 @@ from poplar.data import pytree
 from poplar.errors import NotExportable
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.planner.graph.programme import Programme
-from poplar.planner.synthesis.decision import plan_programme
+from poplar.planner.synthesis.decision import ProgrammeDecision, plan_programme
 from poplar.planner.synthesis.explanation import explain_programme
 from poplar.profile import ClusterProfile
 from poplar.profiler.memory_limit import MemoryLimit
@@ -118,7 +118,7 @@ def distribute(
             control, model, loss_fn, example_batch, global_batch, loss=loss, must=given is not None
         )
     if exported is not None and tuned is not None:
-        decision = plan_programme(exported.graph, tuned.profile, tuned.plan)
+        decision = _decide(control, exported, tuned)
         given, reason = decision.programme, explain_programme(decision)
     if exported is None or given is None:
         assert tuned is not None
@@ -141,6 +141,23 @@ def distribute(
         reason=reason,
         **options,
     )
+
+
+def _decide(control: Control, exported: ExportedLoss, tuned: Tuned) -> ProgrammeDecision:
+    """The first rank's decision: of equally fast programmes, ranks could find different ones.
+
+    Collective.
+    """
+
+    def search() -> ProgrammeDecision | None:
+        if control.group.rank:
+            return None
+        return plan_programme(exported.graph, tuned.profile, tuned.plan)
+
+    mine = run_on_all_ranks(control, search, doing="distribute()")
+    decision = control.exchange_objects(mine, what="distribute()")[0]
+    assert decision is not None
+    return decision
 
 
 def _given(control: Control, programme: Choice) -> Programme | None:
