@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks as harness
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 
 import poplar
 from poplar.planner.graph.programme import Programme
+from poplar.planner.synthesis.decision import ProgrammeDecision
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -132,6 +134,46 @@ def test_a_given_programme_trains_as_one_process(ranks: Pool, tmp_path: Path, so
     for results, values in ranks.run(train, "mixture", given, ranks=2):
         close(results, expected["results"])
         close(values, [p.detach() for p in expected["values"].values()])
+
+
+def train_found(programme: Programme) -> tuple[str, list[Any]]:
+    """As if the search had found a programme, which only the first rank does."""
+    found = ProgrammeDecision(
+        programme=programme,
+        reason="a test",
+        step_seconds=1.0,
+        data_parallel_seconds=2.0,
+        memory_bytes=(1 << 20, 1 << 20),
+    )
+    calls = mock.Mock(return_value=found)
+    with mock.patch("poplar.training.distribute.plan_programme", calls):
+        training = poplar.distribute(
+            new_model("mixture"),
+            TASKS["mixture"][2],
+            global_batches("mixture")[0],
+            global_batch=SAMPLES,
+            seconds=0.5,
+            cache=False,
+            progress=False,
+            process_group=harness.group(),
+            **OPTIONS,
+        )
+    assert calls.call_count == (harness.rank() == 0)
+    assert training.programme == programme
+    results = []
+    for batch in global_batches("mixture"):
+        own = part_of(batch, training.plan, harness.rank())
+        result = training.train_step(own, max_norm=CLIP)
+        results.append((result.loss, result.grad_norm, result.samples))
+    return training.explain(), results
+
+
+def test_all_ranks_train_by_the_programme_that_the_first_one_finds(ranks: Pool) -> None:
+    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    expected = train_in_one_process("mixture")["results"]
+    for explained, results in ranks.run(train_found, programme, ranks=2, timeout=120):
+        assert "2.00 times as fast as data parallelism" in explained
+        close(results, expected)
 
 
 def attempt(programmes: list[Any]) -> list[str]:
