@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from poplar.planner.synthesis.decision import plan_programme
 
 import poplar
 from head_to_head.calibration import LARGEST_BATCH
@@ -17,6 +16,7 @@ from head_to_head.task import Task
 from head_to_head.workers import WorkerContext
 from poplar import ClusterProfile, Plan
 from poplar.planner.graph.programme import Programme
+from poplar.planner.synthesis.decision import plan_programme
 from poplar.spmd.exported_graph import export_loss
 from poplar.training.programme import sampling_plan
 

@@ -117,7 +117,7 @@ class ProgrammeTraining(DistributedTraining):
 
     def abort(self, error: Exception) -> None:
         """Make the collectives of the programme raise on the other ranks."""
-        self._comm.abort(f"rank {self._rank}: the backward pass of the programme failed: {error!r}")
+        self._comm.abort(f"rank {self._rank}: a pass of the programme failed: {error!r}")
 
     def _tensors(self, batch: Any) -> dict[str, Tensor]:
         """The tensors of a batch by path; those of a rank without samples are empty."""
@@ -156,9 +156,8 @@ class ProgrammeTraining(DistributedTraining):
         batches = iter(loader)
         total, count = 0.0, 0
         while True:
-            batch, has_batch = next(batches, None), True
-            has_batch = batch is not None
-            have = control.exchange_objects(has_batch, what=doing)
+            batch = next(batches, None)
+            have = control.exchange_objects(batch is not None, what=doing)
             if not any(have):
                 break
             if not all(have):
