@@ -102,7 +102,7 @@ class ProgrammeTraining(DistributedTraining):
 
     def train_step(self, batch: Any, *, max_norm: float | None = None) -> StepResult:
         loss = _ProgrammeLoss(self, batch)
-        one = torch.zeros(1, dtype=torch.uint8)
+        one = torch.zeros(1, dtype=torch.uint8, device="cpu")
         result = self.optimizer.train_step(loss, one, loss="global_mean", max_norm=max_norm)
         result.samples = self.plan.global_batch
         return result
@@ -134,7 +134,7 @@ class ProgrammeTraining(DistributedTraining):
             value = found.get(path)
             if samples == 0 and is_divided:
                 dtype = getattr(torch, node.output.dtype)
-                value = torch.empty((0, *whole[1:]), dtype=dtype)
+                value = torch.empty((0, *whole[1:]), dtype=dtype, device=self._device)
             if not isinstance(value, Tensor):
                 raise ValueError(
                     f"rank {self._rank}: the batch has no tensor at {path}, which the example "
