@@ -2,8 +2,9 @@
 
 The yardstick writes (and syncs) or reads as many bytes as the checkpoint has, on all ranks at once.
 It passes the page cache where the file system can do that, which is faster. Nothing that is read,
-by the yardstick or by loading, is in the page cache. Peak memory is what saving needs above what is
-held. Other processes measure it: in them glibc returns freed memory to the system at once, which
+by the yardstick or by loading, is in the page cache. `new s` is a plain reader that copies into new
+memory, whose first use may take longer than the disk. Peak memory is what saving needs above what
+is held. Other processes measure it: in them glibc returns freed memory to the system at once, which
 takes a third of the time.
 
     python benchmarks/checkpoint.py --parameters 128 --folder /data/scratch
@@ -68,7 +69,9 @@ class Row:
     """The yardstick: the same bytes, written and synced."""
     save_seconds: float
     read_seconds: float
-    """The yardstick: the same bytes, read."""
+    """The yardstick: the same bytes, read into one small buffer."""
+    copy_out_seconds: float
+    """The same bytes, read and copied into new memory, as a load must do; one thread."""
     load_seconds: float
     copy_seconds: float
     """Copying what a rank saves, as an asynchronous save does first."""
@@ -132,27 +135,26 @@ def measure_times(options: argparse.Namespace, stage: int, folder: str, output: 
     block = memoryview(pages)
     seconds: dict[str, list[float]] = {}
     record = recorder(seconds)
+    plain, again = Path(folder, f"plain-{rank}"), Path(folder, "again")
     for number in range(options.rounds):
-        plain, again = Path(folder, f"plain-{rank}"), Path(folder, f"again-{number}")
-        # Who comes first finds pages that were freed just before; getting others takes longer.
-        order = 1 if number % 2 else -1
+        remove(plain, again)
         writes = [
             ("write", partial(write_plain, plain, size, block)),
             ("save", partial(poplar.save_checkpoint, again, optimizer)),
         ]
-        for name, action in writes[::order]:
+        # Who comes first finds pages that were freed just before; getting others takes longer.
+        for name, action in writes[:: 1 if number % 2 else -1]:
             record(name, action)
+    for number in range(options.rounds):
         reads = [
             ("read", plain, partial(read_plain, plain, pages)),
+            ("copy_out", plain, partial(read_plain, plain, pages, size)),
             ("load", again / own.name, partial(poplar.load_checkpoint, again, optimizer)),
         ]
-        for name, file, action in reads[::order]:
+        for name, file, action in reads[:: 1 if number % 2 else -1]:
             drop_cache(file)
             record(name, action)
-        plain.unlink()
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(again)
+    remove(plain, again)
     measure_asynchronous(Path(folder, "manager"), optimizer, options.rounds, record)
     dist.barrier()
     if rank == 0:
@@ -260,13 +262,30 @@ def write_plain(path: Path, size: int, block: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def read_plain(path: Path, block: mmap.mmap) -> None:
-    """Read all bytes, past the page cache if the file system can do that, into `block`."""
+def read_plain(path: Path, block: mmap.mmap, copied: int = 0) -> None:
+    """Read all bytes, past the page cache if the file system can do that, into `block`.
+
+    `copied` of them are then copied into new memory.
+    """
+    target, done = memoryview(torch.empty(copied, dtype=torch.uint8).numpy()), 0
     with path.open("rb", buffering=0) as file:
         with suppress(OSError):
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
-        while file.readinto(block) == CHUNK:
-            pass
+        while count := file.readinto(block):
+            if copied:
+                target[done : done + count] = memoryview(block)[:count]
+            done += count
+            if count < CHUNK:
+                break
+
+
+def remove(plain: Path, checkpoint: Path) -> None:
+    """Remove what an earlier round has written. All ranks wait for each other."""
+    plain.unlink(missing_ok=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    dist.barrier()
 
 
 def drop_cache(path: Path) -> None:
@@ -279,8 +298,8 @@ def drop_cache(path: Path) -> None:
 def table(rows: list[Row]) -> Table:
     """One line per stage."""
     made = Table(box=SIMPLE_HEAD)
-    columns = ("stage", "MiB", "write s", "save s", "of disk", "read s", "load s", "of disk")
-    for name in (*columns, "copy s", "stall s", "peak MiB", "unit MiB"):
+    columns = ("stage", "MiB", "write s", "save s", "of disk", "read s", "new s", "load s")
+    for name in (*columns, "of disk", "copy s", "stall s", "peak MiB", "unit MiB"):
         made.add_column(name, justify="right")
     for row in rows:
         made.add_row(
@@ -290,6 +309,7 @@ def table(rows: list[Row]) -> Table:
             f"{row.save_seconds:.2f}",
             f"{row.write_seconds / row.save_seconds:.0%}",
             f"{row.read_seconds:.2f}",
+            f"{row.copy_out_seconds:.2f}",
             f"{row.load_seconds:.2f}",
             f"{row.read_seconds / row.load_seconds:.0%}",
             f"{row.copy_seconds:.3f}",

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "buffers.h"
 #include "disk_reader.h"
 #include "disk_writer.h"
 
@@ -14,18 +15,6 @@ namespace py = pybind11;
 
 namespace poplar {
 namespace {
-
-py::buffer_info contiguous(const py::buffer& buffer, bool writable = false) {
-  py::buffer_info info = buffer.request(writable);
-  if (!PyBuffer_IsContiguous(info.view(), 'C')) {
-    throw std::invalid_argument("the buffer must be contiguous");
-  }
-  return info;
-}
-
-std::size_t bytes_of(const py::buffer_info& info) {
-  return static_cast<std::size_t>(info.size * info.itemsize);
-}
 
 void translate(std::exception_ptr pointer) {
   try {

@@ -67,6 +67,9 @@ void DiskWriter::abandon() {
     changed_.notify_all();
     thread_.join();
   }
+  for (Buffer& buffer : buffers_) {
+    buffer.reset();
+  }
   file_.close();
 }
 

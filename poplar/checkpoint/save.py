@@ -123,12 +123,13 @@ def start_save(
         def make_job() -> SaveJob:
             if (device := parts.engine.flats[0].device).type == "cuda":
                 torch.cuda.synchronize(device)  # the thread that writes has another stream
-            items, own = agreement.items(control.group.rank), dict(entries.values)
+            own = dict(entries.values)
+            items = agreement.items(control.group.rank)
             written = {item.index: _resolve(own, item) for item in items}
             return SaveJob(
                 folder=path,
                 rank=control.group.rank,
-                items=items,
+                items=agreement.indices,
                 values=written if copy is None else copy(written),
                 metadata=agreement.metadata,
                 aliases=entries.aliases,
@@ -194,6 +195,11 @@ class Agreement:
         """What a rank writes."""
         items: Sequence[WriteItem] = self._plans[rank].items
         return items
+
+    @property
+    def indices(self) -> list[list[MetadataIndex]]:
+        """By rank, what it writes."""
+        return [[item.index for item in plan.items] for plan in self._plans]
 
     def agree(self, control: Control, content: Content, doing: str) -> None:
         """Exchange what has changed, and set `content.own_buffers`. Collective.

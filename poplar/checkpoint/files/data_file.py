@@ -207,7 +207,7 @@ def _without_checksum_of_torch() -> Iterator[None]:
 
 def _own_storage(tensor: Tensor) -> Tensor:
     """A CPU tensor whose storage has no other elements, because `torch.save` writes all of it."""
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     # A round trip through DLPack makes a storage of the same memory.

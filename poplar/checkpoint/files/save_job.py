@@ -1,13 +1,14 @@
 """What each rank writes of a checkpoint, in a thread and without communication.
 
 [Note: a save]
-Every rank writes its data file into `NAME.incomplete`, and beside it a list of what the file
-contains. The first rank waits for all lists, adds the metadata, and renames the folder to `NAME`.
-All that is renamed is on the disk by then, so `NAME` is either absent or complete.
+Every rank writes its data file into `NAME.incomplete`, and beside it a list of the parts of the
+file. The first rank waits for all lists, adds the metadata, and renames the folder to `NAME`. All
+that is renamed is on the disk by then, so `NAME` is either absent or complete.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import threading
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 
 from poplar.checkpoint.files import manifest as manifest_file
 from poplar.checkpoint.files.data_file import Cancelled, DataFile, sync_folder, write_whole
@@ -41,9 +41,11 @@ class SaveJob:
 
     folder: Path
     rank: int
-    items: Sequence[WriteItem]
+    items: Sequence[Sequence[MetadataIndex]]
+    """By rank, what it writes, in this order."""
     values: Mapping[MetadataIndex, Any]
-    """By item, the tensor or value; a tensor is a view of the training state or of a copy."""
+    """By item of this rank, the tensor or value; a tensor is a view of the training state or of a
+    copy."""
     metadata: Metadata
     aliases: Mapping[str, str]
     manifest: Manifest
@@ -163,17 +165,14 @@ class PendingSave:
             )
         self._file = DataFile(job.aside / job.data_file, self._is_stopped)
         try:
-            parts = [self._file.write_item(job.values[item.index]) for item in job.items]
+            parts = [self._file.write_item(job.values[item]) for item in job.items[job.rank]]
         except BaseException:
             self._file.abandon()
             raise
         self._file.close()
-        listed = pickle.dumps(
-            [(item.index, part) for item, part in zip(job.items, parts, strict=True)]
-        )
         path = job.aside / _LIST.format(rank=job.rank)
         hidden = path.with_suffix(".part")
-        hidden.write_bytes(listed)
+        hidden.write_text(json.dumps(parts))
         hidden.rename(path)  # so that the first rank reads all of it
 
 
@@ -185,9 +184,8 @@ def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
         path = job.aside / _LIST.format(rank=rank)
         _wait_for(path, job, is_stopped)
         file = replace(job, rank=rank).data_file
-        listed = pickle.loads(path.read_bytes())
-        files[file] = [part for _, part in listed]
-        for index, part in listed:
+        files[file] = [Part(*part) for part in json.loads(path.read_bytes())]
+        for index, part in zip(job.items[rank], files[file], strict=True):
             storage[index] = _StorageInfo(file, part.offset, part.length)
         path.unlink()
     metadata = _with_aliases(replace(job.metadata, storage_data=storage), job.aliases)

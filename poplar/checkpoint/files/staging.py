@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from poplar._core import gather
 from poplar.checkpoint.digests import PLAIN
-from poplar.checkpoint.files.data_file import Pickled
+from poplar.checkpoint.files.data_file import Pickled, memory_of
 
 _ALIGNMENT = 64
 
@@ -27,15 +28,22 @@ class Staging:
         tensors = [value for value in values.values() if isinstance(value, Tensor)]
         self._reserve(sum(_padded(t.nbytes) for t in tensors), any(t.is_cuda for t in tensors))
         copies: dict[MetadataIndex, Any] = {}
+        gathered: list[Tensor] = []
+        offsets: list[int] = []
         start = 0
         for index, value in values.items():
             if not isinstance(value, Tensor):
                 copies[index] = value if isinstance(value, PLAIN) else Pickled.of(value)
                 continue
             place = self._buffer[start : start + value.nbytes].view(value.dtype).view(value.shape)
-            place.copy_(value, non_blocking=True)
+            if _is_plain_memory(value):
+                gathered.append(value)
+                offsets.append(start)
+            else:
+                place.copy_(value, non_blocking=True)
             copies[index] = place
             start += _padded(value.nbytes)
+        gather(memory_of(self._buffer), [memory_of(tensor) for tensor in gathered], offsets)
         for device in {t.device for t in tensors if t.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
@@ -44,6 +52,11 @@ class Staging:
         if self._buffer.numel() < size:
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free it first
             self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
+def _is_plain_memory(tensor: Tensor) -> bool:
+    """Whether the tensor's values are the bytes at its address, on the CPU."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _padded(size: int) -> int:

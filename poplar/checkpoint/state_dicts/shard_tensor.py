@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -78,12 +79,12 @@ class ShardTensor(Tensor):
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         """What this rank saves. Of a tensor without elements, every rank names the whole."""
-        properties = TensorProperties.create_from_tensor(self.local)
+        properties, size = _properties(self.dtype), _size(tuple(self.shape))
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -91,10 +92,7 @@ class ShardTensor(Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if math.prod(self.shape) == 0:
             return [ChunkStorageMetadata(torch.Size([0] * len(self.shape)), self.shape)]
-        return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in self.boxes
-        ]
+        return [ChunkStorageMetadata(_size(box.offsets), _size(box.sizes)) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The elements of one box: a view of `local` in the shape of the box."""
@@ -180,6 +178,18 @@ class ParameterShard(ShardTensor):
             "rank's part of them; save it with torch.distributed.checkpoint on all ranks, use "
             "optimizer.save_model(path), or `with optimizer.full_parameters(): model.state_dict()`"
         )
+
+
+@cache
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    """One object for all tensors, which is pickled once. Where they were in memory is left out."""
+    return TensorProperties(dtype=dtype)
+
+
+@lru_cache(4096)
+def _size(lengths: tuple[int, ...]) -> torch.Size:
+    """One object for all equal sizes."""
+    return torch.Size(lengths)
 
 
 torch.serialization.add_safe_globals([ShardTensor])
