@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from poplar.comm import Communicator, Control, Group, connect, connect_control
-from poplar.data import pytree
-from poplar.errors import NotExportable
-from poplar.optimizer import HeteroZeroOptimizer
+from poplar.comm import Communicator, Control, Group, connect_control
+from poplar.formatting import format_seconds
+from poplar.plan import Plan
 from poplar.planner.graph.programme import Programme
 from poplar.planner.synthesis.decision import ProgrammeDecision, plan_programme
 from poplar.planner.synthesis.explanation import explain_programme
 from poplar.profile import ClusterProfile
 from poplar.profiler.memory_limit import MemoryLimit
-from poplar.spmd.exported_graph import ExportedLoss, export_loss
-from poplar.training.data_parallel import DataParallelTraining
-from poplar.training.programme import ProgrammeTraining, sampling_plan
+from poplar.profiler.progress import Report, show_progress
+from poplar.spmd.exported_graph import ExportedLoss
+from poplar.training.job import Job
 from poplar.training.training import DistributedTraining
+from poplar.training.trials import Candidate, compare
 from poplar.tuning.autotune import Tuned, tune
-from poplar.zero.agreement import raise_on_any_error, run_on_all_ranks
+from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
 from poplar.zero.update import OptimizerFactory
 
 Choice = Literal["auto", "never"] | Programme | Path
+
+TRIALS_PART = 0.25
+"""Seconds for timing a programme and the plan, as a part of those for profile and plan."""
 
 
 def distribute(
@@ -47,6 +48,7 @@ def distribute(
     profile: ClusterProfile | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
+    verify: bool = True,
     seconds: float = 60.0,
     memory_limit: MemoryLimit = None,
     cache: bool = True,
@@ -64,9 +66,9 @@ def distribute(
     It profiles the ranks and plans as `autotune` does. Then it exports the loss with `torch.export`
     and searches for a programme: which tensors are sharded on which dimension, and which
     collectives move them in forward and backward. Parameters that are sharded in computation stay
-    where they are; the others are trained at ZeRO stage 1. The training runs the programme if it is
-    predicted to be faster than the plan, which is data parallelism at any stage. The gradient is
-    that of one device in both cases.
+    where they are; the others are trained at ZeRO stage 1. If the programme is predicted to be
+    faster than the plan, which is data parallelism at any stage, both run some steps in turns, and
+    the training runs what was faster. The gradient is that of one device in both cases.
 
     A programme runs one pass per step, of whole global batches in the shapes of the example. It
     computes in the dtype of the model. Models that cannot be exported (control flow that depends
@@ -83,6 +85,7 @@ def distribute(
             `poplar plan --programme-output` or `Programme.to_json` wrote.
         weight, loss: as for `HeteroZeroOptimizer.train_step`. For a mean over tokens give
             `weight=poplar.tokens()`. Programmes need a loss that is a mean.
+        verify: with False, neither plans nor programmes are timed; predictions decide.
         profile, process_group, timeout, seconds, memory_limit, cache, progress: as for `autotune`.
         **optimizer_kwargs: for `optimizer_class`.
 
@@ -91,55 +94,98 @@ def distribute(
             `autotune` and `HeteroZeroOptimizer`; also a given programme that this model cannot run.
     """
     group = Group.of(process_group, timeout)
-    control = connect_control(group)
-    given = _given(control, programme)
     options = {"process_group": process_group, "timeout": timeout, **optimizer_kwargs}
-    tuned: Tuned | None = None
-    if given is None:
-        tuned = tune(
-            model,
-            loss_fn,
-            example_batch,
-            global_batch=global_batch,
-            optimizer_class=optimizer_class,
-            weight=weight,
-            loss=loss,
-            profile=profile,
-            seconds=seconds,
-            memory_limit=memory_limit,
-            cache=cache,
-            progress=progress,
-            **options,
-        )
-    exported: ExportedLoss | None = None
-    reason = f"programme={programme!r}, so there is no programme."
-    if given is not None or programme == "auto":
-        exported, reason = _export(
-            control, model, loss_fn, example_batch, global_batch, loss=loss, must=given is not None
-        )
-    if exported is not None and tuned is not None:
-        decision = _decide(control, exported, tuned)
-        given, reason = decision.programme, explain_programme(decision)
-    if exported is None or given is None:
-        assert tuned is not None
-        optimizer = HeteroZeroOptimizer(model, optimizer_class, plan=tuned.plan, **options)
-        return DataParallelTraining(
-            model, loss_fn, optimizer, tuned.plan, weight=weight, loss=loss, reason=reason
-        )
-    planned = tuned.plan.transport if tuned is not None else None
-    device = next(model.parameters()).device
-    comm = connect(group, "auto", device, planned=planned)
-    _broadcast(comm, dict(chain(model.named_parameters(), model.named_buffers())))
-    _broadcast(comm, exported.constants)
-    return ProgrammeTraining(
-        comm,
+    job = Job(
+        group=group,
+        control=connect_control(group),
+        model=model,
+        loss_fn=loss_fn,
+        example=example_batch,
+        global_batch=global_batch,
+        optimizer_class=optimizer_class,
+        weight=weight,
+        loss=loss,
+        options=options,
+    )
+    given = _given(job.control, programme)
+    if given is not None:
+        exported, _ = job.exported(must=True)
+        assert exported is not None
+        comm = job.connected(exported, planned=None)
+        return job.by_programme(comm, exported, given, reason="The programme was given.")
+    tuned = tune(
         model,
-        exported,
-        given,
-        sampling_plan(given, global_batch),
-        optimizer_class,
-        reason=reason,
+        loss_fn,
+        example_batch,
+        global_batch=global_batch,
+        optimizer_class=optimizer_class,
+        weight=weight,
+        loss=loss,
+        profile=profile,
+        verify=verify,
+        seconds=seconds,
+        memory_limit=memory_limit,
+        cache=cache,
+        progress=progress,
         **options,
+    )
+    if programme == "never":
+        return job.by_plan(tuned.plan, reason="programme='never', so there is no programme.")
+    exported, reason = job.exported(must=False)
+    if exported is None:
+        return job.by_plan(tuned.plan, reason=reason)
+    decision = _decide(job.control, exported, tuned)
+    if decision.programme is None:
+        return job.by_plan(tuned.plan, reason=explain_programme(decision))
+    comm = job.connected(exported, tuned.plan.transport)
+    with show_progress(progress and group.rank == 0) as report:
+        return _faster(
+            job, comm, exported, tuned.plan, decision, TRIALS_PART * seconds * verify, report
+        )
+
+
+def _faster(
+    job: Job,
+    comm: Communicator,
+    exported: ExportedLoss,
+    plan: Plan,
+    decision: ProgrammeDecision,
+    seconds: float,
+    report: Report,
+) -> DistributedTraining:
+    """Training by the programme of a decision, unless trials show that the plan is faster.
+
+    Collective.
+
+    Args:
+        seconds: for trials; 0: there are none.
+    """
+    programme, text = decision.programme, explain_programme(decision)
+    assert programme is not None
+
+    def by_programme(reason: str = text) -> DistributedTraining:
+        return job.by_programme(comm, exported, programme, reason=reason)
+
+    def by_plan(reason: str = "") -> DistributedTraining:
+        return job.by_plan(plan, reason=reason)
+
+    if seconds == 0.0:
+        return by_programme()
+    measured = compare(
+        job,
+        Candidate("programme", by_programme, decision.step_seconds),
+        Candidate("plan", by_plan, decision.data_parallel_seconds),
+        seconds=seconds,
+        report=report,
+    )
+    own, other = format_seconds(measured.first_seconds), format_seconds(measured.second_seconds)
+    if measured.ratio < 1.0:
+        return by_programme(
+            f"{text}\nmeasured in trials: {own} per step, and {other} with data parallelism"
+        )
+    return by_plan(
+        f"data parallelism, which was faster in trials: {other} per step, and {own} with this "
+        f"programme, which was predicted to be faster:\n{text}"
     )
 
 
@@ -182,53 +228,3 @@ def _given(control: Control, programme: Choice) -> Programme | None:
     if any(other != by_rank[0] for other in by_rank):
         raise ValueError("the ranks passed different programmes to distribute()")
     return given
-
-
-def _export(
-    control: Control,
-    model: nn.Module,
-    loss_fn: LossFunction,
-    example: Any,
-    global_batch: int,
-    *,
-    loss: Loss,
-    must: bool,
-) -> tuple[ExportedLoss | None, str]:
-    """The graph of the loss of a global batch; None on all ranks if one has none. Collective.
-
-    Args:
-        must: raise instead.
-
-    Returns:
-        The graph, or why there is none.
-    """
-    exported: ExportedLoss | None = None
-    error: Exception | None = None
-    try:
-        if loss != "mean":
-            raise NotExportable(f"loss={loss!r}, but programmes need a loss that is a mean")
-        if any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())):
-            raise NotExportable("the model is on meta, and a programme divides real values")
-        exported = export_loss(model, loss_fn, _enlarged(example, global_batch))
-    except NotExportable as caught:
-        error = caught
-    if must:
-        raise_on_any_error(control, error, doing="distribute()")
-    reasons = control.exchange_objects(None if error is None else str(error), what="distribute()")
-    found = next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
-    return (exported, "") if not found else (None, f"No programme: {found}.")
-
-
-def _enlarged(batch: Any, samples: int) -> Any:
-    """A batch of so many samples, which repeats those of `batch`."""
-    known = pytree.samples_in(batch)
-    return pytree.take(batch, [index % known for index in range(samples)])
-
-
-@torch.no_grad()
-def _broadcast(comm: Communicator, tensors: Mapping[str, Tensor]) -> None:
-    """Give all ranks the first rank's values. Collective."""
-    for name, tensor in tensors.items():
-        values = tensor.detach().contiguous()
-        comm.broadcast(values, 0, what=f"the broadcast of {name}")
-        tensor.copy_(values)

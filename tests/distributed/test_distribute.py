@@ -31,6 +31,7 @@ from torch.nn import functional as F
 import poplar
 from poplar.planner.graph.programme import Programme
 from poplar.planner.synthesis.decision import ProgrammeDecision
+from poplar.training.trials import Comparison, compare
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -136,8 +137,14 @@ def test_a_given_programme_trains_as_one_process(ranks: Pool, tmp_path: Path, so
         close(values, [p.detach() for p in expected["values"].values()])
 
 
-def train_found(programme: Programme) -> tuple[str, list[Any]]:
-    """As if the search had found a programme, which only the first rank does."""
+def train_found(
+    programme: Programme, measured: Comparison | None, **options: Any
+) -> tuple[str, bool, list[Any], int]:
+    """As if the search had found a programme, which only the first rank does.
+
+    Args:
+        measured: of both trainings; None: measure.
+    """
     found = ProgrammeDecision(
         programme=programme,
         reason="a test",
@@ -146,7 +153,11 @@ def train_found(programme: Programme) -> tuple[str, list[Any]]:
         memory_bytes=(1 << 20, 1 << 20),
     )
     calls = mock.Mock(return_value=found)
-    with mock.patch("poplar.training.distribute.plan_programme", calls):
+    comparison = mock.Mock(wraps=compare, side_effect=lambda *_, **__: measured or mock.DEFAULT)
+    with (
+        mock.patch("poplar.training.distribute.plan_programme", calls),
+        mock.patch("poplar.training.distribute.compare", comparison),
+    ):
         training = poplar.distribute(
             new_model("mixture"),
             TASKS["mixture"][2],
@@ -157,23 +168,63 @@ def train_found(programme: Programme) -> tuple[str, list[Any]]:
             progress=False,
             process_group=harness.group(),
             **OPTIONS,
+            **options,
         )
     assert calls.call_count == (harness.rank() == 0)
-    assert training.programme == programme
     results = []
     for batch in global_batches("mixture"):
         own = part_of(batch, training.plan, harness.rank())
         result = training.train_step(own, max_norm=CLIP)
         results.append((result.loss, result.grad_norm, result.samples))
-    return training.explain(), results
+    assert training.programme in (None, programme)
+    return training.explain(), training.programme is not None, results, comparison.call_count
 
 
-def test_all_ranks_train_by_the_programme_that_the_first_one_finds(ranks: Pool) -> None:
+FASTER = Comparison(first_seconds=0.1, second_seconds=0.2, ratio=0.5)
+SLOWER = Comparison(first_seconds=0.3, second_seconds=0.2, ratio=1.5)
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_all_ranks_train_by_what_was_faster_in_trials(ranks: Pool, is_faster: bool) -> None:
     programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
     expected = train_in_one_process("mixture")["results"]
-    for explained, results in ranks.run(train_found, programme, ranks=2, timeout=120):
-        assert "2.00 times as fast as data parallelism" in explained
+    measured = FASTER if is_faster else SLOWER
+    for explained, by_programme, results, _ in ranks.run(
+        train_found, programme, measured, ranks=2, timeout=120
+    ):
+        assert by_programme == is_faster
+        took = (
+            "measured in trials: 0.1 s per step, and 0.2 s with data parallelism"
+            if is_faster
+            else "faster in trials: 0.2 s per step, and 0.3 s with this programme"
+        )
+        assert took in explained
         close(results, expected)
+
+
+def test_trials_leave_the_model_as_it_was(ranks: Pool) -> None:
+    """Training afterwards is that of one process, whichever was faster."""
+    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    expected = train_in_one_process("mixture")["results"]
+    outcomes = ranks.run(train_found, programme, None, ranks=2, timeout=120)
+    for explained, by_programme, results, trials in outcomes:
+        assert trials == 1
+        assert (explained, by_programme) == outcomes[0][:2]
+        close(results, expected)
+
+
+def train_without_trials(programme: Programme) -> tuple[str, bool, list[Any], int]:
+    return train_found(programme, None, verify=False)
+
+
+def test_without_trials_the_prediction_decides(ranks: Pool) -> None:
+    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    for explained, by_programme, _, trials in ranks.run(
+        train_without_trials, programme, ranks=2, timeout=120
+    ):
+        assert by_programme
+        assert trials == 0
+        assert "2.00 times as fast as data parallelism" in explained
 
 
 def attempt(programmes: list[Any]) -> list[str]:
