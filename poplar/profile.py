@@ -384,6 +384,18 @@ class NetworkProfile:
         """The transport that was measured; None if there was no choice."""
         return self.transports[0][0] if self.transports else None
 
+    def with_residuals(self, stage: int, *, synchronization: float, step: float) -> NetworkProfile:
+        """With these residuals of a stage."""
+
+        def replaced(values: Sequence[float], value: float) -> tuple[float, ...]:
+            return (*values[:stage], value, *values[stage + 1 :])
+
+        return dataclasses.replace(
+            self,
+            synchronization_seconds=replaced(self.synchronization_seconds, synchronization),
+            step_seconds=replaced(self.step_seconds, step),
+        )
+
     def __post_init__(self) -> None:
         check_fields(self)
         if len(self.send_seconds_per_byte) != len(self.receive_seconds_per_byte):

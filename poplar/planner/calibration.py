@@ -275,12 +275,19 @@ def _with_residuals(
     synchronization: float,
 ) -> ClusterProfile:
     """With this residual of a synchronization, and what is left on average as that of the step."""
-    residuals = _replaced(cluster.network.synchronization_seconds, stage, synchronization)
-    network = replace(cluster.network, synchronization_seconds=residuals)
-    cluster = replace(cluster, network=network)
-    once = mean(_unexplained_seconds(cluster, seen) for seen in observations)
-    network = replace(network, step_seconds=_replaced(network.step_seconds, stage, once))
-    return replace(cluster, network=network)
+
+    def known(step: float) -> ClusterProfile:
+        network = cluster.network.with_residuals(stage, synchronization=synchronization, step=step)
+        return replace(cluster, network=network)
+
+    synchronized = known(step=0.0)
+    left = [(_unexplained_seconds(synchronized, seen), seen.plan) for seen in observations]
+    once = mean(seconds for seconds, _ in left)
+    if once < 0.0:  # least squares, as factors make a negative residual smaller (`residual_of`)
+        parts = [costs_of(synchronized, plan).communicated_part for _, plan in left]
+        once = sum(part * seconds for part, (seconds, _) in zip(parts, left, strict=True))
+        once /= sum(part * part for part in parts) or 1.0
+    return known(step=once)
 
 
 def _synchronization_residual(
@@ -360,7 +367,3 @@ def _by_stage(observations: Iterable[Observation]) -> dict[int, list[Observation
     for seen in observations:
         by_stage.setdefault(seen.plan.stage, []).append(seen)
     return by_stage
-
-
-def _replaced(values: Sequence[float], at: int, value: float) -> tuple[float, ...]:
-    return (*values[:at], value, *values[at + 1 :])

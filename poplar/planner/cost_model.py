@@ -43,6 +43,20 @@ from poplar.profile import ClusterProfile
 T = TypeVar("T")
 
 
+def residual_of(measured: float, communicated: float) -> float:
+    """The residual of a step that communicates less than the steps that showed it.
+
+    A negative residual is communication that ran beside compute although the model says that it
+    cannot (a CPU rank whose data is on the way, for example), so it becomes smaller with what is
+    communicated. A positive one stays.
+
+    Args:
+        measured: seconds.
+        communicated: part of the communication of the measured steps, 0 to 1.
+    """
+    return measured * communicated if measured < 0.0 else measured
+
+
 @dataclass(frozen=True)
 class StageCosts:
     """The cost model of one cluster at one stage."""
@@ -89,9 +103,16 @@ class StageCosts:
     @cached_property
     def schedules(self) -> tuple[CommunicationSchedule, CommunicationSchedule]:
         """The communication of a usual synchronization and of the costliest one of a step."""
+        usual, costliest = self._schedules
+        residual = self.synchronization_residual
+        return replace(usual, residual=residual), replace(costliest, residual=residual)
+
+    @cached_property
+    def _schedules(self) -> tuple[CommunicationSchedule, CommunicationSchedule]:
+        """Without residuals."""
         cluster = self.cluster
         overlap = cluster.overlap, cluster.backward_fraction
-        usual, costliest = schedules(
+        return schedules(
             cluster.model,
             self.stage,
             self.persistent,
@@ -99,8 +120,6 @@ class StageCosts:
             may_merge=not self.unit_shares,
             gather_part=self._gather_part,
         )
-        residual = self.synchronization_residual
-        return replace(usual, residual=residual), replace(costliest, residual=residual)
 
     @property
     def _gather_part(self) -> float:
@@ -242,8 +261,28 @@ class StageCosts:
 
     @property
     def synchronization_residual(self) -> float:
-        """Measured seconds of a synchronization beyond its collectives."""
-        return self.cluster.network.synchronization_seconds[self.stage]
+        """Measured seconds of a synchronization beyond its collectives; see `residual_of`."""
+        network = self.cluster.network
+        return residual_of(network.synchronization_seconds[self.stage], self.communicated_part)
+
+    @property
+    def step_residual(self) -> float:
+        """Measured seconds of a step beyond the other terms; see `residual_of`."""
+        network = self.cluster.network
+        return residual_of(network.step_seconds[self.stage], self.communicated_part)
+
+    @cached_property
+    def communicated_part(self) -> float:
+        """Seconds of the collectives over those without factors, under even shares; at most 1."""
+        if not self.exchanges:
+            return 1.0
+        even = (1.0 / self.cluster.world_size,) * self.cluster.world_size
+        after_step = self.gather_after_step_seconds(even)
+        plain, factored = (
+            math.fsum(costs.communication(even)) + after_step
+            for costs in (replace(self, exchanges=()), self)
+        )
+        return min(1.0, factored / plain) if plain > 0.0 else 1.0
 
     def pass_seconds(self, rank: int, batch: int) -> float:
         """One pass of this rank in the engine; 0 without samples."""
@@ -263,7 +302,7 @@ class StageCosts:
     def communication(self, shares: Sequence[float]) -> CommunicationSeconds:
         """The collectives of a synchronization."""
         gathered, both = 0.0, self.collectives
-        if self.schedule.gathers:
+        if self._schedules[1].gathers:
             gathered = self._collective_seconds(both.all_gather, shares)
         reduced = self._collective_seconds(both.reduce_scatter, shares)
         if self.exchanges:
@@ -298,8 +337,8 @@ class StageCosts:
         """Seconds after the last synchronization: the optimizer, and its all-gather."""
         distinct = self._distinct(self.owned(shares)).items()
         slowest = max(self.optimizer_seconds(rank, share) for (_, share), rank in distinct)
-        residual = self.cluster.network.step_seconds[self.stage]
-        return max(0.0, slowest + self.gather_after_step_seconds(shares) + residual)
+        gather = self.gather_after_step_seconds(shares)
+        return max(0.0, slowest + gather + self.step_residual)
 
     def gather_after_step_seconds(self, shares: Sequence[float]) -> float:
         """The all-gather after the optimizer; 0 at stages without one."""

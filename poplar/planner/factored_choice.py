@@ -79,14 +79,15 @@ def _with_faster_network(cluster: ClusterProfile, plan: Plan) -> ClusterProfile:
     network = cluster.network
     reduced = factored.reduce / plain.reduce if plain.reduce else 1.0
     gathered = factored.gather / plain.gather if plain.gather else 1.0
-    return dataclasses.replace(
-        cluster,
-        network=dataclasses.replace(
-            network,
-            reduce_scatter_seconds=network.reduce_scatter_seconds * reduced,
-            all_gather_seconds=network.all_gather_seconds * gathered,
-        ),
+    costs = costs_of(cluster, dataclasses.replace(plan, factored=worthwhile(cluster, plan)))
+    faster = dataclasses.replace(
+        network,
+        reduce_scatter_seconds=network.reduce_scatter_seconds * reduced,
+        all_gather_seconds=network.all_gather_seconds * gathered,
+    ).with_residuals(
+        plan.stage, synchronization=costs.synchronization_residual, step=costs.step_residual
     )
+    return dataclasses.replace(cluster, network=faster)
 
 
 def _seconds(cluster: ClusterProfile, plan: Plan) -> float:

@@ -194,7 +194,7 @@ class ShareProblem:
             slope = costs.optimizer_seconds(self._groups[group][0], 1.0) - constant
             row = {group: slope / self._unit, self._optimizer: -1.0}
             yield (always - constant) / self._unit, row
-        residual = always + costs.cluster.network.step_seconds[costs.stage]
+        residual = always + costs.step_residual
         gather = {self._gather: 1.0} if costs.gathers_after_step else {}
         yield -residual / self._unit, gather | {self._optimizer: 1.0, self._tail: -1.0}
 

@@ -54,7 +54,7 @@ class ActionDurations:
         total = costs.schedule.gathers * gather + reduce
         scale = max(0.0, 1.0 + min(0.0, residual) / total) if total else 1.0
         slowest = max(map(costs.optimizer_seconds, range(len(shares)), costs.owned(shares)))
-        step_residual = costs.cluster.network.step_seconds[costs.stage] + min(0.0, slowest)
+        step_residual = costs.step_residual + min(0.0, slowest)
         all_gather = costs.gather_after_step_seconds(shares) + min(0.0, step_residual)
         self._optimizer_change = min(0.0, all_gather)
         self._collectives = {

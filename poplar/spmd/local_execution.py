@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +13,49 @@ from torch.autograd.function import once_differentiable
 from poplar.planner.graph.graph import GET_ITEM, Reference, TensorType
 from poplar.planner.rules.local_call import EMBEDDING_PART, ZEROS, LocalCall, Zeroed
 
+Registers = list[Any]
+"""Tensors of a rank, by number."""
+_Read = Callable[[Registers], Any]
+
+
+def bound(
+    call: LocalCall, register: Callable[[str], int], device: torch.device
+) -> Callable[[Registers], Any]:
+    """A function of the registers that makes a rank's call.
+
+    Args:
+        call: of this rank.
+        register: the number of the tensor that is read, given the name of its node. Called in the
+            order of the arguments, keywords last.
+        device: of tensors without inputs.
+    """
+    arguments, reads = _bound_values(dict(enumerate(call.arguments)), register)
+    if call.operator == ZEROS:
+
+        def zeros(values: Registers) -> Any:
+            given = [reads[at](values) if at in reads else value for at, value in arguments.items()]
+            made = _zeros(call.outputs, given, device)
+            return made if call.returns_list else made[0]
+
+        return zeros
+    keywords, keyword_reads = _bound_values(call.keywords, register)
+    called, constant = function(call.operator), list(arguments.values())
+    pairs, scale = tuple(reads.items()), call.scale
+
+    def run(values: Registers) -> Any:
+        given = constant.copy()
+        for position, read in pairs:
+            given[position] = read(values)
+        if keyword_reads:
+            named = keywords | {key: read(values) for key, read in keyword_reads.items()}
+            return called(*given, **named)
+        return called(*given, **keywords)
+
+    return run if scale == 1.0 else lambda values: run(values) * scale
+
 
 def run_local(call: LocalCall, value: Callable[[str], Any], device: torch.device) -> Any:
-    """The rank's part of a node's output.
+    """The rank's part of a node's output, computed once.
 
     Args:
         call: of this rank.
@@ -23,24 +63,44 @@ def run_local(call: LocalCall, value: Callable[[str], Any], device: torch.device
             this call reads it.
         device: of tensors without inputs.
     """
+    values: Registers = []
 
-    def converted(argument: Any) -> Any:
-        if isinstance(argument, Reference):
-            return value(argument.node)
-        if isinstance(argument, Zeroed):
-            tensor = value(argument.reference.node)
-            return _connected_zeros(tensor.shape, tensor.dtype, tensor.device, tensor)
-        if isinstance(argument, list | tuple):
-            return [converted(element) for element in argument]
-        return argument
+    def register(name: str) -> int:
+        values.append(value(name))
+        return len(values) - 1
 
-    arguments = [converted(argument) for argument in call.arguments]
-    if call.operator == ZEROS:
-        zeros = _zeros(call.outputs, arguments, device)
-        return zeros if call.returns_list else zeros[0]
-    keywords = {key: converted(argument) for key, argument in call.keywords.items()}
-    result = function(call.operator)(*arguments, **keywords)
-    return result if call.scale == 1.0 else result * call.scale
+    return bound(call, register, device)(values)
+
+
+_Key = TypeVar("_Key")
+
+
+def _bound_values(
+    given: Mapping[_Key, Any], register: Callable[[str], int]
+) -> tuple[dict[_Key, Any], dict[_Key, _Read]]:
+    """Arguments that are the same in every step, and how the others are read."""
+    reads = {key: read for key, value in given.items() if (read := _bound(value, register))}
+    return dict(given), reads
+
+
+def _bound(argument: Any, register: Callable[[str], int]) -> _Read | None:
+    """How to get an argument from the registers; None if it does not depend on them."""
+    if isinstance(argument, Reference):
+        return operator.itemgetter(register(argument.node))
+    if isinstance(argument, Zeroed):
+        read = operator.itemgetter(register(argument.reference.node))
+        return lambda values: _zeros_like(read(values))
+    if not isinstance(argument, list | tuple):
+        return None
+    elements = [_bound(element, register) for element in argument]
+    if not any(elements):
+        return None
+    both = list(zip(argument, elements, strict=True))
+    return lambda values: [element if read is None else read(values) for element, read in both]
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    return _connected_zeros(tuple(tensor.shape), tensor.dtype, tensor.device, tensor)
 
 
 def function(name: str) -> Callable[..., Any]:

@@ -34,12 +34,12 @@ from poplar.zero.update import OptimizerFactory
 def sampling_plan(programme: Programme, global_batch: int) -> Plan:
     """The samples and shares of the ranks under a programme: one pass, at stage 1."""
     bounds = cut(global_batch, programme.ratios)
-    total = sum(programme.ratios)
+    even = (1.0 / programme.world_size,) * programme.world_size
     return Plan(
         stage=1,
         global_batch=global_batch,
         micro_batches=tuple((stop - start,) for start, stop in pairwise(bounds)),
-        shares=tuple(ratio / total for ratio in programme.ratios),
+        shares=programme.shares or even,
     )
 
 

@@ -283,19 +283,20 @@ class Broken(torch.autograd.Function):
 
 
 def fail(programme: Programme, transport: str, fault: str) -> None:
-    training = start("mixture", programme, transport, seconds=5.0)
+    """Rank 1 has too few samples, or an operator whose backward pass fails."""
+    real, is_faulty = local_execution.function, harness.rank() == 1
+
+    def function(name: str) -> Callable[..., Any]:
+        is_broken = is_faulty and fault == "backward" and "gelu" in name
+        return Broken.apply if is_broken else real(name)
+
+    with mock.patch.object(local_execution, "function", function):
+        training = start("mixture", programme, transport, seconds=5.0)
     batch = part_of(global_batches("mixture")[0], training.plan, harness.rank())
-    training.train_step(batch)
-    if harness.rank() == 1 and fault == "batch":
-        batch = {key: value[:1] for key, value in batch.items()}
-    if harness.rank() == 1 and fault == "backward":
-        real = local_execution.function
-
-        def function(name: str) -> Callable[..., Any]:
-            return Broken.apply if "gelu" in name else real(name)
-
-        with mock.patch.object(local_execution, "function", function):
-            training.train_step(batch)
+    if fault == "batch":
+        training.train_step(batch)
+        if is_faulty:
+            batch = {key: value[:1] for key, value in batch.items()}
     training.train_step(batch)
 
 

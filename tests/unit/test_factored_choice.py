@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from poplar import Plan
+from poplar.observation import Observation
+from poplar.planner.calibration import refine
 from poplar.planner.cost_model import costs_of
 from poplar.planner.explain import explain
 from poplar.planner.factored_choice import worthwhile
@@ -153,6 +155,51 @@ def test_the_simulator_agrees(bytes_per_second: float, stage: int, passes: int) 
         chosen = replace(plan, factored=factored)
         simulated = simulate(profile, chosen).step_seconds
         assert simulated == pytest.approx(step_seconds(profile, chosen), rel=0.1)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_hidden_communication_is_in_proportion_to_what_is_communicated(stage: int) -> None:
+    """A negative residual is communication that ran beside compute."""
+    hidden = replace(
+        cluster().network, synchronization_seconds=(-0.02,) * 4, step_seconds=(-0.01,) * 4
+    )
+    profile = replace(cluster(), network=hidden)
+    plan = Plan.manual("8,4", stage=stage)
+    plain, factored = (
+        costs_of(profile, replace(plan, factored=names)) for names in ((), ("square", "wide"))
+    )
+    assert (plain.synchronization_residual, plain.step_residual) == (-0.02, -0.01)
+    assert factored.communicated_part < 0.7
+    assert factored.step_residual == pytest.approx(-0.01 * factored.communicated_part)
+    assert factored.synchronization_residual == pytest.approx(-0.02 * factored.communicated_part)
+    slow = replace(hidden, synchronization_seconds=(0.02,) * 4, step_seconds=(0.01,) * 4)
+    costs = costs_of(replace(profile, network=slow), replace(plan, factored=("wide",)))
+    assert (costs.synchronization_residual, costs.step_residual) == (0.02, 0.01)
+
+
+@pytest.mark.parametrize("stage", range(2))
+def test_hidden_communication_is_recovered_from_plans_with_factors(stage: int) -> None:
+    plan = Plan.manual("8,4", stage=stage)
+    plans = [plan, replace(plan, factored=("square", "wide"))]
+    true = replace(
+        cluster(), network=cluster().network.with_residuals(stage, synchronization=0.0, step=-0.02)
+    )
+    seen = [
+        Observation(
+            plan=each,
+            step_seconds=step_seconds(true, each),
+            pass_seconds=tuple(
+                tuple(device.seconds(size) for size in own)
+                for device, own in zip(true.devices, each.micro_batches, strict=True)
+            ),
+            other_seconds=(0.0, 0.0),
+        )
+        for each in plans
+    ]
+    for observed in (seen, seen[:1], seen[1:]):
+        found = refine(cluster(), observed, asynchronous=False)
+        for each in plans:
+            assert step_seconds(found, each) == pytest.approx(step_seconds(true, each))
 
 
 def test_a_plan_with_layers_that_the_profile_lacks_is_an_error() -> None:

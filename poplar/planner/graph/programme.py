@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 from poplar.planner.graph.placement import PARTIAL, Placement, from_json, to_json
 
 _KIND = "poplar programme"
-_FIELDS = ("ratios", "placements", "parameters", "collectives", "inputs")
+_TOLERANCE = 1e-9
+_FIELDS = ("ratios", "shares", "placements", "parameters", "collectives", "inputs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,22 @@ class Programme:
     inputs: Mapping[str, tuple[Placement | None, ...]]
     """By node: the placement in which it reads each of its tensors, in the order of the arguments;
     None for one that it does not read."""
+    shares: tuple[float, ...] = ()
+    """Part of each rank of the gradients and the optimizer state of replicated parameters; they sum
+    to 1. Empty: even parts."""
 
     def __post_init__(self) -> None:
         if not self.ratios or min(self.ratios) < 0 or not any(self.ratios):
             raise ValueError(
                 "Programme.ratios must be at least 0 and one of them above 0, got "
                 f"{tuple(self.ratios)}"
+            )
+        adds_up = abs(math.fsum(self.shares) - 1.0) <= _TOLERANCE
+        is_valid = adds_up and len(self.shares) == self.world_size and min(self.shares) >= 0.0
+        if self.shares and not is_valid:
+            raise ValueError(
+                f"Programme.shares must have one entry for each of {self.world_size} ranks, none "
+                f"below 0, and sum to 1, or be empty; got {tuple(self.shares)}"
             )
 
     @property
@@ -60,6 +72,7 @@ class Programme:
         """This value as JSON types, for `from_dict`."""
         return {
             "ratios": list(self.ratios),
+            "shares": list(self.shares),
             "placements": {name: to_json(value) for name, value in self.placements.items()},
             "parameters": {name: to_json(value) for name, value in self.parameters.items()},
             "collectives": [
@@ -106,6 +119,7 @@ class Programme:
             raise ValueError(f"a programme has the fields {_FIELDS}, got {tuple(content)}")
         return cls(
             ratios=tuple(content["ratios"]),
+            shares=tuple(content["shares"]),
             placements={name: from_json(value) for name, value in content["placements"].items()},
             parameters={name: from_json(value) for name, value in content["parameters"].items()},
             collectives=tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import time
@@ -19,8 +20,9 @@ from poplar.planner.prediction import predict
 from poplar.planner.synthesis.data_parallel import data_parallel
 from poplar.planner.synthesis.ratios import best_ratios
 from poplar.planner.synthesis.search import SearchTooLong, fastest_in
+from poplar.planner.synthesis.shares import best_shares
 from poplar.planner.synthesis.space import SearchSpace
-from poplar.planner.synthesis.step_model import StepModel
+from poplar.planner.synthesis.step_model import StepModel, StepSeconds
 from poplar.planner.synthesis.step_terms import StepTerms, transfers_of
 from poplar.profile import ClusterProfile
 
@@ -128,7 +130,18 @@ class _Candidate:
 
     programme: Programme
     terms: StepTerms
-    seconds: float
+    model: StepModel
+    """With the shares of the programme."""
+
+    @property
+    def steps(self) -> StepSeconds:
+        """Predicted."""
+        return self.model.step(self.terms, self.programme.ratios)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted, of a step."""
+        return self.steps.total
 
 
 def plan_programme(
@@ -136,8 +149,8 @@ def plan_programme(
 ) -> ProgrammeDecision:
     """The fastest programme, if it is predicted to be faster than a plan.
 
-    A programme runs one pass per step on the whole global batch. What it replicates has gradients,
-    optimizer state and shares as in the plan at stage 1.
+    A programme runs one pass per step on the whole global batch. Parameters that it replicates have
+    gradients and optimizer state as at stage 1, with shares of their own.
 
     Args:
         graph: with the shapes of the plan's global batch.
@@ -179,7 +192,7 @@ def plan_programme(
             planning_seconds=time.perf_counter() - begin,
         )
     forward, backward = _collectives(graph, best)
-    ratios, model = best.programme.ratios, search.model
+    ratios, model = best.programme.ratios, best.model
     return ProgrammeDecision(
         programme=best.programme,
         reason=f"predicted to take {best.seconds / known.step_seconds:.2f} of the time of data "
@@ -192,7 +205,7 @@ def plan_programme(
         groups=tuple(_groups(graph, cluster, best.programme)),
         forward_collectives=forward,
         backward_collectives=backward,
-        seconds=model.step(best.terms, ratios)._asdict(),
+        seconds=best.steps._asdict(),
         states=search.states,
         is_complete=search.is_complete,
         planning_seconds=time.perf_counter() - begin,
@@ -200,7 +213,7 @@ def plan_programme(
 
 
 class _Turns:
-    """Programme and ratios in turns."""
+    """Programme, ratios and shares in turns."""
 
     def __init__(self, model: StepModel, plan: Plan) -> None:
         self.model = model
@@ -227,16 +240,21 @@ class _Turns:
             better = best_ratios(self.model, terms, ratios)
             if better is None:
                 break
-            seconds = self.model.step(terms, better).total
-            gain = math.inf if best is None else 1.0 - seconds / best.seconds
+            self.model = self.model.with_shares(best_shares(self.model, terms, better))
+            found = _Candidate(self._divided_as(programme, better), terms, self.model)
+            gain = math.inf if best is None else 1.0 - found.seconds / best.seconds
             if gain > 0.0:
-                best = _Candidate(_with_ratios(programme, better), terms, seconds)
+                best = found
             if gain < _SMALLEST_GAIN:
                 break
             if (ratios, replicated) == (better, terms.replicated_fraction):
                 break
             ratios, replicated = better, terms.replicated_fraction
         return best, reason
+
+    def _divided_as(self, programme: Programme, ratios: tuple[int, ...]) -> Programme:
+        """The programme with these ratios, and the shares of the model."""
+        return dataclasses.replace(programme, ratios=ratios, shares=self.model.shares)
 
     def _measured(self) -> tuple[int, ...] | None:
         """The plan's samples, moved to other ranks where no pass of so many was measured: a plan
@@ -264,16 +282,6 @@ class _Turns:
         self.states += found.states
         self.is_complete &= found.is_complete
         return found.programme
-
-
-def _with_ratios(programme: Programme, ratios: tuple[int, ...]) -> Programme:
-    return Programme(
-        ratios=ratios,
-        placements=programme.placements,
-        parameters=programme.parameters,
-        collectives=programme.collectives,
-        inputs=programme.inputs,
-    )
 
 
 def _collectives(graph: Graph, best: _Candidate) -> tuple[int, int]:

@@ -29,6 +29,9 @@ def _lines(decision: ProgrammeDecision) -> Iterator[str]:
         )
         samples = ", ".join(map(str, programme.ratios))
         yield f"samples per rank, and ratios of what is sharded: {samples}"
+        if not all(isinstance(group.placement, Sharded) for group in decision.groups):
+            shares = ", ".join(map(format_percent, programme.shares))
+            yield f"shares of the gradients and the state of replicated parameters: {shares}"
         yield (
             f"collectives on activations: {decision.forward_collectives} in the forward, "
             f"{decision.backward_collectives} in the backward"

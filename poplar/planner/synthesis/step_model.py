@@ -9,6 +9,7 @@ the optimizer on each rank's part:
     collectives  latency and bytes over the rate of the busiest link, nothing of it overlapped
     gradients    the closed form of stage 1 (`cost_model`), for the replicated part of the model
     optimizer    in proportion to the elements that a rank updates
+    residual     of steps at stage 1; a negative one in proportion to the replicated part
 
 So for data parallelism with one pass per rank, it is the prediction of the plan at stage 1.
 """
@@ -16,7 +17,9 @@ So for data parallelism with one pass per rank, it is the prediction of the plan
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -24,7 +27,7 @@ from typing import NamedTuple
 
 from poplar.plan import Plan
 from poplar.planner.communication_schedule import CommunicationSeconds, Synchronization
-from poplar.planner.cost_model import StageCosts
+from poplar.planner.cost_model import StageCosts, residual_of
 from poplar.planner.graph.graph import Graph, TensorType
 from poplar.planner.graph.placement import Placement, Sharded, cut
 from poplar.planner.memory_model import SLACK_BYTES
@@ -42,7 +45,8 @@ from poplar.planner.synthesis.step_terms import (
 )
 from poplar.profile import ClusterProfile
 
-_STAGE = 1
+STAGE = 1
+"""Of replicated parameters."""
 _ACCUMULATOR_BYTES = 4.0
 """Of a gradient, per element."""
 _MOST_FIXED = 0.9
@@ -150,17 +154,24 @@ class StepModel:
     Args:
         cluster: as it was measured.
         graph: with the shapes of the global batch.
-        plan: its global batch, and its shares for what every rank has.
+        plan: its global batch, and its shares for the state of replicated parameters.
     """
 
     def __init__(self, cluster: ClusterProfile, graph: Graph, plan: Plan) -> None:
         self.cluster, self.graph = cluster, graph
         self.global_batch, self.shares = plan.global_batch, plan.shares
-        self.stage = StageCosts(cluster, _STAGE)
+        self.stage = StageCosts(cluster, STAGE)
         self.links = ActivationLinks.of(self.stage)
         ones = (1,) * cluster.world_size
         self.data_parallel = StepTerms.of(graph, data_parallel(graph, ones))
         self.work = max(1.0, math.fsum(self.data_parallel.work.values()))
+
+    def with_shares(self, shares: tuple[float, ...]) -> StepModel:
+        """The same model, with these shares for the state of replicated parameters."""
+        other = copy(self)
+        other.shares = shares
+        vars(other).pop("_communication", None)
+        return other
 
     @cached_property
     def _communication(self) -> tuple[float, float]:
@@ -240,7 +251,7 @@ class StepModel:
             terms: of the programme.
             ratios: of the programme.
         """
-        compute = self._compute(terms, ratios, self.rank_seconds(ratios))
+        compute = self.compute_seconds(terms, ratios)
         if not math.isfinite(compute):
             return StepSeconds(math.inf, 0.0, 0.0, 0.0)
         moved = self._moved(terms, ratios)
@@ -249,8 +260,12 @@ class StepModel:
             self.stage.optimizer_seconds(rank, owned)
             for rank, owned in enumerate(self._owned(terms, ratios))
         )
-        residual = self.cluster.network.step_seconds[_STAGE]
+        residual = residual_of(self.stage.step_residual, terms.replicated_fraction)
         return StepSeconds(compute, moved, exposed, max(0.0, optimizer + gathered + residual))
+
+    def compute_seconds(self, terms: StepTerms, ratios: tuple[int, ...]) -> float:
+        """Of a programme; infinite for batches that were not measured."""
+        return self._compute(terms, ratios, self.rank_seconds(ratios))
 
     def _compute(self, terms: StepTerms, ratios: tuple[int, ...], seconds: RankSeconds) -> float:
         return math.fsum(
@@ -274,16 +289,24 @@ class StepModel:
     def _replicated_seconds(self, compute: float, part: float) -> tuple[float, float]:
         """Exposed seconds of reducing this part of the model, and those of gathering it."""
         reduce, gather = self._communication
-        reducible = compute * (1.0 - self.stage.reducible_fraction)
-        synchronization = Synchronization(compute, reducible)
+        synchronization = self.synchronization(compute)
         communication = CommunicationSeconds(0.0, part * reduce)
         ended = self.stage.synchronizations_seconds([synchronization], communication)[0]
         return ended - compute, part * gather
 
+    def synchronization(self, compute: float) -> Synchronization:
+        """Of the gradients of replicated parameters, after so many seconds of compute."""
+        return Synchronization(compute, compute * (1.0 - self.stage.reducible_fraction))
+
     def _owned(self, terms: StepTerms, ratios: tuple[int, ...]) -> list[float]:
         """By rank, the part of the model that it updates."""
+        replicated = [terms.replicated_fraction * share for share in self.shares]
+        return list(map(operator.add, replicated, self.sharded(terms, ratios)))
+
+    def sharded(self, terms: StepTerms, ratios: tuple[int, ...]) -> list[float]:
+        """By rank, the part of the model that the programme gives to it alone."""
         total = max(1, terms.replicated + sum(terms.sharded.values()))
-        owned = [terms.replicated_fraction * share for share in self.shares]
+        owned = [0.0] * len(ratios)
         for units, numel in terms.sharded.items():
             for rank, part in enumerate(parts_of(units, ratios)):
                 owned[rank] += part * numel / total
