@@ -104,15 +104,11 @@ def _start(
     # A receive tells the peer to send. On gloo that message would wait behind one that is sent
     # first, and large messages would cross the link in turns, not in both directions at once.
     messages = sorted(messages, key=lambda message: not message.incoming)
-    operations = [
-        dist.P2POp(
-            dist.irecv if message.incoming else dist.isend,
-            message.tensor,
-            group=process_group,
-            group_peer=message.peer,
-            tag=tag,
-        )
+    # The process group's own methods: `dist.batch_isend_irecv` takes 0.1 ms of a core for the same.
+    works = [
+        process_group.recv([message.tensor], message.peer, tag)
+        if message.incoming
+        else process_group.send([message.tensor], message.peer, tag)
         for message in messages
     ]
-    works = dist.batch_isend_irecv(operations)
     return [(work, (message.peer,)) for work, message in zip(works, messages, strict=True)]

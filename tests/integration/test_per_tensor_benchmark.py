@@ -11,6 +11,7 @@ import torchrun
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import per_tensor
+import per_tensor_measured
 from published_clusters.policies import POLICIES
 from published_clusters.published import EVALUATIONS
 
@@ -46,3 +47,40 @@ def test_a_model_that_no_cluster_has_is_refused():
     done = torchrun.run([*command, "--cluster", "heterog", "--model", "bert-moe"], timeout=60)
     assert done.returncode == 2
     assert "no cluster of heterog has such a model" in done.stderr
+
+
+def measured(policy, speed, *, provider="poplar", stage=0, error=None, **more) -> str:
+    """A row as `train.py --output` writes it, with the fields that the table reads."""
+    row = {"run": "first", "cluster": "2:1@1G", "model": "vgg", "absent": "", "over_gloo": False}
+    row |= {"provider": provider, "policy": policy, "stage": stage, "p50_speed": speed}
+    return json.dumps(row | {"prediction_error": error, "day": "2026-11-26"} | more)
+
+
+def test_measured_decisions_are_shown_by_their_faster_stage(tmp_path):
+    rows = [
+        measured("exact", 200.0, run="an earlier one"),
+        measured("even", 40.0, error=0.1),
+        measured("even", 400.0, over_gloo=True),
+        measured("flops", 45.0, stage=1, error=-0.02),
+        measured("exact", 80.0, error=-0.04),
+        measured("unfactored", 50.0, error=0.05),
+        measured("exact", 60.0, stage=1),
+        measured("programme", 90.0, stage=1, error=-0.3),
+        measured("even", 41.0, provider="ddp"),
+        measured("uneven", 45.0, provider="ddp"),
+        measured("even", 30.0, provider="deepspeed"),
+        measured("even", 35.0, provider="deepspeed", stage=1, absent="no memory"),
+        measured("exact", 70.0, model="vit"),
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(rows) + "\n")
+    text = list(per_tensor_measured.markdown(per_tensor_measured.read_cases(path)))
+    assert text[2:4] == [
+        "| 2:1@1G | vgg | 41 | 30 | 45 | 40 | 45 | 60 | 80 | 90 | 2.00x |",
+        "| 2:1@1G | vit | – | – | – | – | – | 70 | – | plan | – |",
+    ]
+    assert text[5] == (
+        "- step times of plans and programmes were predicted within 5 % in the median, 30 % at "
+        "most, of 5"
+    )
+    assert text[-1] == "- measured on 2026-11-26"
