@@ -26,10 +26,11 @@ synchronization per step were observed, `d` takes the place of `e`.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import mean, median
+from statistics import median
 
 from poplar.observation import Observation, pooled
 from poplar.plan import (
@@ -281,13 +282,19 @@ def _with_residuals(
         return replace(cluster, network=network)
 
     synchronized = known(step=0.0)
-    left = [(_unexplained_seconds(synchronized, seen), seen.plan) for seen in observations]
-    once = mean(seconds for seconds, _ in left)
-    if once < 0.0:  # least squares, as factors make a negative residual smaller (`residual_of`)
-        parts = [costs_of(synchronized, plan).communicated_part for _, plan in left]
-        once = sum(part * seconds for part, (seconds, _) in zip(parts, left, strict=True))
-        once /= sum(part * part for part in parts) or 1.0
-    return known(step=once)
+    left = [_unexplained_seconds(synchronized, seen) for seen in observations]
+    limits = [costs_of(synchronized, seen.plan).most_hidden_seconds for seen in observations]
+    return known(step=_residual_with(left, limits))
+
+
+def _residual_with(left: Sequence[float], limits: Sequence[float]) -> float:
+    """The residual that explains these seconds on average, if it is cut off at minus the limits."""
+    total, free = math.fsum(left), len(left)
+    for limit in sorted(limits):
+        if total >= -free * limit:
+            break
+        total, free = total + limit, free - 1  # this one is at its limit
+    return total / free if free else -max(limits)
 
 
 def _synchronization_residual(

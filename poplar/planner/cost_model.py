@@ -43,18 +43,17 @@ from poplar.profile import ClusterProfile
 T = TypeVar("T")
 
 
-def residual_of(measured: float, communicated: float) -> float:
+def residual_of(measured: float, communication: float) -> float:
     """The residual of a step that communicates less than the steps that showed it.
 
     A negative residual is communication that ran beside compute although the model says that it
-    cannot (a CPU rank whose data is on the way, for example), so it becomes smaller with what is
-    communicated. A positive one stays.
+    cannot: on a CPU rank, data that is on the way. So it is at most what is communicated.
 
     Args:
         measured: seconds.
-        communicated: part of the communication of the measured steps, 0 to 1.
+        communication: seconds of what can run beside compute.
     """
-    return measured * communicated if measured < 0.0 else measured
+    return max(measured, -communication)
 
 
 @dataclass(frozen=True)
@@ -263,26 +262,22 @@ class StageCosts:
     def synchronization_residual(self) -> float:
         """Measured seconds of a synchronization beyond its collectives; see `residual_of`."""
         network = self.cluster.network
-        return residual_of(network.synchronization_seconds[self.stage], self.communicated_part)
+        measured = network.synchronization_seconds[self.stage]
+        return residual_of(measured, self.most_hidden_seconds)
 
     @property
     def step_residual(self) -> float:
         """Measured seconds of a step beyond the other terms; see `residual_of`."""
         network = self.cluster.network
-        return residual_of(network.step_seconds[self.stage], self.communicated_part)
+        return residual_of(network.step_seconds[self.stage], self.most_hidden_seconds)
 
     @cached_property
-    def communicated_part(self) -> float:
-        """Seconds of the collectives over those without factors, under even shares; at most 1."""
+    def most_hidden_seconds(self) -> float:
+        """A limit of negative residuals; none without factors, as plans that are observed have."""
         if not self.exchanges:
-            return 1.0
-        even = (1.0 / self.cluster.world_size,) * self.cluster.world_size
-        after_step = self.gather_after_step_seconds(even)
-        plain, factored = (
-            math.fsum(costs.communication(even)) + after_step
-            for costs in (replace(self, exchanges=()), self)
-        )
-        return min(1.0, factored / plain) if plain > 0.0 else 1.0
+            return math.inf
+        ranks = self.cluster.world_size
+        return math.fsum(self.communication((1.0 / ranks,) * ranks))
 
     def pass_seconds(self, rank: int, batch: int) -> float:
         """One pass of this rank in the engine; 0 without samples."""

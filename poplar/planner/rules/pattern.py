@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from poplar.planner.graph.graph import TensorType
+
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
 """The axes of each dimension of a tensor. A dimension of size 1 may have none."""
 
@@ -80,6 +82,25 @@ def aligned(dims: Dims, whole_shape: Sequence[int], shape: Sequence[int]) -> Dim
     return tuple(
         dims[first + dim] if size == whole_shape[first + dim] else ()
         for dim, size in enumerate(shape)
+    )
+
+
+def elementwise(
+    output: TensorType,
+    types: Sequence[TensorType],
+    *,
+    linear_in: tuple[frozenset[int], ...],
+    flops: float,
+) -> Pattern:
+    """Of an operator whose inputs are all broadcast to its output."""
+    sizes: dict[str, int] = {}
+    dims = named("d", output.shape, sizes)
+    return Pattern(
+        sizes=sizes,
+        inputs=tuple(aligned(dims, output.shape, kind.shape) for kind in types),
+        output=dims,
+        linear_in=linear_in,
+        flops=flops,
     )
 
 

@@ -3,63 +3,38 @@
 from __future__ import annotations
 
 from poplar.planner.graph.graph import Node
-from poplar.planner.rules.pattern import Pattern, aligned, named
+from poplar.planner.rules.pattern import Pattern, elementwise
 from poplar.planner.rules.rule import Rule, Types
 
 _LINEAR_IN_FIRST = ("neg", "clone", "alias", "detach", "contiguous", "div", "mul")
 _LINEAR_IN_BOTH = ("add", "sub")
 _LINEAR_IN_EACH = ("mul",)
 _CASTS = ("_to_copy", "to")
+_MATHEMATICS = (
+    "abs exp log log1p sqrt rsqrt square reciprocal sin cos sign floor pow rsub clamp clamp_min "
+    "clamp_max maximum minimum where masked_fill addcmul lerp isnan isinf"
+)
+_ACTIVATIONS = (
+    "relu gelu silu mish tanh sigmoid log_sigmoid softplus elu erf leaky_relu hardtanh hardswish "
+    "hardsigmoid selu relu6"
+)
+_COMPARISONS = (
+    "eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not"
+)
+_NEW_VALUES = "zeros_like ones_like full_like"
 NAMES = (
     *_LINEAR_IN_FIRST,
     *_LINEAR_IN_BOTH,
     *_CASTS,
-    *(
-        "abs",
-        "exp",
-        "log",
-        "log1p",
-        "sqrt",
-        "rsqrt",
-        "square",
-        "reciprocal",
-        "sin",
-        "cos",
-        "sign",
-        "floor",
-    ),
-    *("relu", "gelu", "silu", "mish", "tanh", "sigmoid", "log_sigmoid", "softplus", "elu", "erf"),
-    *("leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "selu", "relu6"),
-    *(
-        "pow",
-        "rsub",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "maximum",
-        "minimum",
-        "where",
-        "masked_fill",
-    ),
-    *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"),
-    *("bitwise_and", "bitwise_or", "bitwise_not", "isnan", "isinf"),
-    *("zeros_like", "ones_like", "full_like", "addcmul", "lerp"),
+    *" ".join((_MATHEMATICS, _ACTIVATIONS, _COMPARISONS, _NEW_VALUES)).split(),
 )
 """Base names of operators, such as `add` of `aten.add.Tensor`."""
 
 
 def pointwise(node: Node, types: Types) -> Pattern:
     """The pattern with broadcast inputs."""
-    shape = node.output.shape
-    sizes: dict[str, int] = {}
-    output = named("d", shape, sizes)
-    return Pattern(
-        sizes=sizes,
-        inputs=tuple(aligned(output, shape, kind.shape) for kind in types),
-        output=output,
-        linear_in=_linear_in(node, types),
-        flops=node.output.numel,
-    )
+    linear_in = _linear_in(node, types)
+    return elementwise(node.output, types, linear_in=linear_in, flops=node.output.numel)
 
 
 def _linear_in(node: Node, types: Types) -> tuple[frozenset[int], ...]:

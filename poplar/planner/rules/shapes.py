@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from poplar.planner.graph.graph import Node
 from poplar.planner.rules.local_call import LocalCall, Part, with_output_shape
-from poplar.planner.rules.pattern import Dims, Pattern, aligned, named, without
+from poplar.planner.rules.pattern import Dims, Pattern, elementwise, named, without
 from poplar.planner.rules.rule import Rule, Types, argument, computed_by_all, counted_from_first
 
 _LINEAR = (frozenset({0}),)
@@ -111,32 +111,10 @@ def permuted(node: Node, types: Types) -> Pattern:
     )
 
 
-def expanded(node: Node, types: Types) -> Pattern:
-    """`expand`: new dimensions, and those of size 1, are repeated."""
-    shape = node.output.shape
-    sizes: dict[str, int] = {}
-    output = named("d", shape, sizes)
-    return Pattern(
-        sizes=sizes,
-        inputs=(aligned(output, shape, types[0].shape),),
-        output=output,
-        linear_in=_LINEAR,
-        flops=0.0,
-    )
-
-
 def broadcast(node: Node, types: Types) -> Pattern:
-    """`broadcast_tensors`: every output has the shape of all of them together."""
-    shape = node.output.shape
-    sizes: dict[str, int] = {}
-    output = named("d", shape, sizes)
-    return Pattern(
-        sizes=sizes,
-        inputs=tuple(aligned(output, shape, kind.shape) for kind in types),
-        output=output,
-        linear_in=(frozenset(range(len(types))),),
-        flops=0.0,
-    )
+    """`expand` and `broadcast_tensors`: new dimensions, and those of size 1, are repeated."""
+    every = frozenset(range(len(types)))
+    return elementwise(node.output, types, linear_in=(every,), flops=0.0)
 
 
 def chosen(node: Node, types: Types) -> Pattern:
@@ -227,7 +205,7 @@ def created(node: Node, types: Types) -> Pattern:
 # Not `view`: the strides of a rank's tensor may be others than those of the exported one.
 RESHAPED = Rule(reshaped, with_output_shape(1, "aten.reshape.default"))
 PERMUTED = Rule(permuted)
-EXPANDED = Rule(expanded, with_output_shape(1))
+EXPANDED = Rule(broadcast, with_output_shape(1))
 BROADCAST = Rule(broadcast)
 CHOSEN = Rule(chosen, _without_bounds)
 ITEM = Rule(item)

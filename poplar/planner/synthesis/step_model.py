@@ -9,7 +9,7 @@ the optimizer on each rank's part:
     collectives  latency and bytes over the rate of the busiest link, nothing of it overlapped
     gradients    the closed form of stage 1 (`cost_model`), for the replicated part of the model
     optimizer    in proportion to the elements that a rank updates
-    residual     of steps at stage 1; a negative one in proportion to the replicated part
+    residual     of steps at stage 1; a negative one hides at most the gradients
 
 So for data parallelism with one pass per rank, it is the prediction of the plan at stage 1.
 """
@@ -260,7 +260,7 @@ class StepModel:
             self.stage.optimizer_seconds(rank, owned)
             for rank, owned in enumerate(self._owned(terms, ratios))
         )
-        residual = residual_of(self.stage.step_residual, terms.replicated_fraction)
+        residual = self._residual(terms.replicated_fraction)
         return StepSeconds(compute, moved, exposed, max(0.0, optimizer + gathered + residual))
 
     def compute_seconds(self, terms: StepTerms, ratios: tuple[int, ...]) -> float:
@@ -293,6 +293,11 @@ class StepModel:
         communication = CommunicationSeconds(0.0, part * reduce)
         ended = self.stage.synchronizations_seconds([synchronization], communication)[0]
         return ended - compute, part * gather
+
+    def _residual(self, part: float) -> float:
+        """Of a step in which this part of the model is reduced; for all of it, that of a plan."""
+        measured, (reduce, _) = self.stage.step_residual, self._communication
+        return residual_of(measured, part * max(reduce, -measured))
 
     def synchronization(self, compute: float) -> Synchronization:
         """Of the gradients of replicated parameters, after so many seconds of compute."""
