@@ -125,9 +125,14 @@ def markdown(cases: Mapping[tuple[str, str], Sequence[JsonRow]]) -> Iterator[str
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", type=Path, nargs="?", default=ROWS, help="default: saved rows")
-    print("\n".join(markdown(read_cases(parser.parse_args().rows))))
+    path = parser.parse_args().rows
+    if not path.is_file():
+        parser.error(f"{path} is not a file; measure rows as --help says, or leave it out")
+    print("\n".join(markdown(read_cases(path))))
 
 
 if __name__ == "__main__":

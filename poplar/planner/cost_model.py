@@ -273,7 +273,7 @@ class StageCosts:
 
     @cached_property
     def most_hidden_seconds(self) -> float:
-        """A limit of negative residuals; none without factors, as plans that are observed have."""
+        """The limit of negative residuals. Infinite without factors: residuals were measured so."""
         if not self.exchanges:
             return math.inf
         ranks = self.cluster.world_size

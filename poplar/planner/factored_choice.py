@@ -72,14 +72,14 @@ def worthwhile(cluster: ClusterProfile, plan: Plan) -> tuple[str, ...]:
 
 def _with_faster_network(cluster: ClusterProfile, plan: Plan) -> ClusterProfile:
     """The cluster on which a reduction takes as long as that of this plan with its factors."""
-    plain, factored = (
-        costs_of(cluster, dataclasses.replace(plan, factored=names)).communication(plan.shares)
+    before, costs = (
+        costs_of(cluster, dataclasses.replace(plan, factored=names))
         for names in ((), worthwhile(cluster, plan))
     )
+    plain, factored = before.communication(plan.shares), costs.communication(plan.shares)
     network = cluster.network
     reduced = factored.reduce / plain.reduce if plain.reduce else 1.0
     gathered = factored.gather / plain.gather if plain.gather else 1.0
-    costs = costs_of(cluster, dataclasses.replace(plan, factored=worthwhile(cluster, plan)))
     faster = dataclasses.replace(
         network,
         reduce_scatter_seconds=network.reduce_scatter_seconds * reduced,

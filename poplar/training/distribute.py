@@ -140,7 +140,13 @@ def distribute(
     comm = job.connected(exported, tuned.plan.transport)
     with show_progress(progress and group.rank == 0) as report:
         return _faster(
-            job, comm, exported, tuned.plan, decision, TRIALS_PART * seconds * verify, report
+            job,
+            comm,
+            exported,
+            tuned.plan,
+            decision,
+            TRIALS_PART * seconds if verify else 0.0,
+            report,
         )
 
 

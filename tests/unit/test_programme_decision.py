@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import random
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -384,6 +385,11 @@ def test_decisions_are_stored_as_json_and_explained():
     text = explain_programme(found)
     assert "times as fast as data parallelism" in text
     assert "up.weight (1 parameter, 16,384 elements): sharded on dimension 0" in text
+    percents = re.search(r"shares of the .* replicated parameters: ([\d.]+) %, ([\d.]+) %", text)
+    assert percents is not None
+    assert [float(part) for part in percents.groups()] == pytest.approx(
+        [100 * share for share in found.programme.shares], abs=0.51
+    )
     with pytest.raises(ValueError, match="a decision has the fields"):
         ProgrammeDecision.from_dict({})
 
