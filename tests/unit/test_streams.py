@@ -24,6 +24,7 @@ from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
 from poplar.zero.factors.rows import FactoredRows
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.stages.reduction import StreamReductions
 from poplar.zero.stages.replicated import Replicated
 from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
@@ -438,6 +439,25 @@ def test_waits_of_a_device_are_read_when_it_has_passed_them(streams: TimedStream
     assert waiting.latest() == pytest.approx(0.030)
     Event.reached = 1000.0
     assert waiting.latest() == pytest.approx(0.050)
+
+
+def test_latest_wait_is_that_of_a_step_and_not_of_the_reset_after_it(
+    streams: TimedStreams,
+) -> None:
+    waiting = WaitingTime(streams, Trace())
+    reductions = StreamReductions(waiting, streams)
+    strategy = mock.Mock(waiting=waiting, reductions=reductions)
+    for _ in range(2):
+        Strategy.begin_step(strategy)
+        reductions.start(lambda: mock.Mock(wait=lambda: 0.0))
+        with waiting.stall("a collective"):
+            streams.time += 30.0
+        streams.time += 100.0
+        reductions.finish()
+        Strategy.begin_step(strategy)  # when the step has been applied
+    Strategy.begin_step(strategy)
+    Event.reached = 1000.0
+    assert waiting.latest() == pytest.approx(0.030)
 
 
 def test_waits_of_the_current_step_can_be_read_with_a_synchronization(

@@ -115,6 +115,8 @@ class StreamReductions(Reductions):
         self._unsummed: tuple[Work, Held | None] | None = None
         self._buckets: deque[tuple[Held, Any]] = deque()
         """Buckets with an event after their sums."""
+        self._outstanding = False
+        """A reduction was issued that the compute stream has not waited for."""
 
     def make_room(self) -> None:
         while len(self._buckets) + self._holds_bucket() > self.limit - 1:
@@ -126,6 +128,7 @@ class StreamReductions(Reductions):
                 self._streams.wait_for_reduction(event)
 
     def start(self, issue: Callable[[], Work], bucket: Held | None = None) -> None:
+        self._outstanding = True
         with self._streams.reduction():
             work = issue()
             self._sum()
@@ -134,11 +137,14 @@ class StreamReductions(Reductions):
     def finish(self) -> None:
         # The host does not wait for earlier reductions, so these are sent last.
         self._send_deferred(before=self._started + 1)
+        if not self._outstanding:
+            return
         with self._streams.reduction():
             self._sum()
         with self._waiting.stall("reductions"):
             self._streams.wait_for_reduction(self._streams.record_reduction())
         self._buckets.clear()
+        self._outstanding = False
 
     def finish_following(self, works: Sequence[Work], what: str) -> None:
         # A collective is waited for on the stream that issued it, which owns its buffers.

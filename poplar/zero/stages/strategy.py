@@ -200,8 +200,8 @@ class Strategy(ABC):
 
     def begin_step(self) -> None:
         """Reset the state of a step. All ranks have left the previous step by now."""
+        self.reductions.finish()  # of a step that was closed with an error; its waits count there
         self.waiting.begin_step()
-        self.reductions.finish()  # of a step that was closed with an error
         self.comm.trim()
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
