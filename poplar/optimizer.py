@@ -149,10 +149,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         on_out_of_memory: if a rank runs out of memory in `train_step`: "retry" runs the same global
             batch again on all ranks, in smaller micro-batches on that rank, and keeps the changed
             plan; "raise" raises on all ranks.
-        on_nonfinite: if a loss of `train_step`, or a gradient norm that is computed (with
-            `max_norm` or `clip_grad_norm_`, and in every step outside `train_step`), is NaN or
-            infinite: no rank applies the step, and "raise" raises on all ranks, naming rank and
-            pass if losses are known; "skip" continues, with a warning and `result.skipped`. On CUDA
+        on_nonfinite: if a loss of `train_step` or the gradient norm is NaN or infinite (also if the
+            sum of squares of a gradient overflows in fp32): no rank applies the step, and "raise"
+            raises on all ranks, naming rank and pass if losses are known; "skip" continues, with a
+            warning and `result.skipped`, unless the parameters are not finite either. On CUDA
             the device decides and the host does not wait for it, so "raise" raises in the next
             step, or when values are read or saved: `evaluate`, `full_parameters`, `state_dict`,
             `full_state_dict`, `save_model`, `poplar.save_checkpoint`. (An optimizer class that
@@ -304,10 +304,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if weight is None and loss == "mean":
             self._first_loss.look(loss_fn, self._model, batch)
         stopwatch = Stopwatch(engine.strategy.streams, self._group)
-        norm_type = None if max_norm is None and scaler is None else 2.0
         while True:
             try:
-                summary = self._run_passes(loss_fn, batch, weight, loss, norm_type, scaler)
+                summary = self._run_passes(loss_fn, batch, weight, loss, scaler)
                 break
             except MicroBatchesTooLarge as found:
                 self._use_smaller_batches(found.batches)
@@ -735,7 +734,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             stage=self._stage,
             plan=self._plan,
             scaler=self._default_scaler,
-            raise_if_nonfinite=self._step.raise_if_nonfinite,
+            reject_nonfinite=self._step.reject_nonfinite_parameters,
         )
 
     def save_model(self, path: str | Path, *, sharded: bool = False) -> None:
@@ -750,12 +749,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             OSError, ValueError, TypeError: the model cannot be saved there, or as safetensors.
+            PoplarError: a trained parameter has values that are NaN or infinite.
             RankFailed: another rank failed.
         """
         from poplar.checkpoint.saved_model import save_model
 
         self._refuse_local("save_model()")
-        self._step.raise_if_nonfinite()
+        self._step.reject_nonfinite_parameters("save_model()")
         save_model(self._engine, self._control, self._model, Path(path), sharded=sharded)
 
     def _refuse_local(self, doing: str) -> None:
@@ -782,7 +782,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         batch: Any,
         weight: Weight | None,
         loss: Loss,
-        norm_type: float | None,
         scaler: GradScaler | None,
     ) -> StepSummary:
         """Open a step, run its passes and close it. Collective.
@@ -797,7 +796,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         error = step.run_passes(step.start(opened), forward, scaler)
         self._engine.wait_for_reductions()
         try:
-            return step.close(norm_type, error, may_run_again=self._retries)
+            return step.close(2.0, error, may_run_again=self._retries)
         except MicroBatchesTooLarge:
             if error is not None:
                 free_frames(error)  # they hold the batch, or activations if the leader failed

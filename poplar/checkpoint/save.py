@@ -69,6 +69,7 @@ def save_checkpoint(
     Raises:
         FileExistsError: the folder exists.
         OSError, ValueError, RuntimeError: it cannot be saved, or a step is in progress.
+        PoplarError: a trained parameter has values that are NaN or infinite.
         RankFailed: another rank failed. Nothing remains of the checkpoint.
     """
     start_save(folder, optimizer, state=state).wait()
@@ -102,8 +103,8 @@ def start_save(
     """
     path = Path(os.path.abspath(folder))
     parts = optimizer.training_parts()
-    parts.raise_if_nonfinite()
     control, doing = parts.engine.control, f"save_checkpoint({str(folder)!r})"
+    parts.reject_nonfinite(doing)
     agreement = Agreement() if agreement is None else agreement
 
     def prepare() -> Content:

@@ -35,8 +35,9 @@ class TrainingParts:
     stage: int
     plan: Plan | None
     scaler: GradScaler | None
-    raise_if_nonfinite: Callable[[], None]
-    """Raises on all ranks if the last step was not finite and this was not said yet. Collective."""
+    reject_nonfinite: Callable[[str], None]
+    """Raises on all ranks if the last step was not finite and this was not said yet, or if trained
+    parameters are not. The argument: the caller, for the message. Collective."""
 
 
 class Checkpointed(Protocol):

@@ -6,6 +6,7 @@ on the leader of each pass, and on whether the sizes match the plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -101,7 +102,7 @@ class BatchSplitter:
             sizes = self._sizes(rank, samples)
             batches = pytree.split(batch, sizes) if samples else [None] * len(sizes)
             for part, size in zip(batches, sizes, strict=True):
-                counts.append(float(weight(part)) if weight is not None and size else float(size))
+                counts.append(_count(weight, part, size))
         except Exception as caught:
             error = _with_rank(rank, caught)
         collect = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
@@ -177,11 +178,25 @@ class BatchSplitter:
             for rank, size in enumerate(step_sizes.samples):
                 if size != expected[rank]:
                     raise ValueError(_size_message(rank, size, planned[rank]))
-        if not step_sizes.total_weight > 0.0:
+        if not 0.0 < step_sizes.total_weight < math.inf:
             raise ValueError(
                 f"the weights of this global batch of {total} samples sum to "
-                f"{step_sizes.total_weight}; at least one sample or token must count"
+                f"{step_sizes.total_weight}; at least one sample or token must count, and the sum "
+                "must be finite"
             )
+
+
+def _count(weight: Weight | None, batch: Any, samples: int) -> float:
+    """What a micro-batch counts."""
+    if weight is None or not samples:
+        return float(samples)
+    count = float(weight(batch))
+    if not 0.0 <= count < math.inf:
+        raise ValueError(
+            f"a micro-batch of {samples} samples has the weight {count}, but a weight is the "
+            "number of samples or tokens that count: finite and not negative"
+        )
+    return count
 
 
 def _weights(loss: Loss, counts: Sequence[float], total: float) -> list[float]:

@@ -19,13 +19,17 @@ from torch import Tensor
 
 from poplar.comm import Control
 from poplar.errors import PoplarError
-from poplar.zero.agreement import StepSummary, raise_on_all_ranks
+from poplar.zero.agreement import StepSummary, raise_on_all_ranks, run_on_all_ranks
 from poplar.zero.streams import Streams
 from poplar.zero.update import ShardedUpdate
 
 OnNonFinite = Literal["raise", "skip"]
 
 _CHOICES = ("raise", "skip")
+_RESTART = (
+    "Load the last checkpoint, and look for a too large learning rate or values that were written "
+    "into parameters or optimizer state"
+)
 
 
 def check_choice(choice: str) -> None:
@@ -80,9 +84,7 @@ class NonFiniteSteps:
 
     def flag(self, summary: StepSummary) -> Tensor:
         """One fp32 on the device: 1 if a loss that is known or the norm is not finite, else 0."""
-        checked = summary.losses
-        if summary.norm_type is not None:
-            checked = torch.cat([checked, summary.norm.view(1)])
+        checked = torch.cat([summary.losses, summary.norm.view(1)])
         return (~torch.isfinite(checked)).any().float()
 
     def skips(self) -> bool:
@@ -130,11 +132,29 @@ class NonFiniteSteps:
             if rank == 0:
                 who = f"the loss of rank(s) {at_fault}" if at_fault else "the gradient norm"
                 warnings.warn(f"a step was skipped: {who} was not finite", stacklevel=5)
+            self.reject_parameters("a skipped step")
             return
         error = None
         if rank in at_fault or not at_fault:
             error = PoplarError(self._message(step, rank))
         raise_on_all_ranks(self._control, error, doing="a step")
+
+    def reject_parameters(self, doing: str) -> None:
+        """Raise on all ranks if trained parameters are not finite. Collective.
+
+        Args:
+            doing: what is refused then.
+        """
+
+        def check() -> None:
+            name = self._update.nonfinite_parameter()
+            if name is not None:
+                raise PoplarError(
+                    f"rank {self._control.group.rank}: {doing}: parameter {name!r} has values that "
+                    f"are NaN or infinite, so later steps would have them too. {_RESTART}"
+                )
+
+        run_on_all_ranks(self._control, check, doing=doing)
 
     def raise_here(self) -> None:
         """Raise if the last step was not finite, in a call that other ranks may not make. Local.
@@ -162,6 +182,11 @@ class NonFiniteSteps:
             if step.applied
             else "no rank applied the step"
         )
+        name = None if step.applied else self._update.nonfinite_parameter()
+        if name is not None:
+            return (
+                f"rank {rank}: {what}, and parameter {name!r} is not finite; {outcome}. {_RESTART}"
+            )
         return (
             f"rank {rank}: {what}; {outcome}. Look for bad samples, a too large learning rate or "
             "an overflow in low precision. on_nonfinite='skip' leaves such steps out and continues"

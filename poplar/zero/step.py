@@ -430,7 +430,7 @@ class Step:
         """
         self.finish_passes()
         engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
-        # The norm shows losses that nobody told; the reductions have computed sums of squares.
+        # The norm shows losses that are not known; the reductions have computed sums of squares.
         summary = state.summary or self.close(2.0)
         unused, found_inf = summary.unused, state.found_inf
         flag = None
@@ -449,6 +449,8 @@ class Step:
         torch.clear_autocast_cache()  # an autocast around several steps keeps casts of old values
         if state.found_inf is not None:  # synchronize only after all work has been issued
             state.skipped = self._update.undo_if_skipped(state.found_inf)
+            if state.skipped:  # no scale would end that if the parameters are the cause
+                self._nonfinite.reject_parameters("a skipped step")
         elif flag is not None:
             losses, passes, applied = summary.losses, state.pass_losses, found_inf is None
             state.skipped = self._nonfinite.record(flag, losses, passes, applied=applied)
@@ -458,6 +460,11 @@ class Step:
     def raise_if_nonfinite(self) -> None:
         """Raise on all ranks if the last step was not finite; see `NonFiniteSteps`. Collective."""
         self._nonfinite.raise_if_found()
+
+    def reject_nonfinite_parameters(self, doing: str) -> None:
+        """As `raise_if_nonfinite`, and also if trained parameters are not finite. Collective."""
+        self._nonfinite.raise_if_found()
+        self._nonfinite.reject_parameters(doing)
 
     def raise_if_nonfinite_here(self) -> None:
         """As `raise_if_nonfinite`, on this rank alone."""

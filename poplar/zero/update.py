@@ -10,6 +10,7 @@ state. Runs have the same boundaries on every rank, owned or not, so that state 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,6 +209,26 @@ class ShardedUpdate:
                     tensor.grad.mul_(factor)
             inner.step()
         return {}
+
+    def nonfinite_parameter(self) -> str | None:
+        """The first parameter with a value of this rank's part that is not finite; None: none.
+
+        It reads the masters once and synchronizes with the device.
+        """
+        parts = [
+            (name, flat.master[part])
+            for flat in dict.fromkeys(run.flat for run in self.runs)
+            for position, name in enumerate(flat.names)
+            if (part := flat.intersect_owned(*flat.span(position))) is not None
+        ]
+        if not parts:
+            return None
+        largest = torch._foreach_norm([values for _, values in parts], math.inf)
+        finite = torch.stack(largest).isfinite().tolist()
+        return next(
+            (name for (name, _), is_finite in zip(parts, finite, strict=True) if not is_finite),
+            None,
+        )
 
     def refresh(self, flat: FlatParameter, start: int = 0, stop: int | None = None) -> None:
         """Copy changed values of `flat.shard` to the masters; unchanged masters stay exact.

@@ -29,11 +29,17 @@ class Host:
         self, choice: str = "raise", *, rank: int = 0, skips_on_device: bool = True
     ) -> None:
         self.did: list[str] = []
-        self.messages = [None, None]
+        self.nonfinite: str | None = None
         group = SimpleNamespace(rank=rank, size=2, wait_for_event=self._wait)
-        control = SimpleNamespace(group=group, exchange_objects=self._exchange)
+        control = SimpleNamespace(
+            group=group,
+            exchange_objects=self._exchange,
+            exchange=lambda value, what: lambda: [value, value],
+        )
         update = SimpleNamespace(
-            skips_on_device=skips_on_device, undo_step_count=lambda: self.did.append("undo")
+            skips_on_device=skips_on_device,
+            undo_step_count=lambda: self.did.append("undo"),
+            nonfinite_parameter=lambda: self.nonfinite,
         )
         self.steps = NonFiniteSteps(choice, update, FakeStreams(), control)  # type: ignore[arg-type]
 
@@ -43,11 +49,10 @@ class Host:
     def _exchange(self, value: Any, *, what: str) -> list[Any]:
         return [value, "PoplarError: rank 1: the loss is nan"]
 
-    def end_step(self, *losses: float, norm: float | None = None) -> None:
+    def end_step(self, *losses: float, norm: float = 1.0) -> None:
         summary = SimpleNamespace(
             losses=torch.tensor(losses, dtype=torch.float64),
-            norm_type=None if norm is None else 2.0,
-            norm=torch.tensor(norm or 0.0, dtype=torch.float64),
+            norm=torch.tensor(norm, dtype=torch.float64),
         )
         flag = self.steps.flag(summary)  # type: ignore[arg-type]
         own = [summary.losses[0]]
@@ -93,6 +98,17 @@ def test_state_is_complete_before_it_is_read() -> None:
     host.steps.settle()
     assert host.did == [WAIT, "undo"]
     with pytest.warns(UserWarning, match=r"skipped: the loss of rank\(s\) \[0\]"):
+        host.steps.raise_if_found()
+
+
+def test_a_skipped_step_raises_if_the_parameters_are_the_cause() -> None:
+    host = Host("skip")
+    host.nonfinite = "layer.weight"
+    host.end_step(1.0, 2.0, norm=float("nan"))
+    with (
+        pytest.warns(UserWarning, match="skipped: the gradient norm"),
+        pytest.raises(PoplarError, match=r"'layer.weight' has values that are NaN"),
+    ):
         host.steps.raise_if_found()
 
 

@@ -1,0 +1,166 @@
+"""A step whose gradient is NaN or infinite is applied on no rank, and such values are not saved."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import ranks as harness
+import torch
+import training
+from ranks import Failure, Pool
+from reference import Recipe
+from torch import Tensor, nn
+from training import STAGES, Run
+
+import poplar
+from poplar import HeteroZeroOptimizer, Plan, PoplarError
+
+BAD_RANK = 1
+RECIPE = Recipe(batches=(24, 24, 24))  # without clipping
+
+
+def run_of(stage: int, **engine: object) -> Run:
+    return Run(RECIPE, Plan.manual("5,4,3", stage=stage, passes=2), engine=engine)
+
+
+class Poisoned(torch.autograd.Function):
+    """The identity, whose gradient is a given value."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, value: float) -> Tensor:
+        ctx.value = value
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return torch.full_like(gradient, ctx.value), None
+
+
+def take_poisoned_step(run: Run, optimizer: HeteroZeroOptimizer, value: float) -> bool:
+    """A step in which the gradient of one pass of one rank is bad, with finite losses."""
+    passes = iter(range(9))
+
+    def loss(model: nn.Module, batch: object) -> Tensor:
+        good = training.loss_of(run.recipe)(model, batch)
+        is_bad = harness.rank() == BAD_RANK and next(passes) == 1
+        return Poisoned.apply(good, value) if is_bad else good
+
+    return bool(optimizer.train_step(loss, training.batch_of(run, 1)).skipped)
+
+
+def train_around(run: Run, value: float) -> tuple[Failure | None, bool, bool, dict]:
+    """A good, a bad and a good step: failure, whether it was skipped, whether values changed."""
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    before, skipped = training.whole_parameters(model, optimizer), False
+    with harness.catching() as caught, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        skipped = take_poisoned_step(run, optimizer, value)
+    after = training.whole_parameters(model, optimizer)
+    changed = any(not torch.equal(after[name], value) for name, value in before.items())
+    training.take_step(run, model, optimizer, 2)
+    return (caught or [None])[0], skipped, changed, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("choice", ["raise", "skip"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_rank_applies_it(ranks: Pool, stage: int, choice: str, value: float) -> None:
+    run = run_of(stage, on_nonfinite=choice)
+    for failure, skipped, changed, parameters in ranks.run(train_around, run, value, ranks=3):
+        assert not changed
+        assert all(bool(part.isfinite().all()) for part in parameters.values())
+        if choice == "skip":
+            assert (failure, skipped) == (None, True)
+        else:
+            assert failure is not None
+            assert "the gradient norm is not finite" in failure.message
+
+
+def break_parameters(optimizer: HeteroZeroOptimizer) -> None:
+    """An update by which parameters become NaN, though the gradient is finite."""
+    for run in optimizer._update.runs:
+        if run.tensor is not None and harness.rank() == BAD_RANK:
+            run.tensor.data.view(-1)[0] = math.nan
+
+
+def save_broken_parameters(run: Run, folder: str) -> tuple[list[Failure], list[str]]:
+    """What saving raises once parameters are NaN, and the checkpoints that remain."""
+    model, optimizer = training.prepare(run)
+    manager = poplar.CheckpointManager(folder, optimizer, keep=1)
+    training.take_step(run, model, optimizer, 0)
+    manager.save(1)
+    break_parameters(optimizer)
+    failures: list[Failure] = []
+    for save in (
+        lambda: manager.save(2),
+        lambda: poplar.save_checkpoint(f"{folder}/other", optimizer),
+        lambda: optimizer.save_model(f"{folder}/model.safetensors"),
+        lambda: training.take_step(run, model, optimizer, 1),
+    ):
+        with harness.catching() as caught, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            save()
+        failures += caught
+    return failures, sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.mark.parametrize("choice", ["raise", "skip"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_that_are_not_finite_are_not_saved_nor_skipped_for_ever(
+    ranks: Pool, tmp_path: Path, stage: int, choice: str
+) -> None:
+    run = run_of(stage, on_nonfinite=choice)
+    answers = ranks.run(save_broken_parameters, run, str(tmp_path), ranks=3)
+    for failures, remaining in answers:
+        assert remaining == ["step-00000001"]
+        assert len(failures) == 4
+        assert all(failure.is_a(PoplarError) for failure in failures)
+    for failure in answers[BAD_RANK][0][:3]:
+        assert "has values that are NaN or infinite" in failure.message
+    assert "not finite" in answers[BAD_RANK][0][3].message or choice == "skip"
+
+
+def scale_broken_parameters(run: Run) -> list[Failure]:
+    """What a loss scaler does with parameters that are NaN: it would lower the scale for ever."""
+    _, optimizer = training.prepare(run)
+    scaler = poplar.GradScaler(harness.device().type, init_scale=8.0)
+    loss, batch = training.loss_of(run.recipe), training.batch_of(run, 0)
+    optimizer.train_step(loss, batch, scaler=scaler)
+    break_parameters(optimizer)
+    with harness.catching() as caught:
+        optimizer.train_step(loss, batch, scaler=scaler)
+    return caught
+
+
+def test_a_scaler_does_not_skip_for_ever(ranks: Pool) -> None:
+    by_rank = ranks.run(scale_broken_parameters, run_of(2), ranks=3)
+    training.assert_raised([failures[0] for failures in by_rank], "NaN or infinite")
+
+
+BAD_WEIGHTS = {
+    "infinite sum": (lambda: 1e308, "sum to inf"),
+    "negative": (lambda: -1.0 if harness.rank() == BAD_RANK else 3.0, "weight -1.0"),
+    "nan": (lambda: math.nan if harness.rank() == BAD_RANK else 3.0, "weight nan"),
+    "infinite": (lambda: math.inf if harness.rank() == BAD_RANK else 3.0, "weight inf"),
+}
+
+
+def train_with_bad_weights(run: Run, which: str) -> list[Failure]:
+    _, optimizer = training.prepare(run)
+    with harness.catching() as caught:
+        optimizer.train_step(
+            training.loss_of(run.recipe),
+            training.batch_of(run, 0),
+            weight=lambda batch: BAD_WEIGHTS[which][0](),
+        )
+    return caught
+
+
+@pytest.mark.parametrize("which", BAD_WEIGHTS)
+def test_weights_that_are_not_finite_or_negative_raise(ranks: Pool, which: str) -> None:
+    by_rank = ranks.run(train_with_bad_weights, run_of(1), which, ranks=3)
+    training.assert_raised([failures[0] for failures in by_rank], BAD_WEIGHTS[which][1])
