@@ -130,25 +130,17 @@ cuda-check: setup ## Compile the CUDA operators for every architecture of nvcc (
 	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(CUDA_BUILD) --target poplar_ops_cuda
 
-# Nothing is downloaded, and no file outside this folder changes: the Python with a CUDA build of torch
-# must also have scikit-build-core, pybind11, cmake, ninja, pytest, hypothesis, numpy, rich and safetensors.
-# The toolkit comes first on the path, where CMake looks for nvcc by default.
-# Without make on the GPU machine: `make -n gpu` elsewhere prints the commands.
+# On a machine with a GPU, `$(PYTHON)` needs a CUDA build of torch and the packages that
+# `benchmarks/gpu.py --help` lists; nothing is downloaded. Without make, run that script.
 GPU_OUT ?= gpu
-GPU_ARCH ?= native
+MINUTES ?= 7
 GPU_FLAGS ?=
-# NCCL 2.30 or newer (a library or its folder), if that of torch is older: ranks can then share the GPU.
-GPU_NCCL ?=
-GPU_PATH := $(if $(wildcard /usr/local/cuda/bin),/usr/local/cuda/bin:)
+GPU_RUN = benchmarks/gpu.py --minutes $(MINUTES) --output $(GPU_OUT) $(GPU_FLAGS)
 
 .PHONY: gpu
-gpu: ## Build for this machine's GPU, then run its tests and benchmarks (10 minutes; rows in GPU_OUT; NCCL >= 2.30: GPU_NCCL=PATH)
-	PATH="$(GPU_PATH)$$PATH" \
-	  $(PYTHON) -m pip --disable-pip-version-check -q install --no-index --no-deps --no-build-isolation \
-	  --upgrade --target build/gpu/site -C build-dir=build/gpu/cmake -C cmake.define.POPLAR_CUDA=ON \
-	  -C cmake.define.CMAKE_CUDA_ARCHITECTURES=$(GPU_ARCH) .
-	PATH="$(GPU_PATH)$$PATH" PYTHONPATH="$(CURDIR)/build/gpu/site" \
-	  $(PYTHON) benchmarks/gpu.py --output $(GPU_OUT) $(if $(GPU_NCCL),--nccl $(GPU_NCCL)) $(GPU_FLAGS)
+gpu: ## Build for this GPU, then check and measure what needs one, in MINUTES (7); logs and rows in GPU_OUT/gpu.tar.gz. Without a GPU: the same parts on the CPU
+	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then $(PYTHON) $(GPU_RUN); \
+	  else $(MAKE) -s setup && $(BIN)/python $(GPU_RUN) --device cpu; fi
 
 .PHONY: clean
 clean: ## Remove build outputs and .venv

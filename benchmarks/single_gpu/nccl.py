@@ -143,3 +143,18 @@ def environment(library: Path | None, max_ctas: int = MAX_CTAS) -> dict[str, str
         "NCCL_NVLS_ENABLE": "0",  # reductions in a switch, which one GPU does not have
     }
     return settings if library is None else {**settings, "LD_PRELOAD": str(library)}
+
+
+def one_host_per_rank(rank: int) -> dict[str, str]:
+    """Environment of a rank that shares a GPU with any version, as if each rank had its own host.
+
+    NCCL refuses two ranks with one bus id *and* one hash of the host; `NCCL_HOSTID` replaces the
+    hash (`src/init.cc` of NCCL 2.28.9). They then exchange data through sockets.
+    """
+    return {
+        "NCCL_HOSTID": f"rank{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NET": "Socket",
+        "NCCL_MAX_CTAS": str(MAX_CTAS),
+    }

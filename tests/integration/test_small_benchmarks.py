@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -34,12 +33,3 @@ def test_script_prints_a_table_and_appends_rows(tmp_path, script, options, rows)
     lines = output.read_text(encoding="utf-8").splitlines()
     assert len(lines) == rows
     assert all(json.loads(line)["commit"] for line in lines)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_training_without_a_gpu_exits_with_a_message(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import gpu_training
-
-    with pytest.raises(SystemExit, match="sees no GPU here; see `python -m poplar doctor`"):
-        gpu_training.one_step()

@@ -1,0 +1,1 @@
+"""What the two ranks of `gpu_ranks.py` do: one task per module."""
