@@ -72,6 +72,7 @@ def parts(output: Path, device: str) -> list[Part]:
         of_tests("operators", OPERATORS if cuda else ("unit/test_ops.py", "-k", "pack"), 90),
         step(output, device),
         of_ranks("two ranks: gathers", ["gathers"], device, rows, 45),
+        unequal(output, device),
         sanitizer(cuda),
         Part(
             name="kernels",
@@ -139,6 +140,22 @@ def step(output: Path, device: str) -> Part:
         ],
         seconds=100,
         verdict=r"^([1-9]\d*) of \1 ways measured",
+    )
+
+
+def unequal(output: Path, device: str) -> Part:
+    """Three ranks that MPS makes unequal: planned against even steps and the sum of speeds."""
+    options = ("--seconds", "15", "--speed-seconds", "4", "--rounds", "3", "--deadline", "130")
+    case = () if device == "cuda" else ("--case", "tiny ranks")
+    return Part(
+        name="unequal ranks",
+        command=[
+            *(HERE / "gpu_unequal.py", "--device", device, *case, *options),
+            *("--transports", "nccl", "--output", output / "unequal.jsonl"),
+        ],
+        seconds=150,
+        verdict=r"^\d+ of \d+ targets met",
+        spare=True,
     )
 
 

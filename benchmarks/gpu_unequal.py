@@ -2,8 +2,8 @@
 
 Each rank is a process with its part of the GPU's multiprocessors and memory. They profile and plan,
 then the plans run in turns: predicted against measured time, and both against the sum of speeds of
-plain passes. Ranks communicate by NCCL (2.30 or newer) or through host memory. A hang is reported
-with the stacks and NCCL's flight record of every rank.
+plain passes. Ranks communicate by NCCL (before 2.30 as if each had its own host) or through host
+memory. A hang is reported with the stacks and NCCL's flight record of every rank.
 
     python benchmarks/gpu_unequal.py --nccl site/nvidia/nccl --output rows.jsonl
     python benchmarks/gpu_unequal.py --transports staged --percent 60 40
@@ -121,8 +121,8 @@ def launch(
     inside = ["--inside", folder, "--transports", transport, "--task", task]
     with clients(options) as shared:  # for each start, as ranks that were killed may leave traces
         environments = [
-            {**ranks.environment(folder), **shared, **own}
-            for own in speeds_of_ranks(options, count)
+            {**ranks.environment(folder), **hosts_of_ranks(options, rank), **shared, **own}
+            for rank, own in enumerate(speeds_of_ranks(options, count))
         ]
         return watch(__file__, [*sys.argv[1:], *inside], environments, folder, seconds=seconds)
 
@@ -156,9 +156,16 @@ def clients(options: argparse.Namespace) -> Iterator[dict[str, str]]:
 
 def why_not_here(transport: str, options: argparse.Namespace) -> str:
     """Why a transport cannot be used; empty if it can."""
-    if options.device == "cpu" or transport != "nccl":
+    if options.device == "cpu" or transport != "nccl" or nccl.version_in_use(options.nccl):
         return ""
-    return nccl.why_not_shared(nccl.version_in_use(options.nccl))
+    return "NCCL is not loaded; this build of torch has none"
+
+
+def hosts_of_ranks(options: argparse.Namespace, rank: int) -> dict[str, str]:
+    """What lets a rank share the GPU if this version of NCCL does not support it."""
+    version = nccl.version_in_use(options.nccl) if options.device == "cuda" else None
+    old = version is not None and version < nccl.SHARES_A_GPU
+    return nccl.one_host_per_rank(rank) if old else {}
 
 
 def work(options: argparse.Namespace) -> None:

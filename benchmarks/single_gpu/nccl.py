@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 SHARES_A_GPU = (2, 30)
-"""The first version that lets ranks share a GPU."""
+"""The first version that lets ranks of one host share a GPU."""
 MAX_CTAS = 2
 """Thread blocks of a collective, by default. NCCL's own default is for one or two ranks per GPU:
 ranks that wait for each other must all fit on the GPU at the same time."""
@@ -125,16 +125,6 @@ def text_of(version: tuple[int, ...] | None) -> str:
     return "none" if version is None else ".".join(map(str, version))
 
 
-def why_not_shared(version: tuple[int, ...] | None) -> str:
-    """Why ranks cannot share a GPU with this version; empty if they can."""
-    if version is None:
-        return "NCCL is not loaded; this build of torch has none"
-    if version < SHARES_A_GPU:
-        needed = text_of(SHARES_A_GPU)
-        return f"NCCL {text_of(version)} refuses to share a GPU; {needed} supports it: --nccl PATH"
-    return ""
-
-
 def environment(library: Path | None, max_ctas: int = MAX_CTAS) -> dict[str, str]:
     """Environment of ranks that share a GPU."""
     settings = {
@@ -148,8 +138,8 @@ def environment(library: Path | None, max_ctas: int = MAX_CTAS) -> dict[str, str
 def one_host_per_rank(rank: int) -> dict[str, str]:
     """Environment of a rank that shares a GPU with any version, as if each rank had its own host.
 
-    NCCL refuses two ranks with one bus id *and* one hash of the host; `NCCL_HOSTID` replaces the
-    hash (`src/init.cc` of NCCL 2.28.9). They then exchange data through sockets.
+    NCCL before 2.30 refuses two ranks with one bus id *and* one hash of the host; `NCCL_HOSTID`
+    replaces the hash (`src/init.cc`). The ranks then exchange data through sockets.
     """
     return {
         "NCCL_HOSTID": f"rank{rank}",

@@ -108,12 +108,12 @@ def test_ranks_on_a_gpu_differ_in_their_percentage(monkeypatch, tmp_path, launch
     assert len({environment[ranks.RENDEZVOUS] for environment in environments}) == 1
 
 
-def test_old_nccl_leaves_out_only_its_transport(monkeypatch, tmp_path, launched, capsys):
+def test_ranks_of_an_old_nccl_pass_for_hosts(monkeypatch, tmp_path, launched):
     on_a_gpu(monkeypatch, tmp_path, (2, 28, 9))
-    call_main(monkeypatch, "--nccl", str(tmp_path))
-    assert "nccl: not run. NCCL 2.28.9 refuses to share a GPU" in capsys.readouterr().out
-    ((arguments, _, _),) = launched[0]
-    assert "staged" in arguments
+    call_main(monkeypatch, "--nccl", str(tmp_path), "--transports", "nccl", "--max-ctas", "4")
+    ((_, environments, _),) = launched[0]
+    assert [one["NCCL_HOSTID"] for one in environments] == ["rank0", "rank1", "rank2"]
+    assert {one["NCCL_MAX_CTAS"] for one in environments} == {"4"}
 
 
 def test_missing_daemon_is_said(monkeypatch, tmp_path, launched, capsys):

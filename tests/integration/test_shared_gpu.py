@@ -71,13 +71,6 @@ def test_version_number_is_parsed(code, version):
     assert nccl.parse(code) == version
 
 
-def test_old_nccl_does_not_share_a_gpu():
-    assert nccl.why_not_shared((2, 30, 0)) == ""
-    assert nccl.why_not_shared((3, 0)) == ""
-    assert "2.28.9 refuses to share a GPU; 2.30" in nccl.why_not_shared((2, 28, 9))
-    assert "not loaded" in nccl.why_not_shared(None)
-
-
 def test_environment_limits_thread_blocks(tmp_path):
     assert nccl.environment(None)["NCCL_MAX_CTAS"] == str(nccl.MAX_CTAS)
     chosen = nccl.environment(tmp_path / "libnccl.so.2", 5)
