@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from poplar.formatting import printable
+
 
 class PoplarError(RuntimeError):
     """Base class of Poplar's own errors."""
@@ -44,7 +46,7 @@ class DamagedCheckpoint(PoplarError):
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
-            f"{path}: {reason}; nothing was loaded from this checkpoint. Restore the file, or load "
-            "an earlier checkpoint"
+            printable(f"{path}: {reason}; nothing was loaded from this checkpoint. ")
+            + "Restore the file, or load an earlier checkpoint"
         )
         self.path = path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -14,6 +15,8 @@ _PARSED_UNITS = {
     **{letter + "ib": 1 << 10 * power for power, letter in enumerate("kmgt", start=1)},
     **{letter + "b": 10 ** (3 * power) for power, letter in enumerate("kmgt", start=1)},
 }
+_CONTROL = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of characters that move the cursor, change the direction of writing or are hidden."""
 _MAX_NAMES = 5
 """Names that are listed; of further ones, only the number."""
 _MAX_RUNS = 6
@@ -132,3 +135,14 @@ def format_names(names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:_MAX_NAMES])) or "none"
     more = len(names) - _MAX_NAMES
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters, which terminals obey, as escapes such as `\x1b`.
+
+    Names of devices and tensors, paths and errors may come from the file of a stranger.
+    """
+    return "".join(
+        ascii(char)[1:-1] if unicodedata.category(char) in _CONTROL and char not in "\n\t" else char
+        for char in text
+    )

@@ -9,9 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.save import SCALER, STATE
 from poplar.checkpoint.saved_model import Files, Writer, write_index
+from poplar.checkpoint.saved_names import read_groups
+from poplar.errors import DamagedCheckpoint
 from poplar.zero.values.safetensors_file import DTYPES
 from poplar.zero.values.weight_files import SINGLE
 
@@ -28,6 +31,7 @@ def convert(
     *,
     dtype: Dtype = "model",
     shard_bytes: int = SHARD_BYTES,
+    weights_only: bool = True,
 ) -> list[Path]:
     """Convert a checkpoint, in one process.
 
@@ -39,17 +43,19 @@ def convert(
         to: the format. Only "torch" needs memory for all tensors; the others for one.
         dtype: of the weights: as the "model" computes, or as "stored", trained ones in fp32.
         shard_bytes: for "huggingface", the size of a file.
+        weights_only: as for `load_checkpoint`.
 
     Returns:
         The files that were written.
 
     Raises:
         FileExistsError: the output exists.
-        DamagedCheckpoint, FileNotFoundError, ValueError: as `load_checkpoint`.
+        DamagedCheckpoint, FileNotFoundError: as `load_checkpoint`.
+        ValueError: it has a newer format, or contains an object of a class, see `weights_only`.
     """
     if output.exists():
         raise FileExistsError(f"{output} exists; choose another name, or remove it first")
-    opened = OpenedCheckpoint(folder)
+    opened = OpenedCheckpoint(folder, weights_only=weights_only)
     try:
         opened.verify()
         if to == "torch":
@@ -90,20 +96,21 @@ def _model(opened: OpenedCheckpoint, dtype: Dtype) -> dict[str, Any]:
 
 def plain_optimizer_state(opened: OpenedCheckpoint) -> dict[str, Any]:
     """The state dict of a plain torch optimizer with the same param groups."""
-    groups: dict[int, dict[str, Any]] = {}
-    state: dict[str, dict[str, Any]] = {}
+    groups = read_groups(opened)
+    numbers = {
+        name: n for n, name in enumerate(name for group in groups for name in group["params"])
+    }
+    state: dict[int, dict[str, Any]] = {}
     for name, path in opened.paths.items():
-        if path[:2] == ("optim", "param_groups"):
-            groups.setdefault(int(path[2]), {})[str(path[3])] = opened.value(name)
-        elif path[:2] == ("optim", "state"):
-            state.setdefault(str(path[2]), {})[str(path[3])] = _value(opened, name, "stored")
-    numbers: dict[str, int] = {}
-    packed = []
-    for index in sorted(groups):
-        names = groups[index]["params"]
-        numbers.update({name: len(numbers) + place for place, name in enumerate(names)})
-        packed.append({**groups[index], "params": [numbers[name] for name in names]})
-    return {"state": {numbers[name]: s for name, s in state.items()}, "param_groups": packed}
+        if len(path) == 4 and path[:2] == ("optim", "state"):
+            if path[2] not in numbers:
+                raise DamagedCheckpoint(
+                    opened.folder / METADATA, f"{path[2]!r} has state, but is in no param group"
+                )
+            value = _value(opened, name, "stored")
+            state.setdefault(numbers[str(path[2])], {})[str(path[3])] = value
+    packed = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+    return {"state": state, "param_groups": packed}
 
 
 def _to_safetensors(

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from poplar.checkpoint.collection import no_garbage_collection
+from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.names import canonical
-from poplar.checkpoint.random_state import set_random_state
+from poplar.checkpoint.random_state import check_random_state, set_random_state
 from poplar.checkpoint.save import RANK, SCALER, STATE
 from poplar.checkpoint.saved_names import check_model, saved_groups_of, saved_optimizer_keys
 from poplar.checkpoint.state_dicts.loaded_state import settings_of
@@ -40,6 +41,7 @@ from poplar.checkpoint.training_state import (
     shard_of,
     stored_values,
 )
+from poplar.errors import DamagedCheckpoint
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.update import ParameterRun, StateLayout
@@ -48,7 +50,11 @@ from poplar.zero.update import ParameterRun, StateLayout
 @torch.no_grad()
 @no_garbage_collection()
 def load_checkpoint(
-    folder: str | Path, optimizer: Checkpointed, *, state: Mapping[str, Any] | None = None
+    folder: str | Path,
+    optimizer: Checkpointed,
+    *,
+    state: Mapping[str, Any] | None = None,
+    weights_only: bool = True,
 ) -> dict[str, Any]:
     """Load the training state in place. Collective, between steps.
 
@@ -58,9 +64,10 @@ def load_checkpoint(
     "optim": ...}`, as its `get_state_dict` returns them, can be loaded too; they have no checksums.
 
     Args:
-        folder: a checkpoint, in a folder that all ranks see, from a trusted source: it contains
-            pickled values.
+        folder: a checkpoint, in a folder that all ranks see.
         state: by name, the objects with `load_state_dict` that get their saved state.
+        weights_only: saved values may consist of tensors and plain types only, as those of
+            `torch.load`, so that a checkpoint of a stranger cannot run code. False: of any classes.
 
     Returns:
         By name, all other values that were saved with `state=`.
@@ -69,7 +76,7 @@ def load_checkpoint(
         DamagedCheckpoint: a file is missing, truncated or changed; names it.
         FileNotFoundError: there is no checkpoint.
         ValueError: it is of another model or optimizer class, has other param groups, lacks
-            something, or has a newer format.
+            something, has a newer format, or contains an object of a class, see `weights_only`.
         RankFailed: another rank failed. Unless the message says so, nothing has changed.
     """
     path, wanted = Path(os.path.abspath(folder)), dict(state or {})
@@ -79,7 +86,7 @@ def load_checkpoint(
 
     def prepare() -> Load:
         check_idle(parts, "load_checkpoint()")
-        opened = OpenedCheckpoint(path)
+        opened = OpenedCheckpoint(path, weights_only=weights_only)
         try:
             load = Load(parts, opened, wanted)
             load.read_optimizer_state()
@@ -145,8 +152,26 @@ class Load:
         manifest = opened.manifest
         as_many = manifest is not None and manifest.world_size == parts.engine.control.group.size
         self._own = opened.value(own) if as_many else None
+        if self._own is not None:
+            self._check_own(own, self._own)
         has_scaler = parts.scaler is not None and SCALER in opened.described
         self._scaler = opened.value(SCALER) if has_scaler else None
+
+    def _check_own(self, name: str, own: Any) -> None:
+        """Check random states and own buffers, which are set after values have changed."""
+        buffers = dict(self.parts.engine.model.named_buffers())
+        shapes = {canonical(name): buffer.shape for name, buffer in buffers.items()}
+        try:
+            check_random_state(own["random"])
+            fits = all(shapes[n] == buffer.shape for n, buffer in own["buffers"].items())
+        except Exception as error:  # content of any types
+            raise DamagedCheckpoint(
+                self.opened.folder / METADATA, f"{name!r} is not the state of a rank ({error!r})"
+            ) from error
+        if not fits:
+            raise ValueError(
+                f"{self.opened.folder} is of another model: {name!r} has other buffers"
+            )
 
     def read_optimizer_state(self) -> None:
         """Read this rank's part of the optimizer state, and of the values aside. Local."""

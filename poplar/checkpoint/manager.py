@@ -98,8 +98,11 @@ class CheckpointManager:
         if pending is not None:
             pending.wait()
 
-    def load_latest(self) -> int | None:
+    def load_latest(self, *, weights_only: bool = True) -> int | None:
         """Load the checkpoint with the highest step. Collective, between steps.
+
+        Args:
+            weights_only: as for `load_checkpoint`.
 
         Returns:
             Its step; None if there is no checkpoint.
@@ -115,7 +118,9 @@ class CheckpointManager:
         if latest is None:
             return None
         path = found.get(latest, self.folder / _NAME.format(step=latest))
-        self.values = load_checkpoint(path, self._optimizer, state=self._state)
+        self.values = load_checkpoint(
+            path, self._optimizer, state=self._state, weights_only=weights_only
+        )
         return latest
 
     def _clean(self) -> None:

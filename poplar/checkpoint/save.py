@@ -309,5 +309,5 @@ def _manifest(parts: TrainingParts, state: Mapping[str, Any], step: int | None) 
             if flat.dtype is not torch.float32
             for name in flat.names
         },
-        state=sorted(state),
+        state=tuple(sorted(state)),
     )

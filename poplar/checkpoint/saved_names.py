@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.names import canonical, names_of
 from poplar.checkpoint.training_state import TrainingParts
+from poplar.errors import DamagedCheckpoint
 from poplar.formatting import format_names
 
 
@@ -84,12 +86,9 @@ def saved_groups_of(opened: OpenedCheckpoint, parts: TrainingParts) -> list[dict
     Raises:
         ValueError: the groups have other parameters.
     """
-    groups: dict[int, dict[str, Any]] = {}
-    for name, path in opened.paths.items():
-        if len(path) == 4 and path[:2] == ("optim", "param_groups"):
-            groups.setdefault(int(path[2]), {})[str(path[3])] = opened.value(name)
+    groups = read_groups(opened)
     own = [set(names) for names in names_of(parts.engine.model, parts.param_groups)]
-    saved = [set(groups[index].get("params", ())) for index in sorted(groups)]
+    saved = [set(group["params"]) for group in groups]
     if own != saved:
         differing = [
             index
@@ -100,4 +99,25 @@ def saved_groups_of(opened: OpenedCheckpoint, parts: TrainingParts) -> list[dict
             f"{opened.folder} has {len(saved)} param group(s), this optimizer {len(own)}, and the "
             f"parameters of group(s) {differing} differ; build the optimizer with the same groups"
         )
-    return [groups[index] for index in sorted(groups)]
+    return groups
+
+
+def read_groups(opened: OpenedCheckpoint) -> list[dict[str, Any]]:
+    """The saved param groups; "params" are the names of their parameters.
+
+    Raises:
+        DamagedCheckpoint: they are not numbered from 0 on, or have no names.
+    """
+    groups: dict[str | int, dict[str, Any]] = {}
+    for name, path in opened.paths.items():
+        if len(path) == 4 and path[:2] == ("optim", "param_groups"):
+            groups.setdefault(path[2], {"params": []})[str(path[3])] = opened.value(name)
+    if groups.keys() != set(range(len(groups))):
+        raise DamagedCheckpoint(opened.folder / METADATA, f"it numbers param groups {list(groups)}")
+    for number, group in groups.items():
+        names = group["params"]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DamagedCheckpoint(
+                opened.folder / METADATA, f"param group {number} has no names of parameters"
+            )
+    return [groups[number] for number in range(len(groups))]

@@ -33,7 +33,10 @@ def inspect(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show what a checkpoint contains, and check that it is as it was written."""
+    """Show what a checkpoint contains, and check that it is as it was written.
+
+    It is safe for a checkpoint of a stranger: nothing in it is run, and no value is unpickled.
+    """
     with command_output(as_json=as_json, debug=debug) as output:
         from poplar.checkpoint.files.opened import OpenedCheckpoint
 
@@ -69,7 +72,11 @@ def convert(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write the content of a checkpoint for programs that do not read it."""
+    """Write the content of a checkpoint for programs that do not read it.
+
+    It is safe for a checkpoint of a stranger: nothing in it is run. A checkpoint with objects of
+    classes cannot be converted to torch.
+    """
     with command_output(as_json=as_json, debug=debug) as output:
         from poplar.checkpoint.conversion import convert as convert_checkpoint
 

@@ -18,11 +18,13 @@ from typing import Any
 
 import typer
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from poplar.errors import PoplarError
+from poplar.formatting import printable
 from poplar.profile import ClusterProfile
 
 _UNLIMITED_WIDTH = 10_000
@@ -81,10 +83,10 @@ def command_output(*, as_json: bool, debug: bool) -> Iterator[Output]:
             raise
         except Exception as error:
             if debug:
-                traceback.print_exc()
+                print(printable(traceback.format_exc()), end="", file=sys.stderr)
             output.failed = True
             output.document, output.shown = {"error": _message(error)}, []
-            print(_error_line(error, debug), file=sys.stderr)
+            print(printable(_error_line(error, debug)), file=sys.stderr)
     if _rank() == 0:
         _print(output, as_json)
     if output.failed:
@@ -99,7 +101,18 @@ def _print(output: Output, as_json: bool) -> None:
     width = None if sys.stdout.isatty() else _UNLIMITED_WIDTH
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     for part in output.shown:
-        console.print(part)
+        console.print(_Escaped(part))
+
+
+@dataclass(frozen=True)
+class _Escaped:
+    """Something to print of which only this program's own styles reach the terminal."""
+
+    part: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.part, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 @contextlib.contextmanager

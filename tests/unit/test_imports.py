@@ -16,7 +16,7 @@ import poplar
 PACKAGE = Path(poplar.__file__).parent
 
 LAYERS = (
-    {"errors", "formatting", "curve", "schema"},
+    {"errors", "formatting", "curve", "schema", "regular_files"},
     {
         "ops",
         "kernels",

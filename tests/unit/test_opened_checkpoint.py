@@ -47,9 +47,9 @@ def test_parts_of_a_buffer_are_written_without_a_copy(tmp_path, dtype):
     reader = ItemReader(tmp_path)
     reader.elements("file", written[0].values, target)
     assert torch.equal(target, part)
-    assert torch.equal(reader.tensor("file", *written[0][:2]), part)
+    assert torch.equal(reader.value("file", *written[0][:2]), part)
     assert reader.value("file", *written[1][:2]) == {"a": 1}
-    assert reader.tensor("file", *written[2][:2]).shape == (0, 5_000)
+    assert reader.value("file", *written[2][:2]).shape == (0, 5_000)
     reader.close()
 
 

@@ -16,10 +16,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from poplar._core import DiskReader
 from poplar.checkpoint.files.data_file import memory_of
 from poplar.checkpoint.files.manifest import Part
+from poplar.checkpoint.files.stored_files import open_stored
 from poplar.errors import DamagedCheckpoint
 
 _AHEAD = 64 << 20
@@ -33,22 +35,39 @@ class ItemReader:
         DamagedCheckpoint: from all methods, if the content is not what was expected.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, weights_only: bool = True) -> None:
+        """`weights_only`: as of `torch.load`, for values."""
         self._folder = folder
+        self._weights_only = weights_only
         self._files: dict[str, BinaryIO] = {}
         self._opening = threading.Lock()
         self._of_thread = threading.local()
 
-    def tensor(self, file: str, offset: int, length: int) -> Tensor:
-        """A tensor, on the CPU. Not for several threads."""
-        value = self._load(file, offset, length, weights_only=True)
-        if not isinstance(value, Tensor):
-            raise DamagedCheckpoint(self._folder / file, f"no tensor at byte {offset}")
-        return value
-
     def value(self, file: str, offset: int, length: int) -> Any:
-        """Any value. It is unpickled, so the file must be from a trusted source."""
-        return self._load(file, offset, length, weights_only=False)
+        """A tensor on the CPU, or any other value. Not for several threads.
+
+        Raises:
+            ValueError: it contains an object of a class, and only weights may be loaded.
+        """
+        opened: Any = self._open(file)
+        if offset + length > os.fstat(opened.fileno()).st_size:
+            raise DamagedCheckpoint(self._folder / file, f"it has no byte {offset + length - 1}")
+        view: Any = _create_file_view(opened, offset, length)
+        try:
+            return torch.load(view, map_location="cpu", weights_only=self._weights_only)
+        except OSError:
+            raise
+        except Exception as error:  # torch raises many types for content that it cannot read
+            view.seek(0)
+            if classes := _refused_classes(view):
+                raise ValueError(
+                    f"{self._folder / file}: the value at byte {offset} needs {classes}, which may "
+                    "run any code. If you trust the checkpoint, register these classes with "
+                    "torch.serialization.add_safe_globals, or load it with weights_only=False"
+                ) from error
+            raise DamagedCheckpoint(
+                self._folder / file, f"the item at byte {offset}: {error}"
+            ) from error
 
     def elements(self, file: str, start: int, target: Tensor) -> None:
         """Read the elements of a contiguous CPU tensor from byte `start` on, without a checksum."""
@@ -125,22 +144,19 @@ class ItemReader:
     def _of_this_thread(self, file: str) -> DiskReader:
         readers: dict[str, DiskReader] = self._of_thread.__dict__
         if file not in readers:
-            readers[file] = DiskReader(os.open(self._folder / file, os.O_RDONLY))
+            readers[file] = DiskReader(open_stored(self._folder, file))
         return readers[file]
-
-    def _load(self, name: str, offset: int, length: int, *, weights_only: bool) -> Any:
-        path = self._folder / name
-        file: Any = self._open(name)
-        view: Any = _create_file_view(file, offset, length)
-        try:
-            return torch.load(view, map_location="cpu", weights_only=weights_only)
-        except OSError:
-            raise
-        except Exception as error:  # torch raises many types for content that it cannot read
-            raise DamagedCheckpoint(path, f"the item at byte {offset}: {error}") from error
 
     def _open(self, name: str) -> BinaryIO:
         with self._opening:
             if name not in self._files:
-                self._files[name] = (self._folder / name).open("rb")
+                self._files[name] = os.fdopen(open_stored(self._folder, name), "rb")
             return self._files[name]
+
+
+def _refused_classes(item: Any) -> str:
+    """What a pickled item names that is not allowed; empty if it is none or is damaged."""
+    try:
+        return ", ".join(sorted(get_unsafe_globals_in_checkpoint(item)))
+    except Exception:
+        return ""

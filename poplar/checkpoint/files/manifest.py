@@ -8,13 +8,18 @@ Files of version 1 are those of `torch.distributed.checkpoint`, which needs no `
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from poplar._core import crc32c
+from poplar.checkpoint.files.stored_files import open_stored, read_stored
 from poplar.errors import DamagedCheckpoint
+from poplar.schema import Count, PositiveCount, from_fields
 
 NAME = "poplar.json"
 VERSION = 1
@@ -35,18 +40,18 @@ class Part(NamedTuple):
 class Manifest:
     """What a checkpoint contains, the same for all ranks."""
 
-    version: int = VERSION
-    step: int | None
+    version: PositiveCount = VERSION
+    step: Count | None
     """The caller's count of steps, if it was given."""
-    world_size: int
-    stage: int
+    world_size: PositiveCount
+    stage: Count
     optimizer: str
     """Class name of the optimizer."""
     versions: Mapping[str, str]
     """Of the software that wrote it."""
     computes_in: Mapping[str, str]
     """By parameter that is not stored in the dtype in which the model computes, that dtype."""
-    state: Sequence[str]
+    state: tuple[str, ...]
     """Names of what the caller added to the training state."""
     files: Mapping[str, Sequence[Part]] = field(default_factory=dict)
     """By file name, its parts; they cover the file."""
@@ -72,28 +77,26 @@ def read_manifest(folder: Path) -> Manifest:
         DamagedCheckpoint: the manifest, or a file that it names, is missing, incomplete or changed.
         ValueError: the checkpoint has a newer format.
     """
-    path = folder / NAME
+    path, data = folder / NAME, read_stored(folder, NAME)
     try:
-        content = json.loads(path.read_bytes())
-        version, crc = int(content["version"]), content.pop("crc32c")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content = json.loads(data)
+        version, crc = content["version"], content.pop("crc32c")
+        is_newer = version > VERSION
+        changed = crc != crc32c(_sorted_text(content).encode())
+    except Exception as error:  # json and content of other types raise many
         raise DamagedCheckpoint(
-            path, f"it is not a manifest of a checkpoint ({error!r})"
+            path, f"it is not a manifest of a checkpoint ({type(error).__name__}: {error})"
         ) from error
-    if version > VERSION:
+    if is_newer:
         raise ValueError(
             f"{path} has format version {version}, but this version of Poplar reads versions up to "
             f"{VERSION}; update Poplar"
         )
-    if crc != crc32c(_sorted_text(content).encode()):
+    if changed:
         raise DamagedCheckpoint(path, "its checksum does not match its content")
-    files = content.pop("files")
     try:
-        manifest = Manifest(
-            **content,
-            files={name: [Part(*part) for part in parts] for name, parts in files.items()},
-        )
-    except TypeError as error:
+        manifest = _checked(content)
+    except (TypeError, ValueError) as error:
         raise DamagedCheckpoint(path, f"it has other fields than expected ({error})") from error
     check_files(folder, manifest)
     return manifest
@@ -103,16 +106,46 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """Check that all files are in a folder and have their sizes.
 
     Raises:
-        DamagedCheckpoint: one is missing or has another size.
+        DamagedCheckpoint: one is missing, has another size, or is no regular file in the folder.
     """
     for name, parts in manifest.files.items():
-        path, expected = folder / name, sum(part.length for part in parts)
+        expected = sum(part.length for part in parts)
+        descriptor = open_stored(folder, name)
         try:
-            found = path.stat().st_size
-        except FileNotFoundError as error:
-            raise DamagedCheckpoint(path, "the file is missing") from error
+            found = os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
         if found != expected:
-            raise DamagedCheckpoint(path, f"it has {found} bytes, but {expected} were written")
+            raise DamagedCheckpoint(
+                folder / name, f"it has {found} bytes, but {expected} were written"
+            )
+
+
+def _checked(content: Mapping[str, Any]) -> Manifest:
+    """The manifest; raises ValueError or TypeError for content of other types."""
+    manifest = from_fields(Manifest, content)
+    for mapping in (manifest.versions, manifest.computes_in):
+        if not all(isinstance(text, str) for text in mapping.values()):
+            raise TypeError("versions and computes_in must be mappings to strings")
+    for name, dtype in manifest.computes_in.items():
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"computes_in[{name!r}] must be a dtype, got {dtype!r}")
+    files = {name: _parts(name, entries) for name, entries in manifest.files.items()}
+    return replace(manifest, files=files)
+
+
+def _parts(file: str, entries: Any) -> list[Part]:
+    parts, end = [], 0
+    for entry in entries:
+        part = Part(*entry)
+        offset, length, crc, values = part
+        if not {type(offset), type(length), type(crc)} == {int} or offset != end or length < 1:
+            raise ValueError(f"the parts of {file!r} do not follow each other")
+        end = offset + length
+        if values is not None and (type(values) is not int or not offset <= values <= end):
+            raise ValueError(f"the elements of a part of {file!r} are outside of it")
+        parts.append(part)
+    return parts
 
 
 def _sorted_text(content: Mapping[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
+import math
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,11 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torch.distributed.checkpoint.utils import find_state_dict_object
@@ -25,7 +22,8 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from poplar.checkpoint.files import manifest as manifest_file
 from poplar.checkpoint.files.item_reader import ItemReader
 from poplar.checkpoint.files.manifest import Manifest, read_manifest
-from poplar.checkpoint.files.save_job import METADATA, aside_name
+from poplar.checkpoint.files.metadata_file import METADATA, read_metadata
+from poplar.checkpoint.files.save_job import aside_name
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.errors import DamagedCheckpoint
 
@@ -74,6 +72,8 @@ class OpenedCheckpoint:
 
     Args:
         folder: where it is.
+        weights_only: values are tensors and plain types, as `torch.load` defines them. False: of
+            any classes, which may run any code; for trusted checkpoints.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -84,25 +84,28 @@ class OpenedCheckpoint:
     manifest: Manifest | None
     """None: the checkpoint was not written by Poplar."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, weights_only: bool = True) -> None:
         self.folder = folder
-        if not (folder / METADATA).exists() and not (folder / manifest_file.NAME).exists():
+        has_manifest = os.path.lexists(folder / manifest_file.NAME)
+        if not has_manifest and not os.path.lexists(folder / METADATA):
             raise FileNotFoundError(_not_a_checkpoint(folder))
-        self.manifest = None
-        if (folder / manifest_file.NAME).exists():
-            self.manifest = read_manifest(folder)
-        self._reader = ItemReader(folder)
+        self.manifest = read_manifest(folder) if has_manifest else None
+        self._reader = ItemReader(folder, weights_only=weights_only)
         files = self.manifest.files if self.manifest is not None else {}
         self._parts = {(n, p.offset): p for n, parts in sorted(files.items()) for p in parts}
         self._numbers = {key: number for number, key in enumerate(self._parts)}
         self.verified: set[int] = set()
         """Numbers of the parts, in the manifest's order, whose checksums were compared here."""
         self._verify((METADATA, 0))
-        self.metadata = _read_metadata(folder / METADATA)
+        self.metadata = read_metadata(folder)
         if self.manifest is None and any(n.startswith(PRIVATE) for n in self.described):
             raise DamagedCheckpoint(folder / manifest_file.NAME, "the file is missing")
         self.paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
         """By name, its place in the nested form."""
+        self._part_sizes: dict[str, dict[Any, torch.Size]] = {}
+        """Of tensors, by name and offsets of the part."""
+        if self.manifest is not None:
+            self._check_places()
 
     @property
     def described(self) -> Mapping[str, Any]:
@@ -135,28 +138,39 @@ class OpenedCheckpoint:
         self._read_parts([(key, partial(self._verify, key)) for key in mine])
 
     def value(self, name: str) -> Any:
-        """A value that is not a sharded tensor. It is unpickled: the source must be trusted.
+        """A value that is not sharded: a tensor, or plain types.
 
         Raises:
-            DamagedCheckpoint: its checksum differs.
+            DamagedCheckpoint: its checksum differs, or it is another tensor than described.
+            ValueError: it contains an object of a class, and only weights may be loaded.
         """
         described = self.tensor(name)
-        offset = None if described is None else [0] * len(described.size)
-        place = self._place(MetadataIndex(name, offset))
-        key = place.relative_path, place.offset
-        if described is not None and key in self._parts and self._parts[key].values is not None:
-            # Unpickling would take much longer than reading the elements of a small tensor.
+        if described is not None:
             value = torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
-            self._verify(key, value)
+            key = self._key_of_whole(name, described)
+            if key is None:
+                self.read_into(self.reads([(name, value)]))
+            else:  # one read, without threads: most are small
+                self._verify(key, value)
             return value
-        self._verify(key)
+        place = self._place(MetadataIndex(name))
+        self._verify((place.relative_path, place.offset))
         return self._reader.value(place.relative_path, place.offset, place.length)
+
+    def _key_of_whole(self, name: str, described: TensorStorageMetadata) -> Key | None:
+        """The part with all elements of a tensor, if their place in it is known."""
+        if len(described.chunks) != 1 or described.chunks[0].sizes != described.size:
+            return None
+        place = self._place(MetadataIndex(name, described.chunks[0].offsets))
+        key = place.relative_path, place.offset
+        return key if key in self._parts and self._parts[key].values is not None else None
 
     def model_value(self, name: str) -> Any:
         """A value of the model that may be stored in parts: entries of mappings have own names.
 
         Raises:
             KeyError: nothing is stored under this name.
+            DamagedCheckpoint, ValueError: as `value`.
         """
         name = f"model.{name}"
         if name in self.described:
@@ -166,7 +180,13 @@ class OpenedCheckpoint:
             raise KeyError(name)
         root: dict[str, Any] = {}
         for part in parts:
-            set_element(root, self.paths[part][2:], self.value(part))
+            value = self.value(part)
+            try:
+                set_element(root, self.paths[part][2:], value)
+            except Exception as error:  # paths that contradict each other
+                raise DamagedCheckpoint(
+                    self.folder / METADATA, f"the nested form of {name!r} ({error!r})"
+                ) from error
         return root
 
     def reads(self, targets: Iterable[tuple[str, Tensor]]) -> list[Read]:
@@ -211,10 +231,29 @@ class OpenedCheckpoint:
             place, item = read.place, read.item
             if last is None or last[0] != place:
                 last = None  # free it before the next one is allocated
-                stored = self._reader.tensor(place.relative_path, place.offset, place.length)
-                last = place, stored
+                last = place, self._stored_part(read)
             part = narrow_tensor_by_index(last[1], item.storage_offsets, item.lengths)
             read.wanted.copy_(part)
+
+    def _stored_part(self, read: Read) -> Tensor:
+        """A part of a tensor, read as a whole."""
+        place, index = read.place, read.item.storage_index
+        stored = self._reader.value(place.relative_path, place.offset, place.length)
+        dtype, sizes = self.described[index.fqn].properties.dtype, self._sizes(index)
+        if not isinstance(stored, Tensor) or (stored.dtype, stored.shape) != (dtype, sizes):
+            raise DamagedCheckpoint(
+                self.folder / place.relative_path,
+                f"at byte {place.offset} is not what {METADATA} describes: {dtype} of shape "
+                f"{tuple(sizes)}, of {index.fqn!r}",
+            )
+        return stored
+
+    def _sizes(self, index: MetadataIndex) -> torch.Size:
+        """The shape of a part of a tensor."""
+        if index.fqn not in self._part_sizes:
+            chunks = self.described[index.fqn].chunks
+            self._part_sizes[index.fqn] = {chunk.offsets: chunk.sizes for chunk in chunks}
+        return self._part_sizes[index.fqn][index.offset]
 
     def _read_of(self, item: ReadItem, target: Tensor) -> Read:
         place = self._place(item.storage_index)
@@ -223,9 +262,7 @@ class OpenedCheckpoint:
         part = self._parts.get((place.relative_path, place.offset))
         if part is None or part.values is None or not wanted.is_contiguous():
             return Read(place, item, wanted, None, False)
-        described = self.tensor(item.storage_index.fqn)
-        assert described is not None
-        sizes = next(c.sizes for c in described.chunks if c.offsets == item.storage_index.offset)
+        sizes = self._sizes(item.storage_index)
         first = _first_of_contiguous(sizes, item.storage_offsets, item.lengths)
         is_whole = first is not None and tuple(item.lengths) == tuple(sizes)
         return Read(place, item, wanted, first, is_whole)
@@ -286,6 +323,26 @@ class OpenedCheckpoint:
         """Close the data files."""
         self._reader.close()
 
+    def _check_places(self) -> None:
+        """Check what Poplar writes: all values have a path, and are in parts with checksums."""
+        if self.paths.keys() != self.described.keys():
+            raise DamagedCheckpoint(self.folder / METADATA, "it has no nested form of some values")
+        for index, place in self.metadata.storage_data.items():
+            part = self._parts.get((place.relative_path, place.offset))
+            described = self.tensor(index.fqn)
+            needed = 0
+            if described is not None:
+                needed = math.prod(self._sizes(index)) * described.properties.dtype.itemsize
+            if (
+                part is None
+                or part.length != place.length
+                or (part.values is not None and part.values + needed > part.offset + part.length)
+            ):
+                raise DamagedCheckpoint(
+                    self.folder / METADATA,
+                    f"it has another place for {index.fqn!r} than {manifest_file.NAME}",
+                )
+
     def _place(self, index: MetadataIndex) -> Any:
         place = self.metadata.storage_data.get(index)
         if place is None:
@@ -324,20 +381,6 @@ def _first_of_contiguous(
         row *= size
         whole = whole and length == size
     return first
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        metadata = pickle.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(path, "the file is missing") from error
-    except OSError:
-        raise
-    except Exception as error:  # pickle raises many types for content that it cannot read
-        raise DamagedCheckpoint(path, f"it cannot be read ({error!r})") from error
-    if not isinstance(metadata, Metadata):
-        raise DamagedCheckpoint(path, f"it is a {type(metadata).__name__}, not metadata")
-    return metadata
 
 
 def _not_a_checkpoint(folder: Path) -> str:

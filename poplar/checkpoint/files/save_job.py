@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from poplar.checkpoint.files import manifest as manifest_file
 from poplar.checkpoint.files.data_file import Cancelled, DataFile, sync_folder, write_whole
 from poplar.checkpoint.files.manifest import Manifest, Part
+from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.comm import Control
 from poplar.zero.agreement import raise_on_all_ranks
 
-METADATA = ".metadata"
 PLAN = "plan.json"
 _LIST = "__{rank}.list"
 _POLL_SECONDS = (0.002, 0.02)

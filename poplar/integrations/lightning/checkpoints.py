@@ -37,18 +37,20 @@ def save_folder(folder: Path, optimizer: HeteroZeroOptimizer, values: dict[str, 
     start_save(folder, optimizer, state={LIGHTNING: own}, step=step, replaces=True).wait()
 
 
-def load_folder(folder: Path, optimizer: HeteroZeroOptimizer) -> dict[str, Any]:
+def load_folder(
+    folder: Path, optimizer: HeteroZeroOptimizer, *, weights_only: bool = True
+) -> dict[str, Any]:
     """Load the training state; returns Lightning's values. Collective."""
-    values = load_checkpoint(folder, optimizer)
+    values = load_checkpoint(folder, optimizer, weights_only=weights_only)
     return _lightning_values(folder, values)
 
 
-def read_folder(folder: Path) -> dict[str, Any]:
+def read_folder(folder: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """A folder as the checkpoint of a single process, on the CPU. Local."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "checkpoint.pt")
-        convert(folder, file, "torch")
-        read = torch.load(file, map_location="cpu", weights_only=False)
+        convert(folder, file, "torch", weights_only=weights_only)
+        read = torch.load(file, map_location="cpu", weights_only=weights_only)
     values = _lightning_values(folder, read["state"])
     return {**values, "state_dict": read["model"], "optimizer_states": [read["optimizer"]]}
 

@@ -517,9 +517,9 @@ class PoplarStrategy(DistributedStrategy):
             loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
             return loaded
         if self._trainer.state.fn != TrainerFn.FITTING:
-            return checkpoints.read_folder(path)
+            return checkpoints.read_folder(path, weights_only=weights_only is not False)
         self._loaded_folder = True
-        return checkpoints.load_folder(path, self.optimizer)
+        return checkpoints.load_folder(path, self.optimizer, weights_only=weights_only is not False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if not self._loaded_folder:

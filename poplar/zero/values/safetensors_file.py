@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from poplar.regular_files import open_regular
+
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -55,9 +57,10 @@ class SafetensorsFile:
         """
         self.path = path
         try:
-            with safe_open(path, framework="np"):  # checks names, places and the file's size
-                pass
-            with path.open("rb") as file:
+            with os.fdopen(open_regular(path), "rb") as file:
+                # The library checks names, places, the sizes of header and file, and nesting.
+                with safe_open(path, framework="np"):
+                    pass
                 header_bytes = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(header_bytes))
         except (OSError, ValueError, SafetensorError) as error:
@@ -90,7 +93,7 @@ class SafetensorsFile:
         values = torch.empty(max(0, stop - start), dtype=_BY_NAME[stored.dtype], device="cpu")
         buffer = values.view(torch.uint8).numpy().data
         place = stored.begin + start * values.itemsize
-        with self.path.open("rb", buffering=0) as file:
+        with os.fdopen(open_regular(self.path), "rb", buffering=0) as file:
             while buffer:
                 count = os.preadv(file.fileno(), [buffer], place)
                 if not count:

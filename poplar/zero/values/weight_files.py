@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from poplar.formatting import format_names
+from poplar.regular_files import read_regular
 from poplar.zero.values.safetensors_file import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_INDEX_BYTES = 64 << 20
+"""More than the index of any model has."""
 _SAMPLE = 8
 """Elements at each of three places of a tensor, by which files of different ranks are compared."""
 _LISTED = 5
@@ -135,15 +138,17 @@ def _contents(file: Path) -> Mapping[Path, list[str] | None]:
     if file.suffix != ".json":
         return {file: None}
     try:
-        weight_map = json.loads(file.read_text())["weight_map"]
-        pairs = [(str(name), file.parent / str(part)) for name, part in weight_map.items()]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        pairs = list(json.loads(read_regular(file, _INDEX_BYTES))["weight_map"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"cannot read {file} as an index of safetensors files ({type(error).__name__}: {error})"
         ) from error
     contents: dict[Path, list[str] | None] = {}
     for name, part in pairs:
-        names = contents.setdefault(part, [])
+        # Only the name: the cache of Hugging Face has symbolic links to files elsewhere.
+        if not isinstance(part, str) or Path(part).is_absolute() or ".." in Path(part).parts:
+            raise ValueError(f"{file} places {name!r} in {part!r}, which is no file in its folder")
+        names = contents.setdefault(file.parent / part, [])
         assert names is not None
         names.append(name)
     return contents
