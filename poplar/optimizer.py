@@ -548,7 +548,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     ) -> Iterator[None]:
         self._step.raise_if_nonfinite()
         units = self._engine.units
-        if modules is not None:
+        if modules is not None or self._engine.strategy.shards_parameters:
             units = self._units_of(modules)
         with self._engine.unsharded_parameters(writeback=writeback, units=units):
             yield
@@ -557,11 +557,16 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 for flat in unit.trained:
                     self._update.refresh(flat)
 
-    def _units_of(self, modules: Sequence[str | nn.Module]) -> tuple[Unit, ...]:
-        """The units with parameters of these modules. Collective."""
-        doing = "full_parameters()"
-        units = run_on_all_ranks(self._control, lambda: self._engine.units_of(modules), doing=doing)
-        by_rank = self._control.exchange_objects([unit.name for unit in units], what=doing)
+    def _units_of(self, modules: Sequence[str | nn.Module] | None) -> Sequence[Unit]:
+        """The units with parameters of these modules; None: all units. Collective."""
+        doing, engine = "full_parameters()", self._engine
+        units = run_on_all_ranks(
+            self._control,
+            lambda: engine.units if modules is None else engine.units_of(modules),
+            doing=doing,
+        )
+        names = None if modules is None else [unit.name for unit in units]
+        by_rank = self._control.exchange_objects(names, what=doing)
         if any(names != by_rank[0] for names in by_rank):
             raise ValueError(
                 f"the ranks passed different modules to full_parameters(): their units are "

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from poplar.comm.buffer_pool import BufferPool
 from poplar.comm.communicator import Work
 from poplar.comm.group import Group
-from poplar.comm.point_to_point import Channel, Exchange, Message, close_connections, message_tag
+from poplar.comm.point_to_point import Channel, Exchange, Message, close_when_aborted
 from poplar.comm.work import ProcessGroupWork, StreamWork
 
 
@@ -23,17 +23,13 @@ class CollectiveQueue:
         self.buffers = BufferPool()
         self._positions = itertools.count()
         self._unfinished: dict[int, _ChainedWork] = {}
+        if group.is_on_host(torch.device("cpu")):
+            close_when_aborted(group, group.process_group)
 
     def peers(self) -> list[int]:
         """The other ranks, next rank first, so that not all ranks send to the same one first."""
         rank, size = self.group.rank, self.group.size
         return [(rank + step) % size for step in range(1, size)]
-
-    def abort(self, reason: str) -> None:
-        """As `Communicator.abort`."""
-        self.group.abort(reason)
-        if self.group.is_on_host(torch.device("cpu")):
-            close_connections(self.group, self.group.process_group)
 
     def calls_natively(self, device: torch.device) -> bool:
         """Whether each collective is one native call; otherwise it is made of messages.
@@ -65,7 +61,8 @@ class CollectiveQueue:
             group,
             group.process_group,
             messages,
-            tag=message_tag(group, Channel.TENSORS, position),
+            channel=Channel.TENSORS,
+            number=position,
             what=what,
             before_wait=lambda: self._finish_earlier(position),
             finish=finish,

@@ -142,13 +142,12 @@ class Communicator(ABC):
             sent_sizes: elements by rank.
         """
 
-    @abstractmethod
     def abort(self, reason: str) -> None:
         """Call if this rank cannot issue its collectives any more. Local.
 
-        Later collectives raise on this rank. On the others, those that wait for it raise `reason`:
-        on gloo at their deadline, elsewhere at once.
+        Later collectives raise on this rank. On the others, those that wait for it raise `reason`.
         """
+        self.group.abort(reason)
 
     def cached_bytes(self) -> CachedBytes:
         """Memory that is kept for the next collectives; what callers hold does not count."""

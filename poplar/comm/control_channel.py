@@ -1,7 +1,8 @@
 """The control channel: small host values exchanged between ranks, separate from tensors.
 
 It uses shared memory or gloo on the CPU, so an exchange needs no GPU synchronization and works
-while tensors are in flight. All ranks call `exchange` and `exchange_objects` in the same order.
+while tensors are in flight. All ranks call `exchange` and `exchange_objects` in the same order, and
+with the same `what`: every rank sends it along, and ranks with different ones raise.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from poplar.comm.copies import to_bytes
-from poplar.comm.group import Group
-from poplar.comm.point_to_point import (
-    Channel,
-    Exchange,
-    Message,
-    close_connections,
-    message_tag,
+from poplar.comm.frame import (
+    FRAME_BYTES,
+    HEADER_BYTES,
+    Frame,
+    announced_bytes,
+    describe_calls,
+    fits,
+    header_of,
 )
+from poplar.comm.group import Group
+from poplar.comm.point_to_point import Channel, Exchange, Message, close_when_aborted
 from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shared_memory_work import SharedMemoryWork
 from poplar.comm.work import wait_for_all_ranks
+from poplar.errors import CollectiveTimeout
 
 T = TypeVar("T")
 
+_BROADCAST = "the broadcast of the collective order"
 _HOST = torch.device("cpu")
 _DEVICE_FLAT_BYTES = 1 << 30
 """A device backend splits a large collective into chunks itself: each call costs the host time."""
@@ -51,8 +57,9 @@ class Control:
         self.group = group
         self.spans_hosts = spans_hosts
         self._rendezvous = rendezvous
-        self._broadcasts = itertools.count()
+        self._exchanges, self._broadcasts = itertools.count(), itertools.count()
         self._unflushed: list[Exchange] = []
+        close_when_aborted(group, group.control_group)
 
     def max_flat_bytes(self, device: torch.device, numel: int) -> int | None:
         """The size in fp32 up to which one collective is faster than several; None: no preference.
@@ -70,30 +77,28 @@ class Control:
     def exchange(self, values: Tensor, *, what: str) -> Callable[[], list[Tensor]]:
         """Start to exchange 1-D `values` of equal length; call the result to get all of them.
 
+        Args:
+            values: on the CPU.
+            what: the call; equal on all ranks.
+
         Raises:
-            CollectiveTimeout: also the result; names the ranks that are missing.
+            CollectiveTimeout: also the result; names the ranks that are missing, or the calls of
+                all ranks if they differ.
         """
         own = values.contiguous()
         if self.group.size == 1:
             return lambda: [own]
-        if self._rendezvous is not None:
-            return self._exchange_in_memory(self._rendezvous, own, what)
-        return self._exchange_natively(own, what)
+        collect = self._start_exchange(own, f"{own.numel()} x {own.dtype}"[:32], what)
+        return lambda: [data.view(own.dtype) for data in collect()]
 
     def exchange_objects(self, value: T, *, what: str) -> list[T]:
-        """Every rank's `value` (picklable), in rank order. Collective."""
+        """Every rank's `value` (picklable), in rank order. Collective; `what` as in `exchange`."""
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        length = torch.tensor([payload.numel()], device=_HOST)
-        sizes = [int(size) for size in self.exchange(length, what=what)()]
-        if self._rendezvous is not None:
-            received = self._exchange_in_memory(self._rendezvous, payload, what, sizes)()
+        if self.group.size == 1:
+            received = [payload]
         else:
-            padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_HOST)
-            padded[: payload.numel()] = payload
-            received = self.exchange(padded, what=what)()
-        objects: list[Any] = [
-            pickle.loads(to_bytes(data[:size])) for data, size in zip(received, sizes, strict=True)
-        ]
+            received = self._start_exchange(payload, "an object", what)()
+        objects: list[Any] = [pickle.loads(to_bytes(data)) for data in received]
         return objects
 
     def broadcast_integer(self, value: int) -> None:
@@ -101,8 +106,8 @@ class Control:
 
         Each of them calls `receive_integer` with this rank; this rank calls `flush` at the end.
         """
-        tag, message = self._next_broadcast(), torch.tensor([value], device=_HOST)
-        self._forward(message, self.group.rank, tag)
+        message = torch.tensor([value], device=_HOST)
+        self._forward(message, self.group.rank, next(self._broadcasts))
 
     def flush(self) -> None:
         """Wait until all integers that this rank has broadcast or passed on have been sent."""
@@ -111,31 +116,41 @@ class Control:
 
     def receive_integer(self, source: int) -> int:
         """The next integer that group rank `source` broadcasts. It is passed on to other ranks."""
-        group, tag = self.group, self._next_broadcast()
+        group, number = self.group, next(self._broadcasts)
         value = torch.zeros(1, dtype=torch.int64, device=_HOST)
         sender = broadcast_parent(group.rank, source, group.size)
-        self._start([Message(sender, value, incoming=True)], tag).wait()
-        self._forward(value, source, tag)
+        self._start_broadcast([Message(sender, value, incoming=True)], number).wait()
+        self._forward(value, source, number)
         return int(value)
 
     def abort(self, reason: str) -> None:
         """As `Communicator.abort`."""
         self.group.abort(reason)
-        close_connections(self.group, self.group.control_group)
-        if self._rendezvous is not None:
-            self._rendezvous.abort(reason)
 
-    def _exchange_natively(self, own: Tensor, what: str) -> Callable[[], list[Tensor]]:
-        """One all-gather of bytes, because gloo does not gather all dtypes."""
-        group = self.group
-        received = own.new_empty(group.size, own.numel())
+    def _start_exchange(self, own: Tensor, form: str, what: str) -> Callable[[], list[Tensor]]:
+        """Start to exchange frames; call the result to get the values of all ranks as bytes."""
+        frame = Frame.of(own, form=form, index=self.group.index, what=what)
+        if self._rendezvous is not None:
+            return self._exchange_in_memory(self._rendezvous, frame, what)
+        return self._exchange_natively(frame, what)
+
+    def _check_calls(self, frame: Frame, headers: Sequence[bytes]) -> None:
+        """Raise on all ranks if some are in another call; they have all got these headers."""
+        if all(map(frame.is_same_call, headers)):
+            return
+        reason = describe_calls(self.group.names or range(self.group.size), headers)
+        self.group.abort(reason)  # ranks may wait for this one in a collective of their call
+        raise CollectiveTimeout(reason)
+
+    def _exchange_natively(self, frame: Frame, what: str) -> Callable[[], list[Tensor]]:
+        """One all-gather of frames, and messages from the ranks whose values do not fit."""
+        group, number = self.group, next(self._exchanges)
+        received = torch.empty(group.size, FRAME_BYTES, dtype=torch.uint8, device=_HOST)
         options = AllgatherOptions()
         options.timeout, options.asyncOp = group.timeout, True
         group.check()
         try:
-            work = group.control_group.allgather(
-                [list(received.view(torch.uint8).unbind())], [own.view(torch.uint8)], options
-            )
+            work = group.control_group.allgather([list(received.unbind())], [frame.first], options)
         except RuntimeError as error:
             raise group.fail(what, group.peers(), error) from error
 
@@ -143,24 +158,52 @@ class Control:
             self.flush()  # the other ranks need what this one passes on before they get here
             group.check()
             wait_for_all_ranks(group, work, what)
-            return list(received.unbind())
+            headers = [header_of(row) for row in received]
+            self._check_calls(frame, headers)
+            sizes = [announced_bytes(header) for header in headers]
+            values = [
+                row[HEADER_BYTES:][:size] if fits(size) else row.new_empty(size)
+                for row, size in zip(received, sizes, strict=True)
+            ]
+            values[group.rank] = frame.values
+            if not all(map(fits, sizes)):
+                self._exchange_long_values(values, number, what)
+            return values
 
         return collect
 
+    def _exchange_long_values(self, values: Sequence[Tensor], number: int, what: str) -> None:
+        """Send this rank's values, and receive those of other ranks, if they are announced only."""
+        group, is_long = self.group, [not fits(data.numel()) for data in values]
+        messages = []
+        for peer in group.peers():
+            if is_long[peer]:
+                messages.append(Message(peer, values[peer], incoming=True))
+            if is_long[group.rank]:
+                messages.append(Message(peer, values[group.rank], incoming=False))
+        self._send(messages, Channel.VALUES, number, what).wait()
+
     def _exchange_in_memory(
-        self, rendezvous: Rendezvous, own: Tensor, what: str, sizes: Sequence[int] | None = None
+        self, rendezvous: Rendezvous, frame: Frame, what: str
     ) -> Callable[[], list[Tensor]]:
-        numels = [own.numel()] * self.group.size if sizes is None else sizes
-        collective = rendezvous.post(own)
+        """One post of the whole frame."""
+        own_rank, collective = self.group.rank, rendezvous.post(frame.data)
         received: list[Tensor] = []
 
         def read() -> None:
-            for peer, numel in enumerate(numels):
-                if peer == self.group.rank:
-                    received.append(own)
-                else:
-                    view = rendezvous.peer_view(peer, collective, own.dtype, 0, numel, total=numel)
-                    received.append(view.clone())
+            def part(peer: int, first: int, size: int) -> Tensor:
+                return rendezvous.peer_view(peer, collective, torch.uint8, first, size)
+
+            ranks = range(self.group.size)
+            headers = [
+                frame.header if peer == own_rank else header_of(part(peer, 0, HEADER_BYTES))
+                for peer in ranks
+            ]
+            self._check_calls(frame, headers)
+            for peer, header in enumerate(headers):
+                size = announced_bytes(header)
+                own = peer == own_rank
+                received.append(frame.values if own else part(peer, HEADER_BYTES, size).clone())
 
         work = SharedMemoryWork(rendezvous, collective, what, read)
 
@@ -170,17 +213,19 @@ class Control:
 
         return collect
 
-    def _next_broadcast(self) -> int:
-        return message_tag(self.group, Channel.BROADCASTS, next(self._broadcasts))
-
-    def _forward(self, value: Tensor, source: int, tag: int) -> None:
+    def _forward(self, value: Tensor, source: int, number: int) -> None:
         children = broadcast_children(self.group.rank, source, self.group.size)
         messages = [Message(child, value, incoming=False) for child in children]
-        self._unflushed.append(self._start(messages, tag))
+        self._unflushed.append(self._start_broadcast(messages, number))
 
-    def _start(self, messages: Sequence[Message], tag: int) -> Exchange:
-        what = "the broadcast of the collective order"
-        return Exchange(self.group, self.group.control_group, messages, tag=tag, what=what)
+    def _start_broadcast(self, messages: Sequence[Message], number: int) -> Exchange:
+        return self._send(messages, Channel.BROADCASTS, number, _BROADCAST)
+
+    def _send(
+        self, messages: Sequence[Message], channel: Channel, number: int, what: str
+    ) -> Exchange:
+        group = self.group.control_group
+        return Exchange(self.group, group, messages, channel=channel, number=number, what=what)
 
 
 def broadcast_parent(rank: int, source: int, size: int) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,13 @@ class RankGroup(Protocol):
     def trace(self) -> Trace:
         """Records every wait for other ranks while tracing is on."""
 
+    @property
+    def on_abort(self) -> dict[Any, Callable[[], None]]:
+        """What `abort` calls so that peers that wait for this rank raise at once."""
+
+    def abort(self, reason: str) -> None:
+        """Call if this rank fails in a way that the others cannot survive; they raise `reason`."""
+
     def report(self, reason: str) -> None:
         """Report that a collective of this rank has failed to ranks that share no memory."""
 
@@ -110,6 +118,8 @@ class Group:
     in_flight: dict[int, tuple[DeviceWork, float]] = field(default_factory=dict)
     """Collectives on devices, with the time of their issue. Those that the device has finished are
     removed by `abort_late_collectives`."""
+    on_abort: dict[Any, Callable[[], None]] = field(default_factory=dict)
+    _process: int = field(default_factory=os.getpid)
 
     @cached_property
     def rank(self) -> int:
@@ -188,20 +198,25 @@ class Group:
         return failure
 
     def abort(self, reason: str) -> None:
-        """Call if this rank fails in a way that the others cannot survive; they raise `reason`."""
-        if self.failures:
+        """As `RankGroup.abort`."""
+        if os.getpid() != self._process:
             return
-        self.failures.append(CollectiveTimeout(reason))
-        if self.reports is not None:
-            self.reports.publish(reason, is_cause=True)
-        self.abort_device_collectives()
+        if not self.failures:
+            self.failures.append(CollectiveTimeout(reason))
+            if self.reports is not None:
+                self.reports.publish(reason, is_cause=True)
+            self.abort_device_collectives()
+        for stop in list(self.on_abort.values()):
+            stop()
 
     def check(self) -> None:
         """Call before a collective is issued and before a result of the device is used.
 
         Raises:
             CollectiveTimeout: an earlier collective did not finish, on any rank.
+            RuntimeError: in a process that was forked from a rank.
         """
+        check_process(self._process, self.rank)
         if self.failures:
             again = "initialize torch.distributed again and " if self.has_device_backend else ""
             raise CollectiveTimeout(
@@ -332,6 +347,16 @@ def _reports(group: Group) -> FailureReports | None:
     return FailureReports(
         _get_process_group_store(group.process_group), prefix, group.rank, group.size
     )
+
+
+def check_process(process: int, rank: int) -> None:
+    """Raise if this is not the process that made a rank's group, but a fork of it."""
+    if os.getpid() != process:
+        raise RuntimeError(
+            f"rank {rank}: process {os.getpid()} was forked from the rank's process {process}, and "
+            "only that one may call the optimizer: the two would answer for one rank. Compute in "
+            "the parent, or give the forked process its own model"
+        )
 
 
 def collective_timeout(

@@ -7,9 +7,10 @@ is split evenly over the ranks of a host (`Hosts.relay_assignments`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,13 @@ class HostGroup:
         return self.group.failures
 
     @property
+    def on_abort(self) -> dict[Any, Callable[[], None]]:
+        return self.group.on_abort
+
+    def abort(self, reason: str) -> None:
+        self.group.abort(reason)
+
+    @property
     def trace(self) -> Trace:
         return self.group.trace
 
@@ -97,10 +105,6 @@ class HierarchicalCommunicator(Communicator):
 
     def wait_for_readers(self, data: Tensor) -> None:
         self._intra_host.wait_for_readers(data)
-
-    def abort(self, reason: str) -> None:
-        self._queue.abort(reason)
-        self._intra_host.abort(reason)
 
     def cached_bytes(self) -> CachedBytes:
         return self._intra_host.cached_bytes()

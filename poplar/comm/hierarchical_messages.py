@@ -59,9 +59,6 @@ class HierarchicalMessageCommunicator(Communicator):
     def cached_bytes(self) -> CachedBytes:
         return self._intra_host.cached_bytes()
 
-    def abort(self, reason: str) -> None:
-        self._inter_queue.abort(reason)
-
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         flat, source_host = data.view(-1), self._hosts.host_of(source)
         leaders = [

@@ -67,9 +67,6 @@ class HierarchicalProcessGroupCommunicator(Communicator):
             self._gather(data, own, layout, what)
         return work
 
-    def abort(self, reason: str) -> None:
-        self._group.abort(reason)
-
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         self._all_hosts.broadcast(data, source, what=what)
 

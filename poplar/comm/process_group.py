@@ -72,9 +72,6 @@ class ProcessGroupCommunicator(Communicator):
     ) -> Work:
         return all_to_all(self._queue, received, sent, received_sizes, sent_sizes, what)
 
-    def abort(self, reason: str) -> None:
-        self._queue.abort(reason)
-
     def cached_bytes(self) -> CachedBytes:
         return CachedBytes(private=self._queue.buffers.idle_bytes())
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from poplar import _core
 from poplar.comm import host_topology
 from poplar.comm.copies import copy_except
-from poplar.comm.group import RankGroup
+from poplar.comm.group import RankGroup, check_process
 from poplar.comm.segment_pool import Block, SegmentPool, caches_memory
 from poplar.comm.shared_segment import CAN_SHARE, PAGE, PeerSegment, Segment, view
 from poplar.errors import CollectiveTimeout
@@ -86,6 +86,8 @@ class Rendezvous:
         self._has_published_failure = False
         self._process = os.getpid()
         self._caches_memory = caches_memory()
+        stop = weakref.WeakMethod(self._stop)
+        group.on_abort[stop] = lambda: _call(stop)
 
     # Shared memory.
 
@@ -319,23 +321,25 @@ class Rendezvous:
         try:
             yield
         except CollectiveTimeout as failure:
-            self.abort(str(failure))
+            self._abort(str(failure))
             raise
         except BaseException as error:  # also an interrupt: a partial sum cannot be resumed
-            self.abort(f"rank {self.group.rank}: {what} failed: {error!r}")
+            self._abort(f"rank {self.group.rank}: {what} failed: {error!r}")
             raise
 
-    def abort(self, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         """Refuse all later collectives, for this reason, and notify the peers."""
-        self.unfinished.clear()
+        if os.getpid() != self._process:
+            return
         if not self.group.failures:
             self.group.failures.append(CollectiveTimeout(reason))
             self.group.report(reason)
-        self._publish_failure()
+        self._stop()
 
-    def _publish_failure(self) -> None:
+    def _stop(self) -> None:
         """Write the group's first failure, from whichever rendezvous, to this rank's segment."""
-        if self._has_published_failure:
+        self.unfinished.clear()
+        if self._has_published_failure or os.getpid() != self._process:
             return
         self._has_published_failure = True
         reason = str(self.group.failures[0]).encode()[: PAGE - _LENGTH_BYTES]
@@ -350,8 +354,9 @@ class Rendezvous:
         return memory[begin : begin + length].decode(errors="replace")
 
     def _check_not_aborted(self) -> None:
+        check_process(self._process, self.group.rank)
         if self.group.failures:
-            self._publish_failure()
+            self._stop()
             raise CollectiveTimeout(
                 f"rank {self.group.rank}: an earlier collective did not finish, so the ranks no "
                 "longer agree on the collective order; build the optimizer again on all ranks, or "
@@ -404,7 +409,7 @@ class Rendezvous:
             failure = self.group.timeout_error(what, missing, f"it aborted: {reason}")
         else:
             failure = self.group.timeout_error(what, missing, "no answer")
-        self.abort(str(failure))
+        self._abort(str(failure))
         return failure
 
 
@@ -447,6 +452,12 @@ def _free_if_alive(rendezvous: weakref.ref[Rendezvous], block: Block) -> None:
     alive = rendezvous()
     if alive is not None:
         alive.free(block)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    alive = method()
+    if alive is not None:
+        alive()
 
 
 def _is_over_or_deleted(method: weakref.WeakMethod[Any], collective: int) -> bool:

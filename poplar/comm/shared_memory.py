@@ -56,9 +56,6 @@ class SharedMemoryCommunicator(Communicator):
         """Abort this transport, on all ranks, if an exception is raised inside."""
         return self._rendezvous.abort_on_error(what)
 
-    def abort(self, reason: str) -> None:
-        self._rendezvous.abort(reason)
-
     def share(self, data: Tensor) -> Tensor:
         shared = self._rendezvous.allocate_tensor(data.dtype, data.numel())
         return shared.view(data.shape).copy_(data)

@@ -110,9 +110,6 @@ class StagedCommunicator(Communicator):
         self._start_all()
         return self._on_host.reshard(shard.to(HOST), old, new, what=what).to(shard.device)
 
-    def abort(self, reason: str) -> None:
-        self._on_host.abort(reason)
-
     def cached_bytes(self) -> CachedBytes:
         own = CachedBytes(private=self._buffers.idle_bytes())
         return own.plus(self._on_host.cached_bytes())

@@ -45,10 +45,18 @@ class StoreGroup:
     store: Any
     failures: list[CollectiveTimeout] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
+    on_abort: dict[Any, Callable[[], None]] = field(default_factory=dict)
     _exchanges: Any = field(default_factory=itertools.count)
 
     def report(self, reason: str) -> None:
         """As `RankGroup.report`: there are no ranks on other hosts."""
+
+    def abort(self, reason: str) -> None:
+        """As `RankGroup.abort`."""
+        if not self.failures:
+            self.failures.append(CollectiveTimeout(reason))
+        for stop in list(self.on_abort.values()):
+            stop()
 
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """As `RankGroup.timeout_error`."""
@@ -202,11 +210,7 @@ class WorkerThread:
         if self._is_stopped:
             return
         self._is_stopped = True
-        reason = f"rank {self._group.rank}: the process group was destroyed"
-        if self._communicator is not None:
-            self._communicator.abort(reason)
-        elif not self._group.failures:
-            self._group.failures.append(CollectiveTimeout(reason))
+        self._group.abort(f"rank {self._group.rank}: the process group was destroyed")
         self._submitted.release()
         if threading.current_thread() is not self._thread:
             # A thread inside a collective would abort the interpreter when it exits.

@@ -7,7 +7,9 @@ step, no rank applies it and every rank raises.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ _LOSS = ops.EXACT_WORDS
 """Index of the loss in a row."""
 _CHECKSUM = _LOSS + 1
 """Index of the checksum of the replicas in a row."""
+_FLAGS = 52
+"""Flags of parameters in a word: what a float64 holds exactly."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +197,7 @@ def close_step(
     pending = gather_rows(comm, rows, what="the loss and the gradient norm")
     outcome = [_failure(error), waited, float(too_large), float(may_run_again)]
     head = torch.tensor(outcome, dtype=torch.float64, device="cpu")
-    flags = [place in flat.used for flat in flats for place in range(len(flat.parameters))]
-    used = torch.tensor(flags, dtype=torch.float64, device="cpu")
+    used = torch.tensor(_used(flats), dtype=torch.float64, device="cpu")
     received = control.exchange(torch.cat([head, used]), what="closing a step")()
     pending.wait()
     if any(bool(values[0]) for values in received):
@@ -204,7 +207,7 @@ def close_step(
         losses=rows[:, _LOSS].view(torch.float64),
         norm_type=norm_type,
         norm=combine_norm(rows, norm_type),
-        unused=_unused(flats, torch.stack([values[len(head) :] for values in received]).amax(0)),
+        unused=_unused(flats, [values[len(head) :].tolist() for values in received]),
         waited=tuple(float(values[1]) for values in received),
         checksums=rows[:, _CHECKSUM],
     )
@@ -240,12 +243,23 @@ def _raise_if_too_large(outcomes: Sequence[Sequence[float]]) -> None:
         raise MicroBatchesTooLarge(batches)
 
 
-def _unused(flats: Sequence[FlatParameter], used: Tensor) -> dict[FlatParameter, set[int]]:
-    unused: dict[FlatParameter, set[int]] = {}
-    flags = iter(used.tolist())
-    for flat in flats:
-        unused[flat] = {position for position, _ in enumerate(flat.parameters) if not next(flags)}
-    return unused
+def _used(flats: Sequence[FlatParameter]) -> list[int]:
+    """Which parameters got a gradient on this rank, as the bits of words."""
+    flags = [place in flat.used for flat in flats for place in range(len(flat.parameters))]
+    words = [flags[first : first + _FLAGS] for first in range(0, len(flags), _FLAGS)]
+    return [sum(flag << bit for bit, flag in enumerate(word)) for word in words]
+
+
+def _unused(
+    flats: Sequence[FlatParameter], used: Sequence[Sequence[float]]
+) -> dict[FlatParameter, set[int]]:
+    """Positions of parameters that got a gradient on no rank, from the words of all ranks."""
+    words = [functools.reduce(operator.or_, map(int, word)) for word in zip(*used, strict=True)]
+    flags = (word >> bit & 1 for word in words for bit in range(_FLAGS))
+    return {
+        flat: {place for place, _ in enumerate(flat.parameters) if not next(flags)}
+        for flat in flats
+    }
 
 
 def norm_rows(comm: Communicator, flats: Sequence[FlatParameter]) -> Tensor:

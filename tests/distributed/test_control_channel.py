@@ -45,18 +45,32 @@ def control_and_count() -> tuple[Control, CountingGroup]:
     return Control(replace(group, control_group=counting)), counting
 
 
-def calls_of_exchanges() -> tuple[int, int, int]:
+def calls_of_exchanges() -> tuple[int, int]:
     control, counting = control_and_count()
-    with mock.patch.object(dist, "batch_isend_irecv") as messages:
-        control.exchange(torch.ones(3), what="values")()
-        values = counting.all_gathers
-        control.exchange_objects("x" * control.group.rank, what="objects")
-    return values, counting.all_gathers - values, messages.call_count
+    control.exchange(torch.ones(3), what="values")()
+    values = counting.all_gathers
+    control.exchange_objects("x" * control.group.rank, what="objects")
+    return values, counting.all_gathers - values
 
 
 def test_an_exchange_is_one_native_call_and_no_message(ranks: Pool) -> None:
-    """Objects take a second one, for their sizes."""
-    assert ranks.run(calls_of_exchanges) == [(1, 2, 0)] * WORLD
+    assert ranks.run(calls_of_exchanges) == [(1, 1)] * WORLD
+
+
+def exchange_long_values() -> tuple[list[int], list[int]]:
+    """Some ranks' objects fit into the frame, others do not; the results in reverse order."""
+    group = Group.of(harness.group(), None)
+    control, sizes = Control(group), (10, 5000, 0, 100_000)
+    first, second = (control.exchange(torch.arange(n) + group.rank, what="long") for n in (99, 999))
+    sums = [int(rows.sum()) for collect in (second, first) for rows in collect()]
+    texts = control.exchange_objects("x" * sizes[group.rank], what="objects")
+    assert all(text == "x" * size for text, size in zip(texts, sizes, strict=True))
+    return sums, [len(text) for text in texts]
+
+
+def test_values_that_do_not_fit_into_a_frame_follow_it(ranks: Pool) -> None:
+    sums = [sum(range(n)) + n * rank for n in (999, 99) for rank in range(WORLD)]
+    assert ranks.run(exchange_long_values) == [(sums, [10, 5000, 0, 100_000])] * WORLD
 
 
 def exchange_rows() -> list[list[list[float]]]:

@@ -22,8 +22,12 @@ def full_state_dict(
 ) -> dict[str, Any] | None:
     """The state dict of a plain optimizer on rank `to`, None on other ranks. Collective."""
     size = engine.comm.group.size
-    if to not in range(size):
-        raise ValueError(f"to={to!r} is not one of the {size} ranks; they count from 0")
+    by_rank = engine.control.exchange_objects(to, what="full_state_dict()")
+    if to not in range(size) or len(set(by_rank)) > 1:
+        raise ValueError(
+            f"to={to!r} must be one of the {size} ranks, which count from 0, and the same on all "
+            f"ranks; they gave {by_rank}"
+        )
     names = names_of(engine.model, optimizer.param_groups)
     indices: dict[int, int] = {}
     groups = []
