@@ -38,7 +38,7 @@ class NotExportable(PoplarError):
 
 
 class CollectiveTimeout(PoplarError):
-    """A rank did not join a collective before the deadline, or its process ended."""
+    """A rank did not join a collective: it missed the deadline, ended, or is in another call."""
 
 
 class DamagedCheckpoint(PoplarError):

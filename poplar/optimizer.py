@@ -547,7 +547,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self, writeback: bool, modules: Sequence[str | nn.Module] | None
     ) -> Iterator[None]:
         self._step.raise_if_nonfinite()
-        units = self._engine.units
+        units: Sequence[Unit] = self._engine.units
         if modules is not None or self._engine.strategy.shards_parameters:
             units = self._units_of(modules)
         with self._engine.unsharded_parameters(writeback=writeback, units=units):

@@ -48,7 +48,7 @@ def message_tag(group: Group, channel: Channel, number: int, what: str, nbytes: 
     then wait until their deadline, and the error tells their calls.
     """
     call = zlib.crc32(call_name(what).encode(), nbytes) % (1 << _CALL_BITS)
-    tag = channel
+    tag = int(channel)
     for bits, value in ((_INDEX_BITS, group.index), (_NUMBER_BITS, number), (_CALL_BITS, call)):
         tag = (tag << bits) | value % (1 << bits)
     return tag

@@ -20,7 +20,7 @@ def test_receives_are_posted_before_sends(seed: int) -> None:
     messages = [Message(peer, data, draw.random() < 0.5) for peer, data in enumerate(tensors)]
     process_group = mock.Mock(spec=["recv", "send"])
     process_group.recv.side_effect = process_group.send.side_effect = lambda own, peer, tag: peer
-    works = point_to_point._start(process_group, messages, tag=1)
+    works = point_to_point._start(process_group, messages, lambda _: 1)
     calls = process_group.mock_calls
     received = [message.incoming for message in messages].count(True)
     assert [call[0] for call in calls] == ["recv"] * received + ["send"] * (6 - received)
