@@ -240,7 +240,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
         looking = 0 if plan is None else max(range(plan.world_size), key=plan.samples)
         looks = self._group.rank == looking
-        self._first_loss = FirstLossCheck(looks=looks and self._engine.values_are_readable)
+        self._first_loss = FirstLossCheck(looks=looks, reads=self._engine.values_are_readable)
         self._lengths = LengthWatch(looks=looks)
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
@@ -276,6 +276,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         At stages 0 to 2, the first forward of a rank runs before it knows whether the other ranks
         have a valid batch. So `loss_fn` must not call collectives itself.
 
+        Without `weight`, one rank calls `loss_fn` again in the first step, for parts of a
+        micro-batch and without a forward of the model, and warns if the loss is not their mean.
+
         Args:
             loss_fn: `loss_fn(model, micro_batch)` -> scalar loss of the micro-batch.
             batch: this rank's part of the global batch: any pytree of tensors, split along dim 0. A
@@ -302,7 +305,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         scaler = scaler if scaler is not None else self._default_scaler
         engine = self._engine
         if weight is None and loss == "mean":
-            self._first_loss.look(loss_fn, self._model, batch)
+            loss_fn = self._first_loss.watched(loss_fn)
         stopwatch = Stopwatch(engine.strategy.streams, self._group)
         while True:
             try:
@@ -354,7 +357,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         def start() -> list[MicroBatch]:
             if weight is None and loss == "mean":
-                self._first_loss.look_at_loop(self._model, batch)
+                self._first_loss.watch_loop(self._model, batch)
             return self._step.start(self._open_step(batch, weight, loss))
 
         return MicroBatchLoop(self._step, start)
@@ -853,7 +856,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Do not warn of the data and the mode of the model in the first step; for measurements."""
         self._has_stepped = True
         self._step.first_batches.skip()
-        self._first_loss, self._lengths = FirstLossCheck(looks=False), LengthWatch(looks=False)
+        self._first_loss = FirstLossCheck(looks=False)
+        self._lengths = LengthWatch(looks=False)
 
     def _check_model(self) -> None:
         """Check, before a step, that the optimizer still trains what it was built for."""

@@ -95,7 +95,7 @@ class UnequalPasses(_UnequalPasses):
     def _may_differ_in_passes(self) -> bool:
         return True
 
-    def _model_of_one_rank(self) -> nn.Module:
+    def _inner_model(self) -> nn.Module:
         inner: nn.Module = self._model.module
         return inner
 

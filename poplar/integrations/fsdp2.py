@@ -137,9 +137,6 @@ class UnequalPasses(_UnequalPasses):
     def _may_differ_in_passes(self) -> bool:
         return not self._mode.communicates_every_pass
 
-    def _model_of_one_rank(self) -> None:
-        return None
-
     @contextmanager
     def _pass(self, last: bool) -> Iterator[None]:
         model, mode = self._model, self._mode

@@ -86,9 +86,10 @@ class UnequalPasses:
         """Whether ranks may have different numbers of passes under the plan."""
         raise NotImplementedError
 
-    def _model_of_one_rank(self) -> nn.Module | None:
-        """The model, as one rank can run it without the others; None if it cannot."""
-        raise NotImplementedError
+    def _inner_model(self) -> nn.Module:
+        """The model without what the engine has wrapped it in."""
+        model: nn.Module = self._model
+        return model
 
     def _pass(self, last: bool) -> AbstractContextManager[None]:
         """A context for the forward and the backward of one pass."""
@@ -144,9 +145,8 @@ class UnequalPasses:
         )
 
         def start() -> list[MicroBatch]:
-            model = self._model_of_one_rank()
-            if model is not None and weight is None and loss == "mean":
-                self._first_loss.look_at_loop(model, batch)
+            if weight is None and loss == "mean":
+                self._first_loss.watch_loop(self._inner_model(), batch)
             check = partial(self._check, batch)
             opened = self._splitter.open(self._control, batch, weight, loss, check)
             micro_batches, _, _ = opened.wait(lambda: None)

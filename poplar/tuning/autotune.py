@@ -296,11 +296,11 @@ class Tuner:
         # Compilation may have taken longer than the whole budget.
         ends = max(ends, time.perf_counter() + (1.0 - PROFILE_PART) * seconds)
         key = json.dumps([self.global_batch, self.policy, self.recompute, self.factored])
+        if self.weighs_samples:
+            _warn_of_wrong_weight(self.profiler)
         known = self.cached.plans.get(key) if given is None else None
         if known is not None and fits(profile, known):
             return Tuned(known, profile, ())
-        if self.weighs_samples:
-            _warn_of_wrong_weight(self.profiler)
         plans = self._search(profile)
         if not verify:
             return Tuned(plans[0], profile, ())

@@ -21,6 +21,7 @@ from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.zero.checks.model_checks import Removable
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
+from poplar.zero.checks.recorded_calls import reject_forward_in_replay
 from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.factors.rows import FactoredRows
 from poplar.zero.flat_parameter import FlatParameter
@@ -505,6 +506,7 @@ class Engine:
         def enter(module: nn.Module, _inputs: Any) -> None:
             if unit in self._unsharded or id(module) not in self._modules:
                 return  # already unsharded, or a copy of the model, which has its own parameters
+            reject_forward_in_replay()
             if self._unsharded:
                 raise RuntimeError(
                     f"rank {self.comm.group.rank}: a forward needs unit {unit.name!r}, which is "

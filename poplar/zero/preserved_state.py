@@ -21,8 +21,6 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
     Random state: torch on the CPU and on `device`, Python, and numpy if it is loaded. Inside,
     parameters have no gradient. Parameters are not restored: see `parameters_preserved`.
     """
-    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    states = random.getstate(), numpy_random.get_state() if numpy_random else None
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     # By name too: a forward may replace a buffer by a new tensor.
     buffers = [
@@ -34,7 +32,7 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with random_state_preserved(device):
             yield
     finally:
         with torch.no_grad():
@@ -50,6 +48,17 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
             parameter.grad = gradient
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def random_state_preserved(device: torch.device) -> Iterator[None]:
+    """Restore the random state of torch on the CPU and on `device`, of Python and of numpy."""
+    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    states = random.getstate(), numpy_random.get_state() if numpy_random else None
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
         random.setstate(states[0])
         if numpy_random:
             numpy_random.set_state(states[1])

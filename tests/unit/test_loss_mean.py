@@ -1,4 +1,8 @@
-"""A loss that is no mean over samples is noticed; one that is never warns."""
+"""A loss that is no mean over samples is noticed; one that is never warns.
+
+Of every loss 50 models and batches: `autotune` and `verify` run the model themselves, `train_step`
+looks at a pass that runs anyway, and must find the same.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import unequal_passes as training
+from subset import choose
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from poplar.tuning import autotune
-from poplar.zero.checks.loss_mean import wrong_weight
+from poplar.zero.checks import recorded_calls
+from poplar.zero.checks.loss_mean import FirstLossCheck, wrong_weight
 
 SEEDS = range(10)
 
@@ -121,13 +129,278 @@ def test_sums_are_told_from_means():
     assert "pass loss='sum'" in wrong_weight(loss_fn, classifier(), images(0, 6))
 
 
-def test_coupled_samples_are_told():
-    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(batch["pixels"])
-        return (logits - logits.mean(0)).square().mean()
+def test_a_module_that_couples_samples_is_told():
+    class Centred(nn.Module):
+        def forward(self, values: Tensor) -> Tensor:
+            return values - values.mean(0)
 
-    found = wrong_weight(loss_fn, classifier(), images(0, 6))
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["pixels"]).square().mean()
+
+    found = wrong_weight(loss_fn, nn.Sequential(*classifier(), Centred()), images(0, 6))
     assert "not the mean of its samples' losses" in found
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 5.0, 20.0])
+
+
+class Head(nn.Module):
+    """Scores of four classes, of vectors and of each step of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.dropout, self.scores = nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.scores(self.dropout(torch.tanh(self.hidden(values))))
+
+
+Batch = dict[str, Tensor]
+
+
+def batch_of(seed: int, samples: int = 12) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (samples,), generator=generator)
+    labels[seed % samples] = 3  # at least one of the class that some losses leave out
+    steps = torch.randint(4, (samples, 6), generator=generator)
+    ignored = torch.rand(samples, 6, generator=generator) < torch.linspace(0, 0.9, samples)[:, None]
+    return {
+        "x": torch.randn(samples, 8, generator=generator),
+        "sequence": torch.randn(samples, 6, 8, generator=generator),
+        "labels": labels,
+        "steps": steps.masked_fill(ignored, 255),
+        "mask": torch.rand(samples, 1, generator=generator),
+        "is_valid": torch.rand(samples, generator=generator) < 0.5,
+    }
+
+
+def one_hot(batch: Batch) -> Tensor:
+    return F.one_hot(batch["labels"], 4).float()
+
+
+def dice(model: nn.Module, batch: Batch, over: int) -> Tensor:
+    p, y = model(batch["x"]).softmax(1), one_hot(batch)
+    return 1 - (2 * (p * y).sum(over) / (p.sum(over) + y.sum(over) + 1e-6)).mean()
+
+
+def masked(model: nn.Module, batch: Batch, name: str) -> Tensor:
+    mask = batch[name].view(-1, 1)
+    return (((model(batch["x"]) - 1) ** 2) * mask).sum() / mask.sum().clamp(min=1e-3)
+
+
+def contrastive(model: nn.Module, batch: Batch) -> Tensor:
+    z = F.normalize(model(batch["x"]), dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+def variance(model: nn.Module, batch: Batch) -> Tensor:
+    z = model(batch["x"])
+    return F.relu(1 - z.std(0)).mean() + z.square().mean()
+
+
+def focal(model: nn.Module, batch: Batch) -> Tensor:
+    positive = batch["labels"] != 3
+    losses = F.binary_cross_entropy_with_logits(model(batch["x"]), one_hot(batch), reduction="none")
+    return (losses * positive[:, None]).sum() / positive.sum().clamp(min=1)
+
+
+class WithOwnLoss(nn.Module):
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, values: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        scores = self.head(values)
+        return {
+            "loss": F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=255),
+            "logits": scores,
+        }
+
+
+def no_means() -> dict[str, tuple[Any, str]]:
+    """Losses that are no means over samples, and what the warning says."""
+
+    def entropy(model: nn.Module, batch: Batch, **options: Any) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["labels"], **options)
+
+    def steps(model: nn.Module, batch: Batch) -> Tensor:
+        scores = model(batch["sequence"]).transpose(1, 2)
+        return F.cross_entropy(scores, batch["steps"], ignore_index=255)
+
+    def hardest(model: nn.Module, batch: Batch) -> Tensor:
+        losses = entropy(model, batch, reduction="none")
+        return losses.topk(max(1, len(losses) // 4)).values.mean()
+
+    return {
+        "class weights": (lambda m, b: entropy(m, b, weight=CLASS_WEIGHTS), "count differently"),
+        "an ignored class": (
+            lambda m, b: entropy(m, b, ignore_index=3),
+            "poplar.tokens(ignore_index=3, shift=False)",
+        ),
+        "ignored steps": (steps, "poplar.tokens(ignore_index=255, shift=False, labels='steps')"),
+        "a mask of weights": (
+            lambda m, b: masked(m, b, "mask"),
+            "weight=lambda batch: batch['mask'].sum()",
+        ),
+        "a mask of bools": (
+            lambda m, b: masked(m, b, "is_valid"),
+            "weight=lambda batch: batch['is_valid'].sum()",
+        ),
+        "over positives": (focal, "poplar.tokens(ignore_index=3, shift=False)"),
+        "sum": (lambda m, b: entropy(m, b, reduction="sum"), "pass loss='sum'"),
+        "sum over a constant": (lambda m, b: entropy(m, b, reduction="sum") / 64, "'global_mean'"),
+        "dice of the batch": (lambda m, b: dice(m, b, 0), "couples samples"),
+        "variance": (variance, "couples samples"),
+        "contrastive": (contrastive, "couples samples"),
+        "root": (lambda m, b: (m(b["x"]) - 1).square().mean().sqrt(), "weight="),
+        "the hardest samples": (hardest, "weight="),
+    }
+
+
+def means() -> dict[str, Any]:
+    """Losses that are means over samples."""
+
+    def entropy(model: nn.Module, batch: Batch, **options: Any) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["labels"], **options)
+
+    def distillation(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            teacher = model(batch["x"]).softmax(1)
+        return F.kl_div(model(batch["x"]).log_softmax(1), teacher, reduction="batchmean")
+
+    def in_place(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["x"]).div_(0.5).clamp_(-1, 1), batch["labels"])
+
+    def autocast(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return entropy(model, batch)
+
+    def with_penalty(model: nn.Module, batch: Batch) -> Tensor:
+        return entropy(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    def per_sample_mean(model: nn.Module, batch: Batch) -> Tensor:
+        scores = model(batch["sequence"]).transpose(1, 2)
+        losses = F.cross_entropy(scores, batch["steps"], ignore_index=255, reduction="none")
+        counts = (batch["steps"] != 255).sum(1).clamp(min=1)
+        return (losses.sum(1) / counts).mean()
+
+    def ctc(model: nn.Module, batch: Batch) -> Tensor:
+        steps, samples = 6, len(batch["labels"])
+        lengths = torch.full((samples,), steps), torch.ones(samples, dtype=torch.long)
+        scores = model(batch["sequence"]).log_softmax(2).transpose(0, 1)
+        return F.ctc_loss(scores, 1 + batch["labels"][:, None] % 3, *lengths)
+
+    def submodules(model: nn.Module, batch: Batch) -> Tensor:
+        return F.mse_loss(model.scores(model.hidden(batch["x"]).relu()), one_hot(batch))
+
+    return {
+        "cross entropy": entropy,
+        "label smoothing": lambda m, b: entropy(m, b, label_smoothing=0.1),
+        "weights of positives": lambda m, b: F.binary_cross_entropy_with_logits(
+            m(b["x"]), one_hot(b), pos_weight=CLASS_WEIGHTS
+        ),
+        "dice of samples": lambda m, b: dice(m, b, 1),
+        "squares": lambda m, b: F.mse_loss(m(b["x"]), one_hot(b)),
+        "huber": lambda m, b: F.smooth_l1_loss(m(b["x"]), one_hot(b)),
+        "one element": lambda m, b: entropy(m, b).reshape(1),
+        "small": lambda m, b: entropy(m, b) * 1e-12,
+        "of any sign": lambda m, b: m(b["x"]).mean(),
+        "without an output": lambda m, b: m.scores.weight.square().mean(),
+        "dropout in the loss": lambda m, b: F.dropout(m(b["x"]), 0.3).square().mean(),
+        "noise": lambda m, b: F.mse_loss(m(b["x"]), torch.randn(len(b["x"]), 4)),
+        "distillation": distillation,
+        "in place": in_place,
+        "autocast": autocast,
+        "penalty": with_penalty,
+        "mean of means": per_sample_mean,
+        "CTC": ctc,
+        "submodules": submodules,
+    }
+
+
+def warning_of_a_pass(loss_fn: Any, model: nn.Module, batches: list[Batch]) -> str | None:
+    """What a `train_step` on this rank warns of; its backwards run."""
+    check = FirstLossCheck(looks=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches:
+            loss = check.watched(loss_fn)(model, batch)
+            loss.backward()
+    assert len(caught) <= 1
+    return str(caught[0].message) if caught else None
+
+
+def warnings_of(loss_fn: Any, seed: int, dtype: torch.dtype) -> list[str | None]:
+    """What the model that runs for the check shows, and what a pass of the training shows."""
+    torch.manual_seed(seed)
+    model, batch = Head().to(dtype), batch_of(seed)
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    return [wrong_weight(loss_fn, model, batch), warning_of_a_pass(loss_fn, model, [batch])]
+
+
+MODELS = choose(quick=10, full=50)
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("name", no_means())
+def test_losses_that_are_no_means_warn(name):
+    loss_fn, told = no_means()[name]
+    found = [text for seed in range(MODELS) for text in warnings_of(loss_fn, seed, torch.float32)]
+    assert sum(text is not None for text in found) >= 0.95 * len(found)
+    assert sum(told in (text or "") for text in found) >= 0.5 * len(found)
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("name", means())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_losses_that_are_means_never_warn(name, dtype):
+    if name == "CTC" and dtype is not torch.float32:
+        return  # torch has none of 16 bits
+    for seed in range(MODELS if dtype is torch.float32 else 2):
+        assert warnings_of(means()[name], seed, dtype) == [None, None]
+
+
+def test_micro_batches_of_one_sample_are_compared_together():
+    batch = batch_of(3)
+    single = [{key: value[i : i + 1] for key, value in batch.items()} for i in (0, 11)]
+    loss_fn, told = no_means()["ignored steps"]
+    assert told in warning_of_a_pass(loss_fn, Head(), single)
+
+
+def test_a_loop_over_a_model_with_its_own_loss_warns():
+    model, batch = WithOwnLoss(Head()), batch_of(3)
+    for inputs in ((batch["sequence"], batch["steps"]), ()):
+        check = FirstLossCheck(looks=True)
+        check.watch_loop(model, None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            named = {} if inputs else {"values": batch["sequence"], "targets": batch["steps"]}
+            for _ in range(2):
+                model(*inputs, **named)["loss"].backward()
+        (message,) = [str(warning.message) for warning in caught]
+        labels = 1 if inputs else "'targets'"
+        assert f"tokens(ignore_index=255, shift=False, labels={labels}) to the loop" in message
+        assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+def test_nothing_runs_on_one_rank_that_others_must_take_part_in(tmp_path):
+    """Collectives of the loss, and forwards of another model with sharded parameters."""
+    calls = []
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        output = model(batch["x"])
+        recorded_calls.reject_forward_in_replay()  # as an engine does at stage 3
+        dist.all_reduce(torch.ones(1))
+        calls.append(len(output))
+        return output.sum()
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert warning_of_a_pass(loss_fn, Head(), [batch_of(0)]) is None
+    finally:
+        dist.destroy_process_group()
+    assert calls == [12]
 
 
 def test_random_losses_and_losses_that_raise_tell_nothing():

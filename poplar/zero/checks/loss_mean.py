@@ -1,14 +1,24 @@
 """Notices a loss that is not the mean of its samples' losses, as that of a language model.
 
-The loss of a few samples is compared with those of two parts, under the weights that would fit.
+What the model returns for some samples is recorded. The gradient of their loss with respect to it
+is compared with the gradients of the losses of three parts. With `G` and `G_p` the gradients with
+respect to the outputs of part `p`, of `n_p` of `n` samples:
+
+    G = (n_p / n) G_p    mean over samples: their number is the right weight
+    G = G_p              sum over samples
+    G = r_p G_p          mean in which the part counts `r_p`; `weight=` must return what counts
+    else                 the loss couples samples, so no weight is exact
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,28 +26,25 @@ from torch import Tensor, nn
 
 from poplar.data import pytree
 from poplar.data.token_weights import IGNORE_INDEX, is_integer, tokens
+from poplar.zero.checks.recorded_calls import Call, RecordedCalls, is_loss, join_batches
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
-from poplar.zero.preserved_state import model_preserved
+from poplar.zero.preserved_state import model_preserved, random_state_preserved
 
-MOST_SAMPLES = 8
+MOST_SAMPLES = 16
 """Samples that are compared, at most."""
-_CLEAR = 10.0
-"""A weight fits if its error is so many times smaller than that of the number of samples."""
-_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""Relative errors of a loss that rounding may explain, with a margin."""
+_MOST_BYTES = 256 << 20
+"""Bytes of outputs that are kept from one micro-batch of one sample to the next."""
+_ROUNDING, _ROUNDING_IN_16_BITS = 1e-3, 3e-2
+"""Relative errors of a gradient that rounding may explain, with a margin."""
 _COUPLED = 1e-2
 """Relative error from which on no weight may explain a loss."""
+_VOID = 255
+"""The label that segmentation usually ignores."""
+_MOST_CLASSES = 64
+"""Integers of a tensor that may be the one that is ignored, at most."""
 _TAKES_WEIGHT = "here and to train_step or micro_batches"
 """Where `weight=` belongs."""
-
-
-@dataclass(frozen=True)
-class _Labels:
-    """Labels in a batch, some of which are ignored."""
-
-    expression: str
-    """The call of `poplar.tokens` that counts them."""
-    weight: Callable[[Any], Tensor]
+_ELSE = "or the gradient depends on how a batch is split (poplar.verify shows by how much)"
 
 
 def wrong_weight(
@@ -45,8 +52,8 @@ def wrong_weight(
 ) -> str | None:
     """Why the number of samples is the wrong weight for a loss, and what to do; None: it is right.
 
-    The model runs a few forwards in evaluation mode, so dropout plays no part. Losses that raise
-    there, that are random or too close to each other, and compiled models tell nothing: None.
+    The model runs in evaluation mode, so dropout plays no part. Losses that raise there, random
+    losses and compiled models tell nothing: None.
 
     Args:
         loss_fn: as for `train_step`.
@@ -54,141 +61,321 @@ def wrong_weight(
         batch: samples as in training.
         where: where the user passes `weight=`, after "pass weight=...".
     """
-    compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
-    if compiled or any(hasattr(module, "_orig_mod") for module in model.modules()):
-        return None
-    samples = min(pytree.samples_in(batch), MOST_SAMPLES)
-    if samples < 2:
-        return None
-    batch = pytree.take(batch, range(samples))
-    labels = list(_ignoring_labels(batch))
-    cut = _cut(batch, samples, labels)
-    parts = pytree.split(batch, [cut, samples - cut])
     try:
-        with _evaluating(model) as has_autocast:
-            whole, *losses, again = (_value(loss_fn, model, b) for b in (batch, *parts, batch))
+        samples = min(pytree.samples_in(batch), MOST_SAMPLES)
+        if samples < 2 or _is_compiled(model):
+            return None
+        batch = pytree.take(batch, range(samples))
+        recorded = RecordedCalls(model, samples)
+        with _evaluating(model):
+            with recorded.recording():
+                whole = _value(loss_fn, model, batch)
+            try:
+                found = _wrong_weight(recorded, loss_fn, batch, where)
+            except Exception:
+                found = None
+            if found is None and _modules_couple(recorded, whole, loss_fn, batch):
+                found = _coupled(samples, where)
     except Exception:
         return None
-    if whole != again:
-        return None
-    rounding = max(_ROUNDING.get(p.dtype, 1.0) for p in model.parameters())
-    rounding = max(rounding, _ROUNDING[torch.bfloat16] if has_autocast() else 0.0)
-    scale = max(abs(whole), *(abs(loss) for loss in losses if loss == loss), 1e-12)
-
-    def error(weights: list[float], total: float) -> float:
-        parts = (w * loss for w, loss in zip(weights, losses, strict=True) if w)
-        difference = abs(sum(parts) / total - whole) / scale if total else float("inf")
-        return difference if difference == difference else float("inf")
-
-    by_samples = error([cut, samples - cut], samples)
-    if not by_samples > rounding:
-        return None
-    found = f"{samples} samples have the loss {whole:.6g}, but the mean of their losses is another"
-    for own in labels:
-        counts = [float(own.weight(part)) for part in parts]
-        if error(counts, sum(counts)) * _CLEAR < by_samples:
-            return (
-                f"the loss is a mean over tokens, not over samples ({found}): pass "
-                f"weight={own.expression} {where}, or the gradient depends on how a batch is split"
-            )
-    if error([1.0, 1.0], 1.0) * _CLEAR < by_samples:
-        return (
-            f"the loss is a sum over samples, not a mean ({found}): return the mean, or pass "
-            f"loss='sum' {_TAKES_WEIGHT}, or the gradient depends on how a batch is split"
-        )
-    if by_samples > max(_COUPLED, rounding):
-        return (
-            f"this loss is not the mean of its samples' losses ({found}): if it is a mean over "
-            f"something else, pass weight= {where}, such as poplar.tokens(). If it couples samples "
-            "(contrastive, balancing), the gradient depends on how a batch is split"
-        )
-    return None
+    return found
 
 
 class FirstLossCheck:
-    """Warns in the first step if the loss of a language model is weighted by samples.
+    """Warns in the first step if samples are the wrong weight for the loss.
 
-    One rank looks, without communication, and only if its batch has ignored labels.
+    One rank looks, without communication.
     """
 
-    def __init__(self, *, looks: bool) -> None:
-        """`looks`: this is the rank that looks, and it has the values of all parameters."""
-        self._looks = looks
+    def __init__(self, *, looks: bool, reads: bool = False) -> None:
+        """See the arguments.
+
+        Args:
+            looks: this is the rank that looks.
+            reads: it has the values of all parameters.
+        """
+        self._looks, self._reads = looks, reads
         self._loss_fn: LossFunction | None = None
-        self._where = _TAKES_WEIGHT
+        self._where = "to the loop over micro-batches, if it uses the model's own loss"
+        self._first: tuple[Any, RecordedCalls] | None = None
+        """A micro-batch of one sample, which is compared together with the next one."""
 
     def expect(self, loss_fn: LossFunction, where: str) -> None:
         """Take the loss function of a loop that does not pass it, and where its weight belongs."""
-        if self._looks:
-            self._loss_fn, self._where = loss_fn, where
+        self._loss_fn, self._where = loss_fn, where
 
-    def look_at_loop(self, model: nn.Module, batch: Any) -> None:
-        """As `look`, for a loop whose loss function is not known, unless it was told.
+    def watch_loop(self, model: nn.Module, batch: Any) -> None:
+        """Look at the first batch of a loop.
 
-        Language models return their own loss if they are called with a batch that has labels.
+        If its loss function was not told, the first call of the model shows its own loss, as
+        language models return it. A loss that the loop computes from outputs cannot be seen.
         """
-        if self._loss_fn is None:
-            self._where = "to the loop over micro-batches, if it uses the model's own loss"
-        self.look(self._loss_fn or _own_loss, model, batch)
-
-    def look(self, loss_fn: LossFunction, model: nn.Module, batch: Any) -> None:
-        """Look at the first batch that is given; ignore later ones."""
-        looks, self._looks, self._loss_fn = self._looks, False, None
-        if not looks:
+        looks, self._looks = self._looks, False
+        if not looks or _is_compiled(model):
             return
+        if self._loss_fn is not None and self._reads:
+            found = wrong_weight(self._loss_fn, model, batch, where=self._where)
+            if found is not None:
+                warnings.warn(found, stacklevel=4)
+            return
+        self._watch_own_loss(model)
+
+    def _watch_own_loss(self, model: nn.Module) -> None:
+        recorded = RecordedCalls(model, 0)
+
+        def own_loss(_model: nn.Module, inputs: Any) -> Tensor:
+            positional = [inputs[key] for key in inputs if isinstance(key, int)]
+            named = {key: inputs[key] for key in inputs if isinstance(key, str)}
+            output = recorded.calls[0].module(*positional, **named)
+            return next(t for t in pytree.tensors(output) if is_loss(t))
+
+        def look(call: Call, inputs: Any) -> None:
+            if call.inner is not None and torch.is_grad_enabled():
+                recorded.samples = _samples_in(inputs)
+                self._look(own_loss, inputs, recorded, self._where, stacklevel=5)
+                if self._first is not None:
+                    self._watch_own_loss(model)
+
+        recorded.record_one(look)
+
+    def watched(self, loss_fn: LossFunction) -> LossFunction:
+        """The loss function, which looks at the first micro-batches for which it is called.
+
+        Afterwards it calls `loss_fn` again for parts of them.
+        """
+        if not self._looks:
+            return loss_fn
+
+        def watched(model: nn.Module, batch: Any) -> Tensor:
+            if not self._looks or _is_compiled(model):
+                return loss_fn(model, batch)
+            recorded = RecordedCalls(model, _samples_in(batch))
+            with recorded.recording():
+                loss = loss_fn(model, batch)
+            self._look(loss_fn, batch, recorded, "to train_step", stacklevel=8)
+            return loss
+
+        return watched
+
+    def _look(
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        recorded: RecordedCalls,
+        where: str,
+        *,
+        stacklevel: int,
+    ) -> None:
         try:
-            has_labels = next(_ignoring_labels(batch), None) is not None
-            found = wrong_weight(loss_fn, model, batch, where=self._where) if has_labels else None
-        except Exception:  # the step reports a wrong batch on all ranks
-            return
+            found = self._found(loss_fn, batch, recorded, where)
+        except Exception:  # nothing can be told of this loss, and its own errors have been raised
+            self._looks, self._first, found = False, None, None
         if found is not None:
-            warnings.warn(found, stacklevel=4)
+            warnings.warn(found, stacklevel=stacklevel)
+
+    def _found(
+        self, loss_fn: LossFunction, batch: Any, recorded: RecordedCalls, where: str
+    ) -> str | None:
+        first, self._first = self._first, None
+        if first is not None:
+            batch, recorded = join_batches(first[0], batch), first[1].join(recorded)
+        if recorded.samples < 2:
+            if recorded.bytes() <= _MOST_BYTES:
+                self._first = batch, recorded.rows(recorded.samples)
+            return None
+        self._looks = False
+        few = max(2, min(MOST_SAMPLES, _MOST_BYTES * recorded.samples // (recorded.bytes() + 1)))
+        if recorded.samples > few:
+            recorded, batch = recorded.rows(few), pytree.take(batch, range(few))
+        device = next(recorded.model.parameters()).device
+        with random_state_preserved(device):
+            return _wrong_weight(recorded, loss_fn, batch, where)
 
 
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model returns, as those of Hugging Face do; it raises for other models."""
-    output = model(**batch)
-    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
-    return loss
+def _wrong_weight(
+    recorded: RecordedCalls, loss_fn: LossFunction, batch: Any, where: str
+) -> str | None:
+    """As `wrong_weight`, of a loss whose calls were recorded.
+
+    Raises:
+        Exception: nothing can be told.
+    """
+    parts = _Parts.of(recorded, loss_fn, batch)
+    if parts is None or parts.fit([size / recorded.samples for size in parts.sizes]):
+        return None
+    if parts.fit([1.0] * len(parts.sizes)):
+        return (
+            "the loss is a sum over samples, perhaps divided by a constant, and not their mean: "
+            f"return the mean, or pass loss='sum' {where} (loss='global_mean' if it is divided by "
+            f"the number of samples on all ranks), {_ELSE}"
+        )
+    for expression, weight in _countings(batch):
+        counts = [float(weight(part)) for part in parts.batches]
+        if sum(counts) and parts.fit([count / sum(counts) for count in counts]):
+            over = "tokens" if "tokens(" in expression else "what counts in it"
+            return (
+                f"the loss is a mean over {over}, not over samples: pass weight={expression} "
+                f"{where}, {_ELSE}"
+            )
+    shares = parts.shares()
+    if shares is None:
+        return _coupled(recorded.samples, where)
+    listed = ", ".join(f"{share:.3g}" for share in shares)
+    return (
+        "the loss is a mean in which samples count differently (class weights, ignored labels, a "
+        f"mask): of {recorded.samples} samples, consecutive parts of {parts.sizes} count {listed}. "
+        f"Pass weight= {where}, a function that returns the sum of these weights in a micro-batch, "
+        f"such as lambda batch: class_weights[batch[1]].sum(), {_ELSE}"
+    )
+
+
+def _coupled(samples: int, where: str) -> str:
+    return (
+        f"this loss is not the mean of its samples' losses: the gradient of {samples} samples "
+        f"differs from that of their parts. If it is a mean over something else, pass weight= "
+        f"{where}, such as poplar.tokens(). If it couples samples (contrastive, balancing, batch "
+        "statistics, the root of a mean), the gradient depends on how a batch is split; "
+        "poplar.verify shows by how much"
+    )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The gradient of a loss of some samples beside those of the losses of three parts of them.
+
+    All are with respect to the outputs of the model; of large ones, to some elements.
+    """
+
+    sizes: list[int]
+    batches: list[Any]
+    wholes: list[Tensor]
+    """By part, what the gradient of all samples has in its rows."""
+    parts: list[Tensor]
+    """By part, its own gradient."""
+    tolerance: float
+
+    @classmethod
+    def of(cls, recorded: RecordedCalls, loss_fn: LossFunction, batch: Any) -> _Parts | None:
+        """None if the loss is random or does not depend on the rows of an output.
+
+        Raises:
+            Exception: the loss cannot be computed for the parts.
+        """
+        model, samples = recorded.model, recorded.samples
+
+        def gradient(part: Any, start: int, stop: int) -> tuple[float, list[Tensor]]:
+            def loss() -> Tensor:
+                return check_scalar(loss_fn(model, part))
+
+            return recorded.gradient(loss, start, stop)
+
+        value, rows = gradient(batch, 0, samples)
+        again, same = gradient(batch, 0, samples)
+        whole = torch.cat(rows, 1)
+        if value != again or not bool(whole.isfinite().all()):
+            return None
+        if not torch.allclose(whole, torch.cat(same, 1), rtol=1e-4, atol=0.0):
+            return None
+        sizes = _sizes(samples)
+        stops = list(accumulate(sizes))
+        bounds = list(zip([0, *stops[:-1]], stops, strict=True))
+        batches = pytree.split(batch, sizes)
+        parts = [
+            torch.cat(gradient(part, *rows)[1], 1)
+            for part, rows in zip(batches, bounds, strict=True)
+        ]
+        tolerance = _ROUNDING_IN_16_BITS if recorded.is_rounded else _ROUNDING
+        return cls(sizes, batches, [whole[a:b] for a, b in bounds], parts, tolerance)
+
+    def fit(self, factors: Sequence[float]) -> bool:
+        """Whether the parts add up to the whole with these factors."""
+        pairs = list(zip(self.wholes, self.parts, factors, strict=True))
+        added = [
+            part.mul(factor) if factor else torch.zeros_like(part) for _, part, factor in pairs
+        ]
+        error = _norm([whole - own for (whole, _, _), own in zip(pairs, added, strict=True)])
+        return error <= self.tolerance * max(_norm(self.wholes), _norm(added))
+
+    def shares(self) -> list[float] | None:
+        """The factors that fit, if there are some and they sum to 1."""
+        factors = []
+        for whole, part in zip(self.wholes, self.parts, strict=True):
+            squares = float(part.square().sum())
+            factors.append(float((whole * part).sum()) / squares if squares > 0.0 else 0.0)
+        is_mean = abs(sum(factors) - 1.0) <= self.tolerance and min(factors) >= 0.0
+        return factors if is_mean and self.fit(factors) else None
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return math.hypot(*(float(tensor.norm()) for tensor in tensors))
+
+
+def _sizes(samples: int) -> list[int]:
+    """Three parts of different sizes; two of two or three samples."""
+    if samples < 4:
+        return [1, samples - 1]
+    return [samples // 4, samples // 3, samples - samples // 4 - samples // 3]
+
+
+def _modules_couple(
+    recorded: RecordedCalls, whole: float, loss_fn: LossFunction, batch: Any
+) -> bool:
+    """Whether forwards of two parts have other losses, so that a module couples samples."""
+    model, half = recorded.model, (recorded.samples + 1) // 2
+    sizes = [half, recorded.samples - half]
+    losses = [_value(loss_fn, model, part) for part in pytree.split(batch, sizes)]
+    if whole != _value(loss_fn, model, batch):
+        return False
+    mean = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / sum(sizes)
+    rounding = max(_COUPLED, _ROUNDING_IN_16_BITS if recorded.is_rounded else 0.0)
+    return not abs(mean - whole) <= rounding * max(abs(whole), *map(abs, losses), 1e-12)
 
 
 def _value(loss_fn: LossFunction, model: nn.Module, batch: Any) -> float:
     return float(check_scalar(loss_fn(model, batch)).detach().double())
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Evaluation mode without gradients; the model and random states are as before at the end.
-
-    Yields a function that tells whether the model has run under autocast.
-    """
-    device = next(model.parameters()).device
-    seen: list[bool] = []
-
-    def look(module: nn.Module, args: Any) -> None:
-        seen.append(torch.is_autocast_enabled(device.type))
-
-    handle = model.register_forward_pre_hook(look)
+def _samples_in(batch: Any) -> int:
     try:
-        with model_preserved(model, device), torch.no_grad():
-            model.eval()
-            yield lambda: any(seen)
-    finally:
-        handle.remove()
+        return pytree.samples_in(batch)
+    except ValueError:
+        return 0
 
 
-def _ignoring_labels(batch: Any) -> Iterator[_Labels]:
-    """The integer tensors of a batch that have an ignored value, shifted and not shifted."""
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+        for module in model.modules()
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; the model and random states are as before at the end."""
+    with model_preserved(model, next(model.parameters()).device), torch.no_grad():
+        model.eval()
+        yield
+
+
+def _countings(batch: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """What may count in a micro-batch: expressions for `weight=`, and their functions."""
     for where, value in _members(batch):
-        if not isinstance(value, Tensor) or value.dim() < 2 or not is_integer(value):
+        if not isinstance(value, Tensor) or value.dim() == 0:
             continue
-        if not bool((value == IGNORE_INDEX).any()):
+        if not is_integer(value):
+            yield f"lambda batch: {_access(batch, where)}.sum()", partial(_sum, where)
             continue
-        named = "" if where == "labels" else f"labels={where!r}"
-        if value.dim() == 2:
-            yield _Labels(f"poplar.tokens({named})", tokens(labels=where))
-        options = ", ".join(filter(None, ("shift=False", named)))
-        yield _Labels(f"poplar.tokens({options})", tokens(shift=False, labels=where))
+        ignored = value.unique()[: _MOST_CLASSES + 1].tolist()
+        if len(ignored) > _MOST_CLASSES:
+            ignored = [label for label in ignored if label < 0 or label == _VOID]
+        for label in sorted(ignored, key=lambda label: label != IGNORE_INDEX):
+            named = [] if label == IGNORE_INDEX else [f"ignore_index={label}"]
+            labels = [] if where == "labels" else [f"labels={where!r}"]
+            if value.dim() == 2:
+                expression = ", ".join([*named, *labels])
+                yield f"poplar.tokens({expression})", tokens(label, labels=where)
+            expression = ", ".join([*named, "shift=False", *labels])
+            yield f"poplar.tokens({expression})", tokens(label, shift=False, labels=where)
 
 
 def _members(batch: Any) -> list[tuple[str | int, Any]]:
@@ -200,14 +387,10 @@ def _members(batch: Any) -> list[tuple[str | int, Any]]:
     return list(enumerate(batch)) if isinstance(batch, (list, tuple)) else []
 
 
-def _cut(batch: Any, samples: int, labels: list[_Labels]) -> int:
-    """Where to cut a batch, so that the parts differ most in tokens per sample."""
-    if not labels:
-        return (samples + 1) // 2
-    counts = [float(labels[0].weight(one)) for one in pytree.split(batch, [1] * samples)]
-    total = sum(counts) or 1.0
+def _sum(where: str | int, batch: Any) -> Tensor:
+    total: Tensor = dict(_members(batch))[where].sum()
+    return total
 
-    def difference(cut: int) -> float:
-        return abs(sum(counts[:cut]) / total - cut / samples)
 
-    return max(range(1, samples), key=difference)
+def _access(batch: Any, where: str | int) -> str:
+    return f"batch.{where}" if is_dataclass(batch) else f"batch[{where!r}]"

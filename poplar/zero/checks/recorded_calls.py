@@ -1,0 +1,281 @@
+"""Records what the modules of a model return to a loss function, and replays some rows of it.
+
+A replayed loss needs no forward, no parameters and no other rank, so it can be computed for parts
+of a micro-batch at every stage, also while parameters are sharded. A module that returns a scalar
+computes a loss itself: its own code runs again, on what its submodules have returned.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from poplar.data import pytree
+
+_HALF = (torch.float16, torch.bfloat16)
+_PROBED = 4096
+"""Elements of a row of a gradient that are compared, at least a half of them."""
+_replaying = False
+
+
+def reject_forward_in_replay() -> None:
+    """Raise if a loss is replayed: a model whose parameters are sharded needs the other ranks."""
+    if _replaying:
+        raise OtherCallsError("another model with sharded parameters takes part in the loss")
+
+
+class OtherCallsError(Exception):
+    """A replayed loss needs more than was recorded, so it cannot be computed."""
+
+
+@dataclass
+class Call:
+    """One call of a module."""
+
+    module: nn.Module
+    output: Any = None
+    """What it returned, detached; None if it computed a loss."""
+    inner: list[Call] | None = None
+    """If it computed a loss: the calls of its submodules."""
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Call:
+        """The call with every tensor of its outputs replaced by `fn(tensor)`."""
+        inner = None if self.inner is None else [call.map(fn) for call in self.inner]
+        return Call(self.module, pytree.map_tensors(fn, self.output), inner)
+
+    def join(self, other: Call) -> Call:
+        """The call for the samples of both."""
+        if self.module is not other.module or (self.inner is None) != (other.inner is None):
+            raise OtherCallsError("other modules are called for other samples")
+        if self.inner is None or other.inner is None:
+            return Call(self.module, join_batches(self.output, other.output))
+        pairs = zip(self.inner, other.inner, strict=True)
+        return Call(self.module, None, [one.join(two) for one, two in pairs])
+
+    def bytes(self) -> int:
+        """Memory of the outputs, in fp32."""
+        inner = sum(call.bytes() for call in self.inner or ())
+        return inner + sum(4 * tensor.numel() for tensor in pytree.tensors(self.output))
+
+
+@dataclass
+class RecordedCalls:
+    """The calls that a loss function has made for one micro-batch."""
+
+    model: nn.Module
+    samples: int
+    calls: list[Call] = field(default_factory=list)
+    is_rounded: bool = False
+    """Some values were computed in 16 bits."""
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context in which calls of the model and its modules are recorded."""
+        with _calls_by(self.model, partial(self._record, [self.calls])):
+            yield
+
+    def record_one(self, done: Callable[[Call, Any], None]) -> None:
+        """Record the next call that is not made inside of another one.
+
+        Args:
+            done: takes it, and its arguments by position or name.
+        """
+        stack, running = ExitStack(), [self.calls]
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            try:
+                output = self._record(running, module, *args, **kwargs)
+            finally:
+                if len(running) == 1:
+                    stack.close()
+            if len(running) == 1:
+                done(self.calls[0], {**dict(enumerate(args)), **kwargs})
+            return output
+
+        stack.enter_context(_calls_by(self.model, call))
+
+    def rows(self, count: int) -> RecordedCalls:
+        """The calls for the first samples, in memory of their own."""
+        calls = [call.map(lambda t: self._rows(t, 0, count).clone()) for call in self.calls]
+        return RecordedCalls(self.model, count, calls, self.is_rounded)
+
+    def join(self, other: RecordedCalls) -> RecordedCalls:
+        """The calls for the samples of both, one after the other.
+
+        Raises:
+            Exception: the calls differ, or the shapes of the outputs.
+        """
+        calls = [one.join(two) for one, two in zip(self.calls, other.calls, strict=True)]
+        return RecordedCalls(self.model, self.samples + other.samples, calls, self.is_rounded)
+
+    def bytes(self) -> int:
+        """Memory of the outputs, in fp32."""
+        return sum(call.bytes() for call in self.calls)
+
+    def gradient(
+        self, loss: Callable[[], Tensor], start: int, stop: int
+    ) -> tuple[float, list[Tensor]]:
+        """A loss of some rows, and its gradient with respect to the outputs of the modules.
+
+        Args:
+            loss: calls the loss function with these rows of the batch.
+            start: the first row.
+            stop: after the last row.
+
+        Returns:
+            The loss, and for each output one row per sample; of many elements, some.
+
+        Raises:
+            Exception: the loss cannot be computed, or does not depend on an output.
+        """
+        replay = _Replay(self, start, stop)
+        with warnings.catch_warnings(), _replay_by(self.model, replay.call):
+            warnings.simplefilter("ignore")  # warnings of few samples
+            value = loss()
+            replay.check_complete()
+            found = torch.autograd.grad(value, replay.leaves, allow_unused=True)
+        rows = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(replay.leaves, found, strict=True)
+        ]
+        return float(value.detach()), list(map(_probe, rows))
+
+    def _rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        has_rows = tensor.dim() > 0 and len(tensor) == self.samples
+        return tensor[start:stop] if has_rows else tensor
+
+    def _record(self, running: list[list[Call]], module: nn.Module, *args: Any, **kw: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:  # a forward that runs again in a backward
+            return module._call_impl(*args, **kw)
+        running.append([])
+        try:
+            output = module._call_impl(*args, **kw)
+        finally:
+            inner = running.pop()
+        tensors = pytree.tensors(output)
+        if any(map(is_loss, tensors)):
+            running[-1].append(Call(module, inner=inner))
+        else:
+            running[-1].append(Call(module, pytree.map_tensors(Tensor.detach, output)))
+        autocast = tensors[:1] and torch.is_autocast_enabled(tensors[0].device.type)
+        self.is_rounded |= bool(autocast) or any(t.dtype in _HALF for t in tensors)
+        return output
+
+
+class _Replay:
+    """Returns rows of what was recorded, call by call."""
+
+    def __init__(self, recorded: RecordedCalls, start: int, stop: int) -> None:
+        self._recorded, self._start, self._stop = recorded, start, stop
+        self._expected: list[Iterator[Call]] = [iter(recorded.calls)]
+        self.leaves: list[Tensor] = []
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = next(self._expected[-1], None)
+        if call is None or call.module is not module:
+            raise OtherCallsError("other modules are called")
+        if call.inner is None:
+            return pytree.map_tensors(self._rows, call.output)
+        self._expected.append(iter(call.inner))
+        output = module.forward(*args, **kwargs)
+        self.check_complete()
+        self._expected.pop()
+        return output
+
+    def check_complete(self) -> None:
+        if next(self._expected[-1], None) is not None:
+            raise OtherCallsError("fewer modules are called")
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        rows = self._recorded._rows(tensor, self._start, self._stop)
+        if rows is tensor or not rows.is_floating_point():
+            return rows
+        # 16 bits would round the gradients by more than what is looked for.
+        leaf = (rows.float() if rows.dtype in _HALF else rows.detach()).requires_grad_()
+        self.leaves.append(leaf)
+        return leaf * self._factors(leaf)
+
+    def _factors(self, leaf: Tensor) -> Tensor:
+        """Factors of the last dim, from 0.9 to 1, that are the same for all rows.
+
+        A loss whose gradient is nothing but rounding, as that of equal student and teacher, has
+        one at outputs that differ. Probabilities stay probabilities.
+        """
+        generator = torch.Generator().manual_seed(len(self.leaves))
+        columns = leaf.shape[-1] if leaf.dim() > 1 else 1
+        factors = 1.0 - 0.1 * torch.rand(columns, generator=generator, dtype=leaf.dtype)
+        return factors.to(leaf.device)
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Collectives raise: no other rank takes part."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise OtherCallsError(f"the loss calls {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def is_loss(tensor: Tensor) -> bool:
+    """Whether an output of a module may be a loss."""
+    return tensor.dim() == 0 and tensor.is_floating_point()
+
+
+def _probe(gradient: Tensor) -> Tensor:
+    """Some elements of each row, in fp64."""
+    rows = gradient.flatten(1) if gradient.dim() > 1 else gradient[:, None]
+    return rows[:, :: rows.shape[1] // _PROBED + 1].double()
+
+
+def join_batches(one: Any, two: Any) -> Any:
+    """Two pytrees of tensors with the same structure, joined along dim 0."""
+    others = iter(pytree.tensors(two))
+
+    def joined(tensor: Tensor) -> Tensor:
+        other = next(others)
+        return torch.cat([tensor, other]) if tensor.dim() else tensor
+
+    return pytree.map_tensors(joined, one)
+
+
+@contextmanager
+def _replay_by(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    global _replaying
+    _replaying = True
+    try:
+        eager = torch.compiler.set_stance("force_eager")  # else other sizes would be compiled
+        alone = _NoCollectives()  # type: ignore[no-untyped-call]
+        with _calls_by(model, call), eager, alone, torch.enable_grad():
+            yield
+    finally:
+        _replaying = False
+
+
+@contextmanager
+def _calls_by(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """A context in which `call(module, *args, **kwargs)` runs for calls of the model's modules.
+
+    `_compiled_call_impl` replaces a module's hooks and forward, also for `nn.Module.compile`.
+    """
+    modules = list(model.modules())
+    for module in modules:
+        vars(module)["_compiled_call_impl"] = partial(call, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            vars(module).pop("_compiled_call_impl", None)
