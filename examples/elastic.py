@@ -152,7 +152,8 @@ def start_process_group() -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", timeout=DEADLINE)
+    # torch's watchdog ends the process after this timeout: Poplar's comes first.
+    dist.init_process_group("nccl", timeout=DEADLINE + timedelta(minutes=2))
     return device
 
 

@@ -133,7 +133,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             or gloo; with algorithms: "process_group:padded+grouped"), "shared_memory" (CPU ranks of
             one host), "hierarchical" (several hosts; on GPUs "hierarchical:process_group") or a
             `poplar.comm.Communicator`.
-        timeout: how long a rank waits for other ranks; default: 5 minutes.
+        timeout: how long a rank waits for other ranks; default: 5 minutes; with NCCL less if
+            the process group's timeout is shorter than 7 minutes.
         allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
         overlap_param_gather: at stages 1 and 2, all-gather the updated parameters during the next
             forward. Between steps they then read as NaN outside `full_parameters()`. Predictions

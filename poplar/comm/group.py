@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -17,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from poplar.comm.deadline import deadline_of
 from poplar.comm.failure_reports import FailureReports
 from poplar.comm.subgroup import subgroup, subgroups_of
 from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
 
-DEFAULT_TIMEOUT = timedelta(minutes=5)
 POPLAR = "poplar"
 """The name of the backend in `torch_backend`."""
 _HOST_BACKENDS = ("gloo", POPLAR)
@@ -90,10 +91,21 @@ class DeviceWork(Protocol):
 
     what: str
     """Its name in errors."""
+    passed: Event | None
+    """After the wait of a stream; None before the wait."""
 
     def is_completed(self) -> bool:
-        """Whether the device has finished it."""
+        """Whether the device has finished it. Called from any thread."""
         ...
+
+
+def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
+    """A context for threads other than the caller's that query or abort work of a device.
+
+    The current device of a new thread is 0. A call of CUDA would make a context there, of 0.5 GiB.
+    """
+    is_cuda = device is not None and device.type == "cuda"
+    return torch.cuda.device(device) if is_cuda else contextlib.nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +130,8 @@ class Group:
     in_flight: dict[int, tuple[DeviceWork, float]] = field(default_factory=dict)
     """Collectives on devices, with the time of their issue. Those that the device has finished are
     removed by `abort_late_collectives`."""
+    devices: set[torch.device] = field(default_factory=set)
+    """Where collectives have been issued."""
     on_abort: dict[Any, Callable[[], None]] = field(default_factory=dict)
     _process: int = field(default_factory=os.getpid)
 
@@ -260,7 +274,10 @@ class Group:
         if not self.has_device_backend:
             return
         groups = [self.process_group, *subgroups_of(self.process_group)]
-        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
+        threads = [
+            threading.Thread(target=_abort, args=(group, set(self.devices)), daemon=True)
+            for group in groups
+        ]
         deadline = time.monotonic() + _ABORT_SECONDS
         for thread in threads:
             thread.start()
@@ -287,7 +304,9 @@ class Group:
         issued_before = time.monotonic() - self.timeout.total_seconds()
         for number, (work, issued) in list(self.in_flight.items()):
             if work.is_completed():
-                self.in_flight.pop(number, None)
+                # Also if it failed, with an error of the network. Then a stream that waits stops.
+                if work.passed is not None:
+                    self.in_flight.pop(number, None)
             elif issued < issued_before and not self.failures:
                 self.fail(work.what, self.peers())
 
@@ -299,13 +318,17 @@ class Group:
         """
         backend = dist.get_backend_config(self.process_group)
         subgroups = tuple(tuple(self.ranks[rank] for rank in ranks) for ranks in partition)
-        process_group = subgroup(self.process_group, backend, subgroups, self.timeout)
         members = next(tuple(ranks) for ranks in partition if self.rank in ranks)
+        try:
+            process_group = subgroup(self.process_group, backend, subgroups, self.timeout)
+            control_group = _control_group(process_group, self.timeout)
+        except RuntimeError as error:
+            raise self.fail("making the process groups of hosts", self.peers(), error) from error
         return replace(
             self,
             ranks=tuple(self.ranks[rank] for rank in members),
             process_group=process_group,
-            control_group=_control_group(process_group, self.timeout),
+            control_group=control_group,
             index=_next_index(process_group),
             names=members,
         )
@@ -316,6 +339,8 @@ class Group:
 
         Raises:
             RuntimeError: torch.distributed is not initialized; Poplar never does that itself.
+            ValueError: this rank is not in the process group, or the timeout is not valid.
+            CollectiveTimeout: names the ranks that did not take part before the deadline.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
@@ -323,20 +348,39 @@ class Group:
                 "first, and start the script with torchrun"
             )
         chosen = process_group if process_group is not None else dist.group.WORLD
-        assert chosen is not None
-        timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
+        if not isinstance(chosen, dist.ProcessGroup):
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in process_group; only the ranks of the group may "
+                "make this call, so skip it on the others"
+            )
+        timeout = deadline_of(chosen, timeout)
         ranks = tuple(dist.get_process_group_ranks(chosen))
         group = cls(ranks, chosen, chosen, timeout, _next_index(chosen))
         try:
             control_group = _control_group(chosen, timeout)
         except RuntimeError as error:
             group = replace(group, reports=_reports(group))
-            raise group.fail("making the control channel", group.peers(), error) from error
+            cause = f"{_first_line(error)}. {_advice(group)}"
+            raise group.fail("making the control channel", group.peers(), cause) from error
         group = replace(group, control_group=control_group)
         group = replace(group, reports=_reports(group))
         if group.has_device_backend and group.reports is not None:
             group.reports.watch(group.follow_failure, group.abort_late_collectives)
         return group
+
+
+def _advice(group: Group) -> str:
+    """What to check if the ranks cannot make the control channel."""
+    advice = (
+        "If the process of no rank has ended, gloo may not reach the other hosts: set "
+        "GLOO_SOCKET_IFNAME to the network interface of each host"
+    )
+    if "cpu" in group._backends:
+        return advice
+    return (
+        f"{advice}. The first collective also needs one device per rank: call "
+        "torch.cuda.set_device(local_rank), or pass init_process_group(device_id=...)"
+    )
 
 
 def _reports(group: Group) -> FailureReports | None:
@@ -368,7 +412,7 @@ def collective_timeout(
         f"rank {rank}: {what} failed, waiting for rank(s) {names} (deadline "
         f"{timeout.total_seconds():g} s). Check the log of rank(s) {names}: the process may have "
         "been stopped or killed, or be slow. To wait longer, pass timeout=timedelta(...) to "
-        f"HeteroZeroOptimizer or init_process_group. Cause: {cause}"
+        f"HeteroZeroOptimizer, and a longer one to init_process_group. Cause: {cause}"
     )
 
 
@@ -378,8 +422,9 @@ def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
     return dict(part.split(":", 1) for part in parts)
 
 
-def _abort(process_group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(RuntimeError):  # aborted already, or not in time
+def _abort(process_group: dist.ProcessGroup, devices: set[torch.device]) -> None:
+    # Aborted already, or not in time.
+    with on_device(next(iter(devices), None)), contextlib.suppress(RuntimeError):
         process_group.abort()
 
 

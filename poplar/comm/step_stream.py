@@ -56,7 +56,7 @@ class StepStream:
             yield work
             return
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,9 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
+from poplar.comm.deadline import subgroup_timeout
+
+T = TypeVar("T")
 Partition = tuple[tuple[int, ...], ...]
 """Global ranks by subgroup, the same on all ranks."""
 
@@ -38,25 +44,36 @@ def subgroup(
     and the name is reused after `destroy_process_group`, with old addresses in the store. This
     function makes the ranks agree on a unique name.
 
+    Args:
+        process_group: what the subgroups are part of.
+        backend: of the subgroups.
+        partition: the ranks of all subgroups.
+        timeout: of this call and of waits in the subgroups.
+
     Raises:
         RuntimeError: some ranks did not take part before the timeout.
     """
+    deadline = time.monotonic() + timeout.total_seconds()
     known = _SUBGROUPS.setdefault(process_group, {})
     if (backend, partition) in known:
         return known[backend, partition]
-    name = _agree_on_name(process_group, timeout)
+    name = _agree_on_name(process_group, deadline)
     rank = dist.get_rank()
     members = next(ranks for ranks in partition if rank in ranks)
-    with _without_split():
-        group, _ = _new_process_group_helper(
-            len(members),
-            members.index(rank),
-            list(members),
-            backend,
-            _get_process_group_store(process_group),
-            f"poplar/{name}/{members[0]}",  # type: ignore[arg-type]  # a `GroupName`, since 2.11
-            timeout=timeout,
-        )
+
+    def make() -> Any:
+        with _without_split():
+            return _new_process_group_helper(
+                len(members),
+                members.index(rank),
+                list(members),
+                backend,
+                _get_process_group_store(process_group),
+                f"poplar/{name}/{members[0]}",  # type: ignore[arg-type]  # a `GroupName`, since 2.11
+                timeout=subgroup_timeout(process_group, backend, timeout),
+            )
+
+    group, _ = _call_until(deadline, make)
     assert isinstance(group, dist.ProcessGroup)
     if backend != "gloo":
         group.bound_device_id = getattr(process_group, "bound_device_id", None)
@@ -89,7 +106,30 @@ def _without_split() -> Iterator[None]:
         world.bound_device_id = device
 
 
-def _agree_on_name(process_group: dist.ProcessGroup, timeout: timedelta) -> str:
+def _call_until(deadline: float, call: Callable[[], T]) -> T:
+    """The result of a call in a thread, which goes on in vain after the deadline.
+
+    gloo waits for a rank that has ended for a time of its own.
+    """
+    answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((call(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        value, error = answers.get(timeout=max(deadline - time.monotonic(), 0.0))
+    except queue.Empty:
+        raise RuntimeError("no answer") from None
+    if error is not None:
+        raise error
+    return cast("T", value)
+
+
+def _agree_on_name(process_group: dist.ProcessGroup, deadline: float) -> str:
     """A random name, chosen by the first rank. Collective."""
     backends = [part.split(":")[0] for part in dist.get_backend_config(process_group).split(",")]
     device = torch.device("cpu")
@@ -101,7 +141,6 @@ def _agree_on_name(process_group: dist.ProcessGroup, timeout: timedelta) -> str:
         raise RuntimeError(f"rank {dist.get_rank()} is not in the process group")
     # Polled: the timeout of the process group may be longer, and NCCL would not block here.
     is_done = work.get_future().done if device.type == "cpu" else work.is_completed
-    deadline = time.monotonic() + timeout.total_seconds()
     while not is_done():
         if time.monotonic() > deadline:
             raise RuntimeError("no answer")

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from poplar.comm.group import WATCH_AFTER_SECONDS, Event, Group
+from poplar.comm.group import WATCH_AFTER_SECONDS, Event, Group, on_device
 from poplar.comm.host_buffers import record
 
 # Once one peer has timed out, the others are only checked for whether they have finished.
@@ -141,9 +141,10 @@ class StreamWork:
         self._group, self._device, self._finish = group, device, finish
         group.check()
         try:
-            self._issued = _Issued(what, start())
+            self._issued = _Issued(what, device, start())
         except RuntimeError as error:
             raise group.fail(what, group.peers(), error) from error
+        group.devices.add(device)
         group.in_flight[id(self._issued)] = self._issued, time.monotonic()
 
     def wait(self) -> float:
@@ -177,6 +178,7 @@ class _Issued:
     """Works that have been issued together."""
 
     what: str
+    device: torch.device
     works: Sequence[dist.Work | None]
     """Empty once they have been waited for."""
     passed: Event | None = None
@@ -185,6 +187,7 @@ class _Issued:
     def is_completed(self) -> bool:
         """Whether the device has finished all of them; called from another thread."""
         works = self.works  # before `passed`, which is set before they are dropped
-        if self.passed is not None:
-            return self.passed.query()
-        return all(work is None or work.is_completed() for work in works)
+        with on_device(self.device):
+            if self.passed is not None:
+                return self.passed.query()
+            return all(work is None or work.is_completed() for work in works)

@@ -70,7 +70,7 @@ class DeviceStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._reduction = torch.cuda.Stream(device)
+        self._reduction = torch.cuda.Stream(device, priority=-1)
 
     @cached_property
     def _pool(self) -> torch.cuda.MemPool | None:

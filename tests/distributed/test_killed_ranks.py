@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,6 +22,7 @@ from reference import Recipe
 from training import Run
 
 from poplar import CollectiveTimeout, Plan, PoplarError
+from poplar.comm import Group, subgroup
 
 TIMEOUT = timedelta(seconds=2)
 LOST = 1
@@ -57,6 +60,37 @@ def test_survivors_raise_in_time_and_name_the_lost_rank(how: signal.Signals, sta
         assert failure.is_a(PoplarError), failure
         assert re.search(rf"rank(\(s\))? {LOST}\b", failure.message), failure
         assert seconds < 4 * TIMEOUT.total_seconds()
+
+
+def build_until_killed(slow: int) -> tuple[float, Failure | None]:
+    """One rank dies after its address is known, and before another one has connected to it."""
+    make = subgroup._new_process_group_helper
+
+    def make_late(*arguments: Any, **options: Any) -> Any:
+        if harness.rank() == LOST:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if harness.rank() == slow:
+            time.sleep(0.6)
+        return make(*arguments, **options)
+
+    began = time.monotonic()
+    with (
+        harness.catching() as caught,
+        mock.patch.object(subgroup, "_new_process_group_helper", make_late),
+    ):
+        Group.of(harness.group(), TIMEOUT)
+    return time.monotonic() - began, (caught or [None])[0]
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_rank_that_dies_while_the_control_channel_is_made_is_named_in_time(slow: int) -> None:
+    for rank, answer in enumerate(one_off(3, build_until_killed, slow, lost=[LOST], timeout=45)):
+        if rank != LOST:
+            seconds, failure = answer
+            assert failure is not None
+            assert failure.is_a(CollectiveTimeout), failure
+            assert re.search(rf"waiting for rank\(s\) .*{LOST}\b", failure.message), failure
+            assert seconds < 4 * TIMEOUT.total_seconds()
 
 
 def train_on_streams_until(run: Run, how: signal.Signals) -> tuple[Failure | None, bool]:

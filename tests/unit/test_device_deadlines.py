@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -52,6 +53,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 3.0)
     monkeypatch.setattr(failure_reports, "_WATCH_SECONDS", 0.01)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     store, made = dist.HashStore(), []
     for rank in range(3):
         process_group: Any = FakeProcessGroup()
@@ -194,8 +196,44 @@ def test_collectives_that_are_over_or_abandoned_are_not_late(
     assert len(group.in_flight) == 2
     group.abort_late_collectives()
     assert not group.failures
-    assert not group.in_flight
+    assert list(group.in_flight) == [id(kept._issued)]  # a failed one is completed, too
     assert kept.wait() == 0.0
+
+
+class OtherThread:
+    """A thread whose current device is 0 until `torch.cuda.device` is entered."""
+
+    def __init__(self) -> None:
+        self.devices: list[torch.device | None] = [None]
+
+    @contextmanager
+    def enter(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
+        yield
+        self.devices.pop()
+
+    def look(self) -> bool:
+        assert self.devices[-1] == torch.device("cuda", 3)
+        return False
+
+
+def test_no_call_from_another_thread_makes_a_context_on_the_first_device(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, group = OtherThread(), replace(groups[0], timeout=timedelta(0))
+    group.__dict__["rank"] = 0
+    looks = mock.Mock(side_effect=thread.look)
+    waiting, event = mock.Mock(is_completed=looks), mock.Mock(query=looks)
+    process_group: Any = group.process_group
+    monkeypatch.setattr(process_group, "abort", looks)
+    monkeypatch.setattr(torch.cuda, "device", thread.enter)
+    monkeypatch.setattr(work, "record", lambda _device: event)
+    device = torch.device("cuda", 3)
+    kept = [StreamWork(group, lambda: [waiting], device, "a sum", None) for _ in range(2)]
+    kept[0].wait()
+    group.abort_late_collectives()
+    group.follow_failure()
+    assert looks.call_count == 5  # both, and aborts; once more for the failure of another rank
 
 
 def test_a_wait_frees_the_tensors_of_a_collective(

@@ -24,7 +24,8 @@ class FakeDevice:
         self.current = FakeStream(self, "compute")
         self.streams = 0
 
-    def new_stream(self, device: torch.device) -> FakeStream:
+    def new_stream(self, device: torch.device, priority: int) -> FakeStream:
+        assert priority < 0, "its collectives must not wait for the kernels of the caller"
         self.streams += 1
         return FakeStream(self, f"steps {self.streams}")
 

@@ -18,12 +18,14 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+from poplar.comm.deadline import WATCHDOG_MARGIN
+
 
 class DistributedStrategy(ParallelStrategy):
     """One process per device, started by a launcher such as torchrun, else by Lightning.
 
     Args:
-        timeout: of the process group; None: torch's.
+        timeout: of Poplar's waits, before that of the process group; None: the defaults.
         backend: of the process group; None: by the device.
     """
 
@@ -63,7 +65,9 @@ class DistributedStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
-        options: dict[str, Any] = {} if self._timeout is None else {"timeout": self._timeout}
+        options: dict[str, Any] = {}
+        if self._timeout is not None:
+            options["timeout"] = self._timeout + WATCHDOG_MARGIN
         if self.root_device.type != "cpu":
             options["device_id"] = self.root_device
         assert self.cluster_environment is not None
