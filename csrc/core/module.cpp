@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <cstddef>
+#include <cstdio>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -194,6 +196,18 @@ PYBIND11_MODULE(_core, module) {
 
   define_rendezvous(module);
   poplar::define_disk_files(module);
+
+  module.def(
+      "fail_at_exit",
+      [] {
+        std::atexit([] {
+          std::fflush(nullptr);
+          std::_Exit(1);
+        });
+      },
+      R"(Let the exit code of this process be 1, whatever Python has decided.
+
+What Python does at its end is done by then. Python's own `atexit` cannot change the exit code.)");
 
   module.def("shard_boundaries", &poplar::shard_boundaries, py::arg("numel"), py::arg("shares"),
              py::arg("alignment"), R"(Cut a flat buffer into one contiguous, aligned slice per rank.

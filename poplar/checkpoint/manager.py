@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from poplar.checkpoint.files.save_job import PendingSave, aside_name, replaced_name
+from poplar.checkpoint.files.save_job import PendingSave, aside_name, remove, replaced_name
 from poplar.checkpoint.files.staging import Staging
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import Agreement, start_save
@@ -68,11 +69,17 @@ class CheckpointManager:
 
         It first waits for an earlier asynchronous save. A checkpoint of the same step is replaced.
 
+        Args:
+            step: a whole number, at least 0, equal on all ranks.
+
         Raises:
             OSError, ValueError, RuntimeError, RankFailed: as `save_checkpoint`; also for an earlier
                 asynchronous save.
+            TypeError: `step` is no whole number.
         """
         self.wait()
+        control = self._optimizer.training_parts().engine.control
+        step = run_on_all_ranks(control, lambda: _checked(step), doing="CheckpointManager.save()")
         self._pending = start_save(
             self.folder / _NAME.format(step=step),
             self._optimizer,
@@ -127,7 +134,7 @@ class CheckpointManager:
         """Make the folder, and remove what is incomplete."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob("step-*.incomplete"):
-            shutil.rmtree(leftover)
+            remove(leftover)
 
     def _finished(self) -> dict[int, Path]:
         """The complete checkpoints by step."""
@@ -151,3 +158,13 @@ class CheckpointManager:
                 path.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
             shutil.rmtree(replaced_name(path), ignore_errors=True)
+
+
+def _checked(step: int) -> int:
+    """The step as a plain number, which JSON has."""
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise TypeError(f"step must be a whole number, got {step!r}")
+    number = operator.index(step)
+    if number < 0:
+        raise ValueError(f"step must be at least 0, got {number}")
+    return number

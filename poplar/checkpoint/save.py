@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.digests import digest
 from poplar.checkpoint.files.manifest import Manifest
-from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name
+from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name, remove
 from poplar.checkpoint.names import canonical
 from poplar.checkpoint.random_state import random_state
 from poplar.checkpoint.training_state import (
@@ -44,6 +44,7 @@ from poplar.checkpoint.training_state import (
     saved_entries,
 )
 from poplar.comm import Control
+from poplar.comm.host_topology import host_id
 from poplar.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
 
@@ -116,18 +117,19 @@ def start_save(
             _make_folder(path, replaces)
         return _content(parts, values)
 
+    pending: list[PendingSave] = []
     try:
         content = run_on_all_ranks(control, prepare, doing=doing)
-        agreement.agree(control, content, doing)
+        agreement.agree(control, content, path.name, doing)
         entries = content.entries
 
-        def make_job() -> SaveJob:
+        def start() -> None:
             if (device := parts.engine.flats[0].device).type == "cuda":
                 torch.cuda.synchronize(device)  # the thread that writes has another stream
             own = dict(entries.values)
             items = agreement.items(control.group.rank)
             written = {item.index: _resolve(own, item) for item in items}
-            return SaveJob(
+            job = SaveJob(
                 folder=path,
                 rank=control.group.rank,
                 items=agreement.indices,
@@ -138,14 +140,19 @@ def start_save(
                 plan=None if parts.plan is None else _plan_text(parts.plan),
                 replaces=replaces,
                 timeout_seconds=control.group.timeout.total_seconds(),
+                on_this_host=agreement.on_this_host,
             )
+            pending.append(PendingSave(job, control, after=after))
 
-        job = run_on_all_ranks(control, make_job, doing=doing)
+        run_on_all_ranks(control, start, doing=doing)
     except BaseException:
+        for save in pending:
+            save.cancel()
         if control.group.rank == 0:
             shutil.rmtree(aside_name(path), ignore_errors=True)
         raise
-    return PendingSave(job, control, after=after)
+    pending[0].begin()
+    return pending[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +194,8 @@ class Agreement:
     """Which rank writes what. Kept between saves: a rank sends its part only if it has changed."""
 
     metadata: Metadata
+    on_this_host: Sequence[int]
+    """The ranks on the host of this rank."""
 
     def __init__(self) -> None:
         self._by_rank: list[tuple[list[WriteItem], Mapping[str, Any]]] = []
@@ -202,23 +211,32 @@ class Agreement:
         """By rank, what it writes."""
         return [[item.index for item in plan.items] for plan in self._plans]
 
-    def agree(self, control: Control, content: Content, doing: str) -> None:
+    def agree(self, control: Control, content: Content, name: str, doing: str) -> None:
         """Exchange what has changed, and set `content.own_buffers`. Collective.
 
+        Args:
+            control: the control channel.
+            content: of this rank.
+            name: of the checkpoint's folder.
+            doing: for errors.
+
         Raises:
-            ValueError: the ranks have different values in `state`.
+            ValueError: the ranks have different values in `state`, or save to different folders.
         """
         rank, entries = control.group.rank, content.entries
         part = create_default_local_save_plan(dict(entries.values), rank == 0).items, entries.paths
         is_known = bool(self._by_rank) and self._by_rank[rank] == part
         buffers = {name: digest(buffer) for name, buffer in content.buffers.items()}
-        received = control.exchange_objects(
-            (content.state, buffers, None if is_known else part), what=doing
-        )
+        own = name, host_id(), content.state, buffers, None if is_known else part
+        received = control.exchange_objects(own, what=doing)
+        names = [name for name, *_ in received]
+        if names != [name] * len(names):
+            raise ValueError(f"the ranks save different checkpoints; by rank: {names}")
+        self.on_this_host = [r for r, (_, host, *_) in enumerate(received) if host == own[1]]
         if any(changed is not None for *_, changed in received):
             self._set([changed or self._by_rank[r] for r, (*_, changed) in enumerate(received)])
-        _check_equal_state([of_state for of_state, *_ in received])
-        first = received[0][1]
+        _check_equal_state([of_state for _, _, of_state, *_ in received])
+        first = received[0][3]
         differing = {n: b.cpu() for n, b in content.buffers.items() if buffers[n] != first.get(n)}
         content.own_buffers.update(differing)
 
@@ -265,8 +283,7 @@ def _make_folder(path: Path, replaces: bool) -> None:
             "a folder per step.)"
         )
     aside = aside_name(path)
-    if aside.exists():  # of a save that was interrupted
-        shutil.rmtree(aside)
+    remove(aside)  # of a save that was interrupted
     aside.mkdir(parents=True)
 
 

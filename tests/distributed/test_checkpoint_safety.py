@@ -207,6 +207,12 @@ def fail_to_save(folder: str) -> list[harness.Failure]:
 
     with files_limited_to(20_000 if harness.rank() == 1 else resource.RLIM_INFINITY):
         expect_error("full")
+    no_thread = mock.patch.object(
+        save_job.threading, "Thread", side_effect=RuntimeError("can't start new thread")
+    )
+    with no_thread if harness.rank() == 1 else contextlib.nullcontext():
+        expect_error("threads")
+    expect_error(f"rank-{harness.rank()}")
     expect_error("file/below")
     expect_error("used")
     expect_error("pickle", state={"function": lambda: 0})
@@ -244,6 +250,8 @@ def test_failed_save_raises_on_all_ranks_and_leaves_nothing(ranks: Pool, tmp_pat
     by_rank = ranks.run(fail_to_save, str(tmp_path), ranks=2)
     expected = (
         "full.incomplete/__1_0.distcp",
+        "can't start new thread",
+        "['rank-0', 'rank-1']",
         "Not a directory",
         "exists",
         "pickle",
@@ -407,6 +415,33 @@ def test_survivors_of_a_stopped_rank_raise_in_time(tmp_path: Path) -> None:
 
 class Crash(BaseException):
     """Ends a save as the end of the process does: nothing is cleaned up."""
+
+
+def save_odd_steps(folder: str) -> list[harness.Failure]:
+    """A symbolic link that a save would remove, and steps that are no whole numbers."""
+    _, optimizer = build(TWO)
+    manager, failures = poplar.CheckpointManager(folder, optimizer), []
+    for step in (-1, True, 1.0, "5", None, 10 + harness.rank()):
+        with harness.catching() as caught:
+            manager.save(step)
+        failures += caught
+    manager.save(torch.tensor(7))  # as an index; its checkpoint has a plain number
+    assert manager.load_latest() == 7
+    return failures
+
+
+def test_steps_are_whole_numbers_and_links_are_not_followed(ranks: Pool, tmp_path: Path) -> None:
+    target = tmp_path / "target" / "file"
+    target.parent.mkdir()
+    target.write_text("kept")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "step-00000001.incomplete").symlink_to(target.parent)
+    by_rank = ranks.run(save_odd_steps, str(tmp_path / "saved"), ranks=2)
+    expected = ["at least 0, got -1", *["must be a whole number"] * 4, "['step-00000010', 'step-"]
+    for number, pattern in enumerate(expected):
+        assert_raised([failures[number] for failures in by_rank], pattern)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-00000007"]
+    assert target.read_text() == "kept"
 
 
 def crash_while_publishing(folder: str, calls: int) -> bool:

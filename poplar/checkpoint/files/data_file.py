@@ -6,7 +6,9 @@ on the CPU by small buffers, on other devices one at a time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import io
 import itertools
 import os
@@ -60,7 +62,13 @@ class DataFile:
     def __init__(self, path: Path, is_stopped: Callable[[], bool]) -> None:
         self._path = path
         self._is_stopped = is_stopped
-        self._file = DiskWriter(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._lock = _Lock(descriptor)
+        try:
+            self._file = DiskWriter(descriptor)
+        except BaseException:
+            self._lock.release()
+            raise
         self._crc = 0
         self._values: int | None = None
         self._elements: Tensor | None = None
@@ -164,6 +172,10 @@ class DataFile:
         """Close the file without waiting for the disk."""
         self._file.abandon()
 
+    def release(self) -> None:
+        """Say that this process has done all that it does with the file; see `has_writer`."""
+        self._lock.release()
+
     def _write_chunk(self, chunk: memoryview) -> None:
         if self._is_stopped():
             self._failure = Cancelled()
@@ -174,6 +186,31 @@ class DataFile:
             self._failure = _with_path(error, self._path)
             raise self._failure from error
         self.bytes_written += len(chunk)
+
+
+class _Lock:
+    """A lock of an open file, which ends with its process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = os.dup(descriptor)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """Give the lock back, if this has not been done."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def has_writer(path: Path) -> bool:
+    """Whether a process of this host has not released a `DataFile`; true where it is unknown."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
 
 
 def write_whole(path: Path, data: bytes) -> Part:

@@ -8,12 +8,14 @@ that is renamed is on the disk by then, so `NAME` is either absent or complete.
 
 from __future__ import annotations
 
+import atexit
 import json
 import pickle
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,20 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from poplar._core import fail_at_exit
 from poplar.checkpoint.files import manifest as manifest_file
-from poplar.checkpoint.files.data_file import Cancelled, DataFile, sync_folder, write_whole
+from poplar.checkpoint.files.data_file import (
+    Cancelled,
+    DataFile,
+    has_writer,
+    sync_folder,
+    write_whole,
+)
 from poplar.checkpoint.files.manifest import Manifest, Part
 from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.comm import Control
+from poplar.errors import RankFailed
+from poplar.formatting import printable
 from poplar.zero.agreement import raise_on_all_ranks
 
 PLAN = "plan.json"
@@ -52,6 +63,8 @@ class SaveJob:
     plan: str | None
     replaces: bool
     timeout_seconds: float
+    on_this_host: Collection[int]
+    """Ranks of which the host sees whether they still write."""
 
     @property
     def aside(self) -> Path:
@@ -65,20 +78,42 @@ class SaveJob:
 
 
 class PendingSave:
-    """A save that a thread of this rank is writing."""
+    """A save that a thread of this rank is writing.
+
+    All that may fail to start is started here; nothing is written before `begin`.
+    """
 
     def __init__(
         self, job: SaveJob, control: Control, *, after: Callable[[], None] | None = None
     ) -> None:
+        if not job.aside.exists():
+            raise FileNotFoundError(
+                f"{job.aside}, which the first rank has made, does not exist for rank {job.rank}: "
+                "save to a folder that all ranks share"
+            )
         self.job = job
         self._control = control
         self._doing = f"saving the checkpoint {str(job.folder)!r}"
         self._after = after
-        self._cancel = threading.Event()
-        self._file: DataFile | None = None
+        self._may_write, self._cancel = threading.Event(), threading.Event()
+        self._is_awaited = False
         self._error: BaseException | None = None
+        self._file = DataFile(job.aside / job.data_file, self._is_stopped)
         self._thread = threading.Thread(target=self._run, name="poplar-checkpoint")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._close()
+            raise
+
+    def begin(self) -> None:
+        """Begin to write: all ranks are ready."""
+        self._may_write.set()
+
+    def cancel(self) -> None:
+        """Write nothing more; some rank has failed."""
+        self._cancel.set()
+        self._may_write.set()
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Collective.
@@ -87,11 +122,14 @@ class PendingSave:
             OSError: this rank could not write its part.
             RankFailed: another rank could not, or none made progress before the deadline.
         """
+        self._is_awaited = True
         try:
             self._wait_for_all_ranks()
         except BaseException:
-            self._cancel.set()  # do not wait for ranks that may have ended
+            self.cancel()  # do not wait for ranks that may have ended
             raise
+        finally:
+            _UNREPORTED.discard(self)
 
     def _wait_for_all_ranks(self) -> None:
         timeout = self.job.timeout_seconds
@@ -99,7 +137,7 @@ class PendingSave:
         while True:
             self._thread.join(min(_STATUS_SECONDS, timeout / 4))
             done, error = not self._thread.is_alive(), self._error
-            status = [float(done), float(error is not None), float(self._bytes_written)]
+            status = [float(done), float(error is not None), float(self._file.bytes_written)]
             values = torch.tensor(status, dtype=torch.float64, device="cpu")
             ranks = self._control.exchange(values, what=self._doing)()
             if any(bool(rank[1]) for rank in ranks):
@@ -114,21 +152,19 @@ class PendingSave:
                 message = f"rank(s) {late} wrote nothing for {timeout:g} s"
                 self._give_up(TimeoutError(message) if self.job.rank in late else None)
 
-    @property
-    def _bytes_written(self) -> int:
-        return 0 if self._file is None else self._file.bytes_written
-
     def _give_up(self, error: BaseException | None) -> None:
         """Remove what has been written and raise on all ranks. Collective."""
-        self._cancel.set()
+        self.cancel()
         self._thread.join(self.job.timeout_seconds)
-        try:
-            raise_on_all_ranks(self._control, error, doing=self._doing)
+        try:  # a rank that only misses another one's part raises that rank's error
+            own = None if isinstance(error, RankFailed) else error
+            raise_on_all_ranks(self._control, own, doing=self._doing)
         finally:
             if self.job.rank == 0:  # the other ranks have stopped writing
                 shutil.rmtree(self.job.aside, ignore_errors=True)
 
     def _run(self) -> None:
+        self._may_write.wait()
         try:
             self._write()
             if self.job.rank == 0:
@@ -138,6 +174,20 @@ class PendingSave:
             pass
         except BaseException as error:
             self._error = error
+            if not self._is_awaited:
+                self._report(error)
+        finally:
+            self._close()
+
+    def _report(self, error: BaseException) -> None:
+        """Print an error that the program might never ask for."""
+        _UNREPORTED.add(self)
+        text = f"rank {self.job.rank}: {self._doing} failed: {type(error).__name__}: {error}"
+        print(f"poplar: {printable(text)}", file=sys.stderr, flush=True)
+
+    def _close(self) -> None:
+        self._file.abandon()
+        self._file.release()
 
     def _finish(self) -> None:
         """Call `after`; its error says that the checkpoint is complete."""
@@ -158,22 +208,24 @@ class PendingSave:
 
     def _write(self) -> None:
         job = self.job
-        if not job.aside.exists():
-            raise FileNotFoundError(
-                f"{job.aside}, which the first rank has made, does not exist for rank {job.rank}: "
-                "save to a folder that all ranks share"
-            )
-        self._file = DataFile(job.aside / job.data_file, self._is_stopped)
-        try:
-            parts = [self._file.write_item(job.values[item]) for item in job.items[job.rank]]
-        except BaseException:
-            self._file.abandon()
-            raise
+        parts = [self._file.write_item(job.values[item]) for item in job.items[job.rank]]
         self._file.close()
         path = job.aside / _LIST.format(rank=job.rank)
         hidden = path.with_suffix(".part")
         hidden.write_text(json.dumps(parts))
         hidden.rename(path)  # so that the first rank reads all of it
+
+
+_UNREPORTED: set[PendingSave] = set()
+"""Failed saves whose errors no call has raised."""
+
+
+@atexit.register
+def _fail_if_unreported() -> None:
+    for save in _UNREPORTED:
+        fail_at_exit()
+        if save.job.rank == 0:
+            shutil.rmtree(save.job.aside, ignore_errors=True)
 
 
 def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
@@ -182,7 +234,7 @@ def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
     files: dict[str, list[Part]] = {}
     for rank in range(job.manifest.world_size):
         path = job.aside / _LIST.format(rank=rank)
-        _wait_for(path, job, is_stopped)
+        _wait_for(path, rank, job, is_stopped)
         file = replace(job, rank=rank).data_file
         files[file] = [Part(*part) for part in json.loads(path.read_bytes())]
         for index, part in zip(job.items[rank], files[file], strict=True):
@@ -197,11 +249,19 @@ def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
     manifest_file.check_files(job.aside, manifest)  # every rank's file is here, whole
     sync_folder(job.aside)
     if job.replaces and job.folder.exists():
-        shutil.rmtree(replaced_name(job.folder), ignore_errors=True)
+        remove(replaced_name(job.folder))
         job.folder.rename(replaced_name(job.folder))
     job.aside.rename(job.folder)
     sync_folder(job.folder.parent)
     shutil.rmtree(replaced_name(job.folder), ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or whatever else has its name; the target of a symbolic link stays."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def aside_name(folder: Path) -> Path:
@@ -214,13 +274,27 @@ def replaced_name(folder: Path) -> Path:
     return folder.with_name(folder.name + ".replaced")
 
 
-def _wait_for(path: Path, job: SaveJob, is_stopped: Callable[[], bool]) -> None:
-    """Wait for a file of another rank. The deadline starts again while any rank writes."""
+def _wait_for(path: Path, rank: int, job: SaveJob, is_stopped: Callable[[], bool]) -> None:
+    """Wait for the list of a rank. The deadline starts again while any rank writes."""
     interval, most = _POLL_SECONDS
-    progress, since = -1, time.monotonic()
+    progress, since, is_announced = -1, time.monotonic(), False
+    written_by = job.aside / replace(job, rank=rank).data_file
     while not path.exists():
         if is_stopped():
             raise Cancelled
+        has_ended = rank in job.on_this_host and not has_writer(written_by)
+        if has_ended and not path.exists():  # it may have been written meanwhile
+            raise RankFailed(
+                f"rank {rank} has ended or failed before its part of the checkpoint was written"
+            )
+        if not is_announced and not threading.main_thread().is_alive():
+            is_announced = True
+            print(
+                f"poplar: rank {job.rank}: the program has ended; waiting at most "
+                f"{job.timeout_seconds:g} s for rank {rank} to write its part of {job.folder}",
+                file=sys.stderr,
+                flush=True,
+            )
         time.sleep(interval)
         interval = min(2 * interval, most)
         written = sum(file.stat().st_size for file in job.aside.glob("*.distcp"))
