@@ -38,6 +38,12 @@ def _pointer(row, column, offset, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _value_behind(values, low):
+    """The values behind a low-precision copy: the copy itself where it was written since."""
+    return tl.where(values.to(low.dtype) == low, values, low.to(tl.float32))
+
+
+@triton.jit
 def _update(row, offset, inside, scale, ALIGNED: tl.constexpr):
     """One tile; `inside` masks its elements, or is None if all exist."""
     numbers = row + 8
@@ -55,19 +61,25 @@ def _update(row, offset, inside, scale, ALIGNED: tl.constexpr):
     square = square * number(numbers + 4) + (scaled * scaled) * number(numbers + 5)
     root = tl.sqrt_rn(square) * number(numbers + 6) + number(numbers + 7)
     moved = number(numbers + 8) * tl.div_rn(mean, root)
-    values = tl.load(values_ptr, mask=inside) * keep - moved
     tl.store(mean_ptr, mean, mask=inside)
     tl.store(square_ptr, square, mask=inside)
-    tl.store(values_ptr, values, mask=inside)
+    values = tl.load(values_ptr, mask=inside)
     dtype = tl.load(row + 7)
     if dtype == 0:
-        tl.store(_pointer(row, 6, offset, tl.float32, ALIGNED), values, mask=inside)
+        low_ptr = _pointer(row, 6, offset, tl.float32, ALIGNED)
+        values = _value_behind(values, tl.load(low_ptr, mask=inside)) * keep - moved
+        tl.store(low_ptr, values, mask=inside)
     elif dtype == 1:
-        rounded = values.to(tl.bfloat16)
-        tl.store(_pointer(row, 6, offset, tl.bfloat16, ALIGNED), rounded, mask=inside)
+        low_ptr = _pointer(row, 6, offset, tl.bfloat16, ALIGNED)
+        values = _value_behind(values, tl.load(low_ptr, mask=inside)) * keep - moved
+        tl.store(low_ptr, values.to(tl.bfloat16), mask=inside)
     elif dtype == 2:
-        rounded = values.to(tl.float16)
-        tl.store(_pointer(row, 6, offset, tl.float16, ALIGNED), rounded, mask=inside)
+        low_ptr = _pointer(row, 6, offset, tl.float16, ALIGNED)
+        values = _value_behind(values, tl.load(low_ptr, mask=inside)) * keep - moved
+        tl.store(low_ptr, values.to(tl.float16), mask=inside)
+    else:
+        values = values * keep - moved
+    tl.store(values_ptr, values, mask=inside)
 
 
 @triton.jit

@@ -447,6 +447,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ReplicasDiffer: on all ranks; names the first parameter that differs.
         """
+        for flat in self._engine.trained:
+            self._update.take_written_values(flat)
         self._replicas.verify()
 
     def trace(self) -> AbstractContextManager[list[Span]]:

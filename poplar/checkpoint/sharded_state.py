@@ -48,6 +48,7 @@ def _reshard_trained(
     schemas: Sequence[Mapping[str, tuple[Any, Any]]],
     new: Layout,
 ) -> None:
+    update.take_written_values(flat)
     old = flat.layout
     local_state_of = reshard_state(engine, update, flat, schemas, old, new)
     master = None

@@ -239,3 +239,5 @@ def check_idle(parts: TrainingParts, doing: str) -> None:
         raise RuntimeError(f"{doing} inside full_parameters(); leave that context first")
     engine.strategy.updated.finish()
     parts.update.adopt_replaced_data(engine.flats)
+    for flat in engine.trained:
+        parts.update.take_written_values(flat)

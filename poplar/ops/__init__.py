@@ -309,7 +309,7 @@ def adamw_(
     found_inf: Tensor | None = None,
 ) -> None:
     """One step of AdamW on many flat shards, in one launch for about 350 of them; reads and writes
-    everything once, 28 or 30 bytes per element.
+    everything once, 28 or 32 bytes per element.
 
     The operations of `torch.optim.AdamW`, so equal to it except for rounding. The lists have one
     entry per shard.
@@ -319,7 +319,8 @@ def adamw_(
         gradients: not changed.
         means: first moments, `exp_avg`.
         square_means: second moments, `exp_avg_sq`.
-        rounded: fp32, bf16 or fp16, mixed: receive the new values; None for none.
+        rounded: fp32, bf16 or fp16, mixed: the rounded values, which are updated too; None for
+            none. An element that is not the rounded value was written since, and replaces it.
         rules: hyper-parameters and step numbers.
         scale: one element on the same device; the gradients are multiplied by it (weight, unscaling
             and clipping).

@@ -216,6 +216,7 @@ def _adamw_part(
         return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
     values, gradient, mean, square_mean = shard
+    before = values if rounded is None else value_behind(values, rounded)
     lr, beta1, beta2, eps, weight_decay, step, maximize = rule
     factor = torch.ones((), device=values.device) if scale is None else scale.reshape(())
     scaled = gradient * (-factor if maximize else factor)
@@ -228,7 +229,7 @@ def _adamw_part(
         eps
     )
     moved = (new_mean / root) * single(lr / (1.0 - beta1**step))
-    new_values = values * single(1.0 - lr * weight_decay) - moved
+    new_values = before * single(1.0 - lr * weight_decay) - moved
     for old, new in ((mean, new_mean), (square_mean, new_square), (values, new_values)):
         # On the device, so that the host does not wait for the flag.
         old.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) == 0, new, old))
@@ -237,6 +238,11 @@ def _adamw_part(
         rounded.copy_(
             new if found_inf is None else torch.where(found_inf.reshape(()) == 0, new, rounded)
         )
+
+
+def value_behind(values: Tensor, low: Tensor) -> Tensor:
+    """The values behind a low-precision copy of them: the copy where it was written since."""
+    return torch.where(values.to(low.dtype) == low, values, low)
 
 
 def check_adamw(

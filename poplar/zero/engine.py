@@ -19,6 +19,7 @@ from poplar.comm import Communicator, Control
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
+from poplar.zero.absent_parameter import direct_access
 from poplar.zero.checks.model_checks import Removable
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.checks.recorded_calls import reject_forward_in_replay
@@ -227,12 +228,13 @@ class Engine:
                 for flat in self.trained
             }
         self._has_placeholders = True
-        for flat in flats:
-            for parameter, placeholder in zip(
-                flat.parameters, self._placeholders[flat], strict=True
-            ):
-                if parameter.grad is None:
-                    parameter.grad = placeholder
+        with direct_access():
+            for flat in flats:
+                for parameter, placeholder in zip(
+                    flat.parameters, self._placeholders[flat], strict=True
+                ):
+                    if parameter.grad is None:
+                        parameter.grad = placeholder
 
     def stop_all_ranks(self, reason: str) -> None:
         """Make the later collectives of all ranks raise: this rank cannot go on with them."""
@@ -401,22 +403,6 @@ class Engine:
     def may_write(self, module: nn.Module) -> bool:
         """Whether values written into a module's own parameters now take effect."""
         return self._are_in(module, self._writable)
-
-    def check_copy(self, module: nn.Module) -> None:
-        """Called when a module is copied or pickled.
-
-        Raises:
-            RuntimeError: its own parameters are not here, so the copy would have NaN.
-        """
-        own = (self._unit_of.get(id(parameter)) for parameter in module._parameters.values())
-        flats = (flat for unit in own if unit is not None for flat in unit.flats)
-        if any(flat.is_detached for flat in flats):
-            raise RuntimeError(
-                f"rank {self.comm.group.rank}: the model is copied or pickled while its parameters "
-                "are sharded, so the copy would have NaN for every value. Enter `with "
-                "optimizer.full_parameters():` on every rank for copy.deepcopy(model), and save "
-                "weights with optimizer.save_model(path)"
-            )
 
     def _are_in(self, module: nn.Module, units: set[Unit]) -> bool:
         if not self.strategy.shards_parameters:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from poplar import ops
 from poplar.comm.shard_layout import ALIGNMENT, Layout
+from poplar.zero.absent_parameter import direct_access, mark_absent, mark_present
 from poplar.zero.factors.rows import FactoredRows
 
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,8 +86,9 @@ class FlatParameter:
 
     def drop_parameter_gradients(self) -> None:
         """Drop the gradients of the open pass: set `.grad` of the parameters to None."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        with direct_access():
+            for parameter in self.parameters:
+                parameter.grad = None
         if self.rows is not None:
             self.rows.drop_captured()
 
@@ -123,6 +125,7 @@ class FlatParameter:
                 ],
             )
         for parameter, view in zip(self.parameters, self._views, strict=True):
+            mark_present(parameter)
             parameter.data = view
         if self._versions:
             torch._C._autograd._unsafe_set_version_counter(self.parameters, self._versions)
@@ -141,11 +144,13 @@ class FlatParameter:
         step = self.values.element_size()
         hidden = self.is_detached
         start = 0 if hidden else self.values.data_ptr()
+        with direct_access():
+            addresses = [parameter.data_ptr() for parameter in self.parameters]
         for position, (parameter, offset) in enumerate(
             zip(self.parameters, self.offsets, strict=True)
         ):
             expected = self._placeholder[position].data_ptr() if hidden else start + offset * step
-            if parameter.numel() == 0 or parameter.data_ptr() == expected:
+            if addresses[position] == expected or parameter.numel() == 0:
                 continue
             part = self.values[offset : offset + parameter.numel()] if not hidden else None
             compatible = parameter.dtype is self.dtype and parameter.device == self.device
@@ -162,22 +167,29 @@ class FlatParameter:
         return replaced
 
     @property
+    def shard_is_writable(self) -> bool:
+        """Whether writing into the user's parameters changes `shard`, of which they are views."""
+        shard, values = self.shard.untyped_storage(), self.values.untyped_storage()
+        return shard.data_ptr() == values.data_ptr()
+
+    @property
     def is_detached(self) -> bool:
         """Whether the user's parameters are not views of `values` now."""
         return bool(self._versions)
 
     def detach_parameters(self) -> None:
-        """Give the user's parameters their shape and NaN for every value.
+        """Give the user's parameters their shape and NaN for every value: see `absent_parameter`.
 
-        Reading freed memory could crash the process; NaN is safe and visible. The version counters
-        change, so autograd rejects a backward that reads saved parameters before they are attached
-        again.
+        The version counters change, so autograd rejects a backward that reads saved parameters
+        before they are attached again.
         """
         if not self._versions:
             self._versions = tuple(parameter._version for parameter in self.parameters)
             torch.autograd.graph.increment_version(self.parameters)
         for parameter, absent in zip(self.parameters, self._placeholder, strict=True):
+            mark_present(parameter)
             parameter.data = absent
+            mark_absent(parameter)
 
     def take_gradients(self, weight: float) -> tuple[list[Tensor], list[int]]:
         """Take the gradients from the parameters, with their offsets, and set `.grad` to None.
@@ -186,11 +198,13 @@ class FlatParameter:
         used.
         """
         gradients, offsets = [], []
-        for position, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
+        with direct_access():
+            arrived = [parameter.grad for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
+        for position, gradient in enumerate(arrived):
             if gradient is None:
                 continue
-            parameter.grad = None
             if gradient.is_sparse:
                 raise TypeError(
                     f"parameter {self.names[position]!r} has a sparse gradient, but flat "

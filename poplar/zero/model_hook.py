@@ -13,18 +13,13 @@ from typing import Any
 class ModelHook:
     """A hook of the engine."""
 
-    def __init__(
-        self, function: Callable[..., Any], *, before_copy: Callable[[], None] | None = None
-    ) -> None:
-        """`before_copy`: raises if the module of the hook must not be copied or pickled now."""
-        self._function, self._before_copy = function, before_copy
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._before_copy is not None:
-            self._before_copy()
         return _copied_hook, ()
 
 

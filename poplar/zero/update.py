@@ -25,6 +25,8 @@ from poplar.zero.flat_parameter import FlatParameter
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 StateLayout = Mapping[str, tuple[bool, Any]]
 """By name of a state value, whether it has one value per element, and what it is at first."""
+_PIECE = 1 << 22
+"""Elements that `refresh` compares at once, which limits its temporary memory."""
 _FUSED = (FlatAdamW, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SGD)
 _FUSED_STEPS = {inspect.unwrap(cls.step) for cls in _FUSED}  # torch wraps `step` at its first use
 
@@ -120,6 +122,8 @@ class ShardedUpdate:
                 continue
             run.tensor.grad = _part(flat.gradient, owned)
             stepped[run.tensor] = _part(flat.shard, owned) if _has_low_precision(flat) else None
+            if not self.has_exact_kernel:  # which does so itself
+                self.take_written_values(flat, run.start, run.stop)
         written = self._step_inner(stepped, scale, found_inf)
         for tensor, low in stepped.items():
             tensor.grad = None
@@ -238,17 +242,32 @@ class ShardedUpdate:
             start: first element of the buffer that may have changed.
             stop: the element after the last one; default: the end.
         """
-        if flat.master is flat.shard:
+        if flat.master is flat.shard or not flat.trained:
             return
         part = flat.intersect_owned(start, flat.numel if stop is None else stop)
-        if part is not None:
-            master, values = flat.master[part], flat.shard[part]
-            master.copy_(torch.where(master.to(flat.dtype) == values, master, values.float()))
+        if part is None:
+            return
+        master, values = flat.master[part], flat.shard[part]
+        for piece, low in zip(master.split(_PIECE), values.split(_PIECE), strict=True):
+            torch.where(piece.to(low.dtype) == low, piece, low, out=piece)
+
+    def take_written_values(
+        self, flat: FlatParameter, start: int = 0, stop: int | None = None
+    ) -> None:
+        """As `refresh`, for values that the user has written in place; before masters are read.
+
+        [Note: written values]
+        Parameters are views of the low-precision values. A write to them, also through `.data`, has
+        no trace but its values: they are not the rounded masters any more. So the update begins
+        with the low-precision values where that is so. Poplar's AdamW compares them in its kernel.
+        """
+        if flat.shard_is_writable:
+            self.refresh(flat, start, stop)
 
     def adopt_replaced_data(self, flats: Sequence[FlatParameter]) -> None:
         """Take over values that the user has assigned to `.data` of parameters."""
         for flat in flats:
-            if flat.adopt_replaced_data() and flat.trained:
+            if flat.adopt_replaced_data():
                 self.refresh(flat)
 
     def state_layout(self, group: int, settings: Mapping[str, Any] | None = None) -> StateLayout:

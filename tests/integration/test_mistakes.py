@@ -346,6 +346,19 @@ def two_optimizers_on_one_model(made: Made) -> None:
     made.new_optimizer(made.model)
 
 
+def parameter_written(made: Made) -> None:
+    for parameter in made.model.parameters():
+        parameter.data.clamp_(-1.0, 1.0)
+
+
+def penalty_on_parameters(made: Made) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        return loss_fn(model, batch) + penalty
+
+    made.optimizer.train_step(loss, made.batch)
+
+
 def model_copied(made: Made) -> None:
     copy.deepcopy(made.model)
 
@@ -542,6 +555,8 @@ MISTAKES = [
     Mistake(model_in_evaluation_mode, "call model.train()", warns=True),
     Mistake(batch_norm_in_training_mode, "freeze it with .eval()", stages=(0, 3)),
     Mistake(two_optimizers_on_one_model, "call release() on that optimizer", stages=(0, 3)),
+    Mistake(parameter_written, "full_parameters(writeback=True)", stages=(3,), local=True),
+    Mistake(penalty_on_parameters, "needs stage 2", stages=(3,)),
     Mistake(model_copied, "optimizer.full_parameters()", stages=(3,), local=True),
     Mistake(model_pickled, "optimizer.save_model(path)", stages=(3,), local=True),
     Mistake(state_dict_pickled, "full_parameters()", stages=(3,), local=True),

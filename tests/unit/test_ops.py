@@ -588,7 +588,8 @@ class Shards:
             gradient = draw.values(numel + shift, torch.float32)
             low = ABSENT.to(draw.device)
             if dtype is not None:
-                low = torch.full((numel + shift,), 5.0, dtype=dtype, device=draw.device)
+                low = values.to(dtype)
+                low[::3] = 5.0  # written since the values were rounded
             return [tensor[shift:] for tensor in (values, gradient, mean, square, low)]
 
         choose, hundreds = draw.random.choice, draw.random.randrange

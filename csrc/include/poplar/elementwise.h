@@ -119,4 +119,10 @@ POPLAR_HOST_DEVICE Bucket add_weighted(Bucket bucket, float weight, Gradient gra
 
 POPLAR_HOST_DEVICE float square(float value) { return value * value; }
 
+// The value behind `low`, which was rounded from `value`: `low` itself if it was written since.
+template <typename Low>
+POPLAR_HOST_DEVICE float value_behind(float value, float low) {
+  return widen(narrow<Low>(value)) == low ? value : low;
+}
+
 }  // namespace poplar

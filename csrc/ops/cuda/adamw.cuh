@@ -30,6 +30,34 @@ POPLAR_HOST_DEVICE bool is_aligned(const Shard& shard) {
          is_aligned<kCount>(shard.mean) && is_aligned<kCount>(shard.square_mean) && rounded_is;
 }
 
+// Takes over what was written to the low-precision copy since the last step.
+template <int kCount, typename Low>
+__device__ void take_written(float (&values)[kCount], const Low* rounded, std::int64_t count,
+                             bool aligned) {
+  float low[kCount];
+  load(low, rounded, count, aligned);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    values[i] = value_behind<Low>(values[i], low[i]);
+  }
+}
+
+template <int kCount>
+__device__ void take_written(const Shard& shard, std::int64_t first, float (&values)[kCount],
+                             std::int64_t count) {
+  switch (shard.dtype) {
+    case Dtype::kFloat:
+      return take_written(values, static_cast<const float*>(shard.rounded) + first, count,
+                          shard.aligned);
+    case Dtype::kBFloat16:
+      return take_written(values, static_cast<const BFloat16*>(shard.rounded) + first, count,
+                          shard.aligned);
+    case Dtype::kHalf:
+      return take_written(values, static_cast<const Half*>(shard.rounded) + first, count,
+                          shard.aligned);
+  }
+}
+
 template <int kCount>
 __device__ void store_rounded(const Shard& shard, std::int64_t first, const float (&values)[kCount],
                               std::int64_t count) {
@@ -67,6 +95,9 @@ __global__ void __launch_bounds__(kThreads)
   load(gradient, shard.gradient + first, count, aligned);
   load(mean, shard.mean + first, count, aligned);
   load(square_mean, shard.square_mean + first, count, aligned);
+  if (shard.rounded != nullptr) {
+    take_written(shard, first, values, count);
+  }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     values[i] = rule.update(values[i], gradient[i], mean[i], square_mean[i]);

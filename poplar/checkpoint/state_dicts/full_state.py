@@ -56,6 +56,7 @@ def _collect(
     schemas = gather_schemas(engine, update)
     state: dict[int, dict[str, Any]] = {}
     for flat in engine.trained:
+        update.take_written_values(flat)
         old = engine.strategy.state_layout(flat, to)
         new = old if flat.is_local else layout_on_rank(flat, to, engine.comm.group.size)
         state_of = reshard_state(engine, update, flat, schemas, old, new)

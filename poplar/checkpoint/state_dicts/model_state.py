@@ -6,7 +6,6 @@ Where parameters are sharded (stage 3), a state dict has a `ParameterShard` for 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -45,12 +44,11 @@ class ModelState:
 
     def register(self) -> None:
         """Register the hooks on all modules; the engine removes them."""
+        before_saving = ModelHook(self._before_saving)
         after_saving = ModelHook(self._after_saving)
         before_loading = ModelHook(self._before_loading)
         after_loading = ModelHook(self._after_loading)
         for module in self._engine.model.modules():
-            before_copy = partial(self._engine.check_copy, module)
-            before_saving = ModelHook(self._before_saving, before_copy=before_copy)
             self._engine.hooks += [
                 module.register_state_dict_pre_hook(before_saving),
                 module.register_state_dict_post_hook(after_saving),

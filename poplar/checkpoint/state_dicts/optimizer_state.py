@@ -52,6 +52,7 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
             return self._absent(flat, position)
         state = self._update.created_state_of(run)
         if flat.master is not flat.shard:
+            self._update.take_written_values(flat, *flat.span(position))
             state[MASTER] = run.tensor
         return {
             key: self._view(run, position, value)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from poplar.zero.absent_parameter import direct_access
 from poplar.zero.checks.model_checks import reject_wrapped
 
 
@@ -46,7 +47,9 @@ class ModelStructure:
             RuntimeError: a parameter was added, replaced or unfrozen.
             TypeError: the model, or a module in it, was wrapped in FSDP.
         """
-        if any(map(_requires_grad, self._frozen)):
+        with direct_access():
+            is_unfrozen = any(map(_requires_grad, self._frozen))
+        if is_unfrozen:
             names = [name for name, p in self._model.named_parameters() if _is_in(p, self._frozen)]
             changed = [n for n in names if self._model.get_parameter(n).requires_grad]
             raise RuntimeError(

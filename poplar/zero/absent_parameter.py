@@ -1,0 +1,128 @@
+"""What a parameter is while its values are not on this rank: it reads as NaN and rejects writes.
+
+Reading freed memory could crash the process; NaN is safe and visible. A write would be lost, and a
+loss that uses the values would be NaN, so both raise. The class of the parameter object changes
+meanwhile, because torch asks the class of an argument before it runs an operation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+direct_access = torch._C.DisableTorchFunctionSubclass
+"""A context that reads and sets attributes such as `.grad` without the checks below, which cost
+microseconds each; for loops over many parameters."""
+
+
+class AbsentValues(Tensor):
+    """A tensor that stands for values that are not here, or a view of it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with direct_access():
+            written = next(_written(func.__name__, args, kwargs), None)
+            if written is not None:
+                raise RuntimeError(_message(written, f"{func.__name__} writes to"))
+            result = func(*args, **kwargs)
+            if func in _VIEWS and isinstance(result, Tensor):
+                is_kept = result.requires_grad
+                return result if is_kept else result.as_subclass(AbsentValues)
+            if func not in _DERIVE_NOTHING and _is_recorded(result):
+                read = next(_absent(args), None)
+                if read is not None and read.requires_grad:
+                    raise RuntimeError(_message(read, f"{func.__name__} computes a loss with"))
+            return result
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        raise RuntimeError(_COPIED)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise RuntimeError(_COPIED)
+
+
+def mark_absent(parameter: nn.Parameter) -> None:
+    """Reject writes to a parameter, whose data is a placeholder, until `mark_present`."""
+    parameter.__class__ = _absent_class(type(parameter))
+
+
+def mark_present(parameter: nn.Parameter) -> None:
+    """Take `mark_absent` back."""
+    if isinstance(parameter, AbsentValues):
+        parameter.__class__ = type(parameter).__bases__[1]
+
+
+@functools.cache
+def _absent_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
+    return cls if issubclass(cls, AbsentValues) else type(cls.__name__, (AbsentValues, cls), {})
+
+
+_VIEWS = {
+    *(getattr(Tensor, name).__get__ for name in ("T", "data")),
+    *(getattr(Tensor, name) for name in ("detach", "__getitem__", "flatten", "narrow", "permute")),
+    *(getattr(Tensor, name) for name in ("reshape", "select", "squeeze", "t", "transpose")),
+    *(getattr(Tensor, name) for name in ("unsqueeze", "view", "view_as")),
+}
+"""Their results share memory with the placeholder, so a write to them would be lost too."""
+
+_DERIVE_NOTHING = {
+    *(getattr(Tensor, name).__get__ for name in ("grad",)),
+    Tensor.expand_as,
+    torch.autograd.backward,
+    torch.autograd.grad,
+}
+"""Their results may be part of a graph, but do not depend on values: `expand_as` is how tools find
+the node that accumulates a gradient."""
+
+_ASSIGNMENTS = {f"__i{name}__" for name in ("add", "and", "floordiv", "lshift", "mod", "mul")} | {
+    *(f"__i{name}__" for name in ("or", "pow", "rshift", "sub", "truediv", "xor")),
+    "__setitem__",
+}
+_WRITES_NO_VALUE = {"detach_", "requires_grad_", "rename_", "share_memory_"}
+
+
+def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The absent tensors to which a function writes."""
+    is_method = name.endswith("_") and not name.endswith("__") and name not in _WRITES_NO_VALUE
+    if is_method or name in _ASSIGNMENTS:
+        yield from _absent(args[:1] or list(kwargs.values())[:1])
+    if "out" in kwargs:
+        yield from _absent((kwargs["out"],))
+
+
+def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, AbsentValues):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _absent(value)
+
+
+def _is_recorded(result: Any) -> bool:
+    """Whether autograd has recorded how a result was computed."""
+    if isinstance(result, Tensor):
+        return result.grad_fn is not None
+    return isinstance(result, (list, tuple)) and any(map(_is_recorded, result))
+
+
+def _message(tensor: Tensor, what: str) -> str:
+    return (
+        f"{what} a parameter of shape {tuple(tensor.shape)} whose values are not on this rank now: "
+        "at stage 3 a parameter is sharded outside the forward of its module (and, with "
+        "overlap_param_gather, its update is on the way until then). Between steps, enter `with "
+        "optimizer.full_parameters(writeback=True):` on every rank to write, and without writeback "
+        "to read. A loss that uses parameters outside the forward of their modules needs stage 2, "
+        "or units=[...] with a module whose forward computes that part of the loss"
+    )
+
+
+_COPIED = (
+    "the model is copied or pickled while its parameters are sharded, so the copy would have NaN "
+    "for every value. Enter `with optimizer.full_parameters():` on every rank for "
+    "copy.deepcopy(model), and save weights with optimizer.save_model(path)"
+)

@@ -1,0 +1,184 @@
+"""A value that the user writes into a parameter is kept, or an error says how to write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import ranks as harness
+import torch
+import training
+from ranks import Pool
+from torch import Tensor, nn
+
+from poplar import HeteroZeroOptimizer, Plan
+
+PASSES = ((3, 2), (1, 1))
+
+
+class Gated(nn.Module):
+    """Two blocks and a parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.gate = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.gate
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+def build(
+    stage: int, optimizer: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> tuple[Gated, HeteroZeroOptimizer]:
+    torch.manual_seed(0)
+    model = Gated()
+    made = HeteroZeroOptimizer(
+        model,
+        optimizer,
+        plan=Plan(stage=stage, global_batch=7, micro_batches=PASSES, shares=(0.6, 0.4)),
+        process_group=harness.group(),
+        units=["blocks.0", "blocks.1"],
+        compute_dtype=dtype,
+        lr=0.01,
+    )
+    return model, made
+
+
+def batch() -> Tensor:
+    torch.manual_seed(1 + harness.rank())
+    return torch.randn(sum(PASSES[harness.rank()]), 6)
+
+
+def fill_data(model: Gated) -> None:
+    model.gate.data.fill_(0.3)
+    model.blocks[1][0].weight.data.copy_(torch.full((6, 6), 0.123))
+
+
+def initialize(model: Gated) -> None:
+    nn.init.constant_(model.gate, 0.3)
+    nn.init.constant_(model.blocks[0][0].weight, 0.123)
+
+
+def clamp_all(model: Gated) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+@torch.no_grad()
+def multiply_by_masks(model: Gated) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(torch.arange(parameter.numel()).view(parameter.shape) % 2 == 0)
+
+
+@torch.no_grad()
+def write_elements(model: Gated) -> None:
+    model.blocks[0][0].weight[2, 1:3] = 0.123
+    model.gate.view(1)[0] = 0.3
+
+
+def multiply_foreach(model: Gated) -> None:
+    torch._foreach_mul_([p.detach() for p in model.parameters()], 0.5)
+
+
+WRITES = [fill_data, initialize, clamp_all, multiply_by_masks, write_elements, multiply_foreach]
+
+
+def values_after(
+    stage: int,
+    optimizer: type[torch.optim.Optimizer],
+    dtype: torch.dtype,
+    write: Callable[[Gated], None],
+    *,
+    inside: bool,
+) -> list[Tensor]:
+    """Masters after the write, on rank 0, and values after two more steps."""
+    model, made = build(stage, optimizer, dtype)
+    made.train_step(mean_square, batch())
+    if inside:
+        with made.full_parameters(writeback=True):
+            write(model)
+    else:
+        write(model)
+    states = (made.full_state_dict() or {"state": {}})["state"].values()
+    masters = [state["master"] for state in states if "master" in state]
+    for _ in range(2):
+        made.train_step(mean_square, batch())
+    values = training.whole_parameters(model, made).values()
+    made.release()
+    return [*masters, *values]
+
+
+def both_ways(stage: int, write: Callable[[Gated], None]) -> None:
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+        for dtype in (torch.float32, torch.bfloat16):
+            one = values_after(stage, optimizer, dtype, write, inside=False)
+            other = values_after(stage, optimizer, dtype, write, inside=True)
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("write", WRITES)
+def test_values_written_between_steps_are_kept(ranks: Pool, stage: int, write) -> None:
+    """They train on as values written in `full_parameters(writeback=True)`, bit by bit."""
+    ranks.run(both_ways, stage, write, ranks=2)
+
+
+def errors_of_writes() -> list[str]:
+    model, made = build(3, torch.optim.AdamW, torch.float32)
+    made.train_step(mean_square, batch())
+    errors = []
+    for write in [*WRITES, lambda m: m.gate.data.clamp_(0.0), lambda m: nn.init.zeros_(m.gate)]:
+        try:
+            write(model)
+        except RuntimeError as error:
+            errors.append(str(error))
+    made.train_step(mean_square, batch())
+    made.release()
+    return errors
+
+
+def test_writes_to_sharded_parameters_name_the_context_that_keeps_them(ranks: Pool) -> None:
+    """Also those to a parameter of one element, which torch would accept."""
+    for errors in ranks.run(errors_of_writes, ranks=2):
+        assert len(errors) == len(WRITES) + 2
+        assert all("full_parameters(writeback=True)" in error for error in errors)
+
+
+def first_the_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    penalty = sum(parameter.abs().sum() for parameter in model.parameters())
+    return mean_square(model, x) + penalty
+
+
+def penalty_of_blocks(model: Gated, x: Tensor) -> Tensor:
+    return mean_square(model, x) + sum(p.square().sum() for p in model.blocks.parameters())
+
+
+def elementwise_penalty(model: Gated, x: Tensor) -> Tensor:
+    return mean_square(model, x) + torch.stack(torch._foreach_norm(list(model.parameters()))).sum()
+
+
+def errors_of_losses() -> list[str]:
+    _, made = build(3, torch.optim.AdamW, torch.float32)
+    errors = []
+    for loss in (first_the_penalty, penalty_of_blocks, elementwise_penalty):
+        try:
+            made.train_step(loss, batch())
+        except RuntimeError as error:
+            errors.append(str(error))
+        made.train_step(mean_square, batch())
+    made.release()
+    return errors
+
+
+def test_losses_over_sharded_parameters_name_the_stage(ranks: Pool) -> None:
+    """All ranks raise, and the optimizer can be used again."""
+    for errors in ranks.run(errors_of_losses, ranks=2):
+        assert len(errors) == 3
+        assert all("needs stage 2" in error for error in errors), errors
