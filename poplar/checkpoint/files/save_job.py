@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from poplar._core import fail_at_exit
+from poplar import _core
 from poplar.checkpoint.files import manifest as manifest_file
 from poplar.checkpoint.files.data_file import (
     Cancelled,
@@ -223,7 +223,7 @@ _UNREPORTED: set[PendingSave] = set()
 @atexit.register
 def _fail_if_unreported() -> None:
     for save in _UNREPORTED:
-        fail_at_exit()
+        _core.fail_at_exit()
         if save.job.rank == 0:
             shutil.rmtree(save.job.aside, ignore_errors=True)
 
