@@ -851,8 +851,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         A rank may then be in one of them when others start a reduction, so no rank waits for
         reductions before the end of a pass. What they receive is held until then. The loss function
-        has a method `abort(error)`, which is called if a pass of this rank fails.
+        has a method `abort(error)`, which is called if a pass of this rank fails, and returns
+        whether other ranks wait for it. The loss function is not called before all ranks have a
+        valid batch.
         """
+        self._engine.loss_communicates = True
         self._engine.strategy.reductions.limit = len(self._engine.trained) + 1
 
     def expect_artificial_data(self) -> None:

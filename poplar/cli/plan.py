@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -23,6 +23,7 @@ from poplar.cli.options import (
     parse_stages,
 )
 from poplar.cli.output import command_output, notes, table
+from poplar.errors import NotExportable
 from poplar.formatting import (
     format_bytes,
     format_ranks,
@@ -36,6 +37,12 @@ from poplar.planner.search import POLICIES, alternatives, plan_or_error
 from poplar.planner.synthesis.decision import ProgrammeDecision, plan_programme
 from poplar.planner.synthesis.explanation import explain_programme
 from poplar.profile import ClusterProfile
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PADDED_ELEMENTS = 64
+"""By which a flat parameter may be larger than its tensors, at most."""
 
 
 def plan(
@@ -107,10 +114,11 @@ def plan(
             document["explanation"] = explanation.to_dict()
             result.show(*_explained(explanation))
         if workload is not None:
-            decision = _programme(workload, profile, chosen)
-            document["programme"] = decision.to_dict()
-            result.show(explain_programme(decision))
-            if programme_output is not None and decision.programme is not None:
+            decision, reason = _programme(workload, profile, chosen)
+            no_programme = {"programme": None, "reason": reason}
+            document["programme"] = no_programme if decision is None else decision.to_dict()
+            result.show(reason)
+            if programme_output is not None and decision is not None and decision.programme:
                 decision.programme.to_json(programme_output)
                 result.show(f"programme written to {programme_output}")
         result.document = document if len(document) > 1 else chosen.to_dict()
@@ -119,15 +127,41 @@ def plan(
             result.show(f"written to {output}")
 
 
-def _programme(workload: str, profile: ClusterProfile, chosen: Plan) -> ProgrammeDecision:
-    """The programme of a workload's loss, compared with a plan."""
-    from poplar.spmd.exported_graph import export_loss
+def _programme(
+    workload: str, profile: ClusterProfile, chosen: Plan
+) -> tuple[ProgrammeDecision | None, str]:
+    """The programme of a workload's loss, compared with a plan; and the decision in words.
+
+    None: the workload cannot have a programme.
+
+    Raises:
+        ValueError: the profile is of another model.
+    """
+    from poplar.training.checked_export import CheckedExport
     from poplar.workload import load
 
     loaded = load(workload)
-    batch = loaded.batch_of(chosen.global_batch)
-    exported = export_loss(loaded.model, loaded.loss_fn, batch)
-    return plan_programme(exported.graph, profile, chosen)
+    _check_is_profiled(loaded.model, profile, workload)
+    try:
+        checked = CheckedExport(
+            loaded.model, loaded.loss_fn, loaded.example_batch, chosen.global_batch
+        )
+    except NotExportable as error:
+        return None, f"No programme: {error}."
+    graph = checked.exported.graph
+    decision = plan_programme(graph, profile, chosen)
+    return decision, explain_programme(decision, graph)
+
+
+def _check_is_profiled(model: nn.Module, profile: ClusterProfile, workload: str) -> None:
+    """Raise unless a model has the profile's trained elements, but for what pads each tensor."""
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    padded = sum(trained) + PADDED_ELEMENTS * len(trained)
+    if not sum(trained) <= profile.model.numel <= padded:
+        raise ValueError(
+            f"the profile is of a model with {profile.model.numel} trained elements, but that of "
+            f"{workload} has {sum(trained)}; give the workload that was profiled, or profile it"
+        )
 
 
 def _compared(found: Mapping[str, Plan | ValueError], title: str) -> list[Table | Text]:

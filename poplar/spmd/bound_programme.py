@@ -29,10 +29,10 @@ from poplar.planner.graph.programme import Programme
 from poplar.planner.rules.local_call import ZEROS, LocalCall
 from poplar.planner.rules.registry import local_call
 from poplar.spmd.conversion import convert, own_part
-from poplar.spmd.gradient_flow import passes_gradients
-from poplar.spmd.local_execution import Registers, bound
+from poplar.spmd.gradient_flow import passed_inputs
+from poplar.spmd.local_execution import Registers, bound, zeros_of
 
-PARAMETERS, BATCH = 0, 1
+PARAMETERS, BATCH, BUFFERS = 0, 1, 2
 """Registers of what is given."""
 
 
@@ -45,6 +45,9 @@ class Step(NamedTuple):
     """Registers."""
     writes: tuple[int, ...]
     """Registers."""
+    run_failed: Callable[[Registers], None] | None = None
+    """Computes zeros instead, so that the ranks that did not fail find this one in all collectives
+    of forward and backward. None: that is not possible."""
 
 
 class BoundProgramme:
@@ -65,10 +68,12 @@ class BoundProgramme:
         self._known: dict[tuple[str, Placement, int], int] = {}
         """Registers by node, placement, and number of the output."""
         self.steps: list[Step] = []
-        self.registers: Registers = [None, None]
+        self.registers: Registers = [None, None, None]
         for node in graph.nodes.values():
-            if node.operator in (BUFFER, CONSTANT):
+            if node.operator == CONSTANT:
                 self.registers[self._new(node)] = self._own_constant(node)
+            elif node.operator == BUFFER:
+                self._give_buffer(node)
             elif node.operator in LEAVES:
                 self._give(node)
             elif node.operator == GET_ITEM:  # only this output is converted
@@ -92,6 +97,18 @@ class BoundProgramme:
     def _own_constant(self, node: Node) -> Tensor:
         whole, placement = self._constants[node.name], self._placement(node)
         return own_part(whole, placement, self._programme.ratios, self._rank)
+
+    def _give_buffer(self, node: Node) -> None:
+        """A buffer, which may change between steps."""
+        register, placement, rank = self._new(node), self._placement(node), self._rank
+        ratios, constant = self._programme.ratios, self._own_constant(node)
+
+        def run(values: Registers) -> None:
+            whole = values[BUFFERS].get(node.source)
+            own = constant if whole is None else own_part(whole, placement, ratios, rank)
+            values[register] = own
+
+        self.steps.append(Step(node.name, run, (), (register,)))
 
     def _give(self, node: Node) -> None:
         """A parameter or a tensor of the batch."""
@@ -123,7 +140,8 @@ class BoundProgramme:
             """Of the next input: a node may be read twice, in two placements."""
             return next(number for found, number in following if found == name)
 
-        compute = bound(self._local_call(node), register, self._device)
+        call = self._local_call(node)
+        compute = bound(call, register, self._device)
         outputs = [self._new(node, number=number) for number in range(len(node.outputs))]
 
         def run_one(values: Registers, output: int = outputs[0]) -> None:
@@ -135,13 +153,20 @@ class BoundProgramme:
 
         run = run_several if node.returns_list else run_one
         read = tuple(number for _, number in inputs)
-        self.steps.append(Step(node.name, run, read, tuple(outputs)))
+
+        def run_failed(values: Registers) -> None:
+            zeros = replace(call, passed=passed_inputs(self._graph, node))
+            made = zeros_of(zeros, [values[number] for number in read], self._device)
+            for output, value in zip(outputs, made, strict=True):
+                values[output] = value
+
+        self.steps.append(Step(node.name, run, read, tuple(outputs), run_failed))
 
     def _local_call(self, node: Node) -> LocalCall:
         inputs, ratios = self._programme.inputs[node.name], self._programme.ratios
         call = local_call(self._graph, node, inputs, self._placement(node), ratios, self._rank)
-        if call.operator == ZEROS and not passes_gradients(self._graph, node):
-            return replace(call, arguments=())
+        if call.operator == ZEROS:
+            return replace(call, passed=passed_inputs(self._graph, node))
         return call
 
     def _read(self, name: str, target: Placement | None, number: int = 0) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +68,31 @@ class DividedModel:
                 self._comm, own.detach(), placement, REPLICATED, shape, self._ratios, what=what
             )
 
+    @contextmanager
+    def stand_ins(self) -> Iterator[bool]:
+        """A context in which the sharded parameters have whole shapes, with this rank's values.
+
+        These values are repeated, so that nothing is communicated. False: this rank has none of a
+        parameter, whose values are zeros.
+        """
+        own = {name: self.parameters[name].data for name in self._placements}
+        try:
+            for name, placement in self._placements.items():
+                self.parameters[name].data = _repeated(own[name], placement.dim, self._shapes[name])
+            yield all(part.numel() for part in own.values())
+        finally:
+            for name, part in own.items():
+                self.parameters[name].data = part
+
     def restore(self) -> None:
         """Give all parameters their whole values. Collective."""
         for name in self._placements:
             parameter = self.parameters[name]
             parameter.data = self.whole(name, parameter.data)
+
+
+def _repeated(part: Tensor, dim: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of this shape whose indices of `dim` are those of a part, in turns."""
+    if not part.numel():
+        return part.new_zeros(shape)
+    return part.index_select(dim, torch.arange(shape[dim], device=part.device) % part.shape[dim])

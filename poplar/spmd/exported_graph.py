@@ -1,22 +1,26 @@
 """From a model, a loss function and a batch to the graph of the forward pass, by `torch.export`.
 
-The graph is of this batch: its shapes, its values that are no tensors, the mode of the model. It
-keeps composite operators, such as attention, whole. Operators that change tensors in place are
-replaced by those that do not.
+The graph is of this batch: its shapes, its strings and truth values, the modes of the modules.
+Numbers in the batch are inputs, like tensors, where the operators take tensors. Composite
+operators, such as attention, are kept whole. Operators that change tensors in place are replaced by
+those that do not.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import SequenceKey, keystr, tree_flatten_with_path, tree_map
 
 from poplar.errors import NotExportable
 from poplar.planner.graph.global_means import with_global_means
@@ -31,6 +35,7 @@ from poplar.planner.graph.graph import (
     Reference,
     TensorType,
 )
+from poplar.spmd.gradient_modes import GradientModesKept
 
 _ROOT = "model."
 _KINDS = {
@@ -40,8 +45,10 @@ _KINDS = {
     InputKind.USER_INPUT: INPUT,
 }
 _CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default")
-_DROPOUT_ARGUMENT = {"aten.scaled_dot_product_attention.default": 4}
-"""Position of the probability, in operators that are random only where it is not 0."""
+_SWITCHES = ("train", "training", "p", "dropout", "dropout_p")
+"""Arguments of random operators: if one is 0 or False, no numbers are drawn."""
+_IDENTITIES = ("aten.dropout.default",)
+"""Operators that return their first argument unless they are random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,36 @@ class ExportedLoss:
     graph: Graph
     constants: Mapping[str, Tensor]
     """Of the graph's constants and buffers, by the name of the node."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """By path: what the batch has besides inputs, and what the graph is of."""
+
+    def equals(self, other: ExportedLoss) -> bool:
+        """Whether both are the same function of parameters, buffers and batch."""
+        constants = [node.name for node in self.graph.nodes.values() if node.operator == CONSTANT]
+        return (
+            self.graph == other.graph
+            and self.fixed == other.fixed
+            and all(torch.equal(self.constants[n], other.constants[n]) for n in constants)
+        )
+
+    def tensors(self, batch: Any, device: torch.device) -> dict[str, Tensor]:
+        """The inputs of the graph that a batch has, by path.
+
+        Raises:
+            ValueError: a value of the batch is not the one that the graph is of.
+        """
+        inputs = self.graph.batch
+        tensors: dict[str, Tensor] = {}
+        for path, value in _leaves(batch).items():
+            if path in inputs:
+                tensors[path] = _as_tensor(value, path, inputs[path].output.dtype, device)
+            elif path in self.fixed and not _same(value, self.fixed[path]):
+                raise ValueError(
+                    f"the batch has {value!r} at {path}, but the example batch had "
+                    f"{self.fixed[path]!r}, which the programme keeps; give distribute() an "
+                    "example with this value, or a tensor where it changes"
+                )
+        return tensors
 
 
 class _Loss(nn.Module):
@@ -60,7 +97,8 @@ class _Loss(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, batch: Any) -> Tensor:
-        return self.loss_fn(self.model, batch)
+        with GradientModesKept():
+            return self.loss_fn(self.model, batch)
 
 
 def export_loss(
@@ -78,17 +116,26 @@ def export_loss(
             BatchNorm in training), draws random numbers (such as dropout), or has operators that
             `torch.export` does not know.
     """
-    program = _exported(_Loss(model, loss_fn), batch)
+    module = _Loss(model, loss_fn)
+    given = _with_numbers_as_tensors(model, batch)
+    try:
+        program = _exported(module, given)
+    except NotExportable:
+        if _kinds(given) == _kinds(batch):
+            raise
+        given = batch
+        program = _exported(module, given)
     _refuse_changes(program)
-    return _converted(program, model, batch)
+    graph, constants = _converted(program, model, given)
+    return ExportedLoss(graph, constants, _fixed(given))
 
 
 def _exported(module: nn.Module, batch: Any) -> ExportedProgram:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _python_random_refused():
             warnings.simplefilter("ignore")  # about torch's own use of pytrees
             program = torch.export.export(module, (batch,), strict=False)
-            for node in _calls(program.graph):
+            for node in _calls(program.graph_module):
                 _refuse_random(node)
             decomposed: ExportedProgram = program.run_decompositions({})
             return decomposed
@@ -99,26 +146,44 @@ def _exported(module: nn.Module, batch: Any) -> ExportedProgram:
         raise NotExportable(f"torch.export failed: {first_line}") from error
 
 
-def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    return (node for node in graph.nodes if node.op == "call_function")
+@contextmanager
+def _python_random_refused() -> Iterator[None]:
+    """A context in which Python and numpy draw no random numbers: a graph would keep them."""
+    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+
+    def states() -> tuple[Any, str]:
+        return random.getstate(), repr(numpy_random.get_state()) if numpy_random else ""
+
+    before = states()
+    yield
+    if states() != before:
+        raise NotExportable(
+            "the forward pass draws random numbers of Python or numpy, and each pass needs others"
+        )
+
+
+def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Of the program and of its regions."""
+    graphs = (found.graph for found in module.modules() if isinstance(found, fx.GraphModule))
+    return (node for graph in graphs for node in graph.nodes if node.op == "call_function")
 
 
 def _refuse_random(node: fx.Node) -> None:
-    """Refuse operators that draw random numbers: ranks would not draw those of one process."""
-    name = _operator(node)
-    if name in ("aten.dropout.default", "aten.dropout_.default"):
-        _, probability, is_training = node.args
-        is_random = bool(is_training) and probability != 0.0
-    elif name in _DROPOUT_ARGUMENT:
-        position = _DROPOUT_ARGUMENT[name]
-        at_position = node.args[position] if len(node.args) > position else 0.0
-        is_random = node.kwargs.get("dropout_p", at_position) != 0.0
-    else:
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if is_random:
-        raise NotExportable(
-            f"{name} draws random numbers, as dropout in training does; set its probability to 0"
-        )
+    """Refuse operators that draw random numbers: ranks would not draw those of one process.
+
+    Operators with dropout in them draw some only in training, and only if the probability is not 0.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = node.target._schema.arguments
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    if any(given.get(name, True) in (False, 0.0) for name in _SWITCHES):
+        return
+    raise NotExportable(
+        f"{node.target} draws random numbers, as dropout in training does; set its probability to 0"
+    )
 
 
 def _refuse_changes(program: ExportedProgram) -> None:
@@ -136,7 +201,10 @@ def _refuse_changes(program: ExportedProgram) -> None:
         )
 
 
-def _converted(program: ExportedProgram, model: nn.Module, batch: Any) -> ExportedLoss:
+def _converted(
+    program: ExportedProgram, model: nn.Module, batch: Any
+) -> tuple[Graph, dict[str, Tensor]]:
+    """The graph and its constants."""
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     sources = _sources(program, model, batch)
     nodes: dict[str, Node] = {}
@@ -152,6 +220,8 @@ def _converted(program: ExportedProgram, model: nn.Module, batch: Any) -> Export
                 nodes[leaf.name] = leaf
                 if leaf.operator in (BUFFER, CONSTANT):
                     constants[leaf.name] = _value(program, specs[node.name])
+        elif node.op == "call_function" and _operator(node) in _IDENTITIES:
+            known[node.name] = known[node.args[0].name]
         elif node.op == "call_function" and _operator(node) not in _CHECKS:
             nodes[node.name] = _call(node, known)
             known[node.name] = node.name
@@ -161,7 +231,7 @@ def _converted(program: ExportedProgram, model: nn.Module, batch: Any) -> Export
             f"loss_fn must return a float tensor of no dimensions, got {loss.output}"
         )
     graph = with_global_means(_needed(Graph(nodes, loss.name)))
-    return ExportedLoss(graph, {k: v for k, v in constants.items() if k in graph.nodes})
+    return graph, {k: v for k, v in constants.items() if k in graph.nodes}
 
 
 def _sources(program: ExportedProgram, model: nn.Module, batch: Any) -> dict[str, str]:
@@ -175,9 +245,62 @@ def _sources(program: ExportedProgram, model: nn.Module, batch: Any) -> dict[str
             source = names.get(id(program.state_dict[str(spec.target)]), source)
         sources[spec.arg.name] = source
     given = [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT]
+    return sources | dict(zip(given, _leaves(batch), strict=True))
+
+
+def _leaves(batch: Any) -> dict[str, Any]:
+    """What a batch has, by path."""
     leaves, _ = tree_flatten_with_path(batch)
-    sources |= {name: keystr(path) for name, (path, _) in zip(given, leaves, strict=True)}
-    return sources
+    return {keystr(path): leaf for path, leaf in leaves}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _fixed(batch: Any) -> dict[str, Any]:
+    """By path, what a graph may depend on besides inputs. Strings in lists are names of samples."""
+    leaves, _ = tree_flatten_with_path(batch)
+    return {
+        keystr(path): leaf
+        for path, leaf in leaves
+        if leaf is None
+        or isinstance(leaf, bool | int | float)
+        or (isinstance(leaf, str) and not isinstance(path[-1], SequenceKey))
+    }
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)
+
+
+def _kinds(batch: Any) -> list[type]:
+    return [type(leaf) for leaf in _leaves(batch).values()]
+
+
+def _with_numbers_as_tensors(model: nn.Module, batch: Any) -> Any:
+    """The batch with tensors of no dimensions for its numbers."""
+    is_double = any(p.dtype == torch.float64 for p in model.parameters())
+    floating = torch.float64 if is_double else torch.float32
+
+    def converted(leaf: Any) -> Any:
+        if not _is_number(leaf):
+            return leaf
+        return torch.tensor(leaf, dtype=floating if isinstance(leaf, float) else torch.int64)
+
+    return tree_map(converted, batch)
+
+
+def _as_tensor(value: Any, path: str, dtype: str, device: torch.device) -> Tensor:
+    """An input of a graph from the batch."""
+    if isinstance(value, Tensor):
+        return value
+    if not _is_number(value) or (isinstance(value, float) and not dtype.startswith("float")):
+        raise ValueError(
+            f"the batch has {value!r} at {path}, but the example batch had a {dtype} there; give "
+            "distribute() an example with a value of this type"
+        )
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=device)
 
 
 def _leaf(node: fx.Node, spec: InputSpec, source: str) -> Node:
@@ -200,8 +323,6 @@ def _value(program: ExportedProgram, spec: InputSpec) -> Tensor:
 
 
 def _call(node: fx.Node, known: Mapping[str, str]) -> Node:
-    _refuse_random(node)
-
     def converted(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             if argument.name not in known:
@@ -229,10 +350,7 @@ def _operator(node: fx.Node) -> str:
         return str(target)
     if getattr(target, "__name__", "") == "getitem":
         return GET_ITEM
-    raise NotExportable(
-        f"the graph has {target}, which is no operator on tensors; torch.no_grad() and "
-        "torch.autocast() inside a model are not supported, use detach() and casts"
-    )
+    raise NotExportable(f"the graph has {target}, which is no operator on tensors")
 
 
 def _type(value: Any, name: str) -> TensorType:

@@ -1,12 +1,13 @@
-"""Whether autograd passes through an operator.
+"""Through which inputs of an operator autograd passes, by output.
 
-A rank with an empty part of a node computes zeros in its place. Autograd must reach its inputs from
-there exactly if it does on the other ranks; otherwise the ranks issue different collectives in the
-backward pass.
+A rank with an empty part of a node computes zeros in its place. Autograd must reach an input from
+an output there exactly if it does on the other ranks; otherwise the ranks issue different
+collectives in the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,28 +17,39 @@ from poplar.planner.graph.graph import Graph, Node, Reference, TensorType
 from poplar.spmd.local_execution import function
 
 
-def passes_gradients(graph: Graph, node: Node) -> bool:
-    """Whether a result of the operator has a gradient if all its inputs have one.
+def passed_inputs(graph: Graph, node: Node) -> tuple[tuple[int, ...], ...]:
+    """By output of an operator: the positions of the inputs on which its gradient depends.
 
-    It runs the operator on tensors without values.
+    It runs the operator on tensors without values, once for each input.
     """
-    types = iter(graph.types(node))
+    by_input = [_have_gradient(graph, node, trained) for trained in range(len(node.inputs))]
+    return tuple(
+        tuple(trained for trained, outputs in enumerate(by_input) if outputs[output])
+        for output in range(len(node.outputs))
+    )
 
-    def converted(argument: Any) -> Any:
-        if isinstance(argument, Reference):
-            return _without_values(next(types))
-        if isinstance(argument, list | tuple):
-            return [converted(element) for element in argument]
-        return torch.device("meta") if isinstance(argument, torch.device) else argument
 
-    arguments = [converted(argument) for argument in node.arguments]
-    keywords = {key: converted(argument) for key, argument in node.keywords.items()}
+def _have_gradient(graph: Graph, node: Node, trained: int) -> list[bool]:
+    """By output, if only one of the inputs has a gradient."""
+    kinds = enumerate(graph.types(node))
+    arguments = [_converted(argument, kinds, trained) for argument in node.arguments]
+    keywords = {key: _converted(value, kinds, trained) for key, value in node.keywords.items()}
     with torch.enable_grad():
         results = function(node.operator)(*arguments, **keywords)
     results = results if isinstance(results, list | tuple) else [results]
-    return any(result.requires_grad for result in results)
+    return [result.requires_grad for result in results]
 
 
-def _without_values(kind: TensorType) -> Tensor:
+def _converted(argument: Any, kinds: Iterator[tuple[int, TensorType]], trained: int) -> Any:
+    if isinstance(argument, Reference):
+        position, kind = next(kinds)
+        return _without_values(kind, has_gradient=position == trained)
+    if isinstance(argument, list | tuple):
+        return [_converted(element, kinds, trained) for element in argument]
+    return torch.device("meta") if isinstance(argument, torch.device) else argument
+
+
+def _without_values(kind: TensorType, *, has_gradient: bool) -> Tensor:
     dtype = getattr(torch, kind.dtype)
-    return torch.empty(kind.shape, dtype=dtype, device="meta", requires_grad=kind.is_floating)
+    requires_grad = has_gradient and (dtype.is_floating_point or dtype.is_complex)
+    return torch.empty(kind.shape, dtype=dtype, device="meta", requires_grad=requires_grad)

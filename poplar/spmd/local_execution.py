@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from poplar.planner.graph.graph import GET_ITEM, Reference, TensorType
+from poplar.planner.graph.graph import GET_ITEM, Reference
 from poplar.planner.rules.local_call import EMBEDDING_PART, ZEROS, LocalCall, Zeroed
 
 Registers = list[Any]
@@ -32,12 +32,11 @@ def bound(
     arguments, reads = _bound_values(dict(enumerate(call.arguments)), register)
     if call.operator == ZEROS:
 
-        def zeros(values: Registers) -> Any:
-            given = [reads[at](values) if at in reads else value for at, value in arguments.items()]
-            made = _zeros(call.outputs, given, device)
+        def run_zeros(values: Registers) -> Any:
+            made = zeros_of(call, [read(values) for read in reads.values()], device)
             return made if call.returns_list else made[0]
 
-        return zeros
+        return run_zeros
     keywords, keyword_reads = _bound_values(call.keywords, register)
     called, constant = function(call.operator), list(arguments.values())
     pairs, scale = tuple(reads.items()), call.scale
@@ -135,17 +134,21 @@ def embedding_part(part: Tensor, indices: Tensor, start: int, padding: int) -> T
     return torch.where(is_own.unsqueeze(-1), rows, 0.0)
 
 
-def _zeros(types: tuple[TensorType, ...], inputs: list[Any], device: torch.device) -> list[Tensor]:
-    tensors = [
-        tensor
-        for value in inputs
-        for tensor in (value if isinstance(value, list | tuple) else [value])
-    ]
-    if tensors:
-        device = tensors[0].device
+def zeros_of(call: LocalCall, inputs: list[Any], device: torch.device) -> list[Tensor]:
+    """The outputs of a call of `ZEROS`."""
+    tensors = [x for value in inputs for x in _several(value)]
+    device = tensors[0].device if tensors else device
+    passed = call.passed or (tuple(range(len(tensors))),) * len(call.outputs)
     return [
-        _connected_zeros(kind.shape, getattr(torch, kind.dtype), device, *tensors) for kind in types
+        _connected_zeros(
+            kind.shape, getattr(torch, kind.dtype), device, *(tensors[at] for at in positions)
+        )
+        for kind, positions in zip(call.outputs, passed, strict=True)
     ]
+
+
+def _several(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _connected_zeros(
@@ -155,12 +158,16 @@ def _connected_zeros(
 
     Collectives in the backward pass then run on every rank.
     """
-    if not dtype.is_floating_point:
+    if not _is_differentiable(dtype):
         return torch.zeros(shape, dtype=dtype, device=device)
     result: Tensor = _ConnectedZeros.apply(  # type: ignore[no-untyped-call]
         shape, dtype, device, *inputs
     )
     return result
+
+
+def _is_differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 class _ConnectedZeros(torch.autograd.Function):
@@ -172,14 +179,14 @@ class _ConnectedZeros(torch.autograd.Function):
         device: torch.device,
         *inputs: Tensor,
     ) -> Tensor:
-        ctx.inputs = [(x.shape, x.dtype, x.device, x.is_floating_point()) for x in inputs]
+        ctx.inputs = [(x.shape, x.dtype, x.device, _is_differentiable(x.dtype)) for x in inputs]
         return torch.zeros(shape, dtype=dtype, device=device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         zeros = (
-            torch.zeros(shape, dtype=dtype, device=device) if is_floating else None
-            for shape, dtype, device, is_floating in ctx.inputs
+            torch.zeros(shape, dtype=dtype, device=device) if is_differentiable else None
+            for shape, dtype, device, is_differentiable in ctx.inputs
         )
         return (None, None, None, *zeros)

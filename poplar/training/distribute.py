@@ -20,6 +20,7 @@ from poplar.profile import ClusterProfile
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.progress import Report, show_progress
 from poplar.spmd.exported_graph import ExportedLoss
+from poplar.training.checked_export import CheckedExport
 from poplar.training.job import Job
 from poplar.training.training import DistributedTraining
 from poplar.training.trials import Candidate, compare
@@ -72,7 +73,10 @@ def distribute(
 
     A programme runs one pass per step, of whole global batches in the shapes of the example. It
     computes in the dtype of the model. Models that cannot be exported (control flow that depends
-    on values, BatchNorm in training, dropout) are trained by the plan; `explain()` says why.
+    on values, BatchNorm in training, dropout) are trained by the plan; `explain()` says why. So are
+    models whose exported graph has another loss or gradient than the model itself (hooks, custom
+    `autograd.Function`s, numbers that Python code changes); this is compared here and, with two
+    samples, in some steps of the training.
 
     Args:
         model: on this rank's device. The values of the first rank are used.
@@ -134,9 +138,9 @@ def distribute(
     exported, reason = job.exported(must=False)
     if exported is None:
         return job.by_plan(tuned.plan, reason=reason)
-    decision = _decide(job.control, exported, tuned)
+    decision = _decide(job.control, exported.exported, tuned)
     if decision.programme is None:
-        return job.by_plan(tuned.plan, reason=explain_programme(decision))
+        return job.by_plan(tuned.plan, reason=explain_programme(decision, exported.exported.graph))
     comm = job.connected(exported, tuned.plan.transport)
     with show_progress(progress and group.rank == 0) as report:
         return _faster(
@@ -153,7 +157,7 @@ def distribute(
 def _faster(
     job: Job,
     comm: Communicator,
-    exported: ExportedLoss,
+    exported: CheckedExport,
     plan: Plan,
     decision: ProgrammeDecision,
     seconds: float,
@@ -166,7 +170,7 @@ def _faster(
     Args:
         seconds: for trials; 0: there are none.
     """
-    programme, text = decision.programme, explain_programme(decision)
+    programme, text = decision.programme, explain_programme(decision, exported.exported.graph)
     assert programme is not None
 
     def by_programme(reason: str = text) -> DistributedTraining:
@@ -184,6 +188,13 @@ def _faster(
         seconds=seconds,
         report=report,
     )
+    if measured.difference:
+        return by_plan(
+            "data parallelism, because the programme computes something else "
+            f"({measured.difference}). The loss may be no mean over samples, such as a mean over "
+            "tokens without weight=, or one that compares samples. The programme was:\n"
+            f"{text}"
+        )
     own, other = format_seconds(measured.first_seconds), format_seconds(measured.second_seconds)
     if measured.ratio < 1.0:
         return by_programme(

@@ -24,7 +24,7 @@ class DividedGuard:
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """A context in which state dicts may be read."""
+        """A context in which the model may be called, and its state dicts read."""
         self._is_allowed = True
         try:
             yield
@@ -38,10 +38,12 @@ class DividedGuard:
         self._handles.clear()
 
     def _refuse_forward(self, module: nn.Module, arguments: Any) -> None:
-        raise RuntimeError(
-            "the parameters of this model are divided over ranks by a programme, so its forward "
-            "has no meaning; call train_step() or evaluate() of the training, or release() it first"
-        )
+        if not self._is_allowed:
+            raise RuntimeError(
+                "the parameters of this model are divided over ranks by a programme, so its "
+                "forward has no meaning; call train_step() or evaluate() of the training, or "
+                "release() it first"
+            )
 
     def _refuse_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self._is_allowed:

@@ -16,7 +16,7 @@ from poplar.errors import NotExportable
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
 from poplar.planner.graph.programme import Programme
-from poplar.spmd.exported_graph import ExportedLoss, export_loss
+from poplar.training.checked_export import CheckedExport
 from poplar.training.data_parallel import DataParallelTraining
 from poplar.training.programme import ProgrammeTraining, sampling_plan
 from poplar.zero.agreement import raise_on_any_error
@@ -52,8 +52,10 @@ class Job:
         start, samples = plan.offset(rank), plan.samples(rank)
         return self._repeated(range(start, start + samples)) if samples else None
 
-    def exported(self, *, must: bool) -> tuple[ExportedLoss | None, str]:
+    def exported(self, *, must: bool) -> tuple[CheckedExport | None, str]:
         """The graph of the loss of a global batch; None on all ranks if one has none. Collective.
+
+        It computes what the model computes.
 
         Args:
             must: raise instead.
@@ -61,7 +63,7 @@ class Job:
         Returns:
             The graph, or why there is none.
         """
-        exported: ExportedLoss | None = None
+        exported: CheckedExport | None = None
         error: Exception | None = None
         try:
             exported = self._export()
@@ -88,13 +90,12 @@ class Job:
         )
 
     def by_programme(
-        self, comm: Communicator, exported: ExportedLoss, programme: Programme, *, reason: str
+        self, comm: Communicator, exported: CheckedExport, programme: Programme, *, reason: str
     ) -> ProgrammeTraining:
         """The ranks compute the loss together. Collective."""
         plan = sampling_plan(programme, self.global_batch)
         return ProgrammeTraining(
             comm,
-            self.model,
             exported,
             programme,
             plan,
@@ -103,19 +104,17 @@ class Job:
             **self.options,
         )
 
-    def connected(self, exported: ExportedLoss, planned: str | None) -> Communicator:
+    def connected(self, checked: CheckedExport, planned: str | None) -> Communicator:
         """The transport of programmes; all ranks get the first rank's values. Collective."""
         comm = connect(self.group, "auto", self.device, planned=planned)
         _broadcast(comm, dict(chain(self.model.named_parameters(), self.model.named_buffers())))
-        _broadcast(comm, exported.constants)
+        _broadcast(comm, checked.exported.constants)
         return comm
 
-    def _export(self) -> ExportedLoss:
+    def _export(self) -> CheckedExport:
         if self.loss != "mean":
             raise NotExportable(f"loss={self.loss!r}, but programmes need a loss that is a mean")
-        if any(t.is_meta for t in chain(self.model.parameters(), self.model.buffers())):
-            raise NotExportable("the model is on meta, and a programme divides real values")
-        return export_loss(self.model, self.loss_fn, self._repeated(range(self.global_batch)))
+        return CheckedExport(self.model, self.loss_fn, self.example, self.global_batch)
 
     def _repeated(self, samples: range) -> Any:
         known = pytree.samples_in(self.example)

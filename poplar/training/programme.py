@@ -7,28 +7,35 @@ programme's loss, whose weight is 1: the loss is the sum over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from poplar.comm import Communicator
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
+from poplar.planner.graph.graph import BUFFER, Graph
 from poplar.planner.graph.placement import Sharded, cut
 from poplar.planner.graph.programme import Programme
+from poplar.planner.synthesis.composition import batch_placements
+from poplar.planner.synthesis.data_parallel import data_parallel
 from poplar.spmd.divided_model import DividedModel
 from poplar.spmd.execution import Execution
-from poplar.spmd.exported_graph import ExportedLoss
+from poplar.training.checked_export import CheckedExport
 from poplar.training.divided_guard import DividedGuard
 from poplar.training.training import DistributedTraining
 from poplar.training.whole_state import WholeState
+from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.preserved_state import evaluation_mode
 from poplar.zero.step_result import StepResult
 from poplar.zero.update import OptimizerFactory
+
+LossPart = Callable[[list[Exception]], Tensor]
 
 
 def sampling_plan(programme: Programme, global_batch: int) -> Plan:
@@ -48,8 +55,8 @@ class ProgrammeTraining(DistributedTraining):
 
     Args:
         comm: carries the programme's tensors, and nothing else.
-        model: with the same values on all ranks; its sharded parameters become parts.
-        exported: of the loss on a whole global batch.
+        checked: the loss of a whole global batch, and the model, with the same values on all ranks;
+            its sharded parameters become parts.
         programme: of the exported graph.
         plan: from `sampling_plan`.
         optimizer_class, options: as for `HeteroZeroOptimizer`.
@@ -62,8 +69,7 @@ class ProgrammeTraining(DistributedTraining):
     def __init__(
         self,
         comm: Communicator,
-        model: nn.Module,
-        exported: ExportedLoss,
+        checked: CheckedExport,
         programme: Programme,
         plan: Plan,
         optimizer_class: OptimizerFactory,
@@ -71,19 +77,19 @@ class ProgrammeTraining(DistributedTraining):
         reason: str,
         **options: Any,
     ) -> None:
-        self.model, self.plan = model, plan
+        self.model, self.plan = checked.model, plan
         self.programme: Programme = programme
         self.reason = reason
         self._rank, self._ranks = comm.group.rank, comm.group.size
-        device = next(model.parameters()).device
-        self._graph = exported.graph
-        self._execution = Execution(comm, exported.graph, programme, exported.constants, device)
-        self._comm, self._device = comm, device
-        self._divided = DividedModel(comm, model, programme)
-        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        self._comm, self._device = comm, next(self.model.parameters()).device
+        self._modules, self._steps = tuple(self.model.modules()), 0
+        first = _Pass(comm, checked, programme, self._device)
+        self._passes = {self._modes(): first}
+        self._divided = DividedModel(comm, self.model, programme)
+        dtypes = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         options.setdefault("compute_dtype", dtypes.pop() if len(dtypes) == 1 else "auto")
         self.optimizer = HeteroZeroOptimizer(
-            model,
+            self.model,
             optimizer_class,
             plan=Plan(
                 stage=1,
@@ -97,48 +103,78 @@ class ProgrammeTraining(DistributedTraining):
         )
         self.optimizer.expect_artificial_data()
         self.optimizer.expect_collectives_in_loss()
-        self._guard = DividedGuard(model)
+        self._guard = DividedGuard(self.model)
         self._state = WholeState(self._divided, self.optimizer, self._guard)
 
     def train_step(self, batch: Any, *, max_norm: float | None = None) -> StepResult:
         loss = _ProgrammeLoss(self, batch)
         one = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        result = self.optimizer.train_step(loss, one, loss="global_mean", max_norm=max_norm)
+        result = self.optimizer.train_step(
+            loss, one, weight=loss.open, loss="global_mean", max_norm=max_norm
+        )
+        self._steps += 1
         result.samples = self.plan.global_batch
         return result
 
-    def loss(self, batch: Any) -> Tensor:
-        """This rank's contribution to the loss of a global batch. Collective.
+    def opened(self, batch: Any) -> LossPart:
+        """A function that computes this rank's contribution to the loss of a global batch.
+
+        The function is collective; this method is not. See `Execution.loss` for its argument.
 
         Args:
             batch: this rank's part, as for `train_step`.
+
+        Raises:
+            NotExportable: the model computes something else than the programme.
+            ValueError: the batch is not like the example batch.
         """
-        return self._execution.loss(self._divided.parameters, self._tensors(batch))
+        own = self._pass()
+        tensors = self._tensors(own.graph, own.checked.exported.tensors(batch, self._device))
+        if torch.is_grad_enabled() and self.plan.samples(self._rank):
+            with self._guard.allowed(), self._divided.stand_ins() as has_values:
+                if has_values:
+                    own.checked.check(batch, self._steps)
+        buffers = own.buffers
+        return lambda errors: own.execution.loss(self._divided.parameters, tensors, buffers, errors)
 
     def abort(self, error: Exception) -> None:
         """Make the collectives of the programme raise on the other ranks."""
         self._comm.abort(f"rank {self._rank}: a pass of the programme failed: {error!r}")
 
-    def _tensors(self, batch: Any) -> dict[str, Tensor]:
+    def _modes(self) -> tuple[bool, ...]:
+        """On which the graph depends: the training flags of all modules."""
+        return tuple([module.training for module in self._modules])
+
+    def _pass(self) -> _Pass:
+        """In the modes of the modules. In others than before, the loss is exported again."""
+        modes = self._modes()
+        if modes not in self._passes:
+            first = next(iter(self._passes.values()))
+            with self._guard.allowed(), self._divided.stand_ins():
+                checked = first.checked.again()
+            self._passes[modes] = first
+            if not checked.exported.equals(first.checked.exported):
+                programme = data_parallel(
+                    checked.exported.graph, self.programme.ratios, self.programme.parameters
+                )
+                self._passes[modes] = _Pass(self._comm, checked, programme, self._device)
+        return self._passes[modes]
+
+    def _tensors(self, graph: Graph, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a batch by path; those of a rank without samples are empty."""
-        samples = self.plan.samples(self._rank)
-        programme, nodes = self.programme, self._graph.batch
-        found: dict[str, Any] = {}
-        if batch is not None:
-            leaves, _ = tree_flatten_with_path(batch)
-            found = {keystr(path): leaf for path, leaf in leaves}
+        samples, divided = self.plan.samples(self._rank), batch_placements(graph)
         tensors: dict[str, Tensor] = {}
-        for path, node in nodes.items():
+        for path, node in graph.batch.items():
             whole = node.output.shape
-            is_divided = programme.placements[node.name] == Sharded(0)
+            is_divided = divided[node.name] == Sharded(0)
             value = found.get(path)
             if samples == 0 and is_divided:
                 dtype = getattr(torch, node.output.dtype)
                 value = torch.empty((0, *whole[1:]), dtype=dtype, device=self._device)
-            if not isinstance(value, Tensor):
+            if value is None:
                 raise ValueError(
-                    f"rank {self._rank}: the batch has no tensor at {path}, which the example "
-                    "batch had"
+                    f"rank {self._rank}: the batch has no tensor or number at {path}, which the "
+                    "example batch had"
                 )
             expected = (samples, *whole[1:]) if is_divided else whole
             if tuple(value.shape) != tuple(expected):
@@ -155,19 +191,33 @@ class ProgrammeTraining(DistributedTraining):
         control, doing = self.optimizer.control, "evaluate()"
         batches = iter(loader)
         total, count = 0.0, 0
-        while True:
-            batch = next(batches, None)
-            have = control.exchange_objects(batch is not None, what=doing)
-            if not any(have):
-                break
-            if not all(have):
-                missing = [rank for rank, has in enumerate(have) if not has]
-                raise ValueError(
-                    f"evaluate(): ranks {missing} have fewer batches than the others; all ranks "
-                    "need a part of every global batch (drop_last=True)"
-                )
-            parts = control.exchange_objects(float(self.loss(batch)), what=doing)
-            total, count = total + sum(parts), count + 1
+
+        def opened() -> LossPart | None:
+            batch = next(batches, batches)
+            return None if batch is batches else self.opened(batch)
+
+        def computed(loss: LossPart) -> float:
+            errors: list[Exception] = []
+            value = float(loss(errors))
+            if errors:
+                raise errors[0]
+            return value
+
+        with evaluation_mode(self.model):
+            while True:
+                loss = run_on_all_ranks(control, opened, doing=doing)
+                have = control.exchange_objects(loss is not None, what=doing)
+                if not any(have):
+                    break
+                if loss is None or not all(have):
+                    missing = [rank for rank, has in enumerate(have) if not has]
+                    raise ValueError(
+                        f"evaluate(): ranks {missing} have fewer batches than the others; all "
+                        "ranks need a part of every global batch (drop_last=True)"
+                    )
+                value = run_on_all_ranks(control, partial(computed, loss), doing=doing)
+                parts = control.exchange_objects(value, what=doing)
+                total, count = total + sum(parts), count + 1
         if not count:
             raise ValueError("evaluate(): no rank had a batch")
         return total / count
@@ -187,15 +237,51 @@ class ProgrammeTraining(DistributedTraining):
         self._guard.remove()
 
 
+class _Pass:
+    """A programme and the graph that it runs, in some modes of the modules."""
+
+    def __init__(
+        self, comm: Communicator, checked: CheckedExport, programme: Programme, device: torch.device
+    ) -> None:
+        self.checked, exported = checked, checked.exported
+        self.graph = exported.graph
+        self.execution = Execution(comm, self.graph, programme, exported.constants, device)
+        read = {node.source for node in self.graph.nodes.values() if node.operator == BUFFER}
+        self._buffers = [
+            (source, checked.model.get_submodule(source.rpartition(".")[0]))
+            for source, _ in checked.model.named_buffers()
+            if source in read
+        ]
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The graph's buffers by name, as the model has them now."""
+        return {
+            source: getattr(module, source.rpartition(".")[2]) for source, module in self._buffers
+        }
+
+
 class _ProgrammeLoss:
     """The loss of one step, as `train_step` of the optimizer calls it."""
 
     def __init__(self, training: ProgrammeTraining, batch: Any) -> None:
         self._training, self._batch = training, batch
+        self._compute: LossPart | None = None
+        self.errors: list[Exception] = []
+        """See `MicroBatchLoss.raise_any_error`."""
+
+    def open(self, _: Any) -> float:
+        """Check the batch, while the ranks agree that the step begins; returns its weight."""
+        self._compute = self._training.opened(self._batch)
+        return 1.0
 
     def __call__(self, model: nn.Module, _: Any) -> Tensor:
-        return self._training.loss(self._batch)
+        assert self._compute is not None
+        return self._compute(self.errors)
 
-    def abort(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> bool:
         """See `MicroBatchLoss.abort`."""
-        self._training.abort(error)
+        others_wait = error not in self.errors
+        if others_wait:
+            self._training.abort(error)
+        return others_wait

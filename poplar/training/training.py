@@ -43,7 +43,7 @@ class DistributedTraining(ABC):
 
     @abstractmethod
     def evaluate(self, loader: Iterable[Any]) -> float:
-        """Mean loss over the batches of all ranks. Collective.
+        """Mean loss over the batches of all ranks, in evaluation mode. Collective.
 
         Under a programme, every rank has the same number of batches, each its part of a whole
         global batch (`drop_last=True`).

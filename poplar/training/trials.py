@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+
 from poplar.comm import Control
 from poplar.profiler.progress import Report
 from poplar.system.devices import synchronize
@@ -25,6 +27,9 @@ STEPS = range(3, 16)
 CLEAR = 1.25
 """One turn decides if one training is faster than the other by this factor."""
 _MAX_NORM = 1.0
+_ROUNDING, _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3}, 5e-2
+"""Relative differences of equal losses and norms, by the dtype of the computation, and of others.
+They are sums over ranks, in another order."""
 
 
 class Candidate(NamedTuple):
@@ -46,6 +51,8 @@ class Comparison:
     second_seconds: float
     ratio: float
     """The first one's time over the second one's: the median over turns."""
+    difference: str = ""
+    """How the first steps of both differ, which have the same samples and values."""
 
 
 def compare(
@@ -63,14 +70,17 @@ def compare(
     steps = min(max(int(seconds / TURNS / expected) - 1, STEPS[0]), STEPS[-1])
     copies, began = host_copies(job.model), time.perf_counter()
     turns: list[tuple[float, float]] = []
+    difference = ""
     with model_preserved(job.model, job.device):
         for turn in range(TURNS):
             taken = {}
             for candidate in (first, second)[:: -1 if turn % 2 else 1]:
                 report(f"steps of the {candidate.name}")
                 with parameters_restored(job.model, copies):
-                    taken[candidate.name] = _step_seconds(job, candidate, steps)
-            turns.append((taken[first.name], taken[second.name]))
+                    taken[candidate.name] = _Turn.of(job, candidate, steps)
+            one, other = taken[first.name], taken[second.name]
+            difference = difference or one.difference(other, (first.name, second.name))
+            turns.append((one.seconds, other.seconds))
             ratio = turns[-1][0] / turns[-1][1]
             spent = (time.perf_counter() - began) * (turn + 2) / (turn + 1)
             if max(ratio, 1 / ratio) > CLEAR or _from_first_rank(job.control, spent) > seconds:
@@ -79,22 +89,50 @@ def compare(
         first_seconds=median(seconds for seconds, _ in turns),
         second_seconds=median(seconds for _, seconds in turns),
         ratio=median(own / other for own, other in turns),
+        difference=difference,
     )
 
 
-def _step_seconds(job: Job, candidate: Candidate, steps: int) -> float:
-    """Of the slowest rank, the mean over `steps` after one that is not timed. Collective."""
-    training = candidate.build()
-    batch: Any = job.example_part(training.plan)
-    training.train_step(batch, max_norm=_MAX_NORM)
-    synchronize(job.device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        training.train_step(batch, max_norm=_MAX_NORM)
-    synchronize(job.device)
-    own = (time.perf_counter() - began) / steps
-    training.release()
-    return max(job.control.exchange_objects(own, what="timing steps"))
+class _Turn(NamedTuple):
+    """Some steps of a training, the same value on every rank."""
+
+    seconds: float
+    """Of a step on the slowest rank, the mean over all but the first."""
+    loss: float
+    """Of the first step, as its gradient norm."""
+    grad_norm: float
+    rounding: float
+    """Relative differences that the dtype of the computation explains."""
+
+    @classmethod
+    def of(cls, job: Job, candidate: Candidate, steps: int) -> _Turn:
+        """Run `steps` timed steps after one that is not timed. Collective."""
+        training = candidate.build()
+        batch: Any = job.example_part(training.plan)
+        first = training.train_step(batch, max_norm=_MAX_NORM)
+        synchronize(job.device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            training.train_step(batch, max_norm=_MAX_NORM)
+        synchronize(job.device)
+        own = (time.perf_counter() - began) / steps
+        rounding = max(_ROUNDING.get(p.dtype, _ROUNDED) for p in job.model.parameters())
+        loss, norm = float(first.loss), float(first.grad_norm or 0.0)
+        training.release()
+        seconds = max(job.control.exchange_objects(own, what="timing steps"))
+        return cls(seconds, loss, norm, rounding)
+
+    def difference(self, other: _Turn, names: tuple[str, str]) -> str:
+        """A sentence, if they are not trainings with the same gradient."""
+        rounding = max(self.rounding, other.rounding)
+        for what in ("loss", "grad_norm"):
+            values = getattr(self, what), getattr(other, what)
+            if abs(values[0] - values[1]) > rounding * max(map(abs, values)):
+                return (
+                    f"the {what} of a first step was {values[0]:.6g} by the {names[0]} and "
+                    f"{values[1]:.6g} by the {names[1]}"
+                )
+        return ""
 
 
 def _from_first_rank(control: Control, value: float) -> float:

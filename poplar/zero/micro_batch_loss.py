@@ -38,10 +38,16 @@ class MicroBatchLoss:
         Returns:
             Whether there may be any; this rank cannot complete the pass with them then.
         """
-        abort: Callable[[Exception], None] | None = getattr(self._loss_fn, "abort", None)
-        if abort is not None:
-            abort(error)
-        return abort is not None
+        abort: Callable[[Exception], bool] | None = getattr(self._loss_fn, "abort", None)
+        return abort is not None and abort(error)
+
+    def raise_any_error(self) -> None:
+        """Raise what failed in a loss that this rank completed nevertheless, for the others.
+
+        Call it after the backward.
+        """
+        for error in getattr(self._loss_fn, "errors", ()):
+            raise error
 
     def __call__(self, batch: Any) -> Tensor:
         """The loss of a micro-batch.

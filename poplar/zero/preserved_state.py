@@ -64,6 +64,18 @@ def random_state_preserved(device: torch.device) -> Iterator[None]:
             numpy_random.set_state(states[1])
 
 
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every module is in evaluation mode inside, and in its own mode again at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def host_copies(model: nn.Module) -> list[Tensor]:
     """The values of the parameters in host memory, for `parameters_restored`."""
     return [parameter.data.to("cpu", copy=True) for parameter in model.parameters()]

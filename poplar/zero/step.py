@@ -98,13 +98,14 @@ class Step:
         """Run the first forward while the ranks agree on the weights. Collective.
 
         With sharded parameters, the forward needs collectives. So the first pass is opened, on all
-        ranks, once its collective order is known; a rank with an error completes it with zeros.
+        ranks, once its collective order is known; a rank with an error completes it with zeros. A
+        loss function that calls collectives itself does not run early.
         """
         engine = self._engine
         if engine.strategy.shards_parameters:
             if not engine.begin_early_pass() or opened.first_pass != 0:
                 return
-        elif opened.first_pass is None:
+        elif opened.first_pass is None or engine.loss_communicates:
             return
         engine.step.early_forward_began = self._trace.now()
         try:
@@ -167,6 +168,7 @@ class Step:
         """
         value = forward(micro_batch.batch)
         (value if scaler is None else scaler.scale(value)).backward()
+        forward.raise_any_error()
         self._engine.step.add_loss(value)
 
     def _failed_pass(self, error: Exception, micro_batch: MicroBatch) -> Exception:

@@ -29,6 +29,7 @@ from poplar.planner.synthesis.composition import batch_placements
 from poplar.planner.synthesis.data_parallel import data_parallel
 from poplar.spmd import local_execution
 from poplar.spmd.exported_graph import ExportedLoss, export_loss
+from poplar.training.checked_export import CheckedExport
 from poplar.training.data_parallel import DataParallelTraining
 from poplar.training.programme import ProgrammeTraining, sampling_plan
 from poplar.zero import unit
@@ -80,8 +81,7 @@ def start(
     group = harness.group()
     return ProgrammeTraining(
         connect(Group.of(group, timeout), transport),
-        model,
-        exported_loss(task, model),
+        CheckedExport(model, TASKS[task][2], global_batches(task)[0], SAMPLES),
         programme,
         sampling_plan(programme, SAMPLES),
         torch.optim.AdamW,
@@ -282,38 +282,74 @@ class Broken(torch.autograd.Function):
         raise ArithmeticError("the operator does not work")
 
 
-def fail(programme: Programme, transport: str, fault: str) -> None:
-    """Rank 1 has too few samples, or an operator whose backward pass fails."""
-    real, is_faulty = local_execution.function, harness.rank() == 1
+def fail(programme: Programme, transport: str, fault: str) -> tuple[list[str], list[Any]]:
+    """In the second step, rank 1 has an operator whose forward or backward pass fails, too few
+    samples, or a number of another type.
+
+    Returns:
+        The errors, and the losses of three steps besides.
+    """
+    real, is_faulty, is_broken = local_execution.function, harness.rank() == 1, []
 
     def function(name: str) -> Callable[..., Any]:
-        is_broken = is_faulty and fault == "backward" and "gelu" in name
-        return Broken.apply if is_broken else real(name)
+        called = real(name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if is_broken and "gelu" in name:
+                if fault == "forward":
+                    raise ArithmeticError("the operator does not work")
+                return Broken.apply(*args)
+            return called(*args, **kwargs)
+
+        return run
 
     with mock.patch.object(local_execution, "function", function):
-        training = start("mixture", programme, transport, seconds=5.0)
-    batch = part_of(global_batches("mixture")[0], training.plan, harness.rank())
-    if fault == "batch":
-        training.train_step(batch)
-        if is_faulty:
-            batch = {key: value[:1] for key, value in batch.items()}
-    training.train_step(batch)
+        training = start("mixture", programme, transport, seconds=15.0)
+    losses, messages = [], []
+    for step, batch in enumerate(global_batches("mixture")):
+        own = part_of(batch, training.plan, harness.rank())
+        if is_faulty and step == 1:
+            is_broken.append(True)
+            bad = {key: value[:1] for key, value in own.items()} if fault == "batch" else own
+        else:
+            bad = own
+        if step == 1:
+            with harness.catching() as caught:
+                training.train_step(bad, max_norm=CLIP)
+            messages += [f"{failure.type}: {failure.message}" for failure in caught]
+            is_broken.clear()
+            if fault == "backward":
+                return messages, losses
+        losses.append(training.train_step(own, max_norm=CLIP).loss)
+    total = torch.ones(())
+    torch.distributed.all_reduce(total, group=harness.group())
+    assert total == 3.0
+    return messages, losses
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 @pytest.mark.parametrize(
-    ("fault", "own"),
-    [("batch", "must have the shape (2, 12), got (1, 12)"), ("backward", "does not work")],
+    ("fault", "own", "others"),
+    [
+        ("batch", "must have the shape (2, 12), got (1, 12)", "RankFailed"),
+        ("forward", "does not work", "RankFailed"),
+        ("backward", "does not work", "CollectiveTimeout"),
+    ],
 )
 def test_a_rank_that_fails_is_named_by_the_others(
-    ranks: Pool, transport: str, fault: str, own: str
+    ranks: Pool, transport: str, fault: str, own: str, others: str
 ) -> None:
+    """After an error before the backward pass, the training goes on as if there was none."""
     programme = experts_divided(exported_loss("mixture", new_model("mixture")), (1, 1, 1))
-    failures = ranks.run_expecting_errors(fail, programme, transport, fault, ranks=3, timeout=40.0)
-    assert own in failures[1].message
-    for failure in (failures[0], failures[2]):
-        assert failure.type == "CollectiveTimeout"
-        assert "rank 1" in failure.message
+    expected = [loss for loss, _, _ in train_in_one_process("mixture")["results"]]
+    outcomes = ranks.run(fail, programme, transport, fault, ranks=3, timeout=60.0)
+    for rank, ((message,), losses) in enumerate(outcomes):
+        if rank == 1:
+            assert own in message
+        else:
+            assert message.startswith(others)
+            assert "rank 1" in message
+        close(losses, expected[: len(losses)])
 
 
 def misuse(programme: Programme) -> list[str]:

@@ -218,12 +218,23 @@ def test_plan_divides_the_tensors_of_a_workload(slow_network, wide, tmp_path):
     assert Plan.from_dict(document["plan"]).global_batch == 8
 
 
-def test_plan_says_why_there_is_no_programme(measured, wide):
-    shown = run("plan", measured, "--global-batch", 8, "--programme", f"{wide}:workload")
-    assert "data parallelism" in shown.stdout
-    failed = run("plan", measured, "--global-batch", 8, "--programme", f"{wide}:with_dropout")
+def test_plan_says_why_there_is_no_programme(slow_network, wide, tmp_path):
+    """The plan is written nevertheless."""
+    path = tmp_path / "plan.json"
+    arguments = ("--global-batch", 8, "--programme", f"{wide}:with_dropout")
+    shown = run("plan", slow_network, *arguments, "--output", path)
+    assert shown.exit_code == 0, shown.output
+    assert "No programme: aten.dropout.default draws random numbers" in shown.stdout
+    assert Plan.from_json(path).global_batch == 8
+    document = json.loads(run("plan", slow_network, *arguments, "--json").stdout)
+    assert document["programme"]["programme"] is None
+    assert "draws random numbers" in document["programme"]["reason"]
+
+
+def test_plan_refuses_a_workload_that_was_not_profiled(measured, wide):
+    failed = run("plan", measured, "--global-batch", 8, "--programme", f"{wide}:workload")
     assert failed.exit_code == 1
-    assert "draws random numbers" in failed.stderr
+    assert "a model with 3000 trained elements, but that of" in failed.stderr
 
 
 def test_explain_combines_with_compare_and_a_prediction_error(measured):

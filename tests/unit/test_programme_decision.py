@@ -342,7 +342,7 @@ def test_activations_that_outweigh_gradients_are_data_parallel(task, samples):
         assert found.programme is None
         assert found.is_complete
         assert found.step_seconds == found.data_parallel_seconds
-        assert "data parallelism" in explain_programme(found)
+        assert "data parallelism" in explain_programme(found, graph)
 
 
 @pytest.mark.parametrize("task", ["pair", "mixture"])
@@ -382,7 +382,7 @@ def test_decisions_are_stored_as_json_and_explained():
     assert found.programme is not None
     stored = json.loads(json.dumps(found.to_dict()))
     assert ProgrammeDecision.from_dict(stored) == found
-    text = explain_programme(found)
+    text = explain_programme(found, graph)
     assert "times as fast as data parallelism" in text
     assert "up.weight (1 parameter, 16,384 elements): sharded on dimension 0" in text
     percents = re.search(r"shares of the .* replicated parameters: ([\d.]+) %, ([\d.]+) %", text)

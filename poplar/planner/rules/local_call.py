@@ -12,8 +12,9 @@ from poplar.planner.rules.pattern import Pattern
 from poplar.planner.rules.strategy import Strategy
 
 ZEROS = "zeros"
-"""Own operator: zeros of the shapes of `LocalCall.outputs`. Its arguments are the node's inputs:
-their gradients are zeros, so that autograd reaches them as on the other ranks."""
+"""Own operator: zeros of the shapes of `LocalCall.outputs`. Its arguments are the node's inputs;
+the gradients of those in `LocalCall.passed` are zeros, so that autograd reaches them as on the
+other ranks."""
 EMBEDDING_PART = "embedding_part"
 """Own operator: rows of a part of a table, and zeros for indices that are not in it. Arguments:
 the part, indices, the first index of the part, and the index without gradient or -1."""
@@ -40,6 +41,8 @@ class LocalCall:
     """As of the node."""
     scale: float = 1.0
     """Factor of the result."""
+    passed: tuple[tuple[int, ...], ...] = ()
+    """Of `ZEROS`, by output: positions of the inputs that autograd reaches. Empty: all."""
 
     def with_argument(self, position: int, value: Any) -> LocalCall:
         """With another argument; the arguments before it are given."""

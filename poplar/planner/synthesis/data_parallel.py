@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from poplar.planner.graph.graph import LEAVES, Graph, Node
 from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
@@ -12,13 +13,19 @@ from poplar.planner.rules.registry import pattern_of
 from poplar.planner.rules.strategy import Strategy, divided, strategies
 from poplar.planner.synthesis.composition import batch_placements, composed
 
+_NONE: Mapping[str, Placement] = MappingProxyType({})
 
-def data_parallel(graph: Graph, ratios: Sequence[int]) -> Programme:
+
+def data_parallel(
+    graph: Graph, ratios: Sequence[int], parameters: Mapping[str, Placement] = _NONE
+) -> Programme:
     """Every operator is divided by samples; where it mixes them, all ranks compute all of it.
 
     Args:
         graph: of a loss.
         ratios: parts of the ranks in the batch.
+        parameters: by name, placements of parameters that are gathered before they are read; others
+            are replicated.
     """
     leaves: dict[str, Placement] = {
         name: REPLICATED for name, node in graph.nodes.items() if node.operator in LEAVES
@@ -30,6 +37,9 @@ def data_parallel(graph: Graph, ratios: Sequence[int]) -> Programme:
         if node.operator not in LEAVES:
             chosen[name] = _following(node, pattern_of(graph, node), placements)
             placements[name] = chosen[name].output
+    leaves |= {
+        node.name: parameters[name] for name, node in graph.parameters.items() if name in parameters
+    }
     return composed(graph, ratios, leaves, chosen)
 
 

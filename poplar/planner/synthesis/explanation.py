@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from poplar.formatting import format_bytes, format_count, format_percent, format_seconds
+from poplar.planner.graph.graph import Graph
 from poplar.planner.graph.placement import Placement, Sharded
+from poplar.planner.rules.registry import without_rules
 from poplar.planner.synthesis.decision import ParameterGroup, ProgrammeDecision
 
 _MOST_GROUPS = 8
 
 
-def explain_programme(decision: ProgrammeDecision) -> str:
-    """What was decided and why, as lines of text."""
-    return "\n".join(_lines(decision))
+def explain_programme(decision: ProgrammeDecision, graph: Graph) -> str:
+    """What was decided and why, as lines of text.
+
+    Args:
+        decision: about a programme of the graph.
+        graph: of the loss.
+    """
+    return "\n".join((*_lines(decision), *_lines_without_rules(graph)))
+
+
+def _lines_without_rules(graph: Graph) -> Iterator[str]:
+    """Operators that no programme divides; tables of constants do not matter."""
+    counts = Counter(node.operator for node in without_rules(graph) if node.inputs)
+    if counts:
+        listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+        yield f"operators without a rule, which every rank computes whole: {listed}"
 
 
 def _lines(decision: ProgrammeDecision) -> Iterator[str]:
