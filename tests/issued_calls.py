@@ -42,6 +42,8 @@ class RecordCalls(TorchDispatchMode):
         nothing = torch.empty(0)
         if name == "allgather_":
             args = ([[nothing] * len(args[0][0])], [nothing], *args[2:])
+        elif name == "alltoall_":
+            args = ([nothing] * len(args[0]), [nothing] * len(args[1]), *args[2:])
         elif name == "alltoall_base_":
             args = (nothing, nothing, args[2], [], [], *args[5:])
         return func(*args, **kwargs or {})
@@ -49,8 +51,13 @@ class RecordCalls(TorchDispatchMode):
 
 def _sent(name: str, args: Any) -> Iterator[tuple[int, int]]:
     if name == "alltoall_base_":
-        _, _, group, _, sizes, *_ = args
+        _, sent, group, _, sizes, *_ = args
+        ranks = len(_ranks(group))
+        sizes = sizes or [sent.numel() // ranks] * ranks
         yield from zip(_ranks(group), sizes, strict=True)
+    elif name == "alltoall_":
+        _, parts, group, *_ = args
+        yield from zip(_ranks(group), (part.numel() for part in parts), strict=True)
     elif name in ("_allgather_base_", "allgather_"):
         own, group = (args[1], args[2]) if name == "_allgather_base_" else (args[1][0], args[2])
         yield from ((rank, own.numel()) for rank in _ranks(group))

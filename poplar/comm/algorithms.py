@@ -84,19 +84,24 @@ def _reduce_natively(
     """One all-to-all; several if a rank would receive more than `RECEIVED_BYTES`.
 
     Each takes an equal part of every rank's slice. The next one is issued before the previous one
-    is summed, so at most two receive at a time.
+    is summed, so two buffers receive in turns. Both are allocated before the first call: if memory
+    runs out, the reduction can be issued again.
     """
     size, device = queue.group.size, bucket.data.device
     slices = bucket.data.split(bucket.layout.sizes)
     largest = max(bucket.layout.sizes)
     count = max(1, -(-size * largest * bucket.data.element_size() // RECEIVED_BYTES))
     step = max(1, -(-largest // (count * ALIGNMENT))) * ALIGNMENT
+    begins = range(0, max(largest, 1), step)
+    buffers = [bucket.data.new_empty(size * min(step, out.numel())) for _ in begins[:2]]
     work: Work | None = None
-    for begin in range(0, max(largest, 1), step):
+    for number, begin in enumerate(begins):
         parts = [part[begin : begin + step] for part in slices]
         blocks = slice(begin // ALIGNMENT, (begin + step) // ALIGNMENT)
         sums = None if squares is None else squares[blocks]
-        piece = _Piece(bucket, out[begin : begin + step], accumulate, sums)
+        own = out[begin : begin + step]
+        received = buffers[number % 2][: size * own.numel()]
+        piece = _Piece(bucket, own, received, accumulate, sums)
         issued = piece.issue(queue, parts if step < largest else None, device, what)
         if work is not None:
             work.wait()
@@ -111,6 +116,7 @@ class _Piece:
 
     bucket: Bucket
     out: Tensor
+    received: Tensor
     accumulate: bool
     squares: Tensor | None
 
@@ -119,8 +125,7 @@ class _Piece:
     ) -> Work:
         """Send `parts`, by owner; None: the whole bucket."""
         data, group = self.bucket.data, queue.group.process_group
-        size, own = queue.group.size, self.out.numel()
-        received = queue.buffers.take(size * own, data)
+        size, own, received = queue.group.size, self.out.numel(), self.received
         by_sender = list(received.view(size, own).unbind())
 
         def start() -> list[dist.Work | None]:
@@ -132,7 +137,6 @@ class _Piece:
         def reduce() -> None:
             if own:
                 self.bucket.codec.reduce(self.out, by_sender, self.accumulate, self.squares)
-            queue.buffers.put_back(received)
 
         return queue.issue(start if data.numel() else list, device, what, reduce)
 

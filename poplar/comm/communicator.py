@@ -175,9 +175,9 @@ class CallbackWork:
     def wait(self) -> float:
         """As `Work.wait`."""
         waited = self._work.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        if self._finish is not None:
+            self._finish()  # again, if memory runs out in it
+            self._finish = None
         return waited
 
 

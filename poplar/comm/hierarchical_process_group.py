@@ -99,17 +99,20 @@ class HierarchicalProcessGroupCommunicator(Communicator):
         if not data.numel():
             return
         route = self._route(bucket.layout)
+        # Allocate before sending: if memory runs out, the collective can be issued again.
         ordered = Bucket(_join(data, route.parts), route.host_layout, bucket.codec)
         host_sum = data.new_empty(own + sum(route.relayed), dtype=out.dtype)
-        reduction = self._own_host.reduce_scatter(ordered, host_sum, accumulate=False, what=what)
-        del ordered
-        reduction.wait()
-        rounded = host_sum.to(data.dtype)
-        received = data.new_empty(sum(route.relays))
+        rounded, received = data.new_empty(host_sum.numel()), data.new_empty(sum(route.relays))
+        parts = [[received[slice(*bounds)] for bounds in of_host] for of_host in route.by_host]
+        sums = [part[0] if len(part) == 1 else data.new_empty(own) for part in parts]
+        sums[self._host] = rounded[:own]
+        self._own_host.reduce_scatter(ordered, host_sum, accumulate=False, what=what).wait()
+        rounded.copy_(host_sum)
         self._exchange(received, rounded[own:], route.relays, route.relayed, what)
         if own:
-            sums = [_join(received, bounds) for bounds in route.by_host]
-            sums[self._host] = rounded[:own]
+            for host, part in enumerate(parts):
+                if host != self._host and len(part) > 1:
+                    torch.cat(part, out=sums[host])
             bucket.codec.reduce(out, sums, accumulate, squares)
 
     def _gather(self, data: Tensor, own: Tensor, layout: Layout, what: str) -> None:

@@ -106,23 +106,24 @@ class Reductions:
 class StreamReductions(Reductions):
     """Reductions on the reduction stream; the host never waits. See [Note: streams].
 
-    Each is summed when the next one has been issued: one is sent while another is added.
+    Each is summed when the next one has been issued: one is sent while another is added. If memory
+    runs out in the sum, it is repeated before the next one is issued; what was issued stays issued.
     """
 
     def __init__(self, waiting: WaitingTime, streams: Streams) -> None:
         super().__init__(waiting)
         self._streams = streams
-        self._unsummed: tuple[Work, Held | None] | None = None
+        self._unsummed: deque[tuple[Work, Held | None]] = deque()
         self._buckets: deque[tuple[Held, Any]] = deque()
         """Buckets with an event after their sums."""
         self._outstanding = False
         """A reduction was issued that the compute stream has not waited for."""
 
     def make_room(self) -> None:
-        while len(self._buckets) + self._holds_bucket() > self.limit - 1:
-            if not self._buckets:
+        while len(self._buckets) + len(self._unsummed_buckets()) > self.limit - 1:
+            while not self._buckets:
                 with self._streams.reduction():
-                    self._sum()
+                    self._sum_oldest()
             _, event = self._buckets.popleft()
             with self._waiting.stall("reductions"):
                 self._streams.wait_for_reduction(event)
@@ -130,9 +131,13 @@ class StreamReductions(Reductions):
     def start(self, issue: Callable[[], Work], bucket: Held | None = None) -> None:
         self._outstanding = True
         with self._streams.reduction():
-            work = issue()
-            self._sum()
-        self._unsummed = (work, bucket)
+            self._sum_all_but(1)
+            self._unsummed.append((issue(), bucket))
+            try:
+                self._sum_all_but(1)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
 
     def finish(self) -> None:
         # The host does not wait for earlier reductions, so these are sent last.
@@ -140,7 +145,7 @@ class StreamReductions(Reductions):
         if not self._outstanding:
             return
         with self._streams.reduction():
-            self._sum()
+            self._sum_all_but(0)
         with self._waiting.stall("reductions"):
             self._streams.wait_for_reduction(self._streams.record_reduction())
         self._buckets.clear()
@@ -155,22 +160,24 @@ class StreamReductions(Reductions):
             self._streams.wait_for_reduction(self._streams.record_reduction())
 
     def buckets(self) -> list[Held]:
-        unsummed = self._unsummed[1] if self._unsummed is not None else None
         held = [bucket for bucket, _ in self._buckets]
         held += [reduction for _, reduction in self._deferred]
-        return held if unsummed is None else [*held, unsummed]
+        return held + self._unsummed_buckets()
 
-    def _sum(self) -> None:
-        """Wait, on the reduction stream, for the reduction that was issued last and sum it."""
-        if self._unsummed is not None:
-            work, bucket = self._unsummed
-            work.wait()  # again, if memory runs out in it
-            self._unsummed = None
-            if bucket is not None:
-                self._buckets.append((bucket, self._streams.record_reduction()))
+    def _sum_all_but(self, leave: int) -> None:
+        while len(self._unsummed) > leave:
+            self._sum_oldest()
 
-    def _holds_bucket(self) -> bool:
-        return self._unsummed is not None and self._unsummed[1] is not None
+    def _sum_oldest(self) -> None:
+        """Wait, on the reduction stream, for a reduction and sum it."""
+        work, bucket = self._unsummed[0]
+        work.wait()  # again, if memory runs out in it
+        self._unsummed.popleft()
+        if bucket is not None:
+            self._buckets.append((bucket, self._streams.record_reduction()))
+
+    def _unsummed_buckets(self) -> list[Held]:
+        return [bucket for _, bucket in self._unsummed if bucket is not None]
 
 
 def reductions_on(streams: Streams, waiting: WaitingTime) -> Reductions:

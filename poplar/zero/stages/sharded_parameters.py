@@ -81,13 +81,12 @@ class ShardedParameters(ShardedGradients):
             self.streams.allocate_unsharded(partial(_allocate_values, unit))
         else:
             _allocate_values(unit)
-        pending: list[Work] = []
-        for flat in unit.flats:
+        pending = self._pending_unshards.setdefault(unit, [])
+        for flat in unit.flats[len(pending) :]:  # not again what has been sent before
             what = f"the unshard of unit {unit.name}"
             pending.append(
                 self.comm.all_gather(flat.values, flat.layout, what=what, own=flat.shard)
             )
-        self._pending_unshards[unit] = pending
         if in_step and unit in self.persistent:
             self._unsharded_persistent[unit] = None
 

@@ -1,0 +1,190 @@
+"""A collective that runs out of memory can be issued again: none of its calls is made twice.
+
+Otherwise this rank would have made one call more than the others, and the ranks' later calls would
+not belong together: they hang, or silently get other data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from issued_calls import RecordCalls, fake_group, of_ranks
+from test_streams import simulated
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from poplar.comm import Bucket, Codec, Communicator, Group, algorithms
+from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommunicator
+from poplar.comm.host_topology import Hosts
+from poplar.comm.process_group import ProcessGroupCommunicator
+from poplar.comm.shard_layout import Layout
+from poplar.zero.stages.sharded_parameters import ShardedParameters
+
+LAYOUT = Layout((0, 192, 640, 640, 1024))
+TRANSPORTS = [
+    "direct+direct",
+    "padded+padded",
+    "library+padded",
+    "grouped+grouped",
+    "hierarchical",
+]
+
+
+class OutOfMemoryAt(TorchDispatchMode):
+    """Lets one allocation fail, by its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left, self.failed = number, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_memory(value) for value in tree_leaves((args, kwargs)) if _is_tensor(value)}
+        result = func(*args, **kwargs or {})
+        made = [value for value in tree_leaves(result) if _is_tensor(value)]
+        if func.namespace != "c10d" and any(_memory(value) not in given for value in made):
+            self.left -= 1
+            if self.left < 0 and not self.failed:
+                self.failed = True
+                raise torch.OutOfMemoryError("no memory")
+        return result
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def connect(name: str, group: Group) -> Communicator:
+    if name != "hierarchical":
+        return ProcessGroupCommunicator(group, *name.split("+"))
+    hosts = Hosts.of("abab")
+    host_group = replace(of_ranks((1, 3)), names=(1, 3))
+    return HierarchicalProcessGroupCommunicator(group, hosts, host_group)
+
+
+def collectives(comm: Communicator, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+    bucket = Bucket(torch.ones(LAYOUT.numel).to(dtype), LAYOUT, Codec(dtype))
+    own = LAYOUT.size(comm.group.rank)
+    out, squares = torch.zeros(own), torch.zeros(own // 64)
+    data, matrix = torch.ones(LAYOUT.numel), torch.ones(8, 6)
+    rows, columns = Layout((0, 1, 3, 3, 8)), [(0, 2), (2, 4), (4, 6), (0, 0)]
+
+    def reduce() -> None:
+        comm.reduce_scatter(bucket, out, accumulate=True, what="it", squares=squares).wait()
+
+    return {
+        "reduce_scatter": reduce,
+        "all_gather": lambda: void(comm.all_gather(data, LAYOUT, what="it").wait()),
+        "gather_columns": lambda: void(
+            comm.gather_columns(matrix, rows, columns, what="it").wait()
+        ),
+        "reshard": lambda: void(comm.reshard(out, LAYOUT, Layout.even(1024, 4), what="it")),
+    }
+
+
+def void(_: object) -> None: ...
+
+
+@contextmanager
+def calls() -> Iterator[list[str]]:
+    with RecordCalls() as recorded:
+        names: list[str] = []
+        yield names
+    names += [call.name for call in recorded.calls]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_no_call_is_made_twice(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(algorithms, "RECEIVED_BYTES", 1024)  # a reduction is several calls
+    failures = 0
+    with fake_group(1, 4) as group:
+        comm = connect(name, group)
+        for operation, issue in collectives(comm, dtype).items():
+            with calls() as expected:
+                issue()
+            for number in range(100):
+                with calls() as found:
+                    limit = OutOfMemoryAt(number)
+                    try:
+                        with limit:
+                            issue()
+                    except torch.OutOfMemoryError:
+                        issue()
+                assert found == expected, (operation, number)
+                failures += limit.failed
+                if not limit.failed:
+                    break
+    assert failures > 3
+
+
+class Reduction:
+    """One whose sum fails as often as given."""
+
+    def __init__(self, log: list[str], name: str, failures: int = 0) -> None:
+        self.log, self.name, self.failures = log, name, failures
+
+    def issue(self) -> Reduction:
+        self.log.append(f"issue {self.name}")
+        return self
+
+    def wait(self) -> float:
+        if self.failures > 0:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("no memory for the sum")
+        self.log.append(f"sum {self.name}")
+        return 0.0
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_a_reduction_is_issued_once_if_memory_runs_out_in_the_sum_before_it(failures: int) -> None:
+    """As the engine does: after an error it starts the same reduction again."""
+    strategy, *_ = simulated(ShardedParameters, 1)
+    log: list[str] = []
+    reductions: Any = strategy.reductions
+    works = [Reduction(log, "a", failures), Reduction(log, "b"), Reduction(log, "c")]
+    steps: list[Callable[[], None]] = [
+        *(lambda work=work: reductions.start(work.issue) for work in works),  # type: ignore[misc]
+        reductions.finish,
+    ]
+    for step in steps:
+        for _ in range(5):
+            try:
+                step()
+                break
+            except torch.OutOfMemoryError:
+                continue
+    assert [entry for entry in log if "issue" in entry] == ["issue a", "issue b", "issue c"]
+    assert [entry for entry in log if "sum" in entry] == ["sum a", "sum b", "sum c"]
+    assert log.index("issue c") > log.index("sum a")  # at most two hold memory
+
+
+def test_an_unshard_of_two_flat_parameters_goes_on_where_memory_ran_out() -> None:
+    strategy, transport, units = simulated(ShardedParameters, 2)
+    both = replace(units[0], flats=(units[0].flats[0], units[1].flats[0]))
+    gather, sent = transport.all_gather, []
+
+    def gather_with_little_memory(data: Tensor, *arguments: Any, **options: Any) -> Any:
+        if len(sent) == 1:
+            sent.append(None)
+            raise torch.OutOfMemoryError("no memory")
+        sent.append(data.data_ptr())
+        return gather(data, *arguments, **options)
+
+    transport.all_gather = gather_with_little_memory  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        strategy.unshard(both, in_step=True)
+    strategy.unshard(both, in_step=True)
+    assert sent == [both.flats[0].values.data_ptr(), None, both.flats[1].values.data_ptr()]
+    strategy.wait_for_unshard(both)
