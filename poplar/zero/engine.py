@@ -339,7 +339,7 @@ class Engine:
             # Values written in the block must reach later passes only through the shards.
             self.strategy.reshard_persistent()
             for unit in added:
-                self.strategy.unshard(unit, in_step=False)
+                self.strategy.unshard(unit, in_step=False, lasting=True)
             for unit in added:
                 self.strategy.wait_for_unshard(unit)
         self._unsharded.update(added)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from poplar import ops
 from poplar.comm.shard_layout import ALIGNMENT, Layout
+from poplar.system.storage import with_own_storage
 from poplar.zero.absent_parameter import direct_access, mark_absent, mark_present
 from poplar.zero.factors.rows import FactoredRows
 
@@ -30,7 +31,8 @@ class FlatParameter:
     owned: tuple[int, int]
     """Start and end of the part whose optimizer state this rank holds."""
     values: Tensor
-    """All parameter values, in `dtype`; at stage 3 without storage while sharded."""
+    """All parameter values, in `dtype`; at stage 3 without storage while sharded. Set by
+    `use_values`."""
     shard: Tensor
     """Values of the owned part, in `dtype`. A view of `values`, or at stage 3 the memory from which
     the transport sends: call `Strategy.wait_for_readers` before writing to it."""
@@ -70,8 +72,9 @@ class FlatParameter:
         self.drop_gradient()
         self._squares_version: int | None = None
         self._versions: tuple[int, ...] = ()
-        self._viewed: Tensor | None = None
         self._views: list[Tensor] = []
+        self._replaced: tuple[Tensor, list[Tensor]] | None = None
+        """`values` and its views, while lasting values replace them."""
         self._placeholder = [_placeholder(p.shape, dtype, self.device) for p in self.parameters]
 
     def drop_gradient(self) -> None:
@@ -113,17 +116,37 @@ class FlatParameter:
             ops.pack_(packed, [p.detach() for p in self.parameters], list(self.offsets), 1.0)
         return packed
 
+    def use_values(self, values: Tensor, *, lasting: bool) -> None:
+        """Set `values`, of which `attach_parameters` makes the user's parameters views.
+
+        Args:
+            values: `numel` elements; it may lose its memory afterwards.
+            lasting: its memory exists as long as one of these views. Each parameter then has a
+                storage of its own, so that savers do not take the parameters for tied weights.
+        """
+        parts = zip(self.parameters, self.offsets, strict=True)
+        views = [values[offset : offset + p.numel()].view(p.shape) for p, offset in parts]
+        self.values, self._views = values, list(map(with_own_storage, views)) if lasting else views
+
+    def use_lasting_values(self) -> None:
+        """Replace `values` by new memory until `drop_lasting_values`."""
+        with torch.inference_mode(False):
+            new = torch.empty_like(self.values)
+        self._replaced = self.values, self._views
+        self.use_values(new, lasting=True)
+
+    @property
+    def has_lasting_values(self) -> bool:
+        """Whether this is between `use_lasting_values` and `drop_lasting_values`."""
+        return self._replaced is not None
+
+    def drop_lasting_values(self) -> None:
+        """Use the `values` from before `use_lasting_values` again."""
+        assert self._replaced is not None
+        (self.values, self._views), self._replaced = self._replaced, None
+
     def attach_parameters(self) -> None:
         """Make the user's parameters views of `values`."""
-        if self._viewed is not self.values:
-            # Once: the views stay valid when the storage is freed and allocated again.
-            self._viewed, self._views = (
-                self.values,
-                [
-                    self.values[offset : offset + parameter.numel()].view(parameter.shape)
-                    for parameter, offset in zip(self.parameters, self.offsets, strict=True)
-                ],
-            )
         for parameter, view in zip(self.parameters, self._views, strict=True):
             mark_present(parameter)
             parameter.data = view
@@ -162,7 +185,7 @@ class FlatParameter:
                     "full_parameters(writeback=True), or convert the model before the optimizer"
                 )
             part.copy_(parameter.data.reshape(-1))
-            parameter.data = part.view(self._placeholder[position].shape)
+            parameter.data = self._views[position]
             replaced = True
         return replaced
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from poplar._core import DiskWriter, crc32c
 from poplar.checkpoint.files.manifest import Part
+from poplar.system.storage import with_own_storage
 
 _CHUNK = 16 << 20
 """Bytes between two looks at whether the save has been cancelled."""
@@ -247,9 +247,7 @@ def _own_storage(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
-    # A round trip through DLPack makes a storage of the same memory.
-    exact: Tensor = from_dlpack(to_dlpack(tensor))
-    return exact
+    return with_own_storage(tensor)
 
 
 def memory_of(tensor: Tensor) -> Any:

@@ -29,6 +29,11 @@ class ShardedParameters(ShardedGradients):
     Autograd saves views of the weights for the backward. So the storage of a flat parameter is
     freed and allocated again, never replaced: views saved in the forward see the values unsharded
     in the backward. In between, the parameters are detached (`FlatParameter.detach_parameters`).
+
+    [Note: lasting values]
+    Outside of passes, in `full_parameters()`, a unit gets new memory instead, in which no graph has
+    saved views. It is freed when the last tensor of it is, so a state dict that was taken inside
+    the context keeps its values.
     """
 
     shards_parameters = True
@@ -43,8 +48,9 @@ class ShardedParameters(ShardedGradients):
     def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
         flat.layout = self.layout_for(flat, shares)
         low, high = flat.owned = self.owned_part(flat.layout, self.comm.group.rank)
-        flat.values = torch.empty(flat.numel, dtype=flat.dtype, device=flat.device)
-        flat.values.untyped_storage().resize_(0)
+        values = torch.empty(flat.numel, dtype=flat.dtype, device=flat.device)
+        flat.use_values(values, lasting=False)
+        values.untyped_storage().resize_(0)
         flat.shard = self.comm.share(torch.zeros(high - low, dtype=flat.dtype, device=flat.device))
         self._allocate_master(flat)
 
@@ -73,11 +79,15 @@ class ShardedParameters(ShardedGradients):
         self.reshard_persistent()
         super().wait_for_reductions(units)
 
-    def unshard(self, unit: Unit, *, in_step: bool) -> None:
+    def unshard(self, unit: Unit, *, in_step: bool, lasting: bool = False) -> None:
         if unit in self._unsharded_persistent:
             return
         # Allocate before sending: if memory runs out, the slot can be issued again.
-        if in_step:
+        if lasting:
+            for flat in unit.flats:
+                if not flat.has_lasting_values:  # it may be called again after an error
+                    flat.use_lasting_values()
+        elif in_step:
             self.streams.allocate_unsharded(partial(_allocate_values, unit))
         else:
             _allocate_values(unit)
@@ -103,7 +113,10 @@ class ShardedParameters(ShardedGradients):
             return
         for flat in unit.flats:
             flat.detach_parameters()
-            flat.values.untyped_storage().resize_(0)
+            if flat.has_lasting_values:
+                flat.drop_lasting_values()
+            else:
+                flat.values.untyped_storage().resize_(0)
 
     def reshard_persistent(self) -> None:
         staying, self._unsharded_persistent = self._unsharded_persistent, {}

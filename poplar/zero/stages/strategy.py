@@ -93,7 +93,8 @@ class Strategy(ABC):
         """Set the layout of `flat` and allocate its values, all 0. Local."""
         flat.layout = self.divided(flat, shares)
         low, high = flat.owned = self.owned_part(flat.layout, self.comm.group.rank)
-        flat.values = torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device)
+        values = torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device)
+        flat.use_values(values, lasting=True)
         flat.shard = flat.values[low:high]
         self._allocate_master(flat)
 
@@ -220,11 +221,13 @@ class Strategy(ABC):
     def wait_for_readers(self, flat: FlatParameter) -> None:
         """Wait until no other rank reads `flat.shard`. Call it before writing to the shard."""
 
-    def unshard(self, unit: Unit, *, in_step: bool) -> None:
+    def unshard(self, unit: Unit, *, in_step: bool, lasting: bool = False) -> None:
         """Start to all-gather a unit's values. Collective.
 
         Args:
             in_step: this is a training pass, so a persistent unit stays unsharded.
+            lasting: this is outside of passes: tensors that the user keeps of the values stay valid
+                after `reshard`.
         """
 
     def wait_for_unshard(self, unit: Unit) -> None:
