@@ -4,9 +4,9 @@
     torch.distributed.init_process_group("cpu:poplar")
 
 DDP, FSDP2 and DeepSpeed run on it unchanged. Sums of floating-point tensors, gathers, broadcasts,
-all-to-alls and barriers use shared memory; gloo runs the rest: other reductions (maximum,
-integers), reduce, gather, scatter, send and receive. It cannot be one of several backends of a
-process group (`cpu:poplar,cuda:nccl`): torch would drop the others.
+all-to-alls and barriers use shared memory. Gloo runs the rest: other reductions and dtypes
+(maximum, integers, float64), reduce, gather, scatter, send and receive. It cannot be one of several
+backends of a process group (`cpu:poplar,cuda:nccl`): torch would drop the others.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._gloo: Any = c10d.ProcessGroupGloo(
             store, group.rank, group.size, timeout=group.timeout
         )
+        # Runs all methods that this class does not override, and tells torch the device type.
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._worker = WorkerThread(group)
         weakref.finalize(self, self._worker.stop)  # also when the interpreter ends
 
@@ -59,10 +62,6 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
-
-    def _get_backend(self, device: torch.device) -> Any:
-        """The backend that sends and receives; PyTorch 2.14's `batch_isend_irecv` calls it."""
-        return self._gloo
 
     def shutdown(self) -> None:
         self._worker.stop()
@@ -114,15 +113,22 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._submit("all_gather", run, parts, opts)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        divisor = self._scattered_divisor(opts, inputs)
+    ) -> Any:
         for output, mine in zip(outputs, inputs, strict=True):
             _check_sizes("reduce_scatter", mine, output, self._group.size)
+        divisor = self._divisor(opts, inputs)
+        if divisor is None:
+            opts = opts or c10d.ReduceScatterOptions()
+            pairs = zip(outputs, inputs, strict=True)
+            works = [self._gloo._reduce_scatter_base(output, own, opts) for output, own in pairs]
+            if len(works) == 1:
+                return works[0]
+            return self._submit("reduce_scatter", lambda _: _wait_for(works), outputs, opts)
 
         def run(comm: SharedMemoryCommunicator) -> None:
             for output, mine in zip(outputs, inputs, strict=True):
@@ -132,10 +138,12 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> dist.Work:
+    ) -> Any:
         (output,), (parts,) = outputs, inputs
-        divisor = self._scattered_divisor(opts, parts)
         _check_sizes("reduce_scatter", parts[self._group.rank], output)
+        divisor = self._divisor(opts, parts)
+        if divisor is None:
+            return self._gloo.reduce_scatter(outputs, inputs, opts or c10d.ReduceScatterOptions())
 
         def run(comm: SharedMemoryCommunicator) -> None:
             mine = torch.cat([part.reshape(-1) for part in parts])
@@ -195,26 +203,6 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # Run by gloo.
-
-    def reduce(self, *arguments: Any) -> Any:
-        return self._gloo.reduce(*arguments)
-
-    def gather(self, *arguments: Any) -> Any:
-        return self._gloo.gather(*arguments)
-
-    def scatter(self, *arguments: Any) -> Any:
-        return self._gloo.scatter(*arguments)
-
-    def send(self, *arguments: Any) -> Any:
-        return self._gloo.send(*arguments)
-
-    def recv(self, *arguments: Any) -> Any:
-        return self._gloo.recv(*arguments)
-
-    def recv_anysource(self, *arguments: Any) -> Any:
-        return self._gloo.recv_anysource(*arguments)
-
     def _divisor(self, opts: Any, tensors: Sequence[Tensor]) -> int | None:
         """The divisor of a sum or mean of floating-point tensors; None for any other reduction."""
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
@@ -223,22 +211,6 @@ class PoplarProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if op == dist.ReduceOp.SUM:
             return 1
         return self._group.size if op == dist.ReduceOp.AVG else None
-
-    def _scattered_divisor(self, opts: Any, tensors: Sequence[Tensor]) -> int:
-        """As `_divisor`.
-
-        Raises:
-            ValueError: another reduction, which gloo does not scatter either.
-        """
-        divisor = self._divisor(opts, tensors)
-        if divisor is None:
-            op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-            dtypes = sorted({str(tensor.dtype) for tensor in tensors})
-            raise ValueError(
-                "reduce_scatter on cpu:poplar supports sums and means of float32, bfloat16 and "
-                f"float16 tensors, got {op} of {', '.join(dtypes)}; use all_reduce instead"
-            )
-        return divisor
 
     def _submit(
         self,
@@ -302,6 +274,11 @@ def _reduce_scatter(
         total /= divisor
     if not in_place:
         output.copy_(total.view(output.shape))
+
+
+def _wait_for(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _check_sizes(what: str, whole: Tensor, part: Tensor, count: int = 1) -> None:

@@ -14,6 +14,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import poplar
 import poplar.comm  # registers the backend
@@ -98,10 +100,33 @@ def gathered_in_a_list(group: dist.ProcessGroup) -> Tensor:
     return torch.stack(parts)
 
 
-def reduce_scattered(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+def reduce_scattered(group: dist.ProcessGroup, dtype: torch.dtype, op: str = "SUM") -> Tensor:
     own = torch.empty(5, 3, dtype=dtype)
-    reduce_scatter(own, values(WORLD * 5, 3, dtype=dtype), group=group)
+    reduce_scatter(own, values(WORLD * 5, 3, dtype=dtype), getattr(dist.ReduceOp, op), group=group)
     return own
+
+
+def reduce_scattered_from_a_list(group: dist.ProcessGroup, dtype: torch.dtype, op: str) -> Tensor:
+    own = torch.empty(3, dtype=dtype)
+    parts = list(values(WORLD * 3, dtype=dtype).split(3))
+    dist.reduce_scatter(own, parts, getattr(dist.ReduceOp, op), group=group)
+    return own
+
+
+def reduce_scattered_coalesced(group: dist.ProcessGroup) -> Tensor:
+    owns = [torch.empty(3, dtype=torch.int64), torch.empty(2, dtype=torch.int64)]
+    with dist._coalescing_manager(group=group):
+        for own in owns:
+            reduce_scatter(own, values(WORLD * own.numel()).long(), group=group)
+    return torch.cat(owns)
+
+
+def gathered_coalesced(group: dist.ProcessGroup) -> Tensor:
+    outputs = [[torch.empty(2), torch.empty(3)] for _ in range(WORLD)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.all_gather_coalesced(outputs, [values(2), values(3)], group=group)
+    return torch.stack([torch.cat(tensors) for tensors in outputs])
 
 
 def reduce_scattered_from_an_uneven_list(group: dist.ProcessGroup) -> Tensor:
@@ -158,6 +183,8 @@ CALLS: dict[str, Callable[[dist.ProcessGroup], Tensor]] = {
     for function in (
         all_reduced_noncontiguous,
         coalesced,
+        gathered_coalesced,
+        reduce_scattered_coalesced,
         all_reduced_sparse,
         gathered_in_a_list,
         reduce_scattered_from_an_uneven_list,
@@ -174,6 +201,12 @@ for dtype in FLOATING:
     CALLS[f"scatter {dtype}"] = lambda group, dtype=dtype: reduce_scattered(group, dtype)
 for dtype in (*FLOATING, torch.int64, torch.float64):
     CALLS[f"gather {dtype}"] = lambda group, dtype=dtype: gathered(group, dtype)
+for dtype in (torch.float32, torch.int64, torch.float64):
+    for op in ("SUM", "MIN", "MAX", "PRODUCT"):
+        CALLS[f"scatter {op} {dtype}"] = lambda g, d=dtype, op=op: reduce_scattered(g, d, op)
+        CALLS[f"scatter a list {op} {dtype}"] = lambda g, d=dtype, op=op: (
+            reduce_scattered_from_a_list(g, d, op)
+        )
 for dtype, op in ((torch.float32, "MAX"), (torch.int64, "SUM"), (torch.float64, "SUM")):
     CALLS[f"{op} {dtype}"] = lambda group, dtype=dtype, op=op: all_reduced(
         group, dtype, getattr(dist.ReduceOp, op)
@@ -257,18 +290,22 @@ def test_works_progress_in_any_order_of_waits(ranks: Pool) -> None:
     )
 
 
-def reduce_scatter_maximum() -> str:
+def use_what_reads_the_device_types() -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """torch asks a process group for its device types in `distributed.checkpoint`."""
     group = new_group("cpu:poplar")
-    try:
-        reduce_scatter(torch.empty(2), torch.ones(2 * WORLD), dist.ReduceOp.MAX, group=group)
-    except ValueError as error:
-        return str(error)
-    return ""
+    module = nn.Linear(3, 2)
+    whole = {name: torch.full_like(p, 2.0) for name, p in module.named_parameters()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with mock.patch.object(distributed_c10d, "_get_default_group", return_value=group):
+        set_model_state_dict(module, whole if dist.get_rank() == 0 else {}, options=options)
+    device = str(distributed_c10d._get_pg_default_device(group))
+    return device, module.state_dict(), whole
 
 
-def test_reduce_scatter_maximum_is_refused(ranks: Pool) -> None:
-    for message in ranks.run(reduce_scatter_maximum):
-        assert "sums and means of float32, bfloat16 and" in message
+def test_torch_finds_the_device_type(ranks: Pool) -> None:
+    for device, found, expected in ranks.run(use_what_reads_the_device_types):
+        assert device == "cpu"
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def use_wrong_splits() -> list[str]:
