@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from poplar.checkpoint.state_dicts.model_state import ModelState
-from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState, copy_of, identity_of
+from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState, collected_state_dict
 from poplar.comm import Communicator, Control, Group, connect, connect_control
 from poplar.formatting import format_names
 from poplar.plan import Plan
@@ -535,7 +535,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     ) -> AbstractContextManager[None]:
         """A context in which parameters are unsharded on every rank. Collective at both ends.
 
-        Inside, `copy.deepcopy(model)` makes a plain model that the optimizer does not know.
+        Inside, `copy.deepcopy(model)` makes a plain model that the optimizer does not know. What is
+        kept of the parameters, such as `model.state_dict()`, keeps its values and its memory after
+        the context, at stage 3; elsewhere it is the memory of the model, as in torch.
 
         Args:
             writeback: keep values that are written into the parameters (equal on all ranks), for
@@ -667,8 +669,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """This rank's part of the state, as views and without communication.
 
         State with one value per element is a `ShardTensor` of the elements that this rank owns; at
-        stage 0 it is a plain tensor. `torch.save` stores these parts, for the same rank, world size
-        and plan. `torch.distributed.checkpoint` also loads them under another plan, and torch's
+        stage 0 it is a plain tensor. `torch.save` stores these parts, for a rank that owns no other
+        elements. `torch.distributed.checkpoint` also loads them under another plan, and torch's
         `get_state_dict` gives the names: see `OptimizerState` for what is in them.
 
         After `consolidate_state_dict(to)`, on rank `to` and until the next step or load, it is the
@@ -676,11 +678,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         self._step.raise_if_nonfinite_here()
         if self._update.collected is not None:
-            return copy_of(self._update.collected)
+            return collected_state_dict(self, self._update.collected)
         state = super().state_dict()
-        state["poplar"] = {"identity": identity_of(self._engine, self._stage)}
         if self._default_scaler is not None:
-            state["poplar"]["scaler"] = self._default_scaler.state_dict()
+            state["poplar"] = {"scaler": self._default_scaler.state_dict()}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -693,14 +694,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 as `fused` keep their values.
 
         Raises:
-            ValueError, TypeError: it is of another model, optimizer class, rank, world size, stage
-                or plan, or the ranks loaded the state of different steps.
+            ValueError, TypeError: it is of another model or optimizer class, it lacks elements that
+                this rank owns, or the ranks loaded the state of different steps.
             RankFailed: it does not fit another rank.
         """
         from poplar.checkpoint.state_dicts.loaded_state import load_state_dict
 
-        identity = identity_of(self._engine, self._stage)
-        scaler = load_state_dict(self, self._engine, self._update, identity, state_dict)
+        scaler = load_state_dict(self, self._engine, self._update, state_dict)
         if self._default_scaler is not None and scaler is not None:
             self._default_scaler.load_state_dict(scaler)
 

@@ -5,7 +5,8 @@
     )
 
 Attributes of `Accelerator` that this module replaces on the given object: `backward`,
-`clip_grad_norm_`, `clip_grad_value_`, `accumulate`. Tested with accelerate 1.15.
+`clip_grad_norm_`, `clip_grad_value_`, `accumulate`, `get_state_dict` (which `save_model` calls),
+`save`. Tested with accelerate 1.15.
 """
 
 # ruff: noqa: E402 (what is missing is said before it is imported)
@@ -27,10 +28,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, send_to_device
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import start_save
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
@@ -140,6 +144,7 @@ def prepare(
             each._is_accelerate_prepared = True  # type: ignore[union-attr]
     optimizer.step_was_skipped = False  # type: ignore[attr-defined]
     _adapt(accelerator, optimizer)
+    _adapt_saving(accelerator)
     state = {"loader": planned, **({} if made is None else {"scheduler": made})}
     _register_state(accelerator, optimizer, state)
     return Prepared(model, optimizer, planned, made)
@@ -290,6 +295,39 @@ def _adapt(accelerator: Accelerator, optimizer: HeteroZeroOptimizer) -> None:
     accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.clip_grad_value_ = clip_grad_value_
     accelerator.accumulate = accumulate
+
+
+def _has_parts(obj: Any) -> bool:
+    return any(isinstance(tensor, ShardTensor) for tensor in pytree.tensors(obj))
+
+
+def _adapt_saving(accelerator: Accelerator) -> None:
+    """Let the accelerator's methods that save see whole tensors, or raise."""
+    get_any, save_any = accelerator.get_state_dict, accelerator.save
+
+    def get_state_dict(module: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """As with FSDP: if the parameters are sharded, the main process gets whole ones.
+
+        With `unwrap=False` they stay sharded: `save_state` asks so, and its hook drops them.
+        """
+        values: dict[str, Any] = get_any(module, unwrap)
+        if not unwrap or not _has_parts(values):
+            return values
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(accelerator.unwrap_model(module), options=options)
+
+    def save(obj: Any, *arguments: Any, **options: Any) -> None:
+        if _has_parts(obj):
+            raise RuntimeError(
+                f"rank {accelerator.process_index}: accelerator.save was given parts of tensors, "
+                "and the main process would save its own alone; use accelerator.save_model(model, "
+                "folder) or accelerator.get_state_dict(model) for the model, and "
+                "accelerator.save_state(folder) or optimizer.full_state_dict() for the optimizer"
+            )
+        save_any(obj, *arguments, **options)
+
+    accelerator.get_state_dict = get_state_dict
+    accelerator.save = save
 
 
 def _register_state(

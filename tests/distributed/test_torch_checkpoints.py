@@ -34,6 +34,7 @@ from training import Run, assert_close
 
 import poplar
 from poplar import Plan
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
 RECIPE = Recipe(batches=(12,) * 5, spec=ModelSpec(two_groups=True))
 
@@ -214,6 +215,103 @@ def test_masters_and_unused_parameters_move_between_plans(
     loaded = ranks.run(train, second, *arguments, range(2), one, two, ranks=second.ranks)[0][0]
     assert_same_bits(loaded, saved)
     assert any(name.endswith(".master") for name in saved) == (spec.dtype is torch.bfloat16)
+
+
+class OwnStates(Job):
+    """A job whose checkpoint is what the objects themselves return."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optim"])
+
+
+def save_own_states(way: Way, recipe: Recipe, folder: str) -> dict[str, Tensor]:
+    job = OwnStates(way, recipe, StateDictOptions())
+    job.take_step(0)
+    for app in (job, job.optimizer):
+        path = f"{folder}/{type(app).__name__}"
+        dcp.save({"app": app}, checkpoint_id=path, process_group=harness.group())
+    return job.values()
+
+
+def load_own_states(way: Way, recipe: Recipe, folder: str) -> list[dict[str, Tensor]]:
+    found = []
+    for kind in ("OwnStates", "HeteroZeroOptimizer"):
+        job = OwnStates(way, recipe, StateDictOptions())
+        app = job if kind == "OwnStates" else job.optimizer
+        dcp.load({"app": app}, checkpoint_id=f"{folder}/{kind}", process_group=harness.group())
+        found.append(job.values())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (with_poplar(1, FOUR), with_poplar(1, FOUR)),
+        (with_poplar(0, (0.5, 0.5)), with_poplar(3, (0.0, 0.7, 0.3))),
+        (with_poplar(3, (0.0, 0.7, 0.3)), with_poplar(2, (0.2, 0.8))),
+    ],
+    ids=lambda way: way.name,
+)
+def test_states_of_the_objects_themselves_move_between_plans(
+    ranks: Pool, first: Way, second: Way, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    spec = ModelSpec(two_groups=True, unused=dtype is torch.float32, dtype=dtype)
+    recipe = replace(RECIPE, spec=spec)
+    saved = ranks.run(save_own_states, first, recipe, str(tmp_path), ranks=first.ranks)[0]
+    both, optimizer = ranks.run(load_own_states, second, recipe, str(tmp_path), ranks=second.ranks)[
+        0
+    ]
+    assert_same_bits(both, saved)
+    state = {name for name in saved if name.endswith((".exp_avg", ".exp_avg_sq", ".step"))}
+    assert state
+    assert_same_bits(
+        {name: optimizer[name] for name in state}, {name: saved[name] for name in state}
+    )
+
+
+def gather_whole_states(way: Way, recipe: Recipe) -> None:
+    job = Job(way, recipe, StateDictOptions())
+    job.take_step(0)
+    expected = [job.optimizer.full_state_dict(rank) for rank in range(harness.size())]
+    mine: Any = expected[harness.rank()]
+    parameters = training.whole_parameters(job.model, job.optimizer)
+    names = [name for group in mine["param_groups"] for name in group["param_names"]]
+    named = {names[index]: values for index, values in mine["state"].items()}
+    for flat in (True, False):
+        options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
+        model, optim = get_state_dict(job.model, job.optimizer, options=options)
+        assert_same_bits({name: model[name] for name in parameters}, parameters)
+        for name, values in named.items():
+            for key, value in values.items():
+                found = optim[f"state.{name}.{key}"] if flat else optim["state"][name][key]
+                assert type(found) is Tensor, (name, key)
+                assert torch.equal(found, value), (name, key)
+    part = next(iter(job.model.state_dict().values()))
+    whole = part.full_tensor() if isinstance(part, ShardTensor) else part
+    assert torch.equal(whole, next(iter(parameters.values())))
+    before = job.values()
+    set_state_dict(
+        job.model,
+        job.optimizer,
+        model_state_dict=model,
+        optim_state_dict=optim,
+        options=options,
+    )
+    assert_same_bits(job.values(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", training.STAGES)
+def test_full_state_dict_of_torch_has_whole_tensors(
+    ranks: Pool, stage: int, dtype: torch.dtype
+) -> None:
+    recipe = replace(RECIPE, spec=ModelSpec(two_groups=True, dtype=dtype))
+    ranks.run(gather_whole_states, with_poplar(stage, (0.6, 0.0, 0.4)), recipe, ranks=3)
 
 
 def save_through_torch(way: Way, recipe: Recipe, folder: str) -> dict[str, Tensor]:

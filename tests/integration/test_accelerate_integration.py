@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from launched import BATCH, PLANS, as_launched, fresh_state, three_ranks
+from safetensors.torch import load_file
 from subset import choose
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -266,3 +267,34 @@ def use_wrongly(way: str) -> None:
 def test_what_does_not_work_says_what_to_do(three, way, message):
     for error in three.run_expecting_errors(use_wrongly, way):
         assert message in error.message
+
+
+def save_with_the_accelerator(stage: int, folder: str) -> str:
+    """Save the model; returns the error of saving this rank's part of the optimizer's state."""
+    as_launched()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, _, _ = prepared(PLANS[stage], accelerator)
+    accelerator.save_model(model, folder)
+    accelerator.save(accelerator.get_state_dict(model), f"{folder}/model.pt")
+    with optimizer.full_parameters():
+        accelerator.save_model(model, f"{folder}/inside")
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for file in ("model.safetensors", "inside/model.safetensors"):
+        found = load_file(f"{folder}/{file}") if accelerator.is_main_process else expected
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    if accelerator.is_main_process:
+        assert torch.load(f"{folder}/model.pt").keys() == expected.keys()
+    try:
+        accelerator.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", PLANS)
+def test_the_accelerator_saves_every_value(three, tmp_path, stage):
+    (tmp_path / "inside").mkdir()
+    errors = three.run(save_with_the_accelerator, stage, str(tmp_path))
+    refused = ["the main process would save its own alone" in error for error in errors]
+    assert refused == [stage > 0] * 3

@@ -5,16 +5,23 @@ from __future__ import annotations
 import copy
 import io
 import math
+import multiprocessing
+import pickle
 import random
 import warnings
+from multiprocessing.reduction import ForkingPickler
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save as save_file
+from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.multiprocessing.reductions import reduce_tensor
 
-from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+from poplar.checkpoint.state_dicts.shard_tensor import ParameterShard, ShardTensor
 from tests.subset import choose
 
 
@@ -110,6 +117,70 @@ def test_operators_that_need_the_whole_tensor_raise():
         part.sum()
     with pytest.raises(TypeError, match="same range"):
         part.copy_(cut(torch.zeros(3, 4), 4, 8))
+
+
+def call_every_method(connection):
+    """Send which methods gave memory of the whole tensor; the process may end before."""
+    warnings.simplefilter("ignore")
+    plain = torch.ones(3, 5)
+    gave_memory = []
+    for name in sorted(dir(torch.Tensor)):
+        for arguments in ((), (cut(plain, 3, 7),), (0,), (plain,), (lambda value: value,)):
+            part = cut(torch.arange(15.0).view(3, 5), 3, 7)
+            try:
+                value = getattr(part, name)
+                value = value(*arguments) if callable(value) else value
+            except Exception:  # an error is right
+                continue
+            storage = isinstance(value, (torch.UntypedStorage, torch.TypedStorage))
+            whole = type(value) is torch.Tensor and value.numel() == 15 and value is not plain
+            if storage or whole:
+                gave_memory.append(name)
+    connection.send(gave_memory)
+
+
+def test_no_method_reads_memory_that_is_not_its_own():
+    ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=call_every_method, args=(theirs,))
+    process.start()
+    theirs.close()
+    gave_memory = ours.recv() if ours.poll(120) else None
+    process.join(10)
+    assert process.exitcode == 0
+    # With a whole tensor as the argument, it converts that one.
+    assert set(gave_memory) <= {"new_tensor", "new"}
+
+
+@pytest.mark.parametrize(
+    "access",
+    [
+        lambda part: torch.utils.dlpack.to_dlpack(part),
+        lambda part: torch.from_dlpack(part),
+        lambda part: torch.Tensor.untyped_storage(part),
+        lambda part: torch.empty(0).set_(part),
+        lambda part: np.asarray(part),
+        lambda part: part.apply_(lambda value: value),
+        lambda part: part.is_shared(),
+        lambda part: part.pin_memory(),
+        lambda part: part.share_memory_(),
+        lambda part: _create_cpu_state_dict({"part": part}, share_memory=True),
+        lambda part: setattr(torch.ones(3, 5), "data", part),
+        lambda part: reduce_tensor(part),
+        lambda part: save_file({"part": part}),
+    ],
+)
+def test_access_to_the_memory_of_the_whole_raises(access):
+    with pytest.raises((TypeError, RuntimeError)):
+        access(cut(torch.arange(15.0).view(3, 5), 3, 7))
+
+
+def test_parameter_shards_are_sent_between_processes_and_not_saved():
+    part = ParameterShard(torch.arange(4.0), (3, 5), 3)
+    received = pickle.loads(ForkingPickler.dumps(part))
+    assert (type(received), received.start) == (ParameterShard, 3)
+    assert torch.equal(received.local, part.local)
+    with pytest.raises(RuntimeError, match="only this rank's part"):
+        torch.save(part, io.BytesIO())
 
 
 @pytest.mark.parametrize("local", [torch.zeros(2, 2), torch.zeros(8)[::2]])

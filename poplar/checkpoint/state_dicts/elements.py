@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
@@ -46,6 +47,11 @@ class Elements:
                 "or make it a whole tensor first"
             )
         return cls(value.detach().reshape(-1), 0)
+
+    @classmethod
+    def none(cls) -> Elements:
+        """No elements."""
+        return cls(torch.empty(0), 0)
 
     def part(self, start: int, stop: int, name: str) -> Tensor:
         """Elements `[start, stop)`, counted from the tensor's first.

@@ -37,7 +37,6 @@ def load_state_dict(
     optimizer: torch.optim.Optimizer,
     engine: Engine,
     update: ShardedUpdate,
-    identity: Mapping[str, Any],
     state_dict: Mapping[str, Any],
 ) -> dict[str, Any] | None:
     """Load a state dict on all ranks, or on none. Collective. Arguments as for `LoadedState`.
@@ -51,7 +50,7 @@ def load_state_dict(
         given = dict(state_dict)
         for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             given = hook(optimizer, given) or given
-        return LoadedState(optimizer, engine, update, identity, given)
+        return LoadedState(optimizer, engine, update, given)
 
     loaded = run_on_all_ranks(control, check, doing=doing)
     loaded.agree(control)
@@ -79,7 +78,6 @@ class LoadedState:
         optimizer: the optimizer, whose param groups are those of the user.
         engine: its engine.
         update: its update.
-        identity: the rank, world size, stage and layouts for which a local state was saved.
         state_dict: as `Optimizer.load_state_dict` takes it. Parameters are identified by name if
             it has names, else by position.
 
@@ -92,16 +90,13 @@ class LoadedState:
         optimizer: torch.optim.Optimizer,
         engine: Engine,
         update: ShardedUpdate,
-        identity: Mapping[str, Any],
         state_dict: Mapping[str, Any],
     ) -> None:
         if not {"state", "param_groups"} <= state_dict.keys():
             raise ValueError(
                 f"an optimizer's state dict has 'state' and 'param_groups', got {list(state_dict)}"
             )
-        own = state_dict.get("poplar", {})
-        _check_identity(own.get("identity", {}), identity)
-        self.scaler: dict[str, Any] | None = own.get("scaler")
+        self.scaler: dict[str, Any] | None = state_dict.get("poplar", {}).get("scaler")
         self._optimizer, self._engine, self._update = optimizer, engine, update
         groups, state = optimizer.param_groups, state_dict["state"]
         names = names_of(engine.model, groups)
@@ -126,7 +121,9 @@ class LoadedState:
         name = flat.names[position]
         layout = self._layouts[flat.groups[position]]
         values = {key: value for key, value in values.items() if value is not None}
+        start, stop = flat.owned_range(position)
         if _is_absent(values.values()):
+            Elements.none().part(start, stop, f"the state of {name!r}")
             return ParameterState({}, {})
         master = values.pop(MASTER, None)
         if values and values.keys() != layout.keys():
@@ -136,7 +133,6 @@ class LoadedState:
             )
         if master is not None and flat.dtype is not torch.float32:  # else the model has its values
             values[MASTER] = master
-        start, stop = flat.owned_range(position)
         shape, elements, others = flat.parameters[position].shape, {}, {}
         for key, value in values.items():
             what = f"{key!r} of {name!r}"
@@ -277,21 +273,6 @@ def _in_order(index: int, own: Sequence[str], by_name: Mapping[str, Any]) -> lis
             "param groups"
         )
     return [by_name[name] for name in own]
-
-
-def _check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Check that a local state is from this rank, world size, stage and layout."""
-    for key, found in saved.items():
-        if _as_lists(found) != _as_lists(identity.get(key)):
-            raise ValueError(
-                f"this optimizer state was saved with {key} {found}, but here it is "
-                f"{identity.get(key)}; load each rank's own file under the plan with which it was "
-                "saved, save with torch.distributed.checkpoint, or use full_state_dict()"
-            )
-
-
-def _as_lists(value: Any) -> Any:
-    return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from poplar.checkpoint.state_dicts.elements import Elements
+from poplar.checkpoint.state_dicts.owners import Owners
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook
@@ -78,7 +79,8 @@ class ModelState:
         start, stop = flat.owned_range(place.position)
         base = flat.offsets[place.position] - flat.owned[0]
         shape = flat.parameters[place.position].shape
-        return ParameterShard(flat.shard[base + start : base + stop], shape, start)
+        owners = Owners.of(self._engine, flat, place.position)
+        return ParameterShard(flat.shard[base + start : base + stop], shape, start, owners)
 
     def _before_loading(
         self,

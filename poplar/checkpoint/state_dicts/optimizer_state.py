@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from poplar.checkpoint.state_dicts.owners import Owners
+from poplar.system.storage import with_own_storage
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.update import ParameterRun, ShardedUpdate, copy_value, is_elementwise
@@ -98,13 +101,16 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
 
         layout = self._update.state_layout(flat.groups[position])
         shape = flat.parameters[position].shape
+        owners = Owners.of(self._engine, flat, position)
         absent = {
-            key: ShardTensor(value.new_empty(0), shape if elementwise else value.shape, 0)
+            key: ShardTensor(value.new_empty(0), shape, 0, owners)
+            if elementwise
+            else ShardTensor(value.new_empty(0), value.shape, 0)
             for key, (elementwise, value) in layout.items()
             if isinstance(value, Tensor)
         }
         if flat.master is not flat.shard:
-            absent[MASTER] = ShardTensor(flat.master[:0], shape, 0)
+            absent[MASTER] = ShardTensor(flat.master[:0], shape, 0, owners)
         return absent
 
     def _view(self, run: ParameterRun, position: int, value: Tensor) -> Tensor:
@@ -117,8 +123,9 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         base = flat.offsets[position] - max(run.start, flat.owned[0])
         part = value[base + start : base + stop]
         if self._engine.strategy.replicates_state:
-            return part.view(parameter.shape)
-        return ShardTensor(part, parameter.shape, start)
+            return with_own_storage(part.view(parameter.shape))
+        owners = Owners.of(self._engine, flat, position)
+        return ShardTensor(part, parameter.shape, start, owners)
 
 
 def _is_shared(value: Any, parameter: Tensor) -> bool:
@@ -132,20 +139,18 @@ def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def identity_of(engine: Engine, stage: int) -> dict[str, Any]:
-    """Where this rank's part of the state can be loaded."""
-    return {
-        "rank": engine.comm.group.rank,
-        "world_size": engine.comm.group.size,
-        "stage": stage,
-        "layouts": [flat.layout.offsets for flat in engine.flats],
+def collected_state_dict(
+    optimizer: torch.optim.Optimizer, collected: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `Optimizer.state_dict` makes of a collected state: with its hooks, and own keys."""
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
+    state: dict[str, Any] = {
+        **collected,
+        "state": {key: dict(values) for key, values in collected["state"].items()},
+        "param_groups": [dict(group) for group in collected["param_groups"]],
     }
-
-
-def copy_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with the same tensors, whose keys may be changed, as torch's helpers do."""
-    return {
-        **state_dict,
-        "state": {key: dict(values) for key, values in state_dict["state"].items()},
-        "param_groups": [dict(group) for group in state_dict["param_groups"]],
-    }
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = after(optimizer, state)
+        state = state if changed is None else changed
+    return state

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from poplar.checkpoint.state_dicts.boxes import Box, boxes_of_range
+from poplar.checkpoint.state_dicts.owners import Owners
+from poplar.checkpoint.state_dicts.whole_state import install
 
 _aten = torch.ops.aten
 _ELEMENTWISE = {
@@ -35,6 +38,34 @@ _ELEMENTWISE = {
     _aten._to_copy.default,
 }
 """Operators that need nothing but the local elements."""
+_MEMORY_ACCESS = {
+    getattr(Tensor, name)
+    for name in (
+        "__array__",
+        "__dlpack__",
+        "__dlpack_device__",
+        "_typed_storage",
+        "apply_",
+        "const_data_ptr",
+        "is_pinned",
+        "is_shared",
+        "map2_",
+        "map_",
+        "numpy",
+        "pin_memory",
+        "share_memory_",
+        "storage",
+        "tolist",
+        "untyped_storage",
+    )
+    if hasattr(Tensor, name)  # some are newer than others
+}
+"""Methods of `Tensor` that are no operators: they act on the memory of the whole tensor."""
+
+
+_META = torch.device("meta")
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+"""What `__reduce_ex__` returns."""
 
 
 class ShardTensor(Tensor):
@@ -47,6 +78,7 @@ class ShardTensor(Tensor):
         local: 1-D and contiguous; may be empty.
         shape: of the whole tensor.
         start: the first element of `local` in the whole tensor.
+        owners: the ranks that have the other elements; None if they are unknown, as in a file.
 
     Raises:
         ValueError: `local` is not 1-D and contiguous, or not inside the tensor.
@@ -55,25 +87,52 @@ class ShardTensor(Tensor):
     local: Tensor
     start: int
     boxes: list[Box]
+    owners: Owners | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, shape: Sequence[int], start: int) -> ShardTensor:
+    def __new__(
+        cls, local: Tensor, shape: Sequence[int], start: int, owners: Owners | None = None
+    ) -> ShardTensor:
         if local.dim() != 1 or not local.is_contiguous():
             raise ValueError(
                 f"ShardTensor takes a 1-D contiguous tensor, got shape {tuple(local.shape)}"
             )
         local = local.detach()
+        # On `meta`, as far as C++ looks at memory: nothing can read what does not exist.
         made: ShardTensor = Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=local.dtype, device=local.device
+            cls, tuple(shape), dtype=local.dtype, device=_META, dispatch_device=True
         )
+        torch._C._set_throw_on_mutable_data_ptr(made)
         made.boxes = boxes_of_range(shape, start, start + local.numel())
-        made.local, made.start = local, start
+        made.local, made.start, made.owners = local, start, owners
         return made
 
     @property
     def stop(self) -> int:
         """The element after the last of `local`."""
         return self.start + self.local.numel()
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it stands for a value that the owners of a parameter share, such as its step."""
+        return self.owners is None and bool(self.numel()) and not self.local.numel()
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on the device of `local`. Collective; named as that of `DTensor`.
+
+        Raises:
+            RuntimeError: the other elements are on no rank that is known, or in the middle of a
+                step.
+        """
+        if self.local.numel() == self.numel() and self.owners is None:
+            return self.local.view(self.shape)
+        if self.owners is None:
+            raise RuntimeError(
+                f"full_tensor(): elements [{self.start}, {self.stop}) of shape "
+                f"{tuple(self.shape)} were loaded from a file or made by hand, so the ranks that "
+                "have the others are unknown; call it on a tensor of a state_dict() of this run"
+            )
+        return self.owners.gather(self.local).view(self.shape)
 
     # The protocol of torch.distributed.checkpoint.
 
@@ -110,6 +169,21 @@ class ShardTensor(Tensor):
     # What makes it a tensor.
 
     @classmethod
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function is Tensor.data_ptr:
+            return 0  # by which torch's stagers know tensors that consist of others
+        if function in _MEMORY_ACCESS:
+            cls._refuse(f"{function.__name__}()")
+        call: Any = super().__torch_function__
+        return call(function, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         function: Any,
@@ -118,11 +192,10 @@ class ShardTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         own = args[0] if args else None
+        if function is torch.ops.prim.device.default and isinstance(own, ShardTensor):
+            return own.local.device
         if function not in _ELEMENTWISE or not isinstance(own, ShardTensor):
-            raise TypeError(
-                f"{function} does not work on a ShardTensor, which has only a part of its "
-                "elements; use its `local`, or optimizer.full_parameters() for whole parameters"
-            )
+            cls._refuse(str(function))
         if function is _aten.new_empty.default:  # as asynchronous saving makes its copies
             if tuple(args[1]) != tuple(own.shape):
                 raise TypeError("new_empty takes the shape of the ShardTensor itself")
@@ -136,18 +209,28 @@ class ShardTensor(Tensor):
         result = function(*local, **options)
         if function in (_aten.copy_.default, _aten.zero_.default):
             return own
-        return type(own)(result, own.shape, own.start)
+        return type(own)(result, own.shape, own.start, own.owners)
+
+    @classmethod
+    def _refuse(cls, what: str) -> NoReturn:
+        raise TypeError(
+            f"{what} does not work on a ShardTensor, which has only a part of its elements; use "
+            "its `local`, or optimizer.full_parameters() for whole parameters"
+        )
 
     def _has_range_of(self, other: Tensor) -> bool:
         own = (self.shape, self.start, self.stop)
         return isinstance(other, ShardTensor) and own == (other.shape, other.start, other.stop)
 
-    def __reduce_ex__(self, _protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce_ex__(self, _protocol: Any) -> Reduced:
+        return self._reduce()
+
+    def _reduce(self) -> Reduced:
         # A clone, because a pickled view would contain the whole flat parameter.
-        return ShardTensor, (self.local.clone(), tuple(self.shape), self.start)
+        return type(self), (self.local.clone(), tuple(self.shape), self.start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
-        copied = type(self)(self.local.clone(), self.shape, self.start)
+        copied = type(self)(self.local.clone(), self.shape, self.start, self.owners)
         memo[id(self)] = copied
         return copied
 
@@ -160,22 +243,17 @@ class ParameterShard(ShardTensor):
     """This rank's part of a parameter in `model.state_dict()`. It cannot be pickled.
 
     `torch.save(model.state_dict())` is meant to save whole parameters, often on one rank alone.
+    (The processes of this rank may send it to each other, as asynchronous checkpoints do.)
     """
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        self._refuse()
+        self._refuse("pickle")
 
-    def untyped_storage(self) -> NoReturn:
-        """Has none; libraries that save tensors ask for it."""
-        self._refuse()
-
-    storage = untyped_storage
-
-    @staticmethod
-    def _refuse() -> NoReturn:
+    @classmethod
+    def _refuse(cls, what: str) -> NoReturn:
         raise RuntimeError(
-            "the model's parameters are sharded (stage 3), so model.state_dict() has only this "
-            "rank's part of them; save it with torch.distributed.checkpoint on all ranks, use "
+            f"{what}: the model's parameters are sharded (stage 3), so model.state_dict() has only "
+            "this rank's part of them; save it with torch.distributed.checkpoint on all ranks, use "
             "optimizer.save_model(path), or `with optimizer.full_parameters(): model.state_dict()`"
         )
 
@@ -193,3 +271,5 @@ def _size(lengths: tuple[int, ...]) -> torch.Size:
 
 
 torch.serialization.add_safe_globals([ShardTensor])
+ForkingPickler.register(ParameterShard, ParameterShard._reduce)
+install()
