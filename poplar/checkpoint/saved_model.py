@@ -285,4 +285,5 @@ def _header(
 def _chunks(values: Tensor) -> Iterator[bytearray]:
     flat = values.reshape(-1)
     for start in range(0, flat.numel(), _CHUNK):
-        yield to_bytes(flat[start : start + _CHUNK].cpu().contiguous())
+        part = flat[start : start + _CHUNK].cpu().contiguous()
+        yield to_bytes(part.resolve_conj().resolve_neg())

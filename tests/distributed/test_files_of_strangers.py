@@ -302,7 +302,10 @@ def test_mutated_checkpoints_are_read_or_refused(saved: Path) -> None:
 def test_mutated_checkpoints_under_address_sanitizer(saved: Path, tmp_path: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")
-    library = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True).strip()
+    libraries = [  # the second one, because the first one looks for its functions at the start
+        subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
     core = tmp_path / "_core.so"
     headers = [pybind11.get_include(), sysconfig.get_path("include"), str(ROOT / "csrc/include")]
     options = ["-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-fsanitize=address"]
@@ -315,7 +318,7 @@ def test_mutated_checkpoints_under_address_sanitizer(saved: Path, tmp_path: Path
         [sys.executable, str(ROOT / "tests/mutated_checkpoints.py"), str(saved), "2000", "1"],
         env={
             **os.environ,
-            "LD_PRELOAD": library,
+            "LD_PRELOAD": " ".join(libraries),
             "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
             "POPLAR_CORE": str(core),
             "POPLAR_OPS": "off",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -53,3 +55,19 @@ def test_the_buffer_is_used_again() -> None:
     first: Tensor = staged({"a": torch.ones(1000)}, staging)["a"]
     second: Tensor = staged({"a": torch.zeros(500)}, staging)["a"]
     assert first.data_ptr() == second.data_ptr()
+
+
+def test_pinned_memory_is_as_large_as_the_copy_and_unpinned_once() -> None:
+    cuda = mock.Mock()
+    cuda.cudaHostRegister.return_value = cuda.cudaHostUnregister.return_value = 0
+    with mock.patch.object(torch.cuda, "cudart", return_value=cuda):
+        staging = Staging()
+        for size in (1000, 500, 3000):
+            staging._reserve(size, pinned=True)
+            assert not staging._buffer.numel() % 1000
+        del staging
+        gc.collect()
+    pinned = [call.args for call in cuda.cudaHostRegister.call_args_list]
+    assert [size for _, size, _ in pinned] == [1000, 3000]
+    unpinned = [call.args for call in cuda.cudaHostUnregister.call_args_list]
+    assert unpinned == [(address,) for address, *_ in pinned]

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from poplar.checkpoint.saved_model import Writer
 from poplar.zero.values.safetensors_file import DTYPES, SafetensorsFile
+from poplar.zero.values.weight_files import WeightFiles
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +61,28 @@ def test_a_file_that_shrinks_after_it_was_opened_is_named(tmp_path):
         file.read("a", 50, 100)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+def test_every_dtype_is_written_as_the_library_writes_it(tmp_path, dtype):
+    values = (torch.randn(5, 2) * 4).to(dtype)
+    if dtype.is_complex:
+        values = values.conj()  # lazily
+    writer = Writer(tmp_path / "own.safetensors", [("a", values)], {})
+    writer.write("a", values)
+    writer.finish()
+    writer.publish()
+    save_file({"a": values.clone().resolve_conj()}, tmp_path / "library.safetensors")
+    own, library = (
+        load_file(tmp_path / "own.safetensors"),
+        load_file(tmp_path / "library.safetensors"),
+    )
+    assert torch.equal(own["a"].view(torch.uint8), library["a"].view(torch.uint8))
+    assert WeightFiles(tmp_path / "own.safetensors").read_whole("a").dtype == dtype
+
+
 def test_an_unknown_dtype_is_named(tmp_path):
-    path = tmp_path / "complex.safetensors"
-    save_file({"a": torch.ones(2, dtype=torch.complex64)}, path)
-    with pytest.raises(ValueError, match=r"'a' in .*complex\.safetensors has the dtype C64"):
+    path = tmp_path / "other.safetensors"
+    save_file({"a": torch.ones(2, dtype=torch.float32).to(torch.float8_e5m2fnuz)}, path)
+    with pytest.raises(ValueError, match=r"'a' in .*other\.safetensors has the dtype F8_E5M2FNUZ"):
         SafetensorsFile(path).read("a", 0, 2)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from poplar.checkpoint.digests import PLAIN
 from poplar.checkpoint.files.data_file import Pickled, memory_of
 
 _ALIGNMENT = 64
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: pinned for all devices."""
 
 
 class Staging:
@@ -21,6 +24,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._unpin: Callable[[], object] = lambda: None
 
     @torch.no_grad()
     def copy(self, values: Mapping[MetadataIndex, Any]) -> dict[MetadataIndex, Any]:
@@ -49,9 +53,33 @@ class Staging:
         return copies
 
     def _reserve(self, size: int, pinned: bool) -> None:
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free it first
-            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        if self._buffer.numel() >= size:
+            return
+        self._unpin()
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free it first
+        self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        if pinned:
+            self._unpin = weakref.finalize(self, _pin(self._buffer))
+
+
+def _pin(memory: Tensor) -> Callable[[], None]:
+    """Pin memory, as much as there is: `pin_memory=True` takes the next power of two.
+
+    Returns:
+        Ends it; the memory is kept until then.
+    """
+    cuda = torch.cuda.cudart()
+    failure = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+    if failure:
+        raise RuntimeError(
+            f"CUDA error {failure} while {memory.nbytes} bytes of host memory were pinned for an "
+            "asynchronous save; save with asynchronous=False"
+        )
+
+    def unpin() -> None:
+        cuda.cudaHostUnregister(memory.data_ptr())
+
+    return unpin
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:

@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from poplar.regular_files import open_regular
 
-DTYPES: Mapping[torch.dtype, str] = {
+_NAMES: Mapping[torch.dtype, str] = {
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -31,9 +33,25 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+def _is_readable(name: str) -> bool:
+    """Whether the installed version of the library knows a dtype; early ones lack complex64."""
+    header = json.dumps({"": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()
+    try:
+        load(len(header).to_bytes(8, "little") + header)
+    except (SafetensorError, KeyError):
+        return False
+    return True
+
+
+DTYPES: Mapping[torch.dtype, str] = {d: name for d, name in _NAMES.items() if _is_readable(name)}
 """Names of dtypes in headers."""
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 

@@ -94,9 +94,11 @@ class WeightFiles:
         return stored
 
     def _fits(self, name: str, tensor: Tensor) -> bool:
-        is_floating = self.dtypes[name].startswith(("F", "BF"))
+        dtype = self.dtypes[name]
         return (
-            self.shapes[name] == tuple(tensor.shape) and is_floating == tensor.is_floating_point()
+            self.shapes[name] == tuple(tensor.shape)
+            and dtype.startswith(("F", "BF")) == tensor.is_floating_point()
+            and dtype.startswith("C") == tensor.is_complex()
         )
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
