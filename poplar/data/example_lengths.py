@@ -14,7 +14,8 @@ PyTree = TypeVar("PyTree")
 
 def padded_length(batch: Any) -> int:
     """The largest dim 1 of a tensor in the batch; 0 if no tensor has one."""
-    return max((int(t.shape[1]) for t in pytree.tensors(batch) if t.dim() > 1), default=0)
+    tensors = (t for t in pytree.tensors(batch) if not t.is_nested)  # which has no padding
+    return max((int(t.shape[1]) for t in tensors if t.dim() > 1), default=0)
 
 
 def at_length(batch: PyTree, length: int) -> PyTree:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 PyTree = TypeVar("PyTree")
 
@@ -52,10 +53,14 @@ def samples_in(batch: Any) -> int:
         batch: any pytree of tensors. 0-dim tensors and other values are ignored.
 
     Raises:
-        ValueError: the tensors differ in dim 0 (the message names two), or none has a dim 0.
+        ValueError: the tensors differ in dim 0 (the message names two), none has a dim 0, or one
+            cannot be split along it.
     """
     if isinstance(batch, SplitsItself):
         return len(batch)
+    unsplittable = next(_without_rows(batch, "batch"), None)
+    if unsplittable is not None:
+        raise ValueError(f"{unsplittable}, which is not split along dim 0. {_COLLATE}")
     first: tuple[str, int] | None = None
     for path, tensor in _tensors_with_paths(batch, "batch"):
         if tensor.dim() == 0:
@@ -67,14 +72,22 @@ def samples_in(batch: Any) -> int:
             raise ValueError(
                 f"{path} has {size} samples (shape {tuple(tensor.shape)}), but {first[0]} has "
                 f"{first[1]}; dim 0 of every tensor in a batch must be the samples: put values "
-                "that all samples share into a 0-dim tensor or the model"
+                f"that all samples share into a 0-dim tensor or the model. {_COLLATE}"
             )
     if first is None:
         raise ValueError(
             f"no tensor with a dim 0 in this batch ({type(batch).__name__}), so its samples cannot "
-            "be counted; give a tensor, or a dict, list, tuple, dataclass or named tuple of tensors"
+            "be counted; give a tensor, or a dict, list, tuple, dataclass or named tuple of "
+            f"tensors. {_COLLATE}"
         )
     return first[1]
+
+
+_COLLATE = (
+    "If samples are not rows of tensors (images of other sizes, graphs, nested, sparse or packed "
+    "tensors), let DataLoader(..., collate_fn=poplar.data.CollateMicroBatches(collate, plan)) make "
+    "each micro-batch of its samples"
+)
 
 
 def split(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
@@ -208,6 +221,18 @@ def _rebuild(tree: Any, fn: Callable[[Any], Any]) -> Any:
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         return type(tree)(fn(child) for child in tree)
     return tree
+
+
+def _without_rows(tree: Any, path: str) -> Iterator[str]:
+    """Members of a pytree whose dim 0 is not the samples, or cannot be cut."""
+    if isinstance(tree, PackedSequence):
+        yield f"{path} is a PackedSequence"
+    elif not isinstance(tree, Tensor):
+        for step, child in _children(tree):
+            yield from _without_rows(child, path + step)
+    elif tree.is_nested or tree.layout is not torch.strided:
+        layout = "nested" if tree.is_nested else str(tree.layout).removeprefix("torch.")
+        yield f"{path} is a {layout} tensor"
 
 
 def _set_fields(tree: Any) -> list[str]:

@@ -6,11 +6,13 @@ Every rank reads the whole stream and keeps its own samples, so nothing here com
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from poplar.data.global_batch import (
     STATE_VERSION,
@@ -38,10 +40,12 @@ class StreamSplit(IterableDataset[list[T]]):
         worker = get_worker_info()
         turn, turns = (0, 1) if worker is None else (worker.id, worker.num_workers)
         start = self._position.begin()
-        samples = iter(self._iterable)
-        self._skip(samples, start)
+        with _outside_of_workers():
+            samples = iter(self._iterable)
+            self._skip(samples, start)
         for step in count(start):
-            batch = list(islice(samples, self._plan.global_batch))
+            with _outside_of_workers():
+                batch = list(islice(samples, self._plan.global_batch))
             short = len(batch) < self._plan.global_batch
             if not batch or (short and self._drop_last):
                 break
@@ -114,7 +118,9 @@ def split_stream(
     Args:
         iterable: the samples, in the same order on every rank. Each rank and each worker reads all
             samples and keeps its own, so do expensive work (decoding, tokenizing) in `collate_fn`.
-            For more than one epoch it must start again at every `iter()`.
+            `torch.utils.data.get_worker_info()` is None in it, so that a dataset that takes a part
+            in each worker, as those of Hugging Face, gives all samples. It must not take a part in
+            each rank. For more than one epoch it must start again at every `iter()`.
         plan: how a global batch is split.
         rank: the rank whose part is read; None: this process's rank in `torch.distributed`.
         drop_last: True drops the samples that do not fill a global batch. False splits them by the
@@ -125,6 +131,16 @@ def split_stream(
         ValueError: the plan does not have this rank.
     """
     return StreamSplit(iterable, plan, resolve_rank(plan, rank), drop_last)
+
+
+@contextmanager
+def _outside_of_workers() -> Iterator[None]:
+    """A context in which `get_worker_info()` returns None, as in the trainer's process."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
 
 
 class _StreamPosition:

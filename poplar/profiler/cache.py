@@ -18,14 +18,21 @@ from typing import Any
 
 from poplar.plan import Plan
 from poplar.profile import ClusterProfile
+from poplar.regular_files import read_regular
+
+_MOST_BYTES = 1 << 30
+"""Size of a file, at most."""
 
 
-def default_folder() -> Path:
-    """`$POPLAR_CACHE`, or `poplar` in the user's cache folder."""
+def default_folder() -> Path | None:
+    """`$POPLAR_CACHE`, or `poplar` in the user's cache folder; None for a user without a home."""
     chosen = os.environ.get("POPLAR_CACHE")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "poplar"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "poplar"
+    except RuntimeError:  # neither HOME nor an entry in the password database
+        return None
 
 
 @dataclass(frozen=True)
@@ -43,10 +50,10 @@ class Cache:
         """
         path = self._path(identity)
         try:
-            return _parsed(path.read_text(encoding="utf-8"), identity)
+            return _parsed(read_regular(path, _MOST_BYTES).decode(), identity)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # whatever the file has become, the job can be measured again
             why = f"{type(error).__name__}: {error}"
             text = f"the cached profile {path} is not used ({why}); measuring again"
             warnings.warn(text, stacklevel=2)

@@ -135,9 +135,9 @@ class CachedProfile:
         self.show = show and profiler.session.group.rank == 0
         self.plans: dict[str, Plan] = {}
         """Verified plans that are cached with the profile."""
-        folder = default_folder() if isinstance(cache, bool) else Path(cache)
-        self._cache = None if cache is False else Cache(folder)
-        self._device_cache = None if cache is False else Cache(folder, "devices")
+        folder = _folder(cache, warns=profiler.session.group.rank == 0)
+        self._cache = None if folder is None else Cache(folder)
+        self._device_cache = None if folder is None else Cache(folder, "devices")
 
     def profile(self) -> ClusterProfile:
         """Look into the cache, else measure what is not known, calibrate and save."""
@@ -196,6 +196,20 @@ class CachedProfile:
         except OSError as error:
             if self.profiler.session.rank_on_this_host == 0:
                 _warn_not_saved(error)
+
+
+def _folder(cache: bool | str | Path, *, warns: bool) -> Path | None:
+    """The folder of the cache; None for no cache."""
+    if not isinstance(cache, bool):
+        return Path(cache)
+    folder = default_folder() if cache else None
+    if cache and folder is None and warns:
+        warnings.warn(
+            "profiles are not cached, because this user has no home folder (neither HOME nor an "
+            "entry in the password database); set POPLAR_CACHE to a folder, or pass cache=False",
+            stacklevel=4,
+        )
+    return folder
 
 
 def _warn_not_saved(error: OSError) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from poplar.comm import Control
@@ -101,8 +102,7 @@ class BatchSplitter:
             samples = self._samples_in(rank, batch)
             sizes = self._sizes(rank, samples)
             batches = pytree.split(batch, sizes) if samples else [None] * len(sizes)
-            for part, size in zip(batches, sizes, strict=True):
-                counts.append(_count(weight, part, size))
+            counts = _counts(weight, batches, sizes)
         except Exception as caught:
             error = _with_rank(rank, caught)
         collect = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
@@ -186,17 +186,21 @@ class BatchSplitter:
             )
 
 
-def _count(weight: Weight | None, batch: Any, samples: int) -> float:
-    """What a micro-batch counts."""
-    if weight is None or not samples:
-        return float(samples)
-    count = float(weight(batch))
-    if not 0.0 <= count < math.inf:
-        raise ValueError(
-            f"a micro-batch of {samples} samples has the weight {count}, but a weight is the "
-            "number of samples or tokens that count: finite and not negative"
-        )
-    return count
+def _counts(weight: Weight | None, batches: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+    """What each micro-batch counts. It waits for a device at most once."""
+    if weight is None:
+        return [float(size) for size in sizes]
+    found = [weight(part) if size else 0.0 for part, size in zip(batches, sizes, strict=True)]
+    tensors = [count.detach().reshape(()) for count in found if isinstance(count, Tensor)]
+    read = iter(torch.stack(tensors).tolist() if tensors else ())
+    counts = [float(next(read) if isinstance(count, Tensor) else count) for count in found]
+    for count, size in zip(counts, sizes, strict=True):
+        if not 0.0 <= count < math.inf:
+            raise ValueError(
+                f"a micro-batch of {size} samples has the weight {count}, but a weight is the "
+                "number of samples or tokens that count: finite and not negative"
+            )
+    return counts
 
 
 def _weights(loss: Loss, counts: Sequence[float], total: float) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.request import Request
 from poplar.system import devices, host_limits
 from poplar.tuning import autotune
+from poplar.tuning.profile_cluster import _folder
 
 SMALL = ModelSpec(kind="mlp", blocks=1)
 GLOBAL_BATCH = 8
@@ -179,11 +181,11 @@ def tuned_twice(folder: str) -> tuple[list[Plan], list[int]]:
 
 def test_verified_plan_comes_from_the_cache(ranks: Pool, tmp_path: Path):
     answers = ranks.run(tuned_twice, str(tmp_path))
-    for (tuned, found), (measuring, cached) in answers:
+    for rank, ((tuned, found), (measuring, cached)) in enumerate(answers):
         assert found == tuned == answers[0][0][0]
         assert found.prediction == tuned.prediction
         assert measuring > 0
-        assert cached == 0
+        assert cached < 10 if rank == 0 else cached == 0, "one rank checks the weight of samples"
 
 
 def test_cached_profile_gives_no_warning(ranks: Pool, saved_file: Path):
@@ -513,6 +515,15 @@ def a_changed_number(path: Path) -> None:
     path.write_text(json.dumps(document))
 
 
+def nested(path: Path) -> None:
+    path.write_text("[" * 100_000 + "]" * 100_000)
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -554,7 +565,9 @@ def with_a_damaged_plan(path: Path) -> None:
         (no_text, "can't decode"),
         (another_shape, "TypeError"),
         (a_changed_number, "its checksum is wrong"),
-        (a_folder, "Is a directory"),
+        (nested, "recursion"),
+        (a_pipe, "not a regular file"),
+        (a_folder, "not a regular file"),
         (of_another_format, "profile format 99"),
         (of_another_job, "its identity is that of another profile"),
         (without_a_field, "all_gather_seconds"),
@@ -637,6 +650,30 @@ def test_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert caching.default_folder() == tmp_path / "home" / ".cache" / "poplar"
+
+
+@pytest.fixture
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container runs under a user id that it does not know."""
+    for name in ("HOME", "XDG_CACHE_HOME", "POPLAR_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(_uid: int) -> Any:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
+@pytest.mark.usefixtures("without_home")
+def test_a_user_without_a_home_has_no_cache(tmp_path: Path):
+    assert caching.default_folder() is None
+    with pytest.warns(UserWarning, match="set POPLAR_CACHE"):
+        assert _folder(True, warns=True) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _folder(True, warns=False) is None
+        assert _folder(False, warns=True) is None
+        assert _folder(tmp_path, warns=True) == tmp_path
 
 
 def profiled_into(folder: str) -> tuple[int, list[str]]:

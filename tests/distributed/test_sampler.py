@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from poplar.data import HeteroBatchSampler, split_stream
 from poplar.plan import Plan
@@ -355,6 +355,40 @@ def test_workers_keep_the_order_of_a_stream(workers, length, persistent):
     in_this_process = list(split_stream(range(length), plan, rank=1, drop_last=False))
     for _ in range(2):
         assert list(loader) == in_this_process
+
+
+class OwnShards(IterableDataset):
+    """Takes a part in each worker, as torch's documentation shows it."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from range(first, 40, step)
+
+
+def of_hugging_face():
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
+
+
+STREAMS = {"plain": lambda: range(40), "own shards": OwnShards, "Hugging Face": of_hugging_face}
+
+
+@pytest.mark.parametrize("habit", STREAMS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_sample_is_read_once_whatever_the_stream_does_in_workers(habit, workers):
+    plan = Plan.manual("1,3", stage=0)
+
+    def read(stream):
+        loader = DataLoader(stream, batch_size=None, collate_fn=list, num_workers=workers)
+        return [[s["x"] if habit == "Hugging Face" else s for s in part] for part in loader]
+
+    parts = [read(split_stream(STREAMS[habit](), plan, rank=rank)) for rank in (0, 1)]
+    drawn = [[s for part in step for s in part] for step in zip(*parts, strict=True)]
+    assert drawn == [list(range(k, k + 4)) for k in range(0, 40, 4)]
+    resumed = split_stream(STREAMS[habit](), plan, rank=1)
+    resumed.load_state_dict(split_stream(range(40), plan, rank=1).state_dict(steps_done=3))
+    assert read(resumed) == parts[1][3:]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 10])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 
 from poplar.data import pytree
 
@@ -218,6 +219,30 @@ def test_tensors_of_different_sizes_raise_and_are_named():
         r"but batch\['x'\] has 4",
     ):
         pytree.samples_in(batch)
+
+
+def ragged() -> list[torch.Tensor]:
+    return [torch.ones(3, 2), torch.ones(2, 2)]
+
+
+NOT_ROWS = {
+    "images": lambda: ((torch.ones(3, 4), torch.ones(3, 5)), ({"boxes": torch.ones(2, 4)},)),
+    "graph": lambda: {"x": torch.ones(9, 2), "edges": torch.ones(2, 20), "y": torch.ones(4)},
+    "strided nested": lambda: [torch.nested.nested_tensor(ragged())],
+    "jagged nested": lambda: {"x": torch.nested.nested_tensor(ragged(), layout=torch.jagged)},
+    "sparse_coo": lambda: [torch.eye(3).to_sparse()],
+    "sparse_csr": lambda: [torch.ones(3), torch.eye(3).to_sparse_csr()],
+    "PackedSequence": lambda: {"x": pack_sequence(ragged()[:1])},
+    "an object": object,
+}
+
+
+@pytest.mark.parametrize("name", NOT_ROWS)
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*beta state")
+def test_batches_that_are_not_split_along_dim_0_name_the_collation(name):
+    with pytest.raises(ValueError, match=r"CollateMicroBatches\(collate, plan\)") as raised:
+        pytree.samples_in(NOT_ROWS[name]())
+    assert name in {"images", "graph", "an object"} or name.split()[-1] in str(raised.value)
 
 
 @pytest.mark.parametrize("batch", [{}, "text", [1, 2], torch.tensor(1.0), {"x": None}])

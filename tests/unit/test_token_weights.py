@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import poplar
 from poplar.data import pytree
+from poplar.zero.micro_batches import _counts
 
 IGNORED = -100
 
@@ -116,3 +117,30 @@ def test_packed_samples_count_every_label_that_is_not_ignored():
 def test_other_batches_raise_with_the_fix(batch, options, kind, message):
     with pytest.raises(kind, match=message):
         poplar.tokens(**options)(batch)
+
+
+class OnDevice(Tensor):
+    """Counts reads, each of which would wait for the device."""
+
+    reads: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ in ("item", "tolist", "__float__", "__int__", "__bool__", "__index__"):
+            cls.reads.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_the_counts_of_all_micro_batches_are_read_from_the_device_at_once():
+    labels = random_labels(12, 7, seed=3)
+    parts = [*pytree.split({"labels": labels.as_subclass(OnDevice)}, [4, 2, 6]), None]
+    OnDevice.reads.clear()
+    counts = _counts(poplar.tokens(), parts, [4, 2, 6, 0])
+    assert OnDevice.reads == ["tolist"]
+    expected = [counted_one_by_one(part, IGNORED, True) for part in labels.split([4, 2, 6])]
+    assert counts == [*expected, 0.0]
+
+
+def test_weights_may_be_numbers_and_tensors_of_any_dtype():
+    weights = iter([torch.tensor(2), 3, torch.tensor([0.5]), True])
+    assert _counts(lambda part: next(weights), [()] * 4, [1] * 4) == [2.0, 3.0, 0.5, 1.0]
