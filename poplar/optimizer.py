@@ -36,6 +36,7 @@ from poplar.zero.agreement import (
     run_on_all_ranks,
 )
 from poplar.zero.checks import model_checks
+from poplar.zero.checks.forward_state import ForwardStateCheck
 from poplar.zero.checks.length_watch import LengthWatch
 from poplar.zero.checks.loss_mean import FirstLossCheck
 from poplar.zero.checks.model_structure import ModelStructure
@@ -135,7 +136,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             `poplar.comm.Communicator`.
         timeout: how long a rank waits for other ranks; default: 5 minutes; with NCCL less if
             the process group's timeout is shorter than 7 minutes.
-        allow_batch_norm: accept BatchNorm in training mode, whose statistics are per micro-batch.
+        allow_forward_state: accept state that forwards write and that differs between ranks: the
+            statistics of BatchNorm in training mode, codebooks by moving average, running
+            normalizers, `spectral_norm` with unequal passes. Each rank then has its own, and rank
+            0's is saved.
         overlap_param_gather: at stages 1 and 2, all-gather the updated parameters during the next
             forward. Between steps they then read as NaN outside `full_parameters()`. Predictions
             do not count on it: they are of steps that end with this all-gather.
@@ -187,7 +191,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         reduce_dtype: torch.dtype = torch.float32,
         communicator: str | Communicator = "auto",
         timeout: timedelta | None = None,
-        allow_batch_norm: bool = False,
+        allow_forward_state: bool = False,
         overlap_param_gather: bool = False,
         weights: Weights = None,
         device: torch.device | str | None = None,
@@ -213,7 +217,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 compute_dtype=compute_dtype,
                 reduce_dtype=reduce_dtype,
                 world_size=self._group.size,
-                allow_batch_norm=allow_batch_norm,
+                allow_forward_state=allow_forward_state,
                 overlap_param_gather=overlap_param_gather,
                 default_device=self._group.default_device,
                 weights=weights,
@@ -230,7 +234,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._model = model
         self._plan = plan
         self._stage = request.stage
-        self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(model)
+        self._batch_norms = [] if allow_forward_state else model_checks.batch_norms(model)
         every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
         self._splitter = BatchSplitter(plan, every_pass)
         self._retries = on_out_of_memory == "retry"
@@ -246,7 +250,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         super().__init__(request.groups, self._update.inner.defaults)
         self._settings_are_final = True
         self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
-        self._step = Step(self._engine, self._update, self._replicas, on_nonfinite)
+        forward_state = ForwardStateCheck(
+            model,
+            self._engine.flats,
+            self._engine.strategy,
+            self._control,
+            allowed=allow_forward_state,
+        )
+        self._step = Step(self._engine, self._update, self._replicas, forward_state, on_nonfinite)
         self._follow_plan()
         self._has_stepped = False
         self._members = [list(map(id, group["params"])) for group in self.param_groups]
@@ -862,6 +873,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Do not warn of the data and the mode of the model in the first step; for measurements."""
         self._has_stepped = True
         self._step.first_batches.skip()
+        self._step.forward_state.skip()
         self._first_loss = FirstLossCheck(looks=False)
         self._lengths = LengthWatch(looks=False)
 

@@ -168,7 +168,7 @@ class LoneRank:
                 params=None,
                 units=None,
                 world_size=group.size,
-                allow_batch_norm=False,
+                allow_forward_state=False,
                 default_device=torch.device("cpu"),
                 **{"compute_dtype": torch.float32, "reduce_dtype": torch.float32, **self._options},
             )

@@ -35,7 +35,7 @@ def session_on_meta(
         units=None,
         compute_dtype="auto",
         reduce_dtype=torch.float32,
-        allow_batch_norm=False,
+        allow_forward_state=False,
         device="cpu",
     )
     return Session(request, Group.of(harness.group(), timeout))

@@ -85,7 +85,7 @@ def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> Clust
         units=None,
         compute_dtype=torch.float32,
         reduce_dtype=torch.float32,
-        allow_batch_norm=False,
+        allow_forward_state=False,
     )
     session = Session(request, Group.of(None, None))
     if context.rank:

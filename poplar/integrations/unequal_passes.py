@@ -45,7 +45,7 @@ class UnequalPasses:
         model: nn.Module,
         plan: Plan,
         *,
-        allow_batch_norm: bool = False,
+        allow_forward_state: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
         self._called = model
@@ -57,7 +57,7 @@ class UnequalPasses:
         self._plan = plan
         every_pass = not self._may_differ_in_passes()
         self._splitter = BatchSplitter(plan, synchronizes_every_pass=every_pass)
-        self._batch_norms = [] if allow_batch_norm else model_checks.batch_norms(self._model)
+        self._batch_norms = [] if allow_forward_state else model_checks.batch_norms(self._model)
         self._first_batches = FirstBatchCheck(self._control)
         looking = max(range(plan.world_size), key=plan.samples)
         self._first_loss = FirstLossCheck(looks=self._group.rank == looking)

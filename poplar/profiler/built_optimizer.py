@@ -38,7 +38,7 @@ def built_optimizer(
             compute_dtype=request.compute_dtype,  # type: ignore[arg-type]
             reduce_dtype=request.reduce_dtype,
             timeout=session.group.timeout,
-            allow_batch_norm=request.allow_batch_norm,
+            allow_forward_state=request.allow_forward_state,
             weights=request.weights,
             device=request.device,
             on_out_of_memory="raise",  # a changed plan would be measured as the given one

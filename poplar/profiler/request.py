@@ -47,7 +47,7 @@ class Request:
     units: Sequence[str | nn.Module | type[nn.Module]] | None
     compute_dtype: torch.dtype | str
     reduce_dtype: torch.dtype
-    allow_batch_norm: bool
+    allow_forward_state: bool
     weights: Weights = None
     device: torch.device | str | None = None
     lengths: Iterable[float] | Tensor | None = None

@@ -64,7 +64,7 @@ class Session:
                 compute_dtype=request.compute_dtype,
                 reduce_dtype=request.reduce_dtype,
                 world_size=group.size,
-                allow_batch_norm=request.allow_batch_norm,
+                allow_forward_state=request.allow_forward_state,
                 weights=request.weights,
                 device=request.device,
                 default_device=group.default_device,

@@ -120,7 +120,7 @@ def tune(
     compute_dtype: torch.dtype | str = "auto",
     reduce_dtype: torch.dtype = torch.float32,
     timeout: timedelta | None = None,
-    allow_batch_norm: bool = False,
+    allow_forward_state: bool = False,
     weights: Weights = None,
     device: torch.device | str | None = None,
     lengths: Iterable[float] | Tensor | None = None,
@@ -133,8 +133,8 @@ def tune(
 
     Args:
         model, loss_fn, example_batch, optimizer_class, max_batch, memory_limit, max_norm,
-            process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, weights,
-            device, lengths, length_quantile, cache, progress, optimizer_kwargs: as for
+            process_group, units, compute_dtype, reduce_dtype, timeout, allow_forward_state,
+            weights, device, lengths, length_quantile, cache, progress, optimizer_kwargs: as for
             `profile_cluster`, and as training will use them.
         global_batch: samples behind one optimizer step, over all ranks. No plan changes it.
         stage: a ZeRO stage, or "auto" for the fastest stage that fits.
@@ -176,7 +176,7 @@ def tune(
         units=units,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
-        allow_batch_norm=allow_batch_norm,
+        allow_forward_state=allow_forward_state,
         weights=weights,
         device=device,
         lengths=lengths,

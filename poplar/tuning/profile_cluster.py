@@ -50,7 +50,7 @@ def profile_cluster(
     compute_dtype: torch.dtype | str = "auto",
     reduce_dtype: torch.dtype = torch.float32,
     timeout: timedelta | None = None,
-    allow_batch_norm: bool = False,
+    allow_forward_state: bool = False,
     weights: Weights = None,
     device: torch.device | str | None = None,
     lengths: Iterable[float] | Tensor | None = None,
@@ -79,7 +79,7 @@ def profile_cluster(
             each batch size runs until its time settles, so that compilation, cuDNN's choice of
             algorithms and kernel tuning are not timed.
         max_norm: gradient clipping in the measured steps, as in training; None for none.
-        process_group, units, compute_dtype, reduce_dtype, timeout, allow_batch_norm, weights,
+        process_group, units, compute_dtype, reduce_dtype, timeout, allow_forward_state, weights,
             device: as for `HeteroZeroOptimizer`.
         lengths: length of each sample of the dataset, the same on all ranks, if lengths vary. The
             example is then cut or repeated along dim 1: the time of a batch size is measured at the
@@ -117,7 +117,7 @@ def profile_cluster(
         units=units,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
-        allow_batch_norm=allow_batch_norm,
+        allow_forward_state=allow_forward_state,
         weights=weights,
         device=device,
         lengths=lengths,

@@ -107,7 +107,7 @@ def verify(
             compute_dtype=compute_dtype,
             reduce_dtype=reduce_dtype,
             timeout=timeout,
-            allow_batch_norm=True,
+            allow_forward_state=True,
             lr=0.0,
         )
         dtypes = {parameter.dtype for parameter in model.parameters()}

@@ -117,7 +117,7 @@ def check_request(
     compute_dtype: torch.dtype | str,
     reduce_dtype: torch.dtype,
     world_size: int,
-    allow_batch_norm: bool,
+    allow_forward_state: bool,
     overlap_param_gather: bool = False,
     default_device: torch.device,
     weights: Weights = None,
@@ -133,7 +133,7 @@ def check_request(
         ValueError, TypeError, RuntimeError: what is wrong and how to fix it.
     """
     model_checks.reject_wrapped(model)
-    if not allow_batch_norm:
+    if not allow_forward_state:
         model_checks.reject_batch_norm(model_checks.batch_norms(model))
     model_checks.reject_sparse_embeddings(model)
     chosen = _stage_of(plan, stage, world_size)

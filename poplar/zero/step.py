@@ -32,6 +32,7 @@ from poplar.zero.agreement import (
     norm_rows,
 )
 from poplar.zero.checks.first_batch import FirstBatchCheck
+from poplar.zero.checks.forward_state import ForwardStateCheck
 from poplar.zero.checks.replica_check import ReplicaCheck
 from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
@@ -55,11 +56,13 @@ class Step:
         engine: Engine,
         update: ShardedUpdate,
         replicas: ReplicaCheck,
+        forward_state: ForwardStateCheck,
         on_nonfinite: OnNonFinite,
     ) -> None:
         self._engine = engine
         self._update = update
         self._replicas = replicas
+        self.forward_state = forward_state
         streams = engine.strategy.streams
         self._nonfinite = NonFiniteSteps(on_nonfinite, update, streams, engine.control)
         update.before_reading_state = self._nonfinite.settle
@@ -378,6 +381,7 @@ class Step:
                 may_run_again=may_run_again,
                 checksum=self._replicas.outgoing,
             )
+            self.forward_state.look()
         except BaseException:
             self.reset()
             raise

@@ -525,13 +525,13 @@ def train_with_batch_norm(stage: int, engine: dict, mode: bool) -> bool:
 @pytest.mark.parametrize("stage", STAGES)
 def test_batch_norm_in_training_mode_raises(ranks: Pool, stage: int) -> None:
     failures = ranks.run_expecting_errors(train_with_batch_norm, stage, {}, True)
-    assert_raised(failures, "BatchNorm", "allow_batch_norm")
+    assert_raised(failures, "BatchNorm", "allow_forward_state")
     assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_batch_norm_can_be_allowed(ranks: Pool, stage: int) -> None:
-    assert all(ranks.run(train_with_batch_norm, stage, {"allow_batch_norm": True}, True))
+    assert all(ranks.run(train_with_batch_norm, stage, {"allow_forward_state": True}, True))
 
 
 def read_model_state(run: Run) -> tuple[dict, dict, str]:

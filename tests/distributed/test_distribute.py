@@ -56,7 +56,7 @@ WITHOUT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "branches": (Branching, {}, "torch.export failed"),
     "batch norm": (
         lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.BatchNorm1d(2), nn.Flatten()),
-        {"allow_batch_norm": True},
+        {"allow_forward_state": True},
         "the forward pass changes 1.",
     ),
     "never": (lambda: nn.Linear(8, 8), {"programme": "never"}, "programme='never'"),

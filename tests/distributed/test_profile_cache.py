@@ -85,7 +85,7 @@ def identity() -> dict[str, str]:
         units=None,
         compute_dtype="auto",
         reduce_dtype=torch.float32,
-        allow_batch_norm=False,
+        allow_forward_state=False,
         **{key: usual[key] for key in ("model", "loss_fn", "stages", "seconds")},
         **{key: usual[key] for key in ("max_batch", "memory_limit")},
     )

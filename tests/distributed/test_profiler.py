@@ -149,7 +149,7 @@ def watched_session(
         units=units,
         compute_dtype="auto",
         reduce_dtype=torch.float32,
-        allow_batch_norm=False,
+        allow_forward_state=False,
     )
     return Session(request, Group.of(harness.group(), None)), ran
 

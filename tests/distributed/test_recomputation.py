@@ -197,7 +197,7 @@ def train_noise(stage: int, recomputed: dict[str, tuple[int, ...]]) -> dict[str,
         process_group=harness.group(),
         units=list(BLOCKS),
         compute_dtype=torch.float32,
-        allow_batch_norm=True,
+        allow_forward_state=True,
         lr=0.1,
     )
     for _ in range(2):

@@ -51,7 +51,7 @@ def session_on(spec: ModelSpec, **options: Any) -> Session:
         units=None,
         compute_dtype=options.get("compute_dtype", "auto"),
         reduce_dtype=torch.float32,
-        allow_batch_norm=False,
+        allow_forward_state=False,
     )
     return Session(request, Group.of(harness.group(), None))
 

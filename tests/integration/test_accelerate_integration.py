@@ -118,7 +118,7 @@ def train_under_a_measured_plan() -> Any:
     as_launched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     tuning = {"seconds": 2.0, "cache": False, "verify": False, "progress": False}
-    engine = {"on_nonfinite": "skip", "allow_batch_norm": True}  # not options of AdamW
+    engine = {"on_nonfinite": "skip", "allow_forward_state": True}  # not options of AdamW
     parts = prepared(None, accelerator, tuning=tuning, **engine)
     return parts.optimizer.plan.global_batch, run_loop(accelerator, parts, 0, "unused")
 

@@ -87,7 +87,7 @@ def profile_of(subject: Subject) -> ClusterProfile:
         params=None,
         units=None,
         world_size=RANKS,
-        allow_batch_norm=False,
+        allow_forward_state=False,
         default_device=CPU,
         **dtypes,
     )

@@ -135,7 +135,7 @@ def request_of(**options) -> Request:
         "units": None,
         "compute_dtype": "auto",
         "reduce_dtype": torch.float32,
-        "allow_batch_norm": False,
+        "allow_forward_state": False,
     }
     return Request(**{**given, **options})
 

@@ -75,8 +75,8 @@ class PoplarStrategy(DistributedStrategy):
             None: as they are.
         lengths: of the samples of the training dataset, as for `HeteroBatchSampler` and
             `poplar.autotune`. Each micro-batch is then collated on its own.
-        units, communicator, overlap_param_gather, allow_batch_norm, on_nonfinite, timeout: as for
-            `HeteroZeroOptimizer`.
+        units, communicator, overlap_param_gather, allow_forward_state, on_nonfinite, timeout: as
+            for `HeteroZeroOptimizer`.
         process_group_backend: for `init_process_group`; None: by the device.
         tuning: further keyword arguments of `poplar.autotune`, such as `seconds` and `cache`.
     """
@@ -95,7 +95,7 @@ class PoplarStrategy(DistributedStrategy):
         units: Any = None,
         communicator: Any = "auto",
         overlap_param_gather: bool = False,
-        allow_batch_norm: bool = False,
+        allow_forward_state: bool = False,
         on_nonfinite: OnNonFinite = "raise",
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -118,7 +118,7 @@ class PoplarStrategy(DistributedStrategy):
         self._weight = weight
         self._lengths = lengths
         self._compute_dtype = compute_dtype
-        self._engine_options = {"units": units, "allow_batch_norm": allow_batch_norm}
+        self._engine_options = {"units": units, "allow_forward_state": allow_forward_state}
         self._training_options = {
             "communicator": communicator,
             "overlap_param_gather": overlap_param_gather,

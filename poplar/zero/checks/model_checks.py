@@ -84,7 +84,7 @@ def reject_batch_norm(named: Sequence[tuple[str, nn.Module]]) -> None:
                 f"module {name!r} is a BatchNorm in training mode: its statistics couple the "
                 "samples of a micro-batch, so the gradient depends on how the batch is split. Use "
                 "GroupNorm or LayerNorm, freeze it with .eval(), or accept statistics per "
-                "micro-batch with allow_batch_norm=True"
+                "micro-batch with allow_forward_state=True"
             )
 
 

@@ -121,14 +121,15 @@ class ReplicaCheck:
 
 
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """A checksum of the bits of fp32 tensors: one int64 on their device, exact in any order.
+    """A checksum of the bits of tensors: one int64 on their device, exact in any order.
 
     Each tensor has a multiple of 64 elements. There is one sum modulo 2^64 per lane: changes of
     opposite sign cancel within a lane, so a single sum would miss many small changes.
     """
-    lanes = torch.zeros(_LANES, dtype=torch.int64, device=tensors[0].device)
+    number = min(_LANES, *(8 * tensor.itemsize for tensor in tensors))
+    lanes = torch.zeros(number, dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
-        words = tensor.detach().view(torch.int64).view(-1, _LANES)
+        words = tensor.detach().view(torch.int64).view(-1, number)
         lanes = words.sum(0).add_(lanes, alpha=_signed(_ODD))
     while lanes.numel() > 1:  # adds lane * _ODD ** lane, without constants in device memory
         half = lanes.numel() // 2

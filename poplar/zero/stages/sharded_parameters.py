@@ -44,6 +44,8 @@ class ShardedParameters(ShardedGradients):
         self._pending_unshards: dict[Unit, list[Work]] = {}
         self._unsharded_persistent: dict[Unit, None] = {}
         """Persistent units that are unsharded in this step, in that order."""
+        self._noted: dict[FlatParameter, Tensor] = {}
+        """Whether each owned byte of the unsharded values has been changed since."""
 
     def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
         flat.layout = self.layout_for(flat, shares)
@@ -112,11 +114,32 @@ class ShardedParameters(ShardedGradients):
         if unit in self._unsharded_persistent:
             return
         for flat in unit.flats:
+            if self.notes_writes:
+                self._note_writes(flat)
             flat.detach_parameters()
             if flat.has_lasting_values:
                 flat.drop_lasting_values()
             else:
                 flat.values.untyped_storage().resize_(0)
+
+    def _note_writes(self, flat: FlatParameter) -> None:
+        """Compare the owned part of the unsharded values with the shard, from which it came."""
+        low, high = flat.owned
+        if low == high or not flat.values.untyped_storage().nbytes():
+            return
+        changed = flat.values[low:high].view(torch.uint8) != flat.shard.view(torch.uint8)
+        self._noted[flat] = self._noted[flat] | changed if flat in self._noted else changed
+
+    def take_noted_writes(self) -> list[str]:
+        noted, self._noted = self._noted, {}
+        names = []
+        for flat, changed in noted.items():
+            for position, name in enumerate(flat.names):
+                start, stop = flat.owned_range(position)
+                base, size = flat.offsets[position] - flat.owned[0], flat.dtype.itemsize
+                if bool(changed[(base + start) * size : (base + stop) * size].any()):
+                    names.append(name)
+        return names
 
     def reshard_persistent(self) -> None:
         staying, self._unsharded_persistent = self._unsharded_persistent, {}

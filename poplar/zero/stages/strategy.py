@@ -66,6 +66,8 @@ class Strategy(ABC):
 
         Changed between steps, equally on all ranks. Unused where parameters are not sharded.
         """
+        self.notes_writes = False
+        """Note what a forward has written into parameters that are sharded afterwards."""
         self._allocated: set[FlatParameter] = set()
 
     def prepare(self, units: Sequence[Unit]) -> None:
@@ -235,6 +237,10 @@ class Strategy(ABC):
 
     def reshard(self, unit: Unit) -> None:
         """Free the unsharded values, except those of persistent units."""
+
+    def take_noted_writes(self) -> list[str]:
+        """Names of parameters whose unsharded values this rank's forwards have changed."""
+        return []
 
     def reshard_persistent(self) -> None:
         """Reshard the persistent units, so that their next use unshards them again.

@@ -1,0 +1,177 @@
+"""Notices, in the first steps, state that forwards write: every rank writes its own.
+
+Buffers of the model, and parameters where every rank has all of them, are equal on all ranks when
+the optimizer is built. What a forward writes into them from its samples, or once per pass, differs
+afterwards: data-dependent initialization, running statistics, codebooks by moving average, the
+vectors of `spectral_norm`. One device would have seen the whole batch. Changes that are equal on
+all ranks, such as masks, caches and counters, are no matter.
+
+Where parameters are sharded, what a forward writes into them is lost, so any change counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from poplar.comm import Control
+from poplar.formatting import format_names
+from poplar.zero.checks.replica_check import checksum
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.stages.strategy import Strategy
+
+FIRST_STEPS = 2
+_PROJECTIONS = 16
+"""Sums with random signs that stand for a change: the norm of their difference is, within a factor
+of two, that of the changes."""
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""Relative difference of two changes that unlike devices explain; others round more."""
+_ROUGH = 5e-2
+
+Sketch = tuple[float, ...]
+
+
+class ForwardStateCheck:
+    """Compares the ranks' state in the first steps of one optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        flats: Sequence[FlatParameter],
+        strategy: Strategy,
+        control: Control,
+        *,
+        allowed: bool,
+    ) -> None:
+        """`allowed`: ranks may have state of their own; it must still not be lost."""
+        self._model, self._flats = model, [flat for flat in flats if not flat.is_local]
+        self._strategy, self._control = strategy, control
+        self._compares = not allowed and control.group.size > 1
+        self._steps = FIRST_STEPS if self._compares or strategy.shards_parameters else 0
+        self._before = _on_host(model) if self._compares else {}
+        strategy.notes_writes = self._steps > 0
+
+    def skip(self) -> None:
+        """Compare nothing."""
+        self._steps, self._before = 0, {}
+        self._strategy.notes_writes = False
+
+    def look(self) -> None:
+        """Compare the state after the passes of a step. Collective in the first steps.
+
+        Raises:
+            ValueError: on all ranks; state differs, or what a forward has written is lost.
+        """
+        if not self._steps:
+            return
+        lost = self._strategy.take_noted_writes()
+        now = _on_host(self._model) if self._compares else {}
+        changes = {name: _change(self._before.get(name), value) for name, value in now.items()}
+        mine = (lost, {name: change for name, change in changes.items() if change}, self._sums())
+        received = self._control.exchange_objects(mine, what="state that forwards write")
+        self._raise_if_lost([names for names, _, _ in received])
+        self._raise_if_buffers_differ([sketches for _, sketches, _ in received], now)
+        if any(sums != received[0][2] for _, _, sums in received):
+            self._raise_differing_parameters()
+        self._steps, self._before = self._steps - 1, now
+        if not self._steps:
+            self.skip()
+
+    def _sums(self) -> list[int]:
+        """A checksum of each flat parameter whose values this rank has."""
+        if not self._compares or self._strategy.shards_parameters:
+            return []
+        self._strategy.updated.finish()
+        return [int(checksum([flat.values])) for flat in self._flats]
+
+    def _raise_if_lost(self, by_rank: Sequence[Sequence[str]]) -> None:
+        names = sorted({name for names in by_rank for name in names})
+        if names:
+            raise ValueError(
+                f"the forward wrote into {format_names(names)}, which is lost at stage 3, where a "
+                "forward has a copy of the parameters. Write them between steps in `with "
+                "optimizer.full_parameters(writeback=True):`, initialize them before the optimizer "
+                "is built, or use stages 0 to 2. No rank applied the step"
+            )
+
+    def _raise_if_buffers_differ(
+        self, by_rank: Sequence[Mapping[str, Sketch]], now: Mapping[str, Tensor]
+    ) -> None:
+        for name in sorted({name for sketches in by_rank for name in sketches}):
+            value = now.get(name)
+            tolerance = _ROUGH if value is None else _TOLERANCE.get(value.dtype, _ROUGH)
+            absent = (0.0,) * _PROJECTIONS
+            sketches = [sketches.get(name, absent) for sketches in by_rank]
+            different = [
+                rank for rank, own in enumerate(sketches) if _differ(own, sketches[0], tolerance)
+            ]
+            if different:
+                raise ValueError(_message(f"buffer {name!r}", different))
+
+    def _raise_differing_parameters(self) -> None:
+        """Find the parameters that differ and raise. Collective."""
+        own = {
+            name: int(checksum([flat.values[slice(*flat.span(position))]]))
+            for flat in self._flats
+            for position, name in enumerate(flat.names)
+        }
+        received = self._control.exchange_objects(own, what="state that forwards write")
+        for name, value in received[0].items():
+            different = [rank for rank, sums in enumerate(received) if sums[name] != value]
+            if different:
+                raise ValueError(_message(f"parameter {name!r}", different))
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point buffers that are in the state dict: others are caches and counters."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            is_saved = buffer is not None and name not in module._non_persistent_buffers_set
+            if is_saved and buffer.is_floating_point() and not buffer.is_meta:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _on_host(model: nn.Module) -> dict[str, Tensor]:
+    return {name: b.detach().to("cpu", copy=True) for name, b in _saved_buffers(model)}
+
+
+def _change(before: Tensor | None, now: Tensor) -> Sketch | None:
+    """Sums of a buffer's change with random signs; None if it may differ between ranks anyway."""
+    if before is None or before.shape != now.shape:
+        return None  # a cache that the forward has made or enlarged
+    change = now.double() - before.double()
+    if not bool(change.any()) or (now.numel() == 1 and float(change) == round(float(change))):
+        return None  # a counter
+    signs = torch.Generator().manual_seed(0)
+    flat = change.flatten()
+    return tuple(
+        float(
+            flat
+            @ (torch.randint(2, flat.shape, generator=signs, dtype=torch.int8) * 2.0 - 1.0).double()
+        )
+        for _ in range(_PROJECTIONS)
+    )
+
+
+def _differ(one: Sketch, other: Sketch, tolerance: float) -> bool:
+    def norm(values: Any) -> float:
+        return float(torch.tensor(list(values), dtype=torch.float64, device="cpu").norm())
+
+    difference = norm(a - b for a, b in zip(one, other, strict=True))
+    return difference > tolerance * max(norm(one), norm(other))
+
+
+def _message(what: str, ranks: Sequence[int]) -> str:
+    return (
+        f"{what} differs after the forwards of this step: rank(s) {list(ranks)} wrote other values "
+        "than rank 0, from their own samples or in another number of passes (data-dependent "
+        "initialization, running statistics, codebooks by moving average, spectral_norm, "
+        "Embedding(max_norm=...)). One device would have seen the whole batch. No rank applied the "
+        "step, but the state is changed. Initialize such state before the optimizer is built, with "
+        "the same samples on all ranks; freeze its module with .eval(); or write it between steps "
+        "from values that torch.distributed.all_reduce has averaged. If it may differ, or your "
+        "code averages it, pass allow_forward_state=True"
+    )

@@ -1,0 +1,196 @@
+"""State that forwards write is equal on all ranks, or the first steps raise; nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks as harness
+import torch
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+from poplar import HeteroZeroOptimizer, Plan
+
+UNEQUAL = Plan(stage=0, global_batch=8, micro_batches=((2, 2, 2), (2,)), shares=(0.6, 0.4))
+EQUAL = Plan(stage=2, global_batch=8, micro_batches=((5,), (3,)), shares=(0.6, 0.4))
+
+
+class ActNorm(nn.Module):
+    """Parameters that the first forward initializes from its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.ones(6))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.shift.data.copy_(-x.mean(0).detach())
+            self.scale.data.copy_(1 / (x.std(0).detach() + 1e-6))
+            self.ready.fill_(True)
+        return (x + self.shift) * self.scale
+
+
+class Buffer(nn.Module):
+    """A saved buffer that `write` changes in every training forward."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.full((6,), 0.5))
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.state = self.write(self.state, x)
+        return x - self.state
+
+
+class Codebook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        with torch.no_grad():
+            self.codes.data.index_add_(0, nearest, 0.01 * (x - self.codes[nearest]))
+        return x + (self.codes[nearest] - x).detach()
+
+
+class RenormalizedEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 6, max_norm=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(x[:, 0].mul(10).long().remainder(8))
+
+
+class Counters(nn.Module):
+    """Counts passes in an integer and in a floating-point buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.tensor(0))
+        self.register_buffer("time", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.time += 1.0
+        return x
+
+
+class Caches(nn.Module):
+    """Buffers that a forward makes, enlarges and fills, depending on the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scratch", torch.zeros(6), persistent=False)
+        self.register_buffer("lazy", None)
+        self.register_buffer("table", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scratch.copy_(x[0].detach())
+        self.lazy = torch.ones(len(x))
+        self.table = torch.ones(max(len(x), len(self.table)))
+        return x
+
+
+def masked(module: nn.Linear) -> nn.Linear:
+    """A forward pre-hook multiplies a mask into the weight."""
+    module.register_buffer("keep", (torch.arange(36).view(6, 6) % 2).float())
+    module.register_forward_pre_hook(lambda m, _: m.weight.data.mul_(m.keep))
+    return module
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(6, 6)
+
+
+WRITES: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
+    "ActNorm": (ActNorm, EQUAL),
+    "ActNorm, unequal passes": (ActNorm, UNEQUAL),
+    "running mean": (lambda: Buffer(lambda state, x: state.lerp(x.mean(0), 0.01)), EQUAL),
+    "largest value": (lambda: Buffer(lambda state, x: state.maximum(x.amax(0))), EQUAL),
+    "codebook": (Codebook, EQUAL),
+    "spectral_norm": (lambda: parametrizations.spectral_norm(linear()), UNEQUAL),
+    "old spectral_norm": (lambda: spectral_norm(linear()), UNEQUAL),
+    "Embedding(max_norm)": (RenormalizedEmbedding, EQUAL),
+}
+
+EQUAL_WRITES: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
+    "none": (linear, UNEQUAL),
+    "spectral_norm": (lambda: parametrizations.spectral_norm(linear()), EQUAL),
+    "old spectral_norm": (lambda: spectral_norm(linear()), EQUAL),
+    "weight_norm": (lambda: parametrizations.weight_norm(linear()), UNEQUAL),
+    "old weight_norm": (lambda: weight_norm(linear()), UNEQUAL),
+    "pruned": (lambda: prune.random_unstructured(linear(), "weight", 0.5), UNEQUAL),
+    "masked": (lambda: masked(linear()), EQUAL),
+    "counters": (Counters, UNEQUAL),
+    "caches": (Caches, EQUAL),
+    "decay": (lambda: Buffer(lambda state, x: state * 0.9), EQUAL),
+    "dropout": (lambda: nn.Dropout(0.5), UNEQUAL),
+    "evaluation": (lambda: Buffer(lambda state, x: x.mean(0)).eval(), EQUAL),
+}
+
+
+def steps(make: Callable[[], nn.Module], plan: Plan, options: dict[str, Any]) -> str:
+    """Two steps; the error, if one raises."""
+    torch.manual_seed(0)
+    inner = make()
+    model = nn.Sequential(linear(), inner, nn.Linear(6, 1))
+    evaluates = not inner.training
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=plan, process_group=harness.group(), lr=0.01, **options
+    )
+    model.train()
+    inner.train(not evaluates)
+    torch.manual_seed(1 + harness.rank())
+    try:
+        for _ in range(2):
+            x = torch.randn(plan.samples(harness.rank()), 6) + 1
+            optimizer.train_step(lambda m, b: m(b).square().mean(), x)
+    except ValueError as error:
+        return str(error)
+    optimizer.release()
+    return ""
+
+
+def all_steps(table: str, number: int, options: dict[str, Any]) -> dict[str, str]:
+    named = {"writes": WRITES, "equal writes": EQUAL_WRITES}[table]
+    return {name: steps(make, stage(number, plan), options) for name, (make, plan) in named.items()}
+
+
+def stage(number: int, plan: Plan) -> Plan:
+    if number >= 2 and plan is UNEQUAL:  # where ranks run equally many passes
+        passes: Any = ((2, 2, 2), (2, 0, 0))
+    else:
+        passes = plan.micro_batches
+    return Plan(stage=number, global_batch=8, micro_batches=passes, shares=plan.shares)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_state_that_differs_between_ranks_is_noticed(ranks: Pool, number: int) -> None:
+    for errors in ranks.run(all_steps, "writes", number, {}, ranks=2):
+        for name, error in errors.items():
+            expected = "allow_forward_state=True"
+            if number == 3 and ("ActNorm" in name or "Embedding" in name):
+                expected = "full_parameters(writeback=True)"
+            assert expected in error, (name, error)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_equal_state_caches_and_counters_are_no_alarm(ranks: Pool, number: int) -> None:
+    for errors in ranks.run(all_steps, "equal writes", number, {}, ranks=2):
+        if number == 3:
+            assert "full_parameters(writeback=True)" in errors.pop("masked")
+        assert not any(errors.values()), errors
+
+
+def test_allowed_state_differs(ranks: Pool) -> None:
+    for errors in ranks.run(all_steps, "writes", 2, {"allow_forward_state": True}, ranks=2):
+        assert not any(errors.values()), errors
