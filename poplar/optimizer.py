@@ -396,6 +396,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if self._is_zero_step():
             return result
         self._step.apply(self.param_groups)
+        self._update.copy_new_settings(self.param_groups)
         return result
 
     @torch.no_grad()

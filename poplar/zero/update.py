@@ -137,6 +137,12 @@ class ShardedUpdate:
             mine.update({key: value for key, value in theirs.items() if key not in own})
         self._state_layouts.clear()
 
+    def copy_new_settings(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Add to the outer param groups the keys that the class has added to its own in a step."""
+        for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
+            for key in mine.keys() - theirs.keys():
+                theirs[key] = mine[key]
+
     def allocate_state(self) -> None:
         """Allocate what the next update is certain to need, before the ranks agree to apply it.
 

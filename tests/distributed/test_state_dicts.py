@@ -164,6 +164,32 @@ def test_consolidated_state_is_the_state_dict_until_the_next_step(ranks: Pool, s
     assert all(value.device.type == "cpu" for value in _flat(states[1]).values())
 
 
+class WarmedUpSGD(torch.optim.SGD):
+    """Its first step adds a setting to the param groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group.setdefault("base_lr", group["lr"])
+        return super().step(closure)
+
+
+def add_a_setting(run: Run) -> None:
+    model = models.build(run.recipe.spec).to(harness.device())
+    groups, group = models.parameter_groups(run.recipe.spec, model), harness.group()
+    optimizer = HeteroZeroOptimizer(
+        model, WarmedUpSGD, plan=run.plan, params=groups, process_group=group, lr=0.01
+    )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    training.take_step(run, model, optimizer, 0)
+    optimizer.param_groups[0]["lr"] = 0.5
+    training.take_step(run, model, optimizer, 1)
+    assert [group["base_lr"] for group in optimizer.state_dict()["param_groups"]] == rates
+
+
+def test_settings_that_the_class_adds_are_in_the_param_groups(ranks: Pool) -> None:
+    ranks.run(add_a_setting, Run(RECIPE, plan_of(1)))
+
+
 # Plain optimizers
 
 
