@@ -24,7 +24,7 @@ def open_regular(path: str | Path) -> int:
     return descriptor
 
 
-def read_regular(path: str | Path, limit: int) -> bytes:
+def read_regular(path: str | Path, limit: int = 1 << 30) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
     Raises:

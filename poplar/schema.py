@@ -18,6 +18,8 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from poplar.regular_files import read_regular
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -91,11 +93,12 @@ class Document:
         """Read a file that `to_json` wrote.
 
         Raises:
+            OSError: it cannot be read, or is no regular file.
             ValueError: the file is damaged or its content is invalid; names the file.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
+            content = json.loads(read_regular(path).decode())
+        except (ValueError, RecursionError) as error:  # decoding errors are values, too
             raise ValueError(f"{path} is damaged or not JSON ({error}); {cls._remedy}") from error
         try:
             return cls.from_dict(content)

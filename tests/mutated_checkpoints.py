@@ -42,7 +42,18 @@ MANIFEST, METADATA = "poplar.json", ".metadata"
 ODD = (
     *(-1, 0, 1, 63, 64, 1 << 20, 1 << 31, (1 << 63) - 1, 1 << 63, 1 << 64, 10**30),
     *(0.5, float("nan"), True, None, "", "x", "\x1b[2J", "../../etc/passwd", "/dev/zero", "\0"),
-    *([], [[]], {}, {"a": 1}, (), torch.Size([1 << 40, 1 << 20]), torch.int8, torch.complex128),
+    *(
+        [],
+        [[]],
+        {},
+        {"a": 1},
+        (),
+        torch.Size([1 << 40, 1 << 20]),
+        torch.int8,
+        torch.qint8,
+        torch.int4,
+        torch.complex128,
+    ),
     *(MetadataIndex("model.0.weight", [0, 0]), _StorageInfo("__0_0.distcp", 5, 1 << 40)),
 )
 

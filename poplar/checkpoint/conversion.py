@@ -206,6 +206,6 @@ def _value(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> Any:
     found = opened.tensor(name)
     if found is None:
         return opened.value(name)
-    value = torch.empty(found.size, dtype=_dtype(opened, name, dtype), device="cpu")
+    value = opened.empty(name, _dtype(opened, name, dtype))
     opened.read_into(opened.reads([(name, value)]))
     return value

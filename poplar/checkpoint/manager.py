@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,9 @@ class CheckpointManager:
             aside = aside_name(path)  # no longer loaded, even if its removal is interrupted
             if path.exists():
                 path.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
-            shutil.rmtree(replaced_name(path), ignore_errors=True)
+            for old in (aside, replaced_name(path)):
+                with contextlib.suppress(OSError):
+                    remove(old)
 
 
 def _checked(step: int) -> int:

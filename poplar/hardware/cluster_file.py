@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from poplar.hardware.gpu_specifications import Specification, find_device
+from poplar.regular_files import read_regular
 from poplar.schema import Fraction, NonNegative, Positive, Rule, from_fields
 
 if sys.version_info >= (3, 11):
@@ -134,8 +135,11 @@ class ClusterFile:
             OSError: the file cannot be read.
         """
         try:
-            content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are both
+            content = tomllib.loads(read_regular(path).decode())
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # TOMLDecodeError and UnicodeDecodeError are both
             raise ValueError(f"{path} is not valid TOML: {error}") from error
         return cls.from_dict(content, source=str(path))
 

@@ -31,14 +31,17 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from typer.testing import CliRunner
 
 import poplar
+from poplar import Plan
 from poplar.checkpoint.conversion import convert
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.cli.app import app
 from poplar.formatting import printable
+from poplar.hardware.cluster_file import ClusterFile
+from poplar.profile import ClusterProfile
 from poplar.zero.values.weight_files import WeightFiles
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -357,6 +360,22 @@ def test_weights_of_other_forms_are_refused(tmp_path: Path, kind: str) -> None:
         os.mkfifo(index)
         with pytest.raises(ValueError, match="not a regular file"):
             WeightFiles(index)
+
+
+@pytest.mark.parametrize("read", [Plan.from_json, ClusterProfile.from_json, ClusterFile.read])
+def test_documents_of_other_forms_are_refused(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    path = tmp_path / "document"
+    nested = "[" * 100_000 if read is not ClusterFile.read else "a = " + "[" * 100_000
+    path.write_text(nested)
+    with pytest.raises(ValueError, match=str(path)):
+        read(path)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(OSError, match=str(path)):
+        read(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        read(path)
 
 
 def test_weights_behind_the_links_of_a_cache_are_read(tmp_path: Path) -> None:

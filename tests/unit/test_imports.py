@@ -54,6 +54,7 @@ WITHOUT_TORCH = {
     "formatting",
     "curve",
     "schema",
+    "regular_files",
     "plan",
     "plan_table",
     "profile",

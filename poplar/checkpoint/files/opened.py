@@ -146,7 +146,7 @@ class OpenedCheckpoint:
         """
         described = self.tensor(name)
         if described is not None:
-            value = torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
+            value = self.empty(name, described.properties.dtype)
             key = self._key_of_whole(name, described)
             if key is None:
                 self.read_into(self.reads([(name, value)]))
@@ -156,6 +156,21 @@ class OpenedCheckpoint:
         place = self._place(MetadataIndex(name))
         self._verify((place.relative_path, place.offset))
         return self._reader.value(place.relative_path, place.offset, place.length)
+
+    def empty(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Memory on the CPU for a tensor.
+
+        Raises:
+            ValueError: torch cannot allocate it.
+        """
+        size = self.described[name].size
+        try:
+            return torch.empty(size, dtype=dtype, device="cpu")
+        except (RuntimeError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{self.folder}: no memory for {name!r}, {dtype} of shape {tuple(size)}: {reason}"
+            ) from error
 
     def _key_of_whole(self, name: str, described: TensorStorageMetadata) -> Key | None:
         """The part with all elements of a tensor, if their place in it is known."""

@@ -9,6 +9,7 @@ that is renamed is on the disk by then, so `NAME` is either absent or complete.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import pickle
 import shutil
@@ -253,15 +254,16 @@ def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
         job.folder.rename(replaced_name(job.folder))
     job.aside.rename(job.folder)
     sync_folder(job.folder.parent)
-    shutil.rmtree(replaced_name(job.folder), ignore_errors=True)
+    with contextlib.suppress(OSError):  # the next save removes it
+        remove(replaced_name(job.folder))
 
 
 def remove(path: Path) -> None:
     """Remove a folder, or whatever else has its name; the target of a symbolic link stays."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def aside_name(folder: Path) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from poplar.planner.graph.placement import PARTIAL, Placement, from_json, to_json
+from poplar.regular_files import read_regular
 
 _KIND = "poplar programme"
 _TOLERANCE = 1e-9
@@ -99,11 +100,11 @@ class Programme:
             ValueError: it is not the file of a programme.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = json.loads(read_regular(path).decode())
             if content.pop("kind", None) != _KIND:
                 raise ValueError("it has another kind")
             return cls.from_dict(content)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a programme: {error}; write one with Programme.to_json"
             ) from error
