@@ -19,7 +19,6 @@ def native_calls() -> Iterator[None]:
     """A context in which gloo counts as the backend of a device."""
     with (
         mock.patch.object(Group, "is_on_host", return_value=False),
-        mock.patch.object(dist, "all_gather", gather_by_broadcasts),
         mock.patch.object(dist, "all_to_all", all_to_all_of_parts),
     ):
         yield
@@ -57,17 +56,3 @@ def all_to_all_of_parts(
     dist.all_to_all_single(result, torch.cat(sent), *sizes, group=group)
     for part, values in zip(received, result.split(sizes[0]), strict=True):
         part.copy_(values)
-
-
-def gather_by_broadcasts(
-    slices: list[Tensor], own: Tensor, *, group: dist.ProcessGroup, async_op: bool
-) -> None:
-    """`dist.all_gather` of uneven slices, which NCCL supports and gloo does not."""
-    assert async_op
-    for owner, part in enumerate(slices):
-        if owner == dist.get_rank(group):
-            part.copy_(own)
-        if part.numel():
-            work = dist.broadcast(part, group=group, group_src=owner, async_op=True)
-            assert work is not None
-            work.wait()

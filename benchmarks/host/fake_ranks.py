@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend)
 from torch import Tensor
 
-from poplar.comm import Group
+from poplar.comm import Control, Group
 
 
 @contextmanager
@@ -27,7 +27,8 @@ def fake_ranks(count: int) -> Iterator[None]:
             # Gloo, which carries the control channel beside devices, cannot run in one process.
             mock.patch("poplar.comm.group._control_group", lambda group, _timeout: group),
             mock.patch("poplar.comm.control_channel.wait_for_all_ranks", _wait),
-            mock.patch.object(dist, "all_gather", _all_gather),
+            mock.patch.object(Control, "_exchange_long_values", _copy_own),
+            mock.patch.object(dist, "all_to_all", _all_to_all),
         ):
             yield
     finally:
@@ -39,13 +40,17 @@ def _wait(_group: Group, work: dist.Work, _what: str) -> None:
     work.wait()
 
 
-_real_all_gather = dist.all_gather
+def _copy_own(control: Control, values: list[Tensor], _number: int, _what: str) -> None:
+    """The fake group receives no messages."""
+    for received in values:
+        received.copy_(values[control.group.rank])
 
 
-def _all_gather(
-    tensors: list[Tensor], own: Tensor, group: dist.ProcessGroup | None = None, **options: Any
-) -> dist.Work | None:
-    """As `dist.all_gather`; the fake group cannot copy this rank's tensor to other sizes."""
-    if any(part.numel() != own.numel() for part in tensors):
-        tensors = [own] * len(tensors)
-    return _real_all_gather(tensors, own, group=group, **options)
+_real_all_to_all = dist.all_to_all
+
+
+def _all_to_all(received: list[Tensor], sent: list[Tensor], **options: Any) -> dist.Work | None:
+    """As `dist.all_to_all`; the fake group copies what is sent to where it receives."""
+    if any(to.numel() != part.numel() for to, part in zip(received, sent, strict=True)):
+        received = sent
+    return _real_all_to_all(received, sent, **options)

@@ -1,9 +1,8 @@
 """Reduce-scatter and all-gather over uneven shards, built from what NCCL and gloo offer.
 
 *direct*: every rank gets exactly the slices that it needs. For even shares it sends the same bytes
-as a ring. On devices it is one native call: an all-to-all with split sizes, and an all-gather into
-place (with uneven shares NCCL runs it as one group of broadcasts). On gloo it is point-to-point
-messages.
+as a ring. On devices it is one native call: an all-to-all with split sizes, and for gathers of even
+slices the library's all-gather. On gloo it is point-to-point messages.
 *padded*: the library's collective on chunks as large as the largest slice, `n * largest` elements.
 It uses the library's knowledge of the topology (rings, trees, in-network reduction).
 *grouped*: one broadcast from, or one reduction to, each owner. No padding, one operation per owner.
@@ -249,8 +248,13 @@ def gather_direct(
         if layout.is_even:
             own = own_slice(data, layout, rank)
             return [_all_gather(data, own, group=group, async_op=True)]
+        # Not `dist.all_gather`: NCCL makes one broadcast per rank of it, each with its own work.
+        # Whether they are faster on some network ("grouped") has not been measured.
         parts = list(data.split(layout.sizes))
-        return [dist.all_gather(parts, parts[rank], group=group, async_op=True)]
+        own, parts[rank] = parts[rank], data[:0]
+        sent = [own] * len(parts)
+        sent[rank] = data[:0]
+        return [dist.all_to_all(parts, sent, group=group, async_op=True)]
 
     return queue.issue(start if data.numel() else list, data.device, what)
 

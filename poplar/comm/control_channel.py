@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from poplar.comm.copies import to_bytes
 from poplar.comm.frame import (
-    FRAME_BYTES,
-    HEADER_BYTES,
+    FRAME_SIZE,
+    HEADER_SIZE,
     Frame,
     announced_bytes,
     describe_calls,
@@ -145,7 +145,7 @@ class Control:
     def _exchange_natively(self, frame: Frame, what: str) -> Callable[[], list[Tensor]]:
         """One all-gather of frames, and messages from the ranks whose values do not fit."""
         group, number = self.group, next(self._exchanges)
-        received = torch.empty(group.size, FRAME_BYTES, dtype=torch.uint8, device=_HOST)
+        received = torch.empty(group.size, FRAME_SIZE, dtype=torch.uint8, device=_HOST)
         options = AllgatherOptions()
         options.timeout, options.asyncOp = group.timeout, True
         group.check()
@@ -162,7 +162,7 @@ class Control:
             self._check_calls(frame, headers)
             sizes = [announced_bytes(header) for header in headers]
             values = [
-                row[HEADER_BYTES:][:size] if fits(size) else row.new_empty(size)
+                row[HEADER_SIZE:][:size] if fits(size) else row.new_empty(size)
                 for row, size in zip(received, sizes, strict=True)
             ]
             values[group.rank] = frame.values
@@ -196,14 +196,14 @@ class Control:
 
             ranks = range(self.group.size)
             headers = [
-                frame.header if peer == own_rank else header_of(part(peer, 0, HEADER_BYTES))
+                frame.header if peer == own_rank else header_of(part(peer, 0, HEADER_SIZE))
                 for peer in ranks
             ]
             self._check_calls(frame, headers)
             for peer, header in enumerate(headers):
                 size = announced_bytes(header)
                 own = peer == own_rank
-                received.append(frame.values if own else part(peer, HEADER_BYTES, size).clone())
+                received.append(frame.values if own else part(peer, HEADER_SIZE, size).clone())
 
         work = SharedMemoryWork(rendezvous, collective, what, read)
 

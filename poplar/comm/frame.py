@@ -15,12 +15,12 @@ from torch import Tensor
 
 from poplar.comm.copies import to_bytes
 
-FRAME_BYTES = 512
-"""What fits into a frame needs no second exchange: a step's, up to 2,000 parameters."""
+FRAME_SIZE = 512
+"""In bytes. What fits into a frame needs no second exchange: a step's, up to 2,000 parameters."""
 _HEADER = struct.Struct("<qq32s80s")
-HEADER_BYTES = _HEADER.size
-_PAYLOAD_BYTES = FRAME_BYTES - HEADER_BYTES
-_SIZE_BYTES = 8
+HEADER_SIZE = _HEADER.size
+_ROOM = FRAME_SIZE - HEADER_SIZE
+_SIZE_WIDTH = 8
 """The size comes first: it may differ between the ranks of one call."""
 
 
@@ -44,27 +44,27 @@ class Frame:
         """
         payload = values.view(torch.uint8)
         header = _HEADER.pack(payload.numel(), index, form.encode(), call_name(what).encode()[:80])
-        data = torch.empty(HEADER_BYTES + payload.numel(), dtype=torch.uint8, device="cpu")
-        data[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        data[HEADER_BYTES:] = payload
+        data = torch.empty(HEADER_SIZE + payload.numel(), dtype=torch.uint8, device="cpu")
+        data[:HEADER_SIZE] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        data[HEADER_SIZE:] = payload
         return cls(header, data)
 
     @property
     def values(self) -> Tensor:
         """The values, as bytes."""
-        return self.data[HEADER_BYTES:]
+        return self.data[HEADER_SIZE:]
 
     @property
     def first(self) -> Tensor:
-        """`FRAME_BYTES` with the header, and with the values if they fit."""
-        first = torch.zeros(FRAME_BYTES, dtype=torch.uint8, device="cpu")
-        sent = self.data if fits(self.values.numel()) else self.data[:HEADER_BYTES]
+        """`FRAME_SIZE` with the header, and with the values if they fit."""
+        first = torch.zeros(FRAME_SIZE, dtype=torch.uint8, device="cpu")
+        sent = self.data if fits(self.values.numel()) else self.data[:HEADER_SIZE]
         first[: sent.numel()] = sent
         return first
 
     def is_same_call(self, header: bytes) -> bool:
         """Whether a rank with this header is in the same call."""
-        return header[_SIZE_BYTES:] == self.header[_SIZE_BYTES:]
+        return header[_SIZE_WIDTH:] == self.header[_SIZE_WIDTH:]
 
 
 def call_name(what: str) -> str:
@@ -74,17 +74,17 @@ def call_name(what: str) -> str:
 
 def fits(nbytes: int) -> bool:
     """Whether values of this size are sent within the frame."""
-    return nbytes <= _PAYLOAD_BYTES
+    return nbytes <= _ROOM
 
 
 def header_of(data: Tensor) -> bytes:
     """The header at the beginning of a received frame."""
-    return bytes(to_bytes(data[:HEADER_BYTES]))
+    return bytes(to_bytes(data[:HEADER_SIZE]))
 
 
 def announced_bytes(header: bytes) -> int:
     """The size of the values that follow a header."""
-    return int.from_bytes(header[:_SIZE_BYTES], "little")
+    return int.from_bytes(header[:_SIZE_WIDTH], "little")
 
 
 def describe_calls(names: Sequence[int], headers: Sequence[bytes]) -> str:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import ranks as harness
 from communicators import connect_natively
 from launch import run_ranks
-from native_calls import gather_by_broadcasts
+from native_calls import all_to_all_of_parts
 from network import EmulatedNetwork, EmulationUnavailable, Hosts
 
 from poplar.comm import Bucket, Codec, Communicator, Group, connect, host_topology
@@ -42,7 +42,7 @@ def run_and_count(hosts: Hosts, choice: str, operation: str, folder: str) -> Non
     """Rank 0 stores the bytes that each host has sent in one collective."""
     group = Group.of(None, None)
     if choice == "native calls":  # what devices issue, here on gloo
-        dist.all_gather = gather_by_broadcasts
+        dist.all_to_all = all_to_all_of_parts
         names = [rank >= RANKS_ON_FIRST_HOST for rank in range(RANKS)]
         comm: Communicator = connect_natively(group, host_topology.Hosts.of(names))
     else:

@@ -10,7 +10,7 @@ import ranks as harness
 import torch
 import torch.distributed as dist
 from communicators import connect_natively
-from native_calls import gather_by_broadcasts
+from native_calls import all_to_all_of_parts
 from torch import Tensor
 
 from poplar.comm import Bucket, Codec, Communicator, Group, work
@@ -65,7 +65,7 @@ def compare(names: str, times: int) -> list[str]:
     by_messages = HierarchicalMessageCommunicator(group, hosts, group.split(hosts.members))
     natively = connect_natively(group, hosts)
     wrong = []
-    with mock.patch.object(dist, "all_gather", gather_by_broadcasts):
+    with mock.patch.object(dist, "all_to_all", all_to_all_of_parts):
         for number in range(times):
             layout, dtype = random_layout(draw, group.size), draw.choice(DTYPES)
             found = results(natively, layout, dtype, number)
