@@ -196,6 +196,9 @@ class _LinearMap(torch.autograd.Function):
 
 
 def _apply(run: _Map, x: Tensor, adjoint: _Map) -> Tensor:
+    if x.is_complex():  # sums of complex numbers are sums of their parts
+        parts = torch.view_as_real(x.resolve_conj())
+        return torch.view_as_complex(_apply(run, parts, adjoint).contiguous())
     result: Tensor = _LinearMap.apply(x, run, adjoint)  # type: ignore[no-untyped-call]
     return result
 

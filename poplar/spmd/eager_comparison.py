@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from poplar.errors import NotExportable
 from poplar.planner.graph.graph import BUFFER, CONSTANT, INPUT, PARAMETER
-from poplar.planner.rules.local_call import LocalCall
+from poplar.planner.rules.registry import local_call, strategies_of
 from poplar.spmd.exported_graph import ExportedLoss
 from poplar.spmd.local_execution import run_local
 
@@ -94,13 +94,8 @@ class EagerComparison:
             elif node.operator in (BUFFER, CONSTANT):
                 values[name] = self._exported.constants[name]
             else:
-                call = LocalCall(
-                    operator=node.operator,
-                    arguments=node.arguments,
-                    keywords=node.keywords,
-                    outputs=node.outputs,
-                    returns_list=node.returns_list,
-                )
+                by_all = next(strategies_of(graph, node))
+                call = local_call(graph, node, by_all.inputs, by_all.output, (1,), 0)
                 values[name] = run_local(call, values.__getitem__, device)
         loss: Tensor = values[graph.output]
         return loss

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from poplar.planner.graph.graph import GET_ITEM, Reference
-from poplar.planner.rules.local_call import EMBEDDING_PART, ZEROS, LocalCall, Zeroed
+from poplar.planner.rules.local_call import (
+    EMBEDDING_PART,
+    GROUPED_MM_PART,
+    INDEX_PART,
+    ZEROS,
+    LocalCall,
+    Zeroed,
+)
 
 Registers = list[Any]
 """Tensors of a rank, by number."""
@@ -104,8 +111,8 @@ def _zeros_like(tensor: Tensor) -> Tensor:
 
 def function(name: str) -> Callable[..., Any]:
     """What an operator's name stands for: one of torch's, or one of our own."""
-    if name == EMBEDDING_PART:
-        return embedding_part
+    if name in _OWN:
+        return _OWN[name]
     if name == GET_ITEM:
         return operator.getitem
     namespace, base, overload = name.split(".")
@@ -132,6 +139,66 @@ def embedding_part(part: Tensor, indices: Tensor, start: int, padding: int) -> T
     rows = torch.ops.aten.embedding.default(part, own, own_padding)
     # Not a product: rows that are not read may be infinite.
     return torch.where(is_own.unsqueeze(-1), rows, 0.0)
+
+
+def index_part(part: Tensor, indices: Tensor, dim: int, start: int, size: int) -> Tensor:
+    """`part[..., indices, ...]` where the indices are in the part, and zeros elsewhere.
+
+    Args:
+        part: the entries from `start` of dimension `dim` of a tensor.
+        indices: of the whole dimension; negative ones count from its end.
+        dim: the dimension that is indexed.
+        start: the first entry of the part.
+        size: of the whole dimension.
+    """
+    entries = part.shape[dim]
+    indices = torch.where(indices < 0, indices + size, indices)
+    is_own = (indices >= start) & (indices < start + entries)
+    own = torch.where(is_own, indices - start, 0)
+    read = torch.ops.aten.index.Tensor(part, [None] * dim + [own])
+    after = part.dim() - dim - 1
+    return torch.where(is_own.view(*indices.shape, *(1,) * after), read, 0.0)
+
+
+def grouped_mm_part(
+    operator: str, rows: Tensor, experts: Tensor, ends: Tensor, start: int, stop: int
+) -> Tensor:
+    """A grouped product with the experts from `start` to `stop`; rows of others are zeros.
+
+    Args:
+        operator: of torch, or with the same arguments.
+        rows: [rows, inner], those of an expert one after the other.
+        experts: [stop - start, inner, columns].
+        ends: of the rows of each expert, of all ranks.
+        start, stop: the experts of this rank.
+    """
+    # The own rows come first, so that no others are computed, without waiting for their number.
+    begin = ends[start - 1] if start else torch.zeros_like(ends[0])
+    numbers = torch.arange(rows.shape[0], device=rows.device)
+    is_own = (numbers < ends[stop - 1] - begin).unsqueeze(1)
+    count = max(1, rows.shape[0])
+    moved = torch.where(is_own, rows.index_select(0, (numbers + begin) % count), 0.0)
+    own_ends = (ends[start:stop] - begin).to(ends.dtype)
+    product = function(operator)(moved, experts, own_ends)
+    return torch.where(is_own, product, 0.0).index_select(0, (numbers - begin) % count)
+
+
+def copied(target: Tensor, source: Tensor) -> Tensor:
+    """`aten.copy`, which has no derivative: the values of `source`, as `target.copy_` writes them.
+
+    Args:
+        target: [...], whose values are not used.
+        source: is broadcast to it.
+    """
+    return source.to(target.dtype).expand_as(target)
+
+
+_OWN: dict[str, Callable[..., Any]] = {
+    "aten.copy.default": copied,
+    EMBEDDING_PART: embedding_part,
+    INDEX_PART: index_part,
+    GROUPED_MM_PART: grouped_mm_part,
+}
 
 
 def zeros_of(call: LocalCall, inputs: list[Any], device: torch.device) -> list[Tensor]:

@@ -27,10 +27,11 @@ RATIOS = ((1,), (2, 1), (0, 1, 0), (1, 3, 2), (5, 0, 1, 1))
 
 @dataclass(frozen=True)
 class Floats:
-    """A random float64 tensor."""
+    """A random tensor."""
 
     shape: tuple[int, ...]
     is_trained: bool = True
+    dtype: torch.dtype = torch.float64
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Indices:
     shape: tuple[int, ...]
     below: int
     dtype: torch.dtype = torch.int64
+
+
+class Ends(Indices):
+    """Numbers that do not fall, up to the largest one."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Case:
 
 F, I = Floats, Indices  # noqa: E741
 MASK = Indices((4, 6), 2, torch.bool)
+ENDS = Ends((3,), 7, torch.int32)
+GROUPED = F((6, 4), dtype=torch.float32), F((3, 4, 8), dtype=torch.float32)
 CASES = [
     Case("aten.linear.default", (F((3, 5, 6)), F((8, 6)), F((8,))), axes=4),
     Case("aten.linear.default", (F((4, 6)), F((8, 6))), axes=3),
@@ -107,6 +114,7 @@ CASES = [
     Case("aten.div.Tensor", (F(()), 7), axes=0),
     Case("aten.neg.default", (F((3, 4)),), axes=2),
     Case("aten.gelu.default", (F((3, 4)),), axes=2),
+    Case("aten.copy.default", (F((3, 4), False), F((4,))), axes=2),
     Case("aten.pow.Scalar", (2.0, F((3, 4))), axes=2),
     Case("aten.ne.Scalar", (I((3, 4), 3), 1), axes=2),
     Case("aten.where.self", (MASK, F((4, 6)), F((6,))), axes=2),
@@ -171,7 +179,43 @@ CASES = [
     Case("aten.full.default", ([3, 4], 2.5), {"dtype": torch.float64, "device": CPU}, axes=2),
     Case("aten.new_ones.default", (F((3, 4)), [5, 6]), axes=2),
     Case("aten.arange.default", (6,), {"device": CPU}, axes=0),
-    Case("aten.flip.default", (F((3, 4)), [0]), axes=0),
+    Case("aten.flip.default", (F((3, 4)), [0]), axes=1),
+    Case("aten.roll.default", (F((3, 4, 5)), [1], [-1]), axes=2),
+    Case("aten.roll.default", (F((3, 4)), [1]), axes=0),
+    Case("aten.repeat.default", (F((3, 4, 5)), [2, 1, 2, 1]), axes=2),
+    Case("aten.repeat_interleave.self_int", (F((3, 4)), 2, 0), axes=2),
+    Case("aten.repeat_interleave.self_int", (F((3, 4)), 2, 1), axes=2),
+    Case("aten.slice_scatter.default", (F((3, 4, 5)), F((3, 2, 5)), 1, 1, 3), axes=2),
+    Case("aten.select_scatter.default", (F((3, 4, 5)), F((3, 5)), 1, 2), axes=2),
+    Case("aten.index.Tensor", (F((6, 4)), [I((5,), 6)]), axes=3),
+    Case("aten.index.Tensor", (F((3, 6, 4)), [None, I((5, 2), 6)]), axes=5),
+    Case("aten.index.Tensor", (F((3, 6, 4)), [I((5, 1), 3), I((2,), 6)]), axes=3),
+    Case("aten.index.Tensor", (F((3, 6, 4)), [I((5,), 3), None, I((5,), 4)]), axes=0),
+    Case("aten.index_put.default", (F((6, 4)), [I((3,), 2)], F((3, 4)), True), axes=1),
+    Case("aten.index_put.default", (F((6, 4)), [I((1,), 2)], F(()))),
+    Case("aten.scatter.value", (F((3, 7, 4)), 1, I((3, 1, 4), 7), 0.5), axes=2),
+    Case("aten.scatter.src", (F((3, 7)), 1, I((2, 1), 7), F((2, 1))), axes=0),
+    Case("aten.scatter_add.default", (F((3, 7, 4)), -2, I((3, 5, 4), 7), F((3, 5, 4))), axes=2),
+    Case("aten.histc.default", (F((5, 3), False), 4, -2, 2), axes=2),
+    Case("aten.histc.default", (F((5, 3), False), 4), axes=0),
+    Case("aten._grouped_mm.default", (*GROUPED, ENDS), axes=1),
+    Case("aten._grouped_mm.default", GROUPED, {"offs": ENDS}, axes=1),
+    Case("aten.floor_divide.default", (I((3, 4), 9), 2), axes=2),
+    Case("aten.type_as.default", (F((3, 4)), F((5,), False)), axes=2),
+    Case("aten.__and__.Tensor", (MASK, MASK), axes=2),
+    Case("aten.max.default", (F((3, 4)),), axes=0),
+    Case("aten.max.dim", (F((3, 4, 5)), 1), axes=2),
+    Case("aten.max.other", (F((3, 4)), F((4,))), axes=2),
+    Case("aten.prod.dim_int", (F((3, 4, 5)), 1), axes=2),
+    Case("aten.linalg_vector_norm.default", (F((3, 4, 5)), 2, [-1], True), axes=2),
+    Case("aten.cosine_similarity.default", (F((3, 4)), F((3, 4)), -1), axes=1),
+    Case("aten.glu.default", (F((3, 4, 6)),), axes=2),
+    Case("aten.upsample_nearest2d.vec", (F((3, 4, 2, 2)), None, [2.0, 2.0]), axes=2),
+    Case("aten.view_as_complex.default", (F((3, 4, 2)),), axes=2),
+    Case("aten.view_as_real.default", (F((3, 4), dtype=torch.complex128),), axes=2),
+    Case("aten.kl_div.default", (F((5, 4)), I((5, 4), 2, torch.float64), 2), axes=2),
+    Case("aten.binary_cross_entropy.default", (I((5, 4), 2, torch.float64),) * 2, axes=2),
+    Case("aten.binary_cross_entropy_with_logits.default", (F((5, 4)), F((5, 4))), axes=2),
 ]
 
 
@@ -201,23 +245,28 @@ def called(case: Case, draws: torch.Generator) -> Called:
         name = f"input{len(tensors)}"
         if isinstance(spec, Floats):
             trained.update({name} if spec.is_trained else ())
-            tensors[name] = torch.randn(spec.shape, generator=draws, dtype=torch.float64)
+            tensors[name] = torch.randn(spec.shape, generator=draws, dtype=spec.dtype)
         else:
             drawn = torch.randint(spec.below, spec.shape, generator=draws)
+            if isinstance(spec, Ends):
+                drawn = drawn.sort().values
+                drawn[-1] = spec.below - 1
             tensors[name] = drawn.to(spec.dtype)
         return Reference(name)
 
     arguments = tuple(converted(argument, reference) for argument in case.arguments)
+    keywords = {key: converted(value, reference) for key, value in case.keywords.items()}
     names = iter(tensors)
     values = [converted(argument, lambda _: tensors[next(names)]) for argument in case.arguments]
-    returned = function(case.operator)(*values, **case.keywords)
+    named = {key: converted(v, lambda _: tensors[next(names)]) for key, v in case.keywords.items()}
+    returned = function(case.operator)(*values, **named)
     result = as_list(returned)
     leaves = [Node(name=name, operator=INPUT, outputs=(type_of(x),)) for name, x in tensors.items()]
     node = Node(
         name="node",
         operator=case.operator,
         arguments=arguments,
-        keywords=case.keywords,
+        keywords=keywords,
         outputs=tuple(map(type_of, result)),
         returns_list=isinstance(returned, list | tuple),
     )

@@ -19,6 +19,13 @@ EMBEDDING_PART = "embedding_part"
 """Own operator: rows of a part of a table, and zeros for indices that are not in it. Arguments:
 the part, indices, the first index of the part, and the index without gradient or -1."""
 
+INDEX_PART = "index_part"
+"""Own operator: as `EMBEDDING_PART`, of any dimension. Arguments: the part, indices, the dimension,
+the first index of the part, and the size of the whole dimension."""
+GROUPED_MM_PART = "grouped_mm_part"
+"""Own operator: a grouped product with some of the experts. Arguments: the operator, its tensors
+with a part of the experts, the first expert and the one after the last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Zeroed:

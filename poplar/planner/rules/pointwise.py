@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from poplar.planner.graph.graph import Node
-from poplar.planner.rules.pattern import Pattern, elementwise
+from poplar.planner.rules.pattern import Pattern, elementwise, named
 from poplar.planner.rules.rule import Rule, Types
 
 _LINEAR_IN_FIRST = ("neg", "clone", "alias", "detach", "contiguous", "div", "mul")
@@ -11,17 +13,21 @@ _LINEAR_IN_BOTH = ("add", "sub")
 _LINEAR_IN_EACH = ("mul",)
 _CASTS = ("_to_copy", "to")
 _MATHEMATICS = (
-    "abs exp log log1p sqrt rsqrt square reciprocal sin cos sign floor pow rsub clamp clamp_min "
-    "clamp_max maximum minimum where masked_fill addcmul lerp isnan isinf"
+    "abs exp exp2 expm1 log log1p log2 log10 sqrt rsqrt square reciprocal sign sgn pow rsub "
+    "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh hypot erf erfc logit "
+    "floor ceil round trunc frac floor_divide remainder fmod clamp clamp_min clamp_max maximum "
+    "minimum where masked_fill addcmul addcdiv lerp logaddexp xlogy nan_to_num isnan isinf "
+    "isfinite copy fill polar complex"
 )
 _ACTIVATIONS = (
-    "relu gelu silu mish tanh sigmoid log_sigmoid softplus elu erf leaky_relu hardtanh hardswish "
-    "hardsigmoid selu relu6"
+    "relu gelu silu mish tanh sigmoid log_sigmoid softplus elu celu leaky_relu hardtanh hardswish "
+    "hardsigmoid hardshrink softshrink threshold selu relu6"
 )
 _COMPARISONS = (
-    "eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not"
+    "eq ne lt le gt ge logical_and logical_or logical_xor logical_not bitwise_and bitwise_or "
+    "bitwise_xor bitwise_not __and__ __or__ __xor__"
 )
-_NEW_VALUES = "zeros_like ones_like full_like"
+_NEW_VALUES = "zeros_like ones_like full_like empty_like"
 NAMES = (
     *_LINEAR_IN_FIRST,
     *_LINEAR_IN_BOTH,
@@ -58,4 +64,22 @@ def _reads_first(node: Node) -> bool:
     return bool(node.inputs) and getattr(node.arguments[0], "node", None) == node.inputs[0]
 
 
+def type_as(node: Node, types: Types) -> Pattern:
+    """A cast to the type of another tensor, of which nothing else is used."""
+    cast = pointwise(node, types[:1])
+    sizes = dict(cast.sizes)
+    other = named("other", types[1].shape, sizes)
+    whole = frozenset(sizes.keys() - cast.sizes.keys())
+    is_linear = node.output.is_floating or not types[0].is_floating
+    return replace(
+        cast,
+        sizes=sizes,
+        inputs=(*cast.inputs, other),
+        whole=whole,
+        unread=frozenset({1}),
+        linear_in=(frozenset({0}),) if is_linear else (),
+    )
+
+
 POINTWISE = Rule(pointwise)
+TYPE_AS = Rule(type_as)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from poplar.planner.graph.graph import Node
 from poplar.planner.rules.local_call import LocalCall, Part
-from poplar.planner.rules.pattern import Dims, Pattern, named
+from poplar.planner.rules.pattern import Dims, Pattern, elementwise, named
 from poplar.planner.rules.rule import Rule, Types, argument, computed_by_all, counted_from_first
 
 _SUM_OF_MEAN = {
@@ -18,9 +18,9 @@ _SUM_OF_MEAN = {
 """Operators with the same arguments."""
 
 
-def _reduced_dims(node: Node, types: Types) -> list[int]:
+def _reduced_dims(node: Node, types: Types, position: int) -> list[int]:
     count = len(types[0].shape)
-    dims = argument(node, 1, "dim")
+    dims = argument(node, position, "dim")
     given = [dims] if isinstance(dims, int) else list(dims or range(count))
     return [counted_from_first(dim, count) for dim in given]
 
@@ -32,14 +32,16 @@ def _after(dims: Dims, reduced: Sequence[int], node: Node) -> Dims:
     return tuple(axes for dim, axes in enumerate(dims) if dim not in reduced)
 
 
-def _reduction(node: Node, types: Types, *, is_sum: bool) -> Pattern:
+def _reduction(node: Node, types: Types, *, is_sum: bool, position: int = 1) -> Pattern:
+    if len({kind.shape for kind in types}) > 1:
+        return computed_by_all(node, types)
     sizes: dict[str, int] = {}
     dims = named("d", types[0].shape, sizes)
-    reduced = _reduced_dims(node, types)
+    reduced = _reduced_dims(node, types, position)
     axes = frozenset(axis for dim in reduced for axis in dims[dim])
     return Pattern(
         sizes=sizes,
-        inputs=(dims,),
+        inputs=(dims,) * len(types),
         output=_after(dims, reduced, node),
         summed=axes if is_sum else frozenset(),
         whole=frozenset() if is_sum else axes,
@@ -56,6 +58,22 @@ def summation(node: Node, types: Types) -> Pattern:
 def selection(node: Node, types: Types) -> Pattern:
     """Maxima and other reductions that need all indices of the reduced dimensions."""
     return _reduction(node, types, is_sum=False)
+
+
+def selection_over(position: int) -> Rule:
+    """The rule of norms and similarities; `position`: of the dimensions in the arguments."""
+
+    def pattern(node: Node, types: Types) -> Pattern:
+        return _reduction(node, types, is_sum=False, position=position)
+
+    return Rule(pattern)
+
+
+def extremum(node: Node, types: Types) -> Pattern:
+    """`max` and `min`: of all elements, along a dimension, or of two tensors at each index."""
+    if node.operator.endswith(".other"):
+        return elementwise(node.output, types, linear_in=(), flops=node.output.numel)
+    return selection(node, types)
 
 
 def _mean_as_sum(call: LocalCall, part: Part) -> LocalCall:
@@ -135,4 +153,5 @@ def padded(node: Node, types: Types) -> Pattern:
 SUM = Rule(summation)
 MEAN = Rule(summation, _mean_as_sum)
 SELECTION = Rule(selection)
+EXTREMUM = Rule(extremum)
 PADDED = Rule(padded)

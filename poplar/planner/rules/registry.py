@@ -7,10 +7,27 @@ from dataclasses import replace
 
 from poplar.planner.graph.graph import GET_ITEM, LEAVES, Graph, Node
 from poplar.planner.graph.placement import Placement
-from poplar.planner.rules import attention, contractions, lookups, losses, pointwise, shapes
+from poplar.planner.rules import (
+    attention,
+    contractions,
+    indexing,
+    lookups,
+    losses,
+    pointwise,
+    shapes,
+)
 from poplar.planner.rules.local_call import LocalCall, Part, local_call_of
 from poplar.planner.rules.pattern import Pattern
-from poplar.planner.rules.reductions import MEAN, PADDED, SELECTION, SUM, along_dim, over_last_dims
+from poplar.planner.rules.reductions import (
+    EXTREMUM,
+    MEAN,
+    PADDED,
+    SELECTION,
+    SUM,
+    along_dim,
+    over_last_dims,
+    selection_over,
+)
 from poplar.planner.rules.rule import Rule, computed_by_all
 from poplar.planner.rules.strategy import Strategy, strategies, strategy_of
 
@@ -19,6 +36,7 @@ COMPUTED_BY_ALL = Rule(computed_by_all)
 
 _BY_NAME: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (pointwise.POINTWISE, pointwise.NAMES),
+    (pointwise.TYPE_AS, ("type_as",)),
     (contractions.LINEAR, ("linear",)),
     (contractions.MATMUL, ("matmul", "mm", "bmm", "mv", "dot")),
     (contractions.ADDED_PRODUCT, ("addmm", "baddbmm")),
@@ -30,23 +48,44 @@ _BY_NAME: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (lookups.GATHER, ("gather",)),
     (lookups.INDEX_SELECT, ("index_select",)),
     (lookups.ONE_HOT, ("one_hot",)),
+    (indexing.INDEX, ("index",)),
+    (indexing.INDEX_PUT, ("index_put",)),
+    (indexing.SCATTERED, ("scatter", "scatter_add")),
+    (indexing.GROUPED_PRODUCT, ("_grouped_mm", "transformers.grouped_mm_fallback.default")),
+    (indexing.HISTOGRAM, ("histc",)),
     (SUM, ("sum",)),
     (MEAN, ("mean",)),
-    (SELECTION, ("amax", "amin", "argmax", "argmin", "any", "all", "var", "std", "logsumexp")),
+    (
+        SELECTION,
+        ("amax", "amin", "argmax", "argmin", "any", "all", "var", "std", "logsumexp", "prod"),
+    ),
+    (EXTREMUM, ("max", "min")),
+    (selection_over(2), ("linalg_vector_norm", "norm", "cosine_similarity")),
     (along_dim(1), ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod")),
+    (along_dim(1, -1), ("glu", "logcumsumexp")),
     (along_dim(2, -1), ("topk",)),
     (along_dim(1, -1), ("sort", "argsort")),
     (over_last_dims(), ("layer_norm", "native_layer_norm", "rms_norm")),
     (over_last_dims(kept_dims=1), ("group_norm",)),
     (over_last_dims(1), ("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d")),
+    (over_last_dims(0), ("view_as_real",)),
+    (over_last_dims(1), ("view_as_complex",)),
+    (over_last_dims(2), ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")),
     (over_last_dims(2), ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "triu", "tril")),
     (PADDED, ("pad", "constant_pad_nd")),
     (losses.CLASS_LOSS, ("cross_entropy_loss", "nll_loss_nd")),
     (losses.elementwise_loss(2), ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")),
+    (losses.elementwise_loss(2), ("soft_margin_loss", "kl_div")),
+    (losses.elementwise_loss(3), ("binary_cross_entropy",)),
+    (losses.elementwise_loss(4), ("binary_cross_entropy_with_logits",)),
     (shapes.RESHAPED, ("view", "_unsafe_view", "reshape", "flatten", "unflatten")),
     (shapes.RESHAPED, ("squeeze", "unsqueeze")),
     (shapes.PERMUTED, ("permute", "transpose", "t")),
     (shapes.EXPANDED, ("expand",)),
+    (shapes.REPEATED, ("repeat",)),
+    (shapes.REPEATED_ELEMENTS, ("repeat_interleave",)),
+    (shapes.REORDERED, ("flip", "roll")),
+    (shapes.PARTLY_WRITTEN, ("slice_scatter", "select_scatter")),
     (shapes.BROADCAST, ("broadcast_tensors",)),
     (shapes.CHOSEN, ("select", "slice", "split", "split_with_sizes", "chunk", "unbind")),
     (shapes.ITEM, (GET_ITEM,)),

@@ -202,6 +202,83 @@ def created(node: Node, types: Types) -> Pattern:
     )
 
 
+def repeated_elements(node: Node, types: Types) -> Pattern:
+    """`repeat_interleave` by a number, along a dimension."""
+    dim = argument(node, 2, "dim")
+    if dim is None:
+        return computed_by_all(node, types)
+    sizes: dict[str, int] = {}
+    dims = named("d", types[0].shape, sizes)
+    at = counted_from_first(int(dim), len(dims))
+    sizes["repeated"] = int(node.arguments[1])
+    return Pattern(
+        sizes=sizes,
+        inputs=(dims,),
+        output=(*dims[:at], (*dims[at], "repeated"), *dims[at + 1 :]),
+        whole=frozenset({"repeated"}),
+        linear_in=_LINEAR,
+        flops=0.0,
+    )
+
+
+def repeated(node: Node, types: Types) -> Pattern:
+    """`repeat`: dimensions that are not repeated can be divided."""
+    sizes: dict[str, int] = {}
+    dims = named("d", types[0].shape, sizes)
+    times = node.arguments[1]
+    added = len(times) - len(dims)
+    copies = named("copy", times, sizes)
+    output = tuple(
+        (*(copy if count > 1 or at < added else ()), *(dims[at - added] if at >= added else ()))
+        for at, (copy, count) in enumerate(zip(copies, times, strict=True))
+    )
+    return Pattern(
+        sizes=sizes,
+        inputs=(dims,),
+        output=output,
+        whole=frozenset(axis for copy in copies for axis in copy),
+        linear_in=_LINEAR,
+        flops=0.0,
+    )
+
+
+def reordered(node: Node, types: Types) -> Pattern:
+    """`flip` and `roll`: dimensions whose indices are not moved can be divided."""
+    moved = argument(node, 1 if node.operator.startswith("aten.flip") else 2, "dims", [])
+    sizes: dict[str, int] = {}
+    dims = named("d", types[0].shape, sizes)
+    if not moved:  # as one dimension
+        return computed_by_all(node, types)
+    given = [moved] if isinstance(moved, int) else moved
+    places = {counted_from_first(dim, len(dims)) for dim in given}
+    return Pattern(
+        sizes=sizes,
+        inputs=(dims,),
+        output=dims,
+        whole=frozenset(axis for at in places for axis in dims[at]),
+        linear_in=_LINEAR,
+        flops=0.0,
+    )
+
+
+def partly_written(node: Node, types: Types) -> Pattern:
+    """`slice_scatter` and `select_scatter`: another tensor is written to a part of a dimension."""
+    shape, source = types[0].shape, types[1].shape
+    sizes: dict[str, int] = {}
+    dims = named("d", shape, sizes)
+    dim = counted_from_first(int(argument(node, 2, "dim", 0)), len(shape))
+    sizes["written"] = source[dim] if len(source) == len(shape) else 1
+    written = (("written",),) if len(source) == len(shape) else ()
+    return Pattern(
+        sizes=sizes,
+        inputs=(dims, (*dims[:dim], *written, *dims[dim + 1 :])),
+        output=dims,
+        whole=frozenset({"written", *dims[dim]}),
+        linear_in=(frozenset({0, 1}),),
+        flops=0.0,
+    )
+
+
 # Not `view`: the strides of a rank's tensor may be others than those of the exported one.
 RESHAPED = Rule(reshaped, with_output_shape(1, "aten.reshape.default"))
 PERMUTED = Rule(permuted)
@@ -210,5 +287,9 @@ BROADCAST = Rule(broadcast)
 CHOSEN = Rule(chosen, _without_bounds)
 ITEM = Rule(item)
 CONCATENATED = Rule(concatenated)
+REPEATED_ELEMENTS = Rule(repeated_elements)
+REPEATED = Rule(repeated)
+REORDERED = Rule(reordered)
+PARTLY_WRITTEN = Rule(partly_written)
 CREATED = Rule(created, with_output_shape(0))
 CREATED_LIKE = Rule(created, with_output_shape(1))
