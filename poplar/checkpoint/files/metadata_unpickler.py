@@ -43,6 +43,7 @@ _CLASSES: Mapping[str, type] = {
         TensorProperties,
     )
 }
+_FIELDS = {kind: {field.name for field in fields(kind)} for kind in _CLASSES.values()}
 _MODULES = {
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
@@ -127,8 +128,7 @@ class Unpickler(pickle._Unpickler):
             expect(type(state[3]) is _MEM_FORMAT_ENCODING, "a memory format in", state[3])
             instance.__setstate__(state)
             return
-        known = {field.name for field in fields(kind)}
-        instance.__dict__.update((name, state[name]) for name in known & state.keys())
+        instance.__dict__.update((name, state[name]) for name in _FIELDS[kind] & state.keys())
         if kind is MetadataIndex:  # it is hashed, which must not take long
             check_index(instance)
 
