@@ -42,7 +42,8 @@ class HierarchicalProcessGroupCommunicator(Communicator):
         self._queue = CollectiveQueue(group)
         self._all_hosts = ProcessGroupCommunicator(group)
         self._own_host = ProcessGroupCommunicator(host_group)
-        # Two streams, so that an unshard does not wait for the sums of earlier reductions.
+        # Two streams, so that the copies of an unshard do not wait for the sums of earlier
+        # reductions. Exchanges between hosts follow one another: they share a process group.
         self._reductions, self._gathers = StepStream(), StepStream()
         self.waits_on_stream = group.supports(torch.device("cuda"))
 

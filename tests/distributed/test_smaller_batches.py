@@ -227,10 +227,10 @@ def train_with_memory_for_one_unit(run: Run, shortage: Shortage) -> Outcome:
         finish(scheduler, failed=failed)
         finishing = False
 
-    def unshard_if_alone(strategy: ShardedParameters, unit: Unit, *, in_step: bool) -> None:
+    def unshard_if_alone(strategy: ShardedParameters, unit: Unit, **options: Any) -> None:
         if finishing and held - {unit}:
             raise ERRORS[1]
-        unshard(strategy, unit, in_step=in_step)
+        unshard(strategy, unit, **options)
         held.add(unit)
 
     def reshard_and_note(strategy: ShardedParameters, unit: Unit) -> None:

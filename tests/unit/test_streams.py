@@ -364,6 +364,15 @@ def test_unsharded_values_have_a_pool_on_the_device_of_the_model(pools: list[str
     assert pools == ["enter the pool of cuda:3 on cuda:3", "allocate"]
 
 
+@pytest.mark.parametrize("in_step", [True, False])
+def test_passes_of_every_mode_take_unsharded_values_from_the_pool(in_step: bool) -> None:
+    """Also evaluation and the profiler's, whose memory then includes the pool."""
+    strategy, _, units = simulated(ShardedParameters, 1)
+    with mock.patch.object(strategy.streams, "allocate_unsharded") as allocate:
+        strategy.unshard(units[0], in_step=in_step)
+    assert allocate.call_count == 1
+
+
 def test_an_allocator_without_pools_is_used_as_it_is(
     pools: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,10 +89,8 @@ class ShardedParameters(ShardedGradients):
             for flat in unit.flats:
                 if not flat.has_lasting_values:  # it may be called again after an error
                     flat.use_lasting_values()
-        elif in_step:
-            self.streams.allocate_unsharded(partial(_allocate_values, unit))
         else:
-            _allocate_values(unit)
+            self.streams.allocate_unsharded(partial(_allocate_values, unit))
         pending = self._pending_unshards.setdefault(unit, [])
         for flat in unit.flats[len(pending) :]:  # not again what has been sent before
             what = f"the unshard of unit {unit.name}"
