@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -85,7 +85,7 @@ class FailureReports:
 
         return self._access(read, GRACE_SECONDS + _ANSWER_SECONDS)
 
-    def diagnose(self, suspects: Collection[int], cause: str) -> tuple[list[int], str]:
+    def diagnose(self, suspects: Collection[int], cause: str, what: str) -> tuple[list[int], str]:
         """The ranks that are the cause of a failed wait, and a description of it.
 
         All ranks in the wait, or in a later one, must call this or `publish` about the same time.
@@ -93,8 +93,9 @@ class FailureReports:
         Args:
             suspects: the other ranks that this rank waited for.
             cause: why the wait failed.
+            what: the collective; other ranks may have waited in another one.
         """
-        self.publish(f"rank {self.rank} waited for other ranks ({cause})")
+        self.publish(f"rank {self.rank} waited for other ranks in {what!r} ({cause})")
         peers = {rank for rank in range(self.size) if rank != self.rank}
         try:
             reports = self.collect(peers - set(suspects) or peers)
@@ -109,8 +110,7 @@ class FailureReports:
         silent = peers - reports.keys()
         if silent:
             return sorted(silent & set(suspects) or silent), cause
-        reason = next(reports[rank].reason for rank in sorted(peers))
-        return sorted(suspects), f"they had stopped waiting: {reason}"
+        return sorted(suspects), f"they had stopped waiting: {_summary(reports, sorted(peers))}"
 
     def watch(
         self, notify: Callable[[], None] | None = None, look: Callable[[], None] | None = None
@@ -158,6 +158,15 @@ class FailureReports:
             raise StoreUnavailable(str(error).partition("\n")[0]) from error
         answer: T = value
         return answer
+
+
+def _summary(reports: Mapping[int, Report], ranks: Sequence[int]) -> str:
+    """What the ranks have reported; ranks in the same collective once, and at most three."""
+    first: dict[str, str] = {}
+    for rank in ranks:
+        reason = reports[rank].reason
+        first.setdefault(reason.removeprefix(f"rank {rank}"), reason)
+    return "; ".join(list(first.values())[:3])
 
 
 class _Watch:

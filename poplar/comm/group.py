@@ -203,7 +203,7 @@ class Group:
         names = self.names or range(self.size)
         ranks, reason = [names[peer] for peer in peers], _first_line(cause)
         if self.reports is not None:
-            ranks, reason = self.reports.diagnose(ranks, reason)
+            ranks, reason = self.reports.diagnose(ranks, reason, what)
         failure = collective_timeout(names[self.rank], self.timeout, what, ranks, reason)
         if self.reports is not None:
             self.reports.publish(str(failure))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from poplar import CollectiveTimeout
 from poplar.comm import Group, subgroup
 from poplar.comm.deadline import deadline_of
 
@@ -68,6 +69,24 @@ def test_a_rank_outside_of_the_process_group_is_told(world: dist.ProcessGroup) -
     outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(ValueError, match="rank 0 is not in process_group"):
         Group.of(outside, None)
+
+
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cuda:nccl"])
+def test_what_to_set_is_said_if_the_control_channel_cannot_be_made(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, backends: str
+) -> None:
+    def refuse(*_arguments: object) -> dist.ProcessGroup:
+        raise RuntimeError("Connection refused\nin gloo")
+
+    monkeypatch.setattr("poplar.comm.group._control_group", refuse)
+    monkeypatch.setattr(dist, "get_backend_config", lambda _group: backends)
+    monkeypatch.setattr(Group, "abort_device_collectives", lambda _group: None)
+    with pytest.raises(
+        CollectiveTimeout, match=r"Connection refused\. .*GLOO_SOCKET_IFNAME"
+    ) as error:
+        Group.of(None, MINUTE)
+    needs_device = "torch.cuda.set_device(local_rank), or pass init_process_group(device_id="
+    assert (needs_device in str(error.value)) == (backends == "cuda:nccl")
 
 
 @pytest.mark.parametrize(("watchdog", "minutes"), [(10, 10), (5, 6), (None, 6)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,11 +29,17 @@ def reports_of(store: Any, size: int = SIZE) -> list[FailureReports]:
 
 
 def diagnoses(
-    reports: Sequence[FailureReports], suspects: dict[int, list[int]]
+    reports: Sequence[FailureReports],
+    suspects: dict[int, list[int]],
+    what: Callable[[int], str] = lambda _rank: "a sum",
 ) -> list[tuple[list[int], str]]:
     """What the ranks find that wait for `suspects`, all at the same time."""
+
+    def diagnose(rank: int) -> tuple[list[int], str]:
+        return reports[rank].diagnose(suspects[rank], "no answer", what(rank))
+
     with ThreadPoolExecutor(len(suspects)) as ranks:
-        return list(ranks.map(lambda r: reports[r].diagnose(suspects[r], "no answer"), suspects))
+        return list(ranks.map(diagnose, suspects))
 
 
 def peers(rank: int, size: int = SIZE) -> list[int]:
@@ -43,6 +49,16 @@ def peers(rank: int, size: int = SIZE) -> list[int]:
 def test_ranks_that_do_not_report_are_named() -> None:
     found = diagnoses(reports_of(dist.HashStore()), {rank: peers(rank) for rank in (0, 2, 3)})
     assert found == [([1], "no answer")] * 3
+
+
+def test_ranks_that_wait_in_different_collectives_name_them() -> None:
+    """Only collectives of tensors: exchanges of the control channel are compared at once."""
+    reports, all_ranks = reports_of(dist.HashStore()), {rank: peers(rank) for rank in range(SIZE)}
+    found = diagnoses(reports, all_ranks, lambda rank: "a gather" if rank == 2 else "a sum")
+    for rank, (_, cause) in enumerate(found):
+        assert "they had stopped waiting: " in cause
+        assert rank == 2 or "rank 2 waited for other ranks in 'a gather' (no answer)" in cause
+        assert rank == 0 or "rank 0 waited for other ranks in 'a sum' (no answer)" in cause
 
 
 def test_two_missing_ranks_of_64_are_named() -> None:
@@ -73,7 +89,7 @@ def test_the_reason_of_a_rank_that_failed_itself_is_passed_on() -> None:
 def test_a_late_rank_learns_that_the_others_have_stopped_waiting() -> None:
     reports = reports_of(dist.HashStore(), 2)
     reports[0].publish("rank 0 waited for rank(s) 1")
-    ranks, cause = reports[1].diagnose([0], "the connection is closed")
+    ranks, cause = reports[1].diagnose([0], "the connection is closed", "a sum")
     assert ranks == [0]
     assert cause == "they had stopped waiting: rank 0 waited for rank(s) 1"
 
@@ -96,7 +112,7 @@ class Silent:
 
 
 def test_without_its_store_a_rank_names_those_that_it_waited_for() -> None:
-    ranks, cause = reports_of(Gone())[1].diagnose([0, 2], "no answer")
+    ranks, cause = reports_of(Gone())[1].diagnose([0, 2], "no answer", "a sum")
     assert ranks == [0, 2]
     assert "no answer" in cause
     assert "connection reset" in cause
@@ -105,7 +121,7 @@ def test_without_its_store_a_rank_names_those_that_it_waited_for() -> None:
 
 def test_a_store_that_does_not_answer_delays_no_error() -> None:
     store = Silent()
-    ranks, cause = reports_of(store)[1].diagnose([0], "no answer")
+    ranks, cause = reports_of(store)[1].diagnose([0], "no answer", "a sum")
     store.over.set()
     assert ranks == [0]
     assert "no answer in 2.3 s" in cause
@@ -170,4 +186,4 @@ def test_a_rank_without_memory_for_a_thread_reports_all_the_same(
         patched.setattr(failure_reports._thread, "start_new_thread", fail)
         reports[0].watch()
         reports[0].publish("rank 0 is out of memory", is_cause=True)
-    assert reports[1].diagnose([0], "no answer") == ([0], "rank 0 is out of memory")
+    assert reports[1].diagnose([0], "no answer", "a sum") == ([0], "rank 0 is out of memory")
