@@ -291,6 +291,12 @@ def gather_whole_states(way: Way, recipe: Recipe) -> None:
                 found = optim[f"state.{name}.{key}"] if flat else optim["state"][name][key]
                 assert type(found) is Tensor, (name, key)
                 assert torch.equal(found, value), (name, key)
+    on_first = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_on_first, optim_on_first = get_state_dict(job.model, job.optimizer, options=on_first)
+    assert model_on_first.keys() == (model.keys() if torch.distributed.get_rank() == 0 else set())
+    if model_on_first:
+        assert all(torch.equal(model_on_first[name].to(v.device), v) for name, v in model.items())
+        assert optim_on_first["state"].keys() == optim["state"].keys()
     part = next(iter(job.model.state_dict().values()))
     whole = part.full_tensor() if isinstance(part, ShardTensor) else part
     assert torch.equal(whole, next(iter(parameters.values())))
