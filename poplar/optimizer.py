@@ -29,6 +29,7 @@ from poplar.plan import Plan
 from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
 from poplar.zero import nonfinite
+from poplar.zero.absent_parameter import mark_present
 from poplar.zero.agreement import (
     MicroBatchesTooLarge,
     StepSummary,
@@ -510,6 +511,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def _detach(self) -> None:
         """Drop the model and the engine without changing the parameters."""
         self._unregister()
+        for parameter in self._model.parameters():
+            mark_present(parameter)
         self.state = defaultdict(dict)
         # All of them lead to the state, which must not live as long as this object.
         released: Any = _ReleasedEngine()

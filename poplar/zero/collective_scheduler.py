@@ -398,7 +398,19 @@ class CollectiveScheduler:
             while (last := self._receive_next()).kind not in (SlotKind.END, SlotKind.ABANDON):
                 self._issue_pending()
         if last.kind is SlotKind.END:
-            self._recorded_orders[self.mode, self.reduces] = tuple(self._recorded)
+            order = (*self._unneeded_resident(), *self._recorded)
+            self._recorded_orders[self.mode, self.reduces] = order
+
+    def _unneeded_resident(self) -> list[Slot]:
+        """Slots of resident units that this pass did not need, as a forward of a part may not.
+
+        They stay unsharded to the end of a pass, so later passes can unshard them first.
+        """
+        if not self._strategy.shards_parameters or self.mode is Mode.REDUCE_ONLY:
+            return []
+        needed = {slot.index for slot in self._recorded if slot.kind is not SlotKind.REDUCE}
+        indices = [u.index for u in self._units if u.resident and u.index not in needed]
+        return [Slot(SlotKind.UNSHARD, index) for index in indices]
 
     def _broadcast_reduction(self, flat: FlatParameter) -> None:
         self._broadcast_and_issue(Slot(SlotKind.REDUCE, self._number[flat]))
