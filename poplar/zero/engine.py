@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from poplar.comm import Communicator, Control
 from poplar.data import pytree
-from poplar.errors import CollectiveTimeout, PoplarError
+from poplar.errors import CollectiveTimeout
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.zero.absent_parameter import direct_access
 from poplar.zero.checks.model_checks import Removable
@@ -195,20 +195,26 @@ class Engine:
         """Close the open pass. After a failure its remaining slots get zeros. Collective.
 
         Raises:
-            Exception: this rank ran out of memory (`is_out_of_memory`). The pass has been completed
-                with zeros, so the other ranks do not wait.
-            PoplarError: the pass could not be completed even with zeros.
+            Exception: an error of this rank. The pass has been completed with zeros, so the other
+                ranks do not wait.
+            CollectiveTimeout: the pass could not be completed even with zeros.
         """
         has_gradients = self.scheduler.mode.has_gradients
         try:
             try:
+                if failed and has_gradients:
+                    self.drop_parameter_gradients()
+                if self.scheduler.interrupted_by is not None:
+                    raise self.scheduler.interrupted_by
                 self.scheduler.finish(failed=failed)
+            except CollectiveTimeout:
+                raise
             except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                free_frames(error)
-                self.drop_parameter_gradients()
-                self._complete_out_of_memory(lambda: self.scheduler.finish(failed=True))
+                if is_out_of_memory(error):
+                    free_frames(error)
+                if has_gradients:
+                    self.drop_parameter_gradients()
+                self._complete(lambda: self.scheduler.finish(failed=True))
                 raise
         finally:
             self._drop_pass()
@@ -216,24 +222,30 @@ class Engine:
             last = self.scheduler.reduces
             self.step.phase = max(self.step.phase, Phase.ISSUED if last else Phase.ACCUMULATED)
 
-    def _complete_out_of_memory(self, complete: Callable[[], None]) -> None:
-        """Complete what other ranks wait for, after memory has been freed."""
+    def _complete(self, complete: Callable[[], None]) -> None:
+        """Complete what other ranks wait for, after an error; stop all ranks if that fails too."""
         try:
+            if self.scheduler.interrupted_by is not None:
+                raise self.scheduler.interrupted_by
             complete()
+        except CollectiveTimeout:
+            raise
         except Exception as error:
             if not is_out_of_memory(error):
-                raise
+                reason = f"rank {self.comm.group.rank}: a pass cannot be completed after {error!r}"
+                self.stop_all_ranks(reason)
+                raise CollectiveTimeout(reason) from error
             if self.free_state is not None:
                 self.free_state()
                 self.free_state = None
-                self._complete_out_of_memory(complete)
+                self._complete(complete)
                 return
             reason = (
                 f"rank {self.comm.group.rank} is out of memory and cannot complete a pass even "
                 f"without gradients; give it fewer samples or a smaller share: {error}"
             )
             self.stop_all_ranks(reason)
-            raise PoplarError(reason) from error
+            raise CollectiveTimeout(reason) from error
 
     def drop_parameter_gradients(self) -> None:
         """Set `.grad` of all parameters to None, as at the start of a step."""
@@ -271,7 +283,7 @@ class Engine:
                 if not is_out_of_memory(error):
                     raise
                 free_frames(error)
-                self._complete_out_of_memory(lambda: self.strategy.wait_for_reductions(self.units))
+                self._complete(lambda: self.strategy.wait_for_reductions(self.units))
             self.step.phase = Phase.REDUCED
 
     def finish_gradients(self) -> None:
