@@ -182,6 +182,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     # Makes a plain GradScaler call step() with its scale, so that step() can reject it.
     _step_supports_amp_scaling = True
+    _state: Any = None
 
     def __init__(
         self,
@@ -258,7 +259,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             defaults = {**defaults, "fused": optimizer_kwargs.get("fused")}
         super().__init__(request.groups, defaults)
         self._settings_are_final = True
-        self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
+        self._state = OptimizerState(self._engine, self._update)
         forward_state = ForwardStateCheck(
             model,
             self._engine.flats,
@@ -280,6 +281,22 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._unregister = model_checks.register_owner(
             list(model.named_parameters()), self, self._engine.hooks
         )
+
+    @property
+    def state(self) -> Any:
+        """The state of each parameter, as this rank has it. Set it to an empty dict to reset it."""
+        return self._state
+
+    @state.setter
+    def state(self, values: Mapping[Any, Any]) -> None:
+        if self._state is None:  # in the constructor of the base class
+            return
+        if values:
+            raise ValueError(
+                "optimizer.state can only be set to an empty dict, on all ranks, which resets the "
+                "state; use load_state_dict() to load one"
+            )
+        self._update.reset_state()
 
     # The step.
 
@@ -586,7 +603,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._unregister()
         for parameter in self._model.parameters():
             mark_present(parameter)
-        self.state = defaultdict(dict)
+        self._state = defaultdict(dict)
         # All of them lead to the state, which must not live as long as this object.
         released: Any = _ReleasedEngine()
         self._engine = self._update = self._step = self._replicas = self._calls = released

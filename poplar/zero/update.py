@@ -303,6 +303,14 @@ class ShardedUpdate:
             self._state_layouts[group] = layout
         return layout
 
+    def reset_state(self) -> None:
+        """Drop the state; the next update creates it as the first one does."""
+        self.collected = None
+        if self.before_reading_state is not None:
+            self.before_reading_state()
+        self.inner.state.clear()
+        self._unstarted.clear()
+
     def create_state(self) -> None:
         """Create the state that is missing because there was no update, to load into it.
 
