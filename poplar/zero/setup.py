@@ -205,6 +205,11 @@ def _group_indices(model: nn.Module, groups: Groups) -> dict[int, int]:
     group_of: dict[int, int] = {}
     for index, group in enumerate(groups):
         for parameter in group["params"]:
+            if not isinstance(parameter, torch.Tensor):
+                raise TypeError(
+                    f"params: group {index} has {parameter!r}, which is no parameter; pass "
+                    "parameters of the model, or param groups with them"
+                )
             if id(parameter) not in known:
                 raise ValueError(
                     f"params: group {index} has a parameter of shape {tuple(parameter.shape)} "
@@ -459,6 +464,8 @@ def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:
 
 
 def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params is one tensor; pass a list of parameters, or of param groups")
     given: list[Any] = (
         list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
     )

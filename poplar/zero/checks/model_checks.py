@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from poplar.zero.absent_parameter import AbsentValues
 from poplar.zero.flat_parameter import PACKABLE
 
 _OWNERS: dict[int, weakref.ref[Any]] = {}
@@ -134,12 +135,27 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
                 "the model before building its optimizer, call release() on that optimizer first, "
                 "or use param groups for different hyper-parameters"
             )
-        size = parameter.numel() * parameter.element_size()
-        if not on_meta and parameter.untyped_storage().nbytes() < size:
+        if parameter.is_inference():
+            raise ValueError(
+                f"parameter {name!r} was made in torch.inference_mode(), so it can never be "
+                "trained; build the model outside of it (torch.no_grad() is allowed)"
+            )
+        if parameter.layout is not torch.strided:
+            raise TypeError(
+                f"parameter {name!r} is {parameter.layout}, but flat parameters are dense; make it "
+                "an nn.Parameter of its to_dense()"
+            )
+        if isinstance(parameter, AbsentValues):
             raise ValueError(
                 f"parameter {name!r} has no memory: it was sharded by an optimizer that no longer "
                 "exists. Build the model again. To keep its values, call save_model() or release() "
                 "while the optimizer exists"
+            )
+        size = parameter.numel() * parameter.element_size()
+        if not on_meta and parameter.untyped_storage().nbytes() < size:
+            raise ValueError(
+                f"elements of parameter {name!r} share memory (expand), so they cannot have "
+                "gradients of their own; make it an nn.Parameter of its clone()"
             )
         if id(parameter) in trained and parameter.dtype not in PACKABLE:
             raise TypeError(

@@ -1,0 +1,32 @@
+"""Parameters that cannot be laid out in flat parameters: each error says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from poplar.zero.checks.model_checks import check_parameters
+
+
+def inference() -> nn.Parameter:
+    with torch.inference_mode():
+        return nn.Linear(2, 2).weight
+
+
+MADE: dict[str, tuple[Callable[[], nn.Parameter], str]] = {
+    "inference": (inference, "outside of it"),
+    "sparse": (lambda: nn.Parameter(torch.eye(2).to_sparse()), "to_dense"),
+    "expanded": (lambda: nn.Parameter(torch.ones(1).expand(4)), "clone"),
+    "integers": (lambda: nn.Parameter(torch.ones(2).int(), requires_grad=False), "must be float32"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_error_says_what_to_do(name: str) -> None:
+    make, says = MADE[name]
+    parameter = make()
+    with pytest.raises((TypeError, ValueError), match=says):
+        check_parameters([("weight", parameter)], {id(parameter)})
