@@ -16,7 +16,16 @@ from typing import Annotated, Any
 
 from poplar import _core, plan_table
 from poplar.formatting import format_layers
-from poplar.schema import Count, Document, NonNegative, PositiveCount, Rule, check_fields, checked
+from poplar.schema import (
+    Count,
+    Document,
+    Fraction,
+    NonNegative,
+    PositiveCount,
+    Rule,
+    check_fields,
+    checked,
+)
 
 STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_parameters")
 """What is sharded, by stage: nothing, + optimizer state, + gradients, + parameters."""
@@ -68,6 +77,23 @@ class UnitPlan:
             )
 
 
+_PREDICTED: Mapping[str, Any] = {
+    "step_seconds": NonNegative,
+    "samples_per_second": Annotated[float, Rule("at least 0", lambda rate: rate >= 0.0)],
+    "compute_seconds": tuple[NonNegative, ...],
+    "optimizer_seconds": tuple[NonNegative, ...],
+    "communication_seconds": NonNegative,
+    "memory_bytes": tuple[NonNegative, ...],
+    "memory_limit_bytes": tuple[NonNegative, ...],
+    "busy_fraction": tuple[Fraction, ...],
+    "bound": str,
+    "optimality_gap": NonNegative | None,
+    "devices": tuple[str, ...],
+    "policy": str,
+}
+"""What programs read of `Plan.prediction`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(Document):
     """How to run a training step on unequal ranks.
@@ -107,6 +133,9 @@ class Plan(Document):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name, annotation in _PREDICTED.items():
+            if self.prediction and name in self.prediction:
+                checked(annotation, self.prediction[name], f"Plan.prediction.{name}")
         object.__setattr__(self, "factored", tuple(sorted(self.factored)))
         total = sum(map(sum, self.micro_batches))
         if total != self.global_batch:

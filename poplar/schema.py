@@ -97,8 +97,8 @@ class Document:
             ValueError: the file is damaged or its content is invalid; names the file.
         """
         try:
-            content = json.loads(read_regular(path).decode())
-        except (ValueError, RecursionError) as error:  # decoding errors are values, too
+            content = parse_json(read_regular(path).decode())
+        except ValueError as error:  # decoding errors are values, too
             raise ValueError(f"{path} is damaged or not JSON ({error}); {cls._remedy}") from error
         try:
             return cls.from_dict(content)
@@ -114,12 +114,33 @@ class Document:
         for field, noun in _NOUN_BY_FIELD.items():
             if field in content and noun != cls._noun:
                 raise ValueError(f"this is a {noun}, not a {written}")
-        if content["version"] not in cls._versions:
+        if type(content["version"]) is not int or content["version"] not in cls._versions:
             raise ValueError(
                 f"{cls._noun} format {content['version']!r}, but this version of Poplar reads "
                 f"format {' or '.join(map(str, cls._versions))}; {cls._remedy}"
             )
         return {name: value for name, value in content.items() if name != "version"}
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that JSON text describes.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, or an object has a key twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {_shown(twice)} twice")
+    return content
 
 
 def checked(annotation: Any, value: Any, path: str) -> Any:
@@ -163,7 +184,7 @@ def from_fields(kind: type[T], content: Any, path: str = "") -> T:
         raise ValueError(str(error)) from error
     try:
         return kind(**values)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}" if path else str(error)) from error
 
 
@@ -265,15 +286,23 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+_LARGEST = 1e30
+"""Of a number: products of a few of them are finite."""
+_INTEGERS = 2**63
 _EXPECTED = {int: "a whole number", float: "a number", str: "a string", bool: "True or False"}
 
 
 def _scalar(kind: type, value: Any, path: str) -> Any:
     if isinstance(value, bool) == (kind is bool):
         if kind is float and isinstance(value, Real):
-            return float(value) + 0.0  # turns -0.0 into 0.0: equal values must have equal digests
+            number = min(value, 2 * _LARGEST) if isinstance(value, int) else float(value)
+            if math.isfinite(number) and abs(number) > _LARGEST:
+                raise ValueError(f"{path} must be at most {_LARGEST:g}, got {_shown(value)}")
+            return float(number) + 0.0  # turns -0.0 into 0.0: equal values must have equal digests
         if kind is int and hasattr(value, "__index__"):
+            if abs(operator.index(value)) >= _INTEGERS:
+                raise ValueError(f"{path} must be below 2**63, got {_shown(value)}")
             return operator.index(value)
         if kind in (str, bool) and isinstance(value, kind):
             return value
-    raise TypeError(f"{path} must be {_EXPECTED[kind]}, got {value!r}")
+    raise TypeError(f"{path} must be {_EXPECTED[kind]}, got {_shown(value)}")

@@ -19,6 +19,7 @@ from typing import Any
 from poplar.plan import Plan
 from poplar.profile import ClusterProfile
 from poplar.regular_files import read_regular
+from poplar.schema import parse_json
 
 _MOST_BYTES = 1 << 30
 """Size of a file, at most."""
@@ -82,7 +83,7 @@ class Cache:
 
 
 def _parsed(text: str, identity: Mapping[str, str]) -> tuple[ClusterProfile, dict[str, Plan]]:
-    document = json.loads(text)
+    document = parse_json(text)
     content = document["content"]
     if document["sha256"] != _checksum(content):
         raise ValueError("its checksum is wrong")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import pytest
 
+from poplar.plan import Plan
 from poplar.schema import (
     Document,
     Fraction,
@@ -109,3 +111,36 @@ def test_documents_inside_a_document_keep_their_versions(tmp_path):
         ValueError, match=r"note format 3, but .* reads format 1 or 2; write it again"
     ):
         Note.from_dict(content)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("shares", [1e308, 1e308], r"shares\[0\] must be at most 1e\+30"),
+        ("global_batch", 2**70, r"global_batch must be below 2\*\*63"),
+        ("version", True, "plan format True"),
+        ("prediction", {"step_seconds": 1e308}, r"prediction\.step_seconds must be at most"),
+        ("prediction", {"memory_bytes": "x"}, r"prediction\.memory_bytes must be a sequence"),
+        ("prediction", {"busy_fraction": [-1]}, r"prediction\.busy_fraction\[0\] must be from 0"),
+    ],
+)
+def test_absurd_values_in_a_file_are_refused_by_their_path(tmp_path, field, value, message):
+    content = Plan.even(2, 8, 4, 1).to_dict()
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**content, field: value}))
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(path)
+
+
+def test_a_key_that_comes_twice_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(Plan.even(2, 8, 4, 1).to_dict())[:-1] + ', "stage": 3}')
+    with pytest.raises(ValueError, match=r"plan.json .* the key 'stage' twice"):
+        Plan.from_json(path)
+
+
+def test_deep_nesting_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"plan.json .* nested too deeply"):
+        Plan.from_json(path)

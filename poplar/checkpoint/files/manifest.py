@@ -19,7 +19,7 @@ import torch
 from poplar._core import crc32c
 from poplar.checkpoint.files.stored_files import open_stored, read_stored
 from poplar.errors import DamagedCheckpoint
-from poplar.schema import Count, PositiveCount, from_fields
+from poplar.schema import Count, PositiveCount, from_fields, parse_json
 
 NAME = "poplar.json"
 VERSION = 1
@@ -79,7 +79,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path, data = folder / NAME, read_stored(folder, NAME)
     try:
-        content = json.loads(data)
+        content = parse_json(data)
         version, crc = content["version"], content.pop("crc32c")
         is_newer = version > VERSION
         changed = crc != crc32c(_sorted_text(content).encode())
