@@ -27,7 +27,8 @@ from rows import write_rows
 
 from poplar.planner.branch_and_bound import fastest_plan
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.heuristic import Alternation, Request
+from poplar.planner.heuristic import Alternation
+from poplar.planner.request import Request
 from poplar.planner.search import alternatives
 from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 

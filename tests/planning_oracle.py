@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 import random
 from collections.abc import Iterator
 
@@ -247,9 +248,9 @@ class Oracle:
 
     # Bytes
 
-    def needed(self, rank: int, largest: int, share: float) -> float:
-        """The peak of a step whose passes all have `largest` samples, two of them if possible."""
-        return self._peak(rank, largest, share, later=True)
+    def needed(self, rank: int, samples: int, share: float, *, later: bool = True) -> float:
+        """The peak of a pass; `later`: other passes of the step came before it."""
+        return self._peak(rank, samples, share, later=later)
 
     def needed_by(self, rank: int, passes: tuple[int, ...], share: float) -> float:
         """The peak of a step with these passes."""
@@ -292,7 +293,7 @@ class Oracle:
 
     def fits(self, batches: Batches, shares: tuple[float, ...], slack: float = 0.0) -> bool:
         return all(
-            self.needed(r, max(own, default=0), shares[r]) <= self.limit(r) + slack
+            self.needed_by(r, own, shares[r]) <= self.limit(r) + slack
             for r, own in enumerate(batches)
         )
 
@@ -302,20 +303,23 @@ class Oracle:
         """The least seconds of any plan with any of these shares; infinite if none fits."""
         best = math.inf
         plans = list(self.every_batches(global_batch))
-        largest = [[max(own, default=0) for own in batches] for batches in plans]
+        largest = [[(own[:1] or (0,))[0] for own in batches] for batches in plans]
+        after = [[max(own[1:], default=-1) for own in batches] for batches in plans]
         for p in shares:
-            holds = [self._holds(rank, global_batch, p[rank]) for rank in range(self.n)]
-            if min(holds) < 0:
-                continue
-            for batches, most in zip(plans, largest, strict=True):
-                if all(m <= h for m, h in zip(most, holds, strict=True)):
+            first = [self._holds(r, global_batch, p[r], later=False) for r in range(self.n)]
+            later = [self._holds(r, global_batch, p[r], later=True) for r in range(self.n)]
+            for batches, begin, rest in zip(plans, largest, after, strict=True):
+                if all(map(operator.le, begin, first)) and all(
+                    size < 0 or size <= held for size, held in zip(rest, later, strict=True)
+                ):
                     best = min(best, self.seconds(batches, p))
         return best
 
-    def _holds(self, rank: int, global_batch: int, share: float) -> int:
+    def _holds(self, rank: int, global_batch: int, share: float, *, later: bool) -> int:
+        """The largest micro-batch that fits beside a share; -1: not even 0 samples do."""
         held = -1
-        for batch in range(global_batch + 1):
-            if self.needed(rank, batch, share) <= self.limit(rank):
+        for batch in range(min(global_batch, self.max_batch(rank)) + 1):
+            if self.needed(rank, batch, share, later=later) <= self.limit(rank):
                 held = batch
         return held
 
@@ -323,24 +327,27 @@ class Oracle:
         """As `best`, for global batches with too many plans to list."""
         best, splits = math.inf, {}
         for p in shares:
-            holds = tuple(
-                min(self._holds(rank, global_batch, p[rank]), self.max_batch(rank))
-                for rank in range(self.n)
+            first, later = (
+                tuple(self._holds(r, global_batch, p[r], later=kind) for r in range(self.n))
+                for kind in (False, True)
             )
-            if min(holds) < 0 or max(holds) < 1:
+            if min(first) < 0 or max(first) < 1:
                 continue
             if self.stage < 2:
-                if holds not in splits:
-                    splits[holds] = self._splits(global_batch, holds)
+                if (first, later) not in splits:
+                    splits[first, later] = self._splits(global_batch, first, later)
                 communication = self._communication(p)
                 least = min(
-                    self._synchronize_once([latest], [0.0], *communication)
-                    if self._is_free_of_windows
-                    else self._synchronize_at(latest, reducible, *communication)
-                    for latest, reducible in splits[holds]
+                    (
+                        self._synchronize_once([latest], [0.0], *communication)
+                        if self._is_free_of_windows
+                        else self._synchronize_at(latest, reducible, *communication)
+                        for latest, reducible in splits[first, later]
+                    ),
+                    default=math.inf,
                 )
             else:
-                least = self._cheapest_synchronizations(global_batch, holds, p)
+                least = self._cheapest_synchronizations(global_batch, first, later, p)
             best = min(best, least + self._after(p))
         return best
 
@@ -356,27 +363,35 @@ class Oracle:
         last = (latest - reducible) / left if left else 0.0
         return self._synchronize_once([latest], [last], reduce, gather)
 
-    def _cheapest_synchronizations(self, global_batch: int, holds, shares) -> float:
+    def _cheapest_synchronizations(self, global_batch: int, first, later, shares) -> float:
         """Sums of passes, each as long as the least time in which its samples are computed."""
         reduce, gather = self._communication(shares)
-        times = sorted(self.x(r, b) for r, most in enumerate(holds) for b in range(1, most + 1))
-        times = times[:global_batch]
 
-        def cost(samples: int, **place) -> float:
-            return self._synchronize_every_pass([times[samples - 1]], reduce, gather, **place)
+        def costs(holds, **place) -> dict[int, float]:
+            times = sorted(self.x(r, b) for r, most in enumerate(holds) for b in range(1, most + 1))
+            return {
+                samples: self._synchronize_every_pass([latest], reduce, gather, **place)
+                for samples, latest in enumerate(times[:global_batch], 1)
+            }
 
-        sizes = range(1, len(times) + 1)
-        usual = {m: cost(m, is_first=False, is_last=False) for m in sizes}
-        last = {m: cost(m, is_first=False, is_last=True) for m in sizes}
-        least = [0.0]
-        for n in range(1, global_batch + 1):
-            least.append(min(least[n - m] + usual[m] for m in sizes if m <= n))
-        return min(least[global_batch - m] + last[m] for m in sizes if m <= global_batch)
+        alone = costs(first, is_first=True, is_last=True)
+        least = alone.get(global_batch, math.inf)
+        if min(later) < 0:
+            return least
+        begin = costs(first, is_first=True, is_last=False)
+        usual = costs(later, is_first=False, is_last=False)
+        last = costs(later, is_first=False, is_last=True)
+        before = [math.inf] * global_batch  # by samples, all passes but the last
+        for n in range(1, global_batch):
+            ways = [before[n - m] + seconds for m, seconds in usual.items() if m < n]
+            before[n] = min([begin.get(n, math.inf), *ways])
+        ways = [before[global_batch - m] + s for m, s in last.items() if m < global_batch]
+        return min([least, *ways])
 
-    def _splits(self, global_batch: int, holds) -> list[tuple[float, float]]:
+    def _splits(self, global_batch: int, first, later) -> list[tuple[float, float]]:
         """Pairs of the end of compute and the earliest time at which all ranks have gradients, for
         the distributions of samples that may be the best."""
-        options = [self._options(r, global_batch, most) for r, most in enumerate(holds)]
+        options = [self._options(r, global_batch, first[r], later[r]) for r in range(self.n)]
 
         def can_be(latest: float, reducible: float) -> bool:
             reached = 1  # bit n: the ranks so far can have n samples together
@@ -400,25 +415,29 @@ class Oracle:
                     break
         return found
 
-    def _options(self, rank: int, global_batch: int, most: int) -> list[list[tuple[float, float]]]:
+    def _options(
+        self, rank: int, global_batch: int, first: int, later: int
+    ) -> list[list[tuple[float, float]]]:
         """By samples: the end of compute and the time of the last pass's gradients, for every
         division into passes that no other improves in both."""
         left = self.cluster.backward_fraction * sum(self.parts[:-1])
         least, options = [0.0], [[(0.0, 0.0)]]
         for samples in range(1, global_batch + 1):
             ways = []
-            for last in range(1, min(most, samples) + 1):
-                if samples - last < len(least):
+            for last in range(1, samples + 1):
+                if last <= (first if last == samples else later):
                     end = least[samples - last] + self.x(rank, last)
                     ways.append((end, end - left * self.x(rank, last)))
-            if not ways:
-                break
-            least.append(min(ways)[0])
+            least.append(min(ways)[0] if ways else math.inf)
+            ways = [way for way in ways if way[0] < math.inf]
             options.append([w for w in ways if not any(o[0] <= w[0] and o[1] < w[1] for o in ways)])
         return options
 
     def every_batches(self, global_batch: int) -> Iterator[Batches]:
-        """All batches, except orders that do not change the formulas."""
+        """All batches, except orders that change neither the formulas nor the memory.
+
+        Both depend on the last pass, and on the first one, which has no sums beside it.
+        """
         most = [min(global_batch, self.max_batch(rank)) for rank in range(self.n)]
         if self.stage < 2:
             for samples in compositions(global_batch, self.n):
@@ -431,18 +450,20 @@ class Oracle:
             if 0 < sum(column) <= global_batch
         ]
         for chosen in self._multisets(columns, global_batch, 0):
-            yield tuple(zip(*chosen, strict=True))
+            for ends in set(itertools.permutations(chosen, min(2, len(chosen)))):
+                rest = list(chosen)
+                for column in ends:
+                    rest.remove(column)
+                yield tuple(zip(ends[0], *rest, *ends[1:], strict=True))
 
     def _cuts(self, samples: int, most: int) -> Iterator[tuple[int, ...]]:
-        """Every division of samples into passes; which pass is the last one matters."""
+        """Every division of samples into passes with any first and last pass."""
         for parts in partitions(samples, most):
-            for last in sorted(set(parts)) or [None]:
+            for ends in set(itertools.permutations(parts, min(2, len(parts)))):
                 rest = list(parts)
-                if last is not None:
-                    rest.remove(last)
-                    yield (*rest, last)
-                else:
-                    yield ()
+                for size in ends:
+                    rest.remove(size)
+                yield (*ends[:1], *rest, *ends[1:])
 
     def _multisets(self, columns, left, first):
         if left == 0:
@@ -508,8 +529,9 @@ def critical_shares(oracle: Oracle, global_batch: int) -> list[tuple[float, ...]
     found = set()
     for rank in range(oracle.n):
         others = [other for other in range(oracle.n) if other != rank]
-        for batch in range(min(global_batch, oracle.max_batch(rank)) + 1):
-            share = _just_holds(oracle, rank, batch)
+        batches = range(min(global_batch, oracle.max_batch(rank)) + 1)
+        for batch, later in itertools.product(batches, (False, True)):
+            share = _just_holds(oracle, rank, batch, later=later)
             if share is None:
                 continue
             spreads = [dict.fromkeys(others, 1 / max(1, len(others)))]
@@ -521,24 +543,30 @@ def critical_shares(oracle: Oracle, global_batch: int) -> list[tuple[float, ...]
     return sorted(found)
 
 
-def _just_holds(oracle: Oracle, rank: int, batch: int) -> float | None:
+def _just_holds(oracle: Oracle, rank: int, batch: int, *, later: bool) -> float | None:
     """The largest share beside which this rank holds a batch, by bisection; or None."""
-    if oracle.needed(rank, batch, 0.0) > oracle.limit(rank):
+
+    def fits(share: float) -> bool:
+        return oracle.needed(rank, batch, share, later=later) <= oracle.limit(rank)
+
+    if not fits(0.0):
         return None
-    if oracle.needed(rank, batch, 1.0) <= oracle.limit(rank):
+    if fits(1.0):
         return 1.0
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        if oracle.needed(rank, batch, middle) <= oracle.limit(rank):
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-def random_cluster(draw: random.Random, ranks: int, stage: int) -> ClusterProfile:
-    """A small cluster: equal or unequal ranks, with ample, tight or insufficient memory."""
+def random_cluster(
+    draw: random.Random, ranks: int, stage: int, *, tight: bool | None = None
+) -> ClusterProfile:
+    """A small cluster: equal or unequal ranks, with ample, tight or insufficient memory.
+
+    `tight`: every rank just holds some batch and share; None: half of the clusters are.
+    """
     units = tuple(draw.randint(1, 400) * 64 * SCALE for _ in range(draw.randint(1, 4)))
     residents = [unit for unit in range(len(units)) if draw.random() < 0.2]
     model = ModelProfile(
@@ -570,7 +598,7 @@ def random_cluster(draw: random.Random, ranks: int, stage: int) -> ClusterProfil
         backward_fraction=draw.choice((2 / 3, draw.random())),
         memory_reserve=draw.choice((0.0, 0.05)),
     )
-    return _with_memory(draw, _with_memory_by_unit(draw, cluster), stage)
+    return _with_memory(draw, _with_memory_by_unit(draw, cluster), stage, tight)
 
 
 def _with_memory_by_unit(draw: random.Random, cluster: ClusterProfile) -> ClusterProfile:
@@ -627,17 +655,20 @@ def _random_device(draw: random.Random) -> DeviceProfile:
     )
 
 
-def _with_memory(draw: random.Random, cluster: ClusterProfile, stage: int) -> ClusterProfile:
+def _with_memory(
+    draw: random.Random, cluster: ClusterProfile, stage: int, tight: bool | None
+) -> ClusterProfile:
     """Memory between the least that a plan needs and the most, or far outside."""
     oracle = Oracle(cluster, stage)
     kinds: dict[DeviceProfile, int] = {}
-    tight = draw.random() < 0.5
+    is_tight = draw.random() < 0.5 if tight is None else tight
     for rank, device in enumerate(cluster.devices):
         least = oracle.needed(rank, 0, 0.0)
         batch = draw.randint(0, device.max_batch)
         share = draw.choice((0.0, 1.0 / cluster.world_size, 0.7, draw.random()))
-        some = oracle.needed(rank, batch, share) * draw.choice((1.0, 1.02))
-        room = some if tight else oracle.needed(rank, device.max_batch, 1.0) * 2
+        later = tight is None or draw.random() < 0.5
+        some = oracle.needed(rank, batch, share, later=later) * draw.choice((1.0, 1.02))
+        room = some if is_tight else oracle.needed(rank, device.max_batch, 1.0) * 2
         if draw.random() < 0.05:
             room = least * 0.9
         kinds.setdefault(device, math.ceil(room / (1 - cluster.memory_reserve)) + 1)

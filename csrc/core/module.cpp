@@ -242,35 +242,56 @@ Raises:
 Ties go to the lower index. Exact for integers and for weights within a factor of 512 of each
 other; smaller ones are rounded at 2**-62 of the largest.)");
 
-  module.def("cheapest_passes", &poplar::cheapest_passes, py::arg("passes"), py::arg("most"),
-             R"(The fastest division of 0, 1, ... `most` samples into passes.
+  module.def(
+      "cheapest_passes",
+      [](const std::vector<double>& passes, std::int64_t later, std::int64_t most) {
+        auto table = poplar::cheapest_passes(passes, later, most);
+        return py::make_tuple(table.seconds, table.first, table.last);
+      },
+      py::arg("passes"), py::arg("later"), py::arg("most"),
+      R"(The fastest division of 0, 1, ... samples into passes.
 
 Args:
-    passes: seconds of a pass of 0, 1, ... samples, up to the largest allowed size.
+    passes: seconds of a pass of 0, 1, ... samples, up to the largest first pass.
+    later: the most samples of a pass after the first one; below 1: there is only one pass.
     most: the largest number of samples.
 
 Returns:
-    For each number of samples the least seconds, and the samples of the last pass. Ties go to the
-    largest last pass. Only the entry for 0 samples if `passes` allows no sample.)");
+    For each number of samples the least seconds, the samples of a first pass that is larger than
+    `later` (0: there is none), and the samples of the last pass if there is none. They end where
+    more samples fit into no passes. Ties go to the largest last pass.)");
 
-  module.def(
-      "cheapest_cover", &poplar::cheapest_cover, py::arg("sizes"), py::arg("costs"),
-      py::arg("expensive"), py::arg("total"),
-      R"(The cheapest parts that add up to `total`, where one part has higher costs than the others.
+  module.def("cheapest_cover", &poplar::cheapest_cover, py::arg("first_sizes"),
+             py::arg("first_costs"), py::arg("sizes"), py::arg("costs"), py::arg("last_costs"),
+             py::arg("total"),
+             R"(The cheapest two parts or more that add up to `total`.
 
 Args:
-    sizes: sizes of parts, ascending, at least 1, none above `total`.
-    costs: cost of a part up to each size, non-negative and ascending.
-    expensive: cost of the one expensive part, ascending. Each must be at least the usual cost, or
-        the result may not be the cheapest; this is not checked.
-    total: at least 1.
+    first_sizes: sizes of the first part, ascending, at least 1.
+    first_costs: cost of a first part up to each size, non-negative and ascending.
+    sizes: sizes of the other parts, ascending, at least 1.
+    costs: cost of another part up to each size, non-negative and ascending.
+    last_costs: cost of the last part, ascending. Each must be at least the usual cost, or the
+        result may not be the cheapest; this is not checked.
+    total: at least 2.
 
 Returns:
-    The cost, and the sizes of the parts: ascending, the expensive part last.
+    The cost, and the sizes of the parts: the first, the others ascending, the last.
 
 Raises:
-    ValueError: no parts, a size below 1, not two costs for each size, a total below 1, or no parts
+    ValueError: no parts, a size below 1, not as many costs as sizes, a total below 2, or no parts
         that add up to it at a finite cost.)");
+
+  module.def(
+      "largest_sum", &poplar::largest_sum, py::arg("values"), py::arg("total"),
+      R"(The largest sums of `values[i][parts[i]]` over parts that add up to 0, 1, ... `total`.
+
+Args:
+    values: for each index the values of a part of 0, 1, ...
+    total: not negative.
+
+Returns:
+    The sums, -infinity where no parts add up to a number, and the parts for `total`.)");
 
   module.def(
       "minimise", &poplar::minimise, py::arg("costs"), py::arg("rows"), py::arg("bounds"),

@@ -7,18 +7,30 @@
 
 namespace poplar {
 
-// For 0, 1, ... `most` samples: the least seconds in passes, and the samples of the last pass.
-// `passes[b]` is the seconds of a pass of b samples. If several last passes tie, the largest is
-// used. The result has only the entry for 0 samples if `passes` allows no sample.
-std::pair<std::vector<double>, std::vector<std::int64_t>> cheapest_passes(
-    const std::vector<double>& passes, std::int64_t most);
+// The fastest divisions of 0, 1, ... samples into passes.
+struct PassTable {
+  std::vector<double> seconds;
+  std::vector<std::int64_t> first;  // samples of a first pass above the cap of later ones, or 0
+  std::vector<std::int64_t> last;   // samples of the last pass of those without such a first pass
+};
 
-// The cheapest parts that add up to `total`. One part is more expensive: a part of up to `sizes[i]`
-// costs `costs[i]`, the expensive one `expensive[i]`; all three ascend. Returns the cost
-// and the sizes of the parts, ascending, the expensive one last.
-std::pair<double, std::vector<std::int64_t>> cheapest_cover(const std::vector<std::int64_t>& sizes,
-                                                            const std::vector<double>& costs,
-                                                            const std::vector<double>& expensive,
-                                                            std::int64_t total);
+// `passes[b]` is the seconds of a pass of b samples, up to the largest first pass; passes after it
+// have at most `later` samples. If several last passes tie, the largest is used. The table ends at
+// `most` samples or where more samples fit into no passes; its seconds do not decrease.
+PassTable cheapest_passes(const std::vector<double>& passes, std::int64_t later, std::int64_t most);
+
+// The cheapest two parts or more that add up to `total`. The first part of up to `first_sizes[i]`
+// costs `first_costs[i]`; others of up to `sizes[i]` cost `costs[i]`, and the last one
+// `last_costs[i]`, which is at least as much. All ascend. Returns the cost and the sizes of the
+// parts: the first, the others ascending, the last.
+std::pair<double, std::vector<std::int64_t>> cheapest_cover(
+    const std::vector<std::int64_t>& first_sizes, const std::vector<double>& first_costs,
+    const std::vector<std::int64_t>& sizes, const std::vector<double>& costs,
+    const std::vector<double>& last_costs, std::int64_t total);
+
+// For each number up to `total` the largest sum of `values[i][parts[i]]` with parts that add up to
+// it, -infinity if there are none, and the parts for `total`.
+std::pair<std::vector<double>, std::vector<std::int64_t>> largest_sum(
+    const std::vector<std::vector<double>>& values, std::int64_t total);
 
 }  // namespace poplar

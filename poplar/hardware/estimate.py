@@ -77,7 +77,7 @@ def estimate(simulated: SimulatedCluster, plan: Plan) -> Estimate:
     rates = [plan.global_batch / seconds for seconds in steps]
     # With the batches that fit on the middle profile beside a share of 0.
     memories = StageCosts(simulated.middle, plan.stage).memories
-    batches = [memory.largest_batch(0.0, memory.device.max_batch) for memory in memories]
+    batches = [memory.largest_caps(0.0, memory.device.max_batch).first for memory in memories]
     speeds = [sum_of_speeds(cluster, batches) for cluster in simulated.outlooks]
     memory = [memory_needed(cluster, plan) for cluster in simulated.outlooks]
     rate = Interval.spanning(rates)

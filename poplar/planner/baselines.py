@@ -16,29 +16,31 @@ from poplar import _core
 from poplar.plan import Plan
 from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.heuristic import Alternation, Request
+from poplar.planner.heuristic import Alternation, with_smaller_passes_first
+from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import (
     Shortfall,
     memory_shortfall,
     missing_bytes,
     shortfall_at,
 )
+from poplar.planner.request import Request
 
 Policy = Callable[[StageCosts, Request], Decision]
 """From the costs of a stage and a request to a plan."""
+_Maker = Callable[[StageCosts, int, Sequence[int]], Plan]
+"""From the costs of a stage, a global batch and the largest micro-batch of each rank to a plan."""
 
 
-def even(costs: StageCosts, request: Request) -> Decision:
+def _even(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
     """The same for every rank: the largest micro-batch that fits on all of them, fewest passes.
 
     If there are fewer samples than ranks, the first ranks get one each.
     """
-    caps = _caps(costs, request)
-    cap = min(caps[: request.global_batch])
-    return Decision(Plan.even(len(caps), request.global_batch, cap, costs.stage))
+    return Plan.even(len(caps), global_batch, min(caps[:global_batch]), costs.stage)
 
 
-def flops(costs: StageCosts, request: Request) -> Decision:
+def _flops(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
     """Samples in proportion to peak FLOP/s, as Whale does.
 
     Raises:
@@ -52,31 +54,30 @@ def flops(costs: StageCosts, request: Request) -> Decision:
                 "needs; add it to the profile, or choose another policy"
             )
         peaks.append(device.peak_flops)
-    caps = _caps(costs, request)
-    return Decision(Plan.proportional(peaks, request.global_batch, costs.stage, caps))
+    return Plan.proportional(peaks, global_batch, costs.stage, caps)
 
 
-def paper(costs: StageCosts, request: Request) -> Decision:
+def _paper(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
     """Poplar as published, reconstructed.
 
     At stages 0 and 1, each rank gets samples in proportion to its best speed, in passes of its best
     batch and one remainder. At stages 2 and 3, a limit on the time of a pass is swept: each rank
     takes its largest batch within the limit, and the limit with the fastest step is used.
     """
-    caps = _caps(costs, request)
     if costs.synchronizes_every_pass:
-        return Decision(_sweep(costs, request.global_batch, caps))
+        return _sweep(costs, global_batch, caps)
     best = [_best_batch(costs, rank, cap) for rank, cap in enumerate(caps)]
     speeds = [
         batch / max(costs.pass_seconds(rank, batch), _SHORTEST_PASS) if batch else 0.0
         for rank, batch in enumerate(best)
     ]
-    return Decision(Plan.proportional(speeds, request.global_batch, costs.stage, best))
+    return Plan.proportional(speeds, global_batch, costs.stage, best)
 
 
 def even_shares(costs: StageCosts, request: Request) -> Decision:
     """The fastest batches and passes beside even shares, as DDP and FSDP2 can run them."""
     found = Alternation(costs, request).best_batches(_even_shares(costs))
+    found = with_smaller_passes_first(costs, found)
     return Decision(
         Plan(
             stage=costs.stage,
@@ -87,10 +88,26 @@ def even_shares(costs: StageCosts, request: Request) -> Decision:
     )
 
 
+def _largest_that_fit(make: _Maker, costs: StageCosts, request: Request) -> Decision:
+    """The plan of the largest micro-batches that fit: of a single pass if that is enough."""
+    plan = _one_pass(make, costs, request)
+    later = [caps.later for caps in _caps(costs, request)]
+    return Decision(plan or make(costs, request.global_batch, later))
+
+
+def _one_pass(make: _Maker, costs: StageCosts, request: Request) -> Plan | None:
+    """The plan of the largest micro-batches of a first pass, if that fits and is enough."""
+    caps = [caps.first for caps in _caps(costs, request)]
+    with_sample = caps[: request.global_batch] if make is _even else [max(caps)]
+    if min(caps) < 0 or min(with_sample) < 1:
+        return None
+    plan = make(costs, request.global_batch, caps)
+    return plan if max(map(len, plan.micro_batches)) == 1 else None
+
+
+_MAKERS: Mapping[str, _Maker] = {"even": _even, "flops": _flops, "paper": _paper}
 BASELINES: Mapping[str, Policy] = {
-    "even": even,
-    "flops": flops,
-    "paper": paper,
+    **{name: partial(_largest_that_fit, make) for name, make in _MAKERS.items()},
     "even_shares": even_shares,
 }
 
@@ -98,23 +115,30 @@ _SHORTEST_PASS = 1e-9
 """Seconds. Measured residuals can reduce a pass to 0, and speeds must stay finite."""
 
 
-def policy_shortfall(costs: StageCosts, policy: str, global_batch: int) -> Shortfall | None:
+def policy_shortfall(costs: StageCosts, policy: str, request: Request) -> Shortfall | None:
     """What is missing for every plan of a policy at this stage; None: one fits."""
     if policy not in BASELINES:
-        return memory_shortfall(costs)
+        return memory_shortfall(costs, request)
     shares = _even_shares(costs)
-    ranks = range(len(shares))
+    ranks, sample = range(len(shares)), Caps(1, 1)
     if policy == "even":
-        with_sample: Sequence[int] = ranks[:global_batch]
+        with_sample: Sequence[int] = ranks[: request.global_batch]
     else:
-        with_sample = [min(ranks, key=lambda rank: missing_bytes(costs, rank, 1, shares[rank]))]
-    return shortfall_at(costs, [int(rank in with_sample) for rank in ranks], shares)
+        lacking = [missing_bytes(costs, rank, sample, shares[rank]) for rank in ranks]
+        with_sample = [lacking.index(min(lacking))]
+    caps = [sample if rank in with_sample else Caps(0, 0) for rank in ranks]
+    missing = shortfall_at(costs, caps, shares)
+    if policy in _MAKERS:
+        fits = missing is None or _one_pass(_MAKERS[policy], costs, request) is not None
+    else:
+        fits = bool(Alternation(costs, request).best_batches(shares).micro_batches)
+    return None if fits else missing
 
 
-def _caps(costs: StageCosts, request: Request) -> list[int]:
-    """By rank, the largest micro-batch that fits beside an even share."""
+def _caps(costs: StageCosts, request: Request) -> list[Caps]:
+    """By rank, the largest micro-batches that fit beside an even share."""
     return [
-        memory.largest_batch(share, request.max_micro_batch)
+        memory.largest_caps(share, request.max_micro_batch)
         for memory, share in zip(costs.memories, _even_shares(costs), strict=True)
     ]
 

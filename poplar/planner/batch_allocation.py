@@ -1,4 +1,4 @@
-"""The best batches when every rank's largest micro-batch (its cap) and the communication are given.
+"""The best batches when each rank's largest micro-batches (`Caps`) and the communication are given.
 
 `SynchronizedPasses` solves steps in which all ranks synchronize after every pass, and
 `IndependentPasses` solves steps with one synchronization. Both are exact on the measured curves;
@@ -8,23 +8,28 @@ memory and shares are not considered here.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate, product, starmap
+from itertools import accumulate, groupby, product, starmap
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from poplar import _core
 from poplar.planner.communication_schedule import (
+    CommunicationSchedule,
     CommunicationSeconds,
     Exposure,
     Synchronization,
 )
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.rank_groups import group_equal, map_distinct
+from poplar.planner.memory_model import Caps
+from poplar.planner.rank_groups import group_equal
+from poplar.planner.rooms import Rooms
 
-T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 MicroBatches = tuple[tuple[int, ...], ...]
 _ROUNDING = 1e-12
 """Relative difference below which two times are equal."""
@@ -44,78 +49,184 @@ class BatchAllocator:
         self._pass_seconds = dict(zip(self._groups, costs.by_rank(seconds), strict=True))
         """By device group, of passes of 0, 1, 2, ... samples."""
         self._rank_passes = cache(self._rank_passes_of)
+        self._columns = cache(self._columns_under)
         self.under = cache(self._under)
-        """The solver under these caps."""
+        """The solver under these caps of every rank, which are at least 0 for the first pass."""
 
-    def _under(self, caps: tuple[int, ...]) -> SynchronizedPasses | IndependentPasses:
-        keys = list(zip(self._groups, caps, strict=True))
-        equal = [(ranks, *keys[ranks[0]]) for ranks in group_equal(keys)]
+    def _under(self, caps: tuple[Caps, ...]) -> SynchronizedPasses | IndependentPasses:
         if self._costs.synchronizes_every_pass:
-            passes = [(ranks, self._pass_seconds[group][: cap + 1]) for ranks, group, cap in equal]
-            return SynchronizedPasses(self._costs, passes, self._global_batch)
-        tables = [(ranks, self._rank_passes(group, cap)) for ranks, group, cap in equal]
+            first, later = zip(*caps, strict=True)
+            others = self._columns(later) if min(later) >= 0 else None
+            return SynchronizedPasses(self._costs, self._columns(first), others, self._global_batch)
+        tables = [(ranks, self._rank_passes(group, cap)) for ranks, group, cap in self._equal(caps)]
         return IndependentPasses(self._costs, tables, self._global_batch)
 
-    def _rank_passes_of(self, group: int, cap: int) -> RankPasses:
-        passes = self._pass_seconds[group][: cap + 1]
-        return RankPasses(passes, self._global_batch, self._costs.reducible_fraction)
+    def in_rooms(self, first: Rooms, later: Rooms | None) -> SynchronizedPasses:
+        """The solver for passes that fit into rooms; without those for later passes, for one."""
+        others = None if later is None else self._columns_in(later)
+        return SynchronizedPasses(self._costs, self._columns_in(first), others, self._global_batch)
+
+    def _equal(self, keys: Sequence[K]) -> list[tuple[list[int], int, K]]:
+        """Ranks with equal devices and keys, their device group and their key."""
+        equal = group_equal(zip(self._groups, keys, strict=True))
+        return [(ranks, self._groups[ranks[0]], keys[ranks[0]]) for ranks in equal]
+
+    def _columns_under(self, caps: tuple[int, ...]) -> Columns:
+        passes = [
+            (ranks, self._pass_seconds[group][: cap + 1]) for ranks, group, cap in self._equal(caps)
+        ]
+        return Columns(self._costs, passes, self._global_batch)
+
+    def _columns_in(self, rooms: Rooms) -> Columns:
+        equal = self._equal(rooms.by_rank)
+        passes = [(ranks, self._pass_seconds[group][: len(room)]) for ranks, group, room in equal]
+        losses = [rooms.losses(room) for _, _, room in equal]
+        return Columns(self._costs, passes, rooms.most, losses, rooms.spare)
+
+    def _rank_passes_of(self, group: int, caps: Caps) -> RankPasses:
+        passes = self._pass_seconds[group][: caps.first + 1]
+        return RankPasses(passes, caps.later, self._global_batch, self._costs.reducible_fraction)
 
 
-class SynchronizedPasses:
-    """Batches of a step whose passes all end in a synchronization.
+class Columns:
+    """Passes of all ranks that end in one synchronization.
 
     A pass of `m` samples, over all ranks, lasts at least as long as the `m`-th fastest of all
-    samples that any rank can add. Of passes that last equally long only the largest matters, and a
-    step is the cheapest way to write the global batch as a sum of those.
+    samples that any rank can add. Of passes that last equally long only the largest matters.
     """
 
     def __init__(
         self,
         costs: StageCosts,
         groups: Sequence[tuple[Sequence[int], Sequence[float]]],
-        global_batch: int,
+        most: int,
+        losses: Sequence[Sequence[float]] = (),
+        spare: float = 0.0,
     ) -> None:
-        """Groups of equal ranks: their ranks, and the seconds of a pass of 0, 1, ... samples."""
-        self._costs = costs
+        """Args:
+        costs: of the stage.
+        groups: of equal ranks: their ranks, and the seconds of a pass of 0, 1, ... samples.
+        most: the largest pass that is needed.
+        losses: by group, what each sample takes of a rank's largest share; ascending. Empty: the
+            ranks' samples are not limited together.
+        spare: the largest shares of all ranks without samples, beyond what they must own together.
+        """
+        self._world_size = costs.cluster.world_size
         self._groups = groups
-        self._global_batch = global_batch
+        self._losses = losses
         self._order: list[int] = []
         """Groups whose ranks take one more sample each, in this order."""
-        self._totals: list[int] = []
-        """Samples of all ranks together after each entry of `_order`."""
+        self._ends: list[int] = []
+        """By size, how many entries of `_order` last at most as long."""
         self.synchronizations: list[Synchronization] = []
         """One for each different duration of a pass, shortest first."""
         self.sizes: list[int] = []
         """How many samples each of these passes holds at most."""
         total = 0
-        samples = [(seconds, group) for group, (_, own) in enumerate(groups) for seconds in own[1:]]
-        for latest, group in sorted(samples):
-            total += len(groups[group][0])
-            self._order.append(group)
-            self._totals.append(total)
-            if not self.synchronizations or latest > self.synchronizations[-1].latest:
-                self.synchronizations.append(
-                    Synchronization(latest, latest - costs.reducible_fraction * latest)
-                )
-                self.sizes.append(0)
-            self.sizes[-1] = min(total, global_batch)
-            if total >= global_batch:
+        together = _Together(spare)
+        samples = [
+            (seconds, group, number)
+            for group, (_, own) in enumerate(groups)
+            for number, seconds in enumerate(own[1:])
+        ]
+        for latest, same in groupby(sorted(samples), key=itemgetter(0)):
+            for _, group, number in same:
+                ranks = len(groups[group][0])
+                total += ranks
+                self._order.append(group)
+                if losses:
+                    together.add(losses[group][number], ranks)
+            size = min(total, most, together.most) if losses else min(total, most)
+            if size > (self.sizes[-1] if self.sizes else 0):
+                reducible = latest - costs.reducible_fraction * latest
+                self.synchronizations.append(Synchronization(latest, reducible))
+                self.sizes.append(size)
+                self._ends.append(len(self._order))
+            if size >= most:
                 break
 
+    def synchronization(self, samples: int) -> Synchronization:
+        """The shortest synchronization whose pass holds this many samples."""
+        return self.synchronizations[bisect_left(self.sizes, samples)]
+
+    def column(self, size: int) -> list[int]:
+        """By rank, its samples in a pass of this size."""
+        order = self._order[: self._ends[bisect_left(self.sizes, size)]]
+        if self._losses:  # those that take the least of the shares
+            numbers = [range(count) for count in Counter(order).values()]
+            items = zip(Counter(order), numbers, strict=True)
+            order = [
+                group
+                for _, group in sorted(
+                    (self._losses[group][number], group) for group, own in items for number in own
+                )
+            ]
+        column = [0] * self._world_size
+        for group in order:
+            for rank in self._groups[group][0][: max(0, size)]:
+                column[rank] += 1
+            size -= len(self._groups[group][0])
+            if size <= 0:
+                break
+        return column
+
+
+class _Together:
+    """How many of some samples ranks hold together, if each takes a part of what is spare."""
+
+    def __init__(self, spare: float) -> None:
+        self._spare = spare
+        self._losses: list[float] = []
+        self._counts: dict[float, int] = {}
+
+    def add(self, loss: float, count: int) -> None:
+        """Add samples with this loss."""
+        if loss not in self._counts:
+            insort(self._losses, loss)
+        self._counts[loss] = self._counts.get(loss, 0) + count
+
+    @property
+    def most(self) -> int:
+        """The most samples; rounded up if a part of one fits within rounding errors."""
+        left, held = self._spare + _ROUNDING, 0
+        for loss in self._losses:
+            count = self._counts[loss]
+            if loss * count > left:
+                return held + int(left / loss + _ROUNDING)
+            left -= loss * count
+            held += count
+        return held
+
+
+class SynchronizedPasses:
+    """Batches of a step whose passes all end in a synchronization.
+
+    Without caps of later passes a step is one pass. Otherwise it is the cheapest way to write the
+    global batch as the sum of a first pass and at least one later pass.
+    """
+
+    def __init__(
+        self, costs: StageCosts, first: Columns, later: Columns | None, global_batch: int
+    ) -> None:
+        self._costs, self._first, self._later = costs, first, later
+        self._global_batch = global_batch
+        if later is None:
+            self.is_feasible = bool(first.sizes) and first.sizes[-1] >= global_batch
+        else:
+            self.is_feasible = bool(first.sizes and later.sizes) and global_batch > 1
+
     def cheapest(self, communication: CommunicationSeconds) -> MicroBatches:
-        """The batches of the fastest step with this communication."""
-        return self.micro_batches(self.cheapest_sizes(communication))
+        """The batches of the fastest step with this communication; empty: there are none."""
+        return self.micro_batches(self.cheapest_sizes(communication)) if self.is_feasible else ()
 
     def cheapest_sizes(self, communication: CommunicationSeconds) -> tuple[int, ...]:
         """The sizes of the passes of the fastest step with this communication, in order."""
-        usual, costliest = map_distinct(
-            lambda schedule: [
-                schedule.seconds(one, communication) for one in self.synchronizations
-            ],
-            self._costs.schedules,
-        )
-        (*others, last) = self._cover(usual, costliest)[1]
-        return (last, *others) if self._costs.costliest_comes_first else (*others, last)
+
+        @cache
+        def seconds(schedule: CommunicationSchedule, columns: Columns) -> list[float]:
+            return [schedule.seconds(one, communication) for one in columns.synchronizations]
+
+        return tuple(self._cover(seconds)[1])
 
     def lower_bounds(
         self, least: CommunicationSeconds, most: CommunicationSeconds
@@ -125,60 +236,86 @@ class SynchronizedPasses:
         They are the values of a function that is concave within the box: every synchronization is
         bounded by its tangent at `least`, and the minimum of linear functions is concave.
         """
-        tangents = map_distinct(
-            lambda schedule: [schedule.tangent(one, least) for one in self.synchronizations],
-            self._costs.schedules,
-        )
+
+        @cache
+        def tangents(schedule: CommunicationSchedule, columns: Columns) -> list[Exposure]:
+            return [schedule.tangent(one, least) for one in columns.synchronizations]
+
+        def bound(corner: CommunicationSeconds) -> float:
+            def seconds(schedule: CommunicationSchedule, columns: Columns) -> list[float]:
+                bounds = [
+                    one.latest + tangent.at(corner)
+                    for one, tangent in zip(
+                        columns.synchronizations, tangents(schedule, columns), strict=True
+                    )
+                ]
+                # The tangent of a larger synchronization may be flatter, but its seconds are never
+                # fewer.
+                return list(accumulate(reversed(bounds), min))[::-1]
+
+            return self._cover(cache(seconds))[0]
+
         corners = starmap(CommunicationSeconds, product(*map(set, zip(least, most, strict=True))))
-        return [
-            (corner, self._cover(*(self._tangents_at(corner, own) for own in tangents))[0])
-            for corner in sorted(corners)
-        ]
+        return [(corner, bound(corner)) for corner in sorted(corners)]
 
     def _cover(
-        self, usual: Sequence[float], costliest: Sequence[float]
+        self, seconds: Callable[[CommunicationSchedule, Columns], Sequence[float]]
     ) -> tuple[float, Sequence[int]]:
-        """The cheapest passes that hold the global batch, the most expensive one last."""
-        return _core.cheapest_cover(self.sizes, usual, costliest, self._global_batch)
+        """The cheapest passes that hold the global batch, in order, and their seconds.
 
-    def _tangents_at(
-        self, communication: CommunicationSeconds, tangents: Sequence[Exposure]
-    ) -> list[float]:
-        """Bounds on the seconds of each of `synchronizations`; non-decreasing."""
-        bounds = [
-            one.latest + tangent.at(communication)
-            for one, tangent in zip(self.synchronizations, tangents, strict=True)
-        ]
-        # The tangent of a larger synchronization may be flatter, but its seconds are never fewer.
-        return list(accumulate(reversed(bounds), min))[::-1]
+        Args:
+            seconds: of each size of some columns, with a schedule of the communication.
+        """
+        usual, costliest = self._costs.schedules
+        first, later, total = self._first, self._later, self._global_batch
+        if later is None:
+            return seconds(costliest, first)[bisect_left(first.sizes, total)], (total,)
+        ends = (costliest, usual) if self._costs.costliest_comes_first else (usual, costliest)
+        return _core.cheapest_cover(
+            first.sizes,
+            seconds(ends[0], first),
+            later.sizes,
+            seconds(usual, later),
+            seconds(ends[1], later),
+            total,
+        )
 
-    def synchronization(self, samples: int) -> Synchronization:
-        """The shortest synchronization whose pass holds this many samples."""
-        return self.synchronizations[bisect_left(self.sizes, samples)]
+    def synchronizations(self, sizes: Sequence[int]) -> Counter[tuple[Synchronization, bool]]:
+        """How many synchronizations of each kind end passes of these sizes; see `counted`."""
+        first, *others = sizes
+        columns = self._later or self._first
+        counts = self._costs.counted(
+            [self._first.synchronization(first), *map(columns.synchronization, others[-1:])]
+        )
+        for size, count in Counter(others[:-1]).items():
+            counts[columns.synchronization(size), False] += count
+        return counts
 
     def micro_batches(self, sizes: Sequence[int]) -> MicroBatches:
         """Every rank's part of passes of these sizes."""
-        columns = {size: self._column(size) for size in set(sizes)}
-        return tuple(zip(*(columns[size] for size in sizes), strict=True))
-
-    def _column(self, size: int) -> list[int]:
-        """By rank, its samples in a pass of this size."""
-        last = bisect_left(self._totals, size)
-        column = [0] * self._costs.cluster.world_size
-        for group, samples in Counter(self._order[:last]).items():
-            for rank in self._groups[group][0]:
-                column[rank] = samples
-        left = size - (self._totals[last - 1] if last else 0)
-        for rank in self._groups[self._order[last]][0][:left]:
-            column[rank] += 1
-        return column
+        first, *others = sizes
+        columns = {size: self._later.column(size) for size in set(others)} if self._later else {}
+        return tuple(
+            zip(self._first.column(first), *(columns[size] for size in others), strict=True)
+        )
 
 
-class Split(NamedTuple):
+@dataclass(frozen=True)
+class Split:
     """Batches of a step with one synchronization."""
 
     synchronization: Synchronization
-    micro_batches: MicroBatches
+    runs: Sequence[tuple[Sequence[int], RankPasses, Cut]]
+    """Ranks that run the same passes, and how; other ranks have no samples."""
+
+    def micro_batches(self, world_size: int) -> MicroBatches:
+        """By rank, its passes."""
+        batches: list[tuple[int, ...]] = [()] * world_size
+        for ranks, passes, cut in self.runs:
+            own = passes.passes(cut)
+            for rank in ranks:
+                batches[rank] = own
+        return tuple(batches)
 
 
 class IndependentPasses:
@@ -200,15 +337,15 @@ class IndependentPasses:
         self._groups = groups
 
     def cheapest(self, communication: CommunicationSeconds) -> MicroBatches:
-        """The batches of the fastest step with this communication."""
-        batches: MicroBatches = ()
+        """The batches of the fastest step with this communication; empty: there are none."""
+        fastest: Split | None = None
         best = math.inf
         splits = self.splits(communication, limit=lambda: best)
         for split in splits:
             seconds = self._costs.schedule.seconds(split.synchronization, communication)
             if seconds < best:
-                best, batches = seconds, split.micro_batches
-        return batches
+                best, fastest = seconds, split
+        return fastest.micro_batches(self._costs.cluster.world_size) if fastest else ()
 
     def splits(
         self, communication: CommunicationSeconds, limit: Callable[[], float]
@@ -221,7 +358,7 @@ class IndependentPasses:
         """
         seconds_of = partial(self._costs.schedule.seconds, communication=communication)
         alone = seconds_of(Synchronization(0.0, 0.0))
-        most_samples = [len(passes.seconds) - 1 for _, passes in self._groups]
+        most_samples = [passes.most for _, passes in self._groups]
         target = math.inf
         while target > 0.0:
             latest = self._kth_smallest(
@@ -247,7 +384,10 @@ class IndependentPasses:
 
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch with this `latest` and the least `reducible`, which is at most this."""
-        limits = [bisect_right(passes.seconds, latest) - 1 for _, passes in self._groups]
+        limits = [
+            bisect_right(range(1, passes.most + 1), latest, key=passes.seconds)
+            for _, passes in self._groups
+        ]
         if self._costs.overlaps:
             start = partial(RankPasses.earliest_reducible, end=latest)
             reducible = self._kth_smallest(start, limits)
@@ -255,19 +395,18 @@ class IndependentPasses:
                 bisect_right(range(1, limit + 1), reducible, key=partial(start, passes))
                 for limit, (_, passes) in zip(limits, self._groups, strict=True)
             ]
-        batches: list[tuple[int, ...]] = [()] * self._costs.cluster.world_size
-        used = []
+        runs: list[tuple[Sequence[int], RankPasses, Cut]] = []
         left = self._global_batch
         for (ranks, passes), limit in zip(self._groups, limits, strict=True):
             full, rest = divmod(min(left, limit * len(ranks)), limit) if limit else (0, 0)
             left -= full * limit + rest
             for samples, some in ((limit, ranks[:full]), (rest, ranks[full : full + 1])):
                 if samples and some:
-                    cut = passes.cut(samples, latest, reducible)
-                    used.append((some[0], cut))
-                    for rank in some:
-                        batches[rank] = cut
-        return Split(self._costs.synchronization(used), tuple(batches))
+                    runs.append((some, passes, passes.cut(samples, latest, reducible)))
+        synchronization = Synchronization(
+            max(cut.end for *_, cut in runs), max(cut.reducible for *_, cut in runs)
+        )
+        return Split(synchronization, runs)
 
 
 class Cut(NamedTuple):
@@ -276,61 +415,89 @@ class Cut(NamedTuple):
     end: float
     reducible: float
     last: int
-    """Samples of the last pass; those before it are cut in the cheapest way."""
+    """Samples of the last pass; those before it are cut in the cheapest way. 0: all are."""
+    samples: int
 
 
 class RankPasses:
     """How one rank runs any number of samples in passes of limited size."""
 
     def __init__(
-        self, pass_seconds: Sequence[float], global_batch: int, reducible_fraction: float
+        self,
+        pass_seconds: Sequence[float],
+        later: int,
+        global_batch: int,
+        reducible_fraction: float,
     ) -> None:
         """Tables for up to `global_batch` samples.
 
         Args:
-            pass_seconds: of passes of 0, 1, ... samples, up to the largest allowed pass.
+            pass_seconds: of passes of 0, 1, ... samples, up to the largest first pass.
+            later: the largest pass after the first one; below 1: there is only one pass.
             global_batch: most samples of this rank.
             reducible_fraction: the part of a pass, up to its end, in which gradients are reduced.
         """
-        self._pass_seconds = pass_seconds
+        self._pass_seconds, self._later = pass_seconds, min(later, len(pass_seconds) - 1)
         self._reducible_fraction = reducible_fraction
-        self.seconds, self._last = _core.cheapest_passes(pass_seconds, global_batch)
-        """`seconds[n]`: the least time for `n` samples, non-decreasing; only 0 if no pass fits."""
+        self._table, self._first, self._last = _core.cheapest_passes(
+            pass_seconds, later, global_batch
+        )
+        self.most = len(self._table) - 1
+        """Samples that this rank can run."""
         self._cuts = cache(self._cuts_of)
+
+    def seconds(self, samples: int) -> float:
+        """The least time for these samples; does not decrease."""
+        return self._table[samples]
 
     def earliest_end(self, samples: int, reducible: float) -> float:
         """The least time for these samples if the last pass has gradients by `reducible`."""
         if math.isinf(reducible):
-            return self.seconds[samples]
+            return self.seconds(samples)
         return next((c.end for c in self._cuts(samples) if c.reducible <= reducible), math.inf)
 
     def earliest_reducible(self, samples: int, end: float) -> float:
         """The earliest gradients of the last pass if these samples are computed by `end`."""
         return min((c.reducible for c in self._cuts(samples) if c.end <= end), default=math.inf)
 
-    def cut(self, samples: int, latest: float, reducible: float) -> tuple[int, ...]:
-        """Passes of `samples` within these bounds, smaller ones first."""
+    def cut(self, samples: int, latest: float, reducible: float) -> Cut:
+        """How to run `samples` within these bounds."""
         if reducible >= latest:
-            return tuple(sorted(self._cheapest(samples)))
-        last = next(cut.last for cut in self._cuts(samples) if cut.reducible <= reducible)
-        return (*sorted(self._cheapest(samples - last)), last)
+            end = self.seconds(samples)
+            return Cut(end, end, 0, samples)
+        return next(cut for cut in self._cuts(samples) if cut.reducible <= reducible)
+
+    def passes(self, cut: Cut) -> tuple[int, ...]:
+        """The passes of a cut, in the order that needs the least memory."""
+        before = self._cheapest(cut.samples - cut.last)
+        return (*before[-1:], *before[:-1], *((cut.last,) if cut.last else ()))
 
     def _cuts_of(self, samples: int) -> tuple[Cut, ...]:
         """The ways to run `samples` that no other way improves in both times, by `end`."""
+        lasts = list(range(1, min(self._later, samples - 1) + 1))
+        if samples < len(self._pass_seconds):
+            lasts.append(samples)
         cuts = []
-        for last in range(1, min(len(self._pass_seconds) - 1, samples) + 1):
-            end = self._pass_seconds[last] + self.seconds[samples - last]
-            cuts.append(Cut(end, end - self._reducible_fraction * self._pass_seconds[last], last))
+        for last in lasts:
+            end = self._pass_seconds[last] + self.seconds(samples - last)
+            reducible = end - self._reducible_fraction * self._pass_seconds[last]
+            cuts.append(Cut(end, reducible, last, samples))
         efficient: list[Cut] = []
         for cut in sorted(cuts):
             if not efficient or cut.reducible < efficient[-1].reducible:
                 efficient.append(cut)
         return tuple(efficient)
 
-    def _cheapest(self, samples: int) -> Iterator[int]:
+    def _cheapest(self, samples: int) -> list[int]:
+        """The passes of the fastest way to run samples, ascending."""
+        found: list[int] = []
+        if first := self._first[samples]:
+            found.append(first)
+            samples -= first
         while samples:
-            yield self._last[samples]
-            samples -= self._last[samples]
+            found.append(self._last[samples])
+            samples -= found[-1]
+        return sorted(found)
 
 
 def kth_smallest(

@@ -1,10 +1,12 @@
-"""The fastest plan of one stage: branch and bound over the largest micro-batch of every rank.
+"""The fastest plan of one stage: branch and bound over the shares of the ranks.
 
-Memory couples batches and shares: the larger a rank's largest micro-batch (its cap), the less of
-the state it can own. A node bounds every rank's cap from below and above. Its relaxation lets
-batches use the upper caps and shares the memory beside the lower caps; then both are easy to solve,
-and their step bounds every plan of the node from below. If the relaxed plan does not fit, the node
-is split at the cap of a rank that holds too much.
+Memory couples batches and shares: the larger a rank's share, the smaller its passes (`Caps`). A
+node bounds every rank's share from below and above. Its relaxation lets batches use the memory
+beside the lower bounds and shares go up to the upper ones; then both are easy to solve, and their
+step bounds every plan of the node from below. If the relaxed plan does not fit, the node is split
+at the share of a rank that holds too much. A pass that is the only one of its step needs less
+memory: where all ranks run equally many passes, plans of one pass and of several are different
+nodes.
 
 The result is deterministic: the search stops after a number of nodes, not after a time.
 """
@@ -14,16 +16,30 @@ from __future__ import annotations
 import heapq
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
 from poplar.plan import Plan
-from poplar.planner.batch_allocation import IndependentPasses, MicroBatches, SynchronizedPasses
+from poplar.planner.batch_allocation import (
+    IndependentPasses,
+    MicroBatches,
+    Split,
+    SynchronizedPasses,
+)
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.heuristic import Alternation, Candidate, Request, fastest, largest_batches_of
+from poplar.planner.heuristic import (
+    Alternation,
+    Candidate,
+    fastest,
+    with_smaller_passes_first,
+)
+from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import largest_shares, suffice
-from poplar.planner.shard_allocation import ShareProblem
+from poplar.planner.rank_groups import map_distinct
+from poplar.planner.request import Request
+from poplar.planner.rooms import Rooms
+from poplar.planner.shard_allocation import Shared, ShareProblem
 
 TOLERANCE = 1e-10
 """Relative difference below which two steps are equally fast."""
@@ -33,6 +49,9 @@ _NODES_BEFORE_SETTLING = 40
 _SETTLED = 1e-3
 """After so many nodes, alternations find nothing new, and a plan that is proven to be this close to
 the fastest is good enough."""
+
+_SIMILAR = 1.2
+"""Ranges of pass sizes with a smaller ratio are not split further."""
 
 
 class Decision(NamedTuple):
@@ -50,14 +69,24 @@ class Relaxed(NamedTuple):
     shares: tuple[float, ...]
 
 
-def fastest_plan(costs: StageCosts, request: Request) -> Decision:
-    """The fastest plan of one stage. There must be no `memory_shortfall`."""
+def fastest_plan(
+    costs: StageCosts, request: Request, *, below: float = math.inf, effort: float = 1.0
+) -> Decision:
+    """The fastest plan of one stage. There must be no `memory_shortfall`.
+
+    Args:
+        costs: of the stage.
+        request: what the plan is for.
+        below: slower plans than this many seconds need not be told apart.
+        effort: the part of the usual number of nodes that may be searched.
+    """
     solvers = Alternation(costs, request)
     best = solvers.first_plan()
     bound = best.seconds
     if costs.shares_matter:
-        best, bound = _Search(solvers, best).run()
+        best, bound = _Search(solvers, best, below).run(effort)
     assert best.micro_batches, "a stage without a memory shortfall has a plan"
+    best = with_smaller_passes_first(costs, best)
     plan = Plan(
         stage=costs.stage,
         global_batch=request.global_batch,
@@ -68,31 +97,42 @@ def fastest_plan(costs: StageCosts, request: Request) -> Decision:
 
 
 class _Node(NamedTuple):
-    """Bounds on every rank's cap."""
+    """Bounds on every rank's share."""
 
-    low: tuple[int, ...]
-    high: tuple[int, ...]
+    floor: tuple[float, ...]
+    """Shares are larger than this. -1: nothing is known."""
+    upper: tuple[float, ...]
+    caps: tuple[Caps, ...]
+    """The largest micro-batches beside the floor."""
+    sizes: tuple[int, int] | None = None
+    """The least and the most samples of the largest pass after the first one, or of the only pass,
+    over all ranks. None: any, and memory does not couple the ranks' micro-batches."""
+
+    @property
+    def has_one_pass(self) -> bool:
+        """Whether this is a node of plans with one pass, where all ranks run equally many."""
+        return all(cap.later < 0 for cap in self.caps)
 
 
 class _Search:
     """Best-first branch and bound."""
 
-    def __init__(self, solvers: Alternation, first: Candidate) -> None:
+    def __init__(self, solvers: Alternation, first: Candidate, below: float) -> None:
         self._solvers = solvers
         self._costs = solvers.costs
         self._best = first
+        self._below = below
         self._nodes: list[tuple[float, int, _Node, Relaxed]] = []
         """A heap by bound."""
         self._number = count()
 
-    def run(self) -> tuple[Candidate, float]:
+    def run(self, effort: float) -> tuple[Candidate, float]:
         """The fastest plan found, and a lower bound on the step of any plan."""
-        devices, largest = self._costs.cluster.devices, self._solvers.request.max_micro_batch
-        high = tuple(min(largest, device.max_batch) for device in devices)
-        self._add(_Node(low=(0,) * len(devices), high=high))
+        for node in self._roots():
+            self._add(node)
         closed = math.inf
         """The smallest bound of nodes that cannot be split."""
-        for done in range(_MOST_WORK // self._costs.cluster.world_size + 1):
+        for done in range(int(effort * _MOST_WORK / self._costs.cluster.world_size) + 1):
             tolerance = _SETTLED if done >= _NODES_BEFORE_SETTLING else TOLERANCE
             if not self._nodes or self._nodes[0][0] >= self._limit(tolerance):
                 break
@@ -103,52 +143,93 @@ class _Search:
             for child in children:
                 self._add(child)
         queued = [bound for bound, *_ in self._nodes[:1]]
-        return self._best, min([closed, self._best.seconds, *queued])
+        return self._best, min([closed, self._best.seconds, self._below, *queued])
 
     def _limit(self, tolerance: float = TOLERANCE) -> float:
         """Nodes whose bound is not below these seconds cannot improve the best plan."""
-        return self._best.seconds * (1.0 - tolerance)
+        return min(self._best.seconds, self._below) * (1.0 - tolerance)
+
+    def _roots(self) -> Iterator[_Node]:
+        """The nodes that together hold every plan."""
+        ranks, most = self._costs.cluster.world_size, self._solvers.request.max_micro_batch
+        floor = (-1.0,) * ranks
+        caps = self._costs.by_rank(lambda rank: self._costs.memories[rank].caps_above(-1.0, most))
+        if not self._costs.synchronizes_every_pass:
+            kinds = [(caps, [Caps(0)] * ranks)]
+        else:
+            one_pass = [Caps(cap.first) for cap in caps]
+            kinds = [(one_pass, [Caps(0)] * ranks), (caps, [Caps(0, 0)] * ranks)]
+        for largest, least in kinds:
+            upper = largest_shares(self._costs, least)
+            yield _Node(floor, tuple(upper), tuple(largest))
 
     def _add(self, node: _Node) -> None:
         """Solve a node's relaxation; queue the node unless its bound rules it out."""
-        upper = largest_shares(self._costs, node.low)
-        if not suffice(upper):
+        if not suffice(node.upper) or any(map(operator.le, node.upper, node.floor)):
             return
-        node = self._tightened(node, upper)
-        if max(node.high) < 1 or any(map(operator.lt, node.high, node.low)):
+        node = self._tightened(node)
+        if min(cap.first for cap in node.caps) < 0:
             return
-        relaxed = self._relaxed(node, ShareProblem(self._costs, upper))
+        relaxed = self._relaxed(node)
         if relaxed is None or relaxed.bound >= self._limit():
             return
-        self._best = fastest(self._best, self._solvers.best_shares(relaxed.micro_batches))
         number = next(self._number)
         if number < _NODES_BEFORE_SETTLING:
             self._best = fastest(self._best, self._solvers.alternate(relaxed.shares))
+        if number < _NODES_BEFORE_SETTLING or self._excess(relaxed) is None:
+            self._best = fastest(self._best, self._solvers.best_shares(relaxed.micro_batches))
         if relaxed.bound < self._limit():
             heapq.heappush(self._nodes, (relaxed.bound, number, node, relaxed))
 
-    def _tightened(self, node: _Node, upper: Sequence[float]) -> _Node:
-        """The node without caps that no shares up to these allow."""
-        total = math.fsum(upper)
+    def _tightened(self, node: _Node) -> _Node:
+        """The node with caps that its shares allow."""
+        total, most = math.fsum(node.upper), self._solvers.request.max_micro_batch
 
-        def largest_batch(rank: int, own: float, high: int) -> int:
-            least = max(0.0, 1.0 - (total - own))
-            return self._costs.memories[rank].largest_batch(least, high)
+        def caps_of(rank: int, floor: float, upper: float, caps: Caps) -> Caps:
+            memory = self._costs.memories[rank]
+            above = memory.caps_above(floor, most)
+            beside = memory.largest_caps(max(0.0, 1.0 - (total - upper)), most)
+            return Caps(*map(min, caps, above, beside))
 
-        high = self._costs.by_rank(largest_batch, upper, node.high)
-        return node._replace(high=tuple(high))
+        return node._replace(
+            caps=tuple(self._costs.by_rank(caps_of, node.floor, node.upper, node.caps))
+        )
 
-    def _relaxed(self, node: _Node, problem: ShareProblem) -> Relaxed | None:
+    def _relaxed(self, node: _Node) -> Relaxed | None:
         """The relaxation of a node, or None if it is not faster than the best plan."""
-        batches = self._solvers.batches.under(node.high)
-        if isinstance(batches, SynchronizedPasses):
+        if node.sizes is None:
+            batches = self._solvers.batches.under(node.caps)
+            problem = ShareProblem(self._costs, node.upper)
+            if isinstance(batches, IndependentPasses):
+                return self._relaxed_independent(batches, problem)
             return self._relaxed_synchronized(batches, problem)
-        return self._relaxed_independent(batches, problem)
+        least, most = node.sizes
+        first, later = self._rooms(node, self._solvers.request.global_batch), None
+        if not node.has_one_pass:
+            later = self._rooms(node, most, later=True)
+        rooms = later or first
+        if rooms.most < least:
+            return None
+        return self._relaxed_synchronized(
+            self._solvers.batches.in_rooms(first, later),
+            ShareProblem(self._costs, node.upper, rooms, least),
+        )
+
+    def _rooms(self, node: _Node, at_most: int, *, later: bool = False) -> Rooms:
+        """Those of passes under the bounds of a node."""
+
+        def rooms(rank: int, caps: Caps, upper: float) -> tuple[float, ...]:
+            largest = self._costs.memories[rank].largest_shares(caps[later], later=later)
+            return tuple(min(upper, share) for share in largest)
+
+        return Rooms(self._costs.by_rank(rooms, node.caps, node.upper), at_most)
 
     def _relaxed_synchronized(
         self, batches: SynchronizedPasses, problem: ShareProblem
     ) -> Relaxed | None:
         """A lower bound by one linear program, and a plan by alternation from two starts."""
+        if not batches.is_feasible:
+            return None
         least = problem.least_communication()
         lowest = problem.lowest(batches.lower_bounds(least, problem.most_communication()))
         if lowest.seconds >= self._limit():
@@ -162,8 +243,7 @@ class _Search:
         for following in starts:
             while following not in tried:
                 tried.add(following)
-                synchronizations = [batches.synchronization(size) for size in following]
-                shared = problem.cheapest(synchronizations)
+                shared = problem.cheapest(batches.synchronizations(following))
                 if shared.seconds < best:
                     best, sizes, shares = shared.seconds, following, shared.shares
                 following = batches.cheapest_sizes(self._costs.communication(shared.shares))
@@ -174,39 +254,61 @@ class _Search:
     ) -> Relaxed | None:
         """Exact: few splits matter, and each has its own best shares."""
         communication, tail = problem.least_communication(), problem.least_tail()
-        limit, best = self._limit(), None
+        limit = self._limit()
+        best: tuple[Split, Shared] | None = None
         splits = batches.splits(communication, limit=lambda: limit - tail)
         for split in splits:
             seconds = self._costs.schedule.seconds(split.synchronization, communication)
             if seconds + tail < limit:
-                shared = problem.cheapest([split.synchronization])
+                shared = problem.cheapest({(split.synchronization, True): 1})
                 if shared.seconds < limit:
-                    best = Relaxed(shared.seconds, split.micro_batches, shared.shares)
+                    best = split, shared
                     limit = shared.seconds * (1.0 - TOLERANCE)
-        return best
+        if best is None:
+            return None
+        split, shared = best
+        ranks = self._costs.cluster.world_size
+        return Relaxed(shared.seconds, split.micro_batches(ranks), shared.shares)
 
     def _split(self, node: _Node, relaxed: Relaxed) -> list[_Node]:
         """Nodes that together hold every plan of this one, but not its relaxed plan."""
-        memories, largest = self._costs.memories, largest_batches_of(relaxed.micro_batches)
-
-        def excess(rank: int, used: int, share: float) -> float:
-            memory = memories[rank]
-            return 0.0 if memory.fits(used, share) else memory.needed(used, share) / memory.limit
-
-        excesses = self._costs.by_rank(excess, largest, relaxed.shares)
-        rank = excesses.index(max(excesses))
-        if not excesses[rank]:
+        rank = self._excess(relaxed)
+        if rank is None:
             return []
-        used, share = largest[rank], relaxed.shares[rank]
-        # Halve the range between what fits beside the share and what the relaxed plan uses.
-        cap = (memories[rank].largest_batch(share, used) + used + 1) // 2
-        # Exchanging equal ranks changes no step, so only descending caps are searched.
+        if self._costs.synchronizes_every_pass:
+            total = self._solvers.request.global_batch
+            if node.sizes is None:
+                return [node._replace(sizes=(total, total) if node.has_one_pass else (1, total))]
+            least, most = node.sizes
+            used = max(map(sum, list(zip(*relaxed.micro_batches, strict=True))[1:]), default=0)
+            if used > _SIMILAR * least:
+                middle = (least + used + 1) // 2
+                return [
+                    node._replace(sizes=(least, middle - 1)),
+                    node._replace(sizes=(middle, most)),
+                ]
+        # Between the share beside which the used caps fit, and the relaxed one.
+        caps = Caps.of(relaxed.micro_batches[rank])
+        share = self._costs.memories[rank].middle_share(caps, relaxed.shares[rank])
+        # Exchanging equal ranks changes no step, so only ascending shares are searched.
         groups = self._costs.cluster.rank_group_indices
-        equal = [other for other, group in enumerate(groups) if group == groups[rank]]
-        high, low = list(node.high), list(node.low)
-        for other in equal:
-            if other >= rank:
-                high[other] = min(high[other], cap - 1)
-            if other <= rank:
-                low[other] = max(low[other], cap)
-        return [node._replace(high=tuple(high)), node._replace(low=tuple(low))]
+        floor, upper = list(node.floor), list(node.upper)
+        for other, group in enumerate(groups):
+            if group == groups[rank]:
+                if other >= rank:
+                    floor[other] = max(floor[other], share)
+                if other <= rank:
+                    upper[other] = min(upper[other], share)
+        return [node._replace(floor=tuple(floor)), node._replace(upper=tuple(upper))]
+
+    def _excess(self, relaxed: Relaxed) -> int | None:
+        """The rank that lacks the most memory in a relaxed plan; None: it fits."""
+
+        def excess(rank: int, caps: Caps, share: float) -> float:
+            memory = self._costs.memories[rank]
+            return 0.0 if memory.fits(caps, share) else memory.needed(caps, share) / memory.limit
+
+        used = map_distinct(Caps.of, relaxed.micro_batches)
+        excesses = self._costs.by_rank(excess, used, relaxed.shares)
+        rank = excesses.index(max(excesses))
+        return rank if excesses[rank] else None

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,7 +35,7 @@ from poplar.planner.communication_schedule import (
     schedules,
 )
 from poplar.planner.factored_costs import Exchange, exchanges_of, seconds_of_exchange
-from poplar.planner.memory_model import RankMemory, rank_memory
+from poplar.planner.memory_model import Caps, RankMemory, rank_memory
 from poplar.planner.memory_moments import elements_of
 from poplar.planner.recomputed_curves import with_recomputed_units
 from poplar.planner.step_actions import UnitLayout
@@ -133,23 +134,17 @@ class StageCosts:
         """The communication of the costliest synchronization."""
         return self.schedules[1]
 
-    def step_schedules(self, synchronizations: int) -> list[CommunicationSchedule]:
-        """The communication of each synchronization of a step."""
-        usual, costliest = self.schedules
-        others = [usual] * (synchronizations - 1)
-        return [costliest, *others] if self.costliest_comes_first else [*others, costliest]
-
     @property
     def costliest_comes_first(self) -> bool:
         """Whether the costliest synchronization of a step is the first one, not the last one."""
         return bool(self.persistent)
 
-    @property
+    @cached_property
     def reducible_fraction(self) -> float:
         """The part of a pass, up to its end, in which gradients can be reduced."""
         return self.cluster.backward_fraction * (1.0 - self.schedule.reduction_start)
 
-    @property
+    @cached_property
     def overlaps(self) -> bool:
         """Whether any communication runs under compute."""
         return min(self.reducible_fraction, self.cluster.overlap) > 0.0
@@ -178,8 +173,8 @@ class StageCosts:
     ) -> list[float]:
         """By rank, bytes for exactly these passes beside these shares."""
         needed = self.by_rank(
-            lambda rank, *needs: self.memories[rank].needed_by(*needs),
-            micro_batches,
+            lambda rank, *needs: self.memories[rank].needed(*needs),
+            list(map(Caps.of, micro_batches)),
             self.owned(shares),
         )
         if self.unit_shares and self.shares_matter:
@@ -322,11 +317,12 @@ class StageCosts:
         self, synchronizations: Sequence[Synchronization], communication: CommunicationSeconds
     ) -> list[float]:
         """Seconds of each synchronization of a step, in order."""
-        schedules = self.step_schedules(len(synchronizations))
-        return [
-            schedule.seconds(synchronization, communication)
-            for schedule, synchronization in zip(schedules, synchronizations, strict=True)
-        ]
+        usual, costliest = self.schedules
+        known = {one: usual.seconds(one, communication) for one in set(synchronizations)}
+        seconds = list(map(known.__getitem__, synchronizations))
+        place = 0 if self.costliest_comes_first else -1
+        seconds[place] = costliest.seconds(synchronizations[place], communication)
+        return seconds
 
     def tail_seconds(self, shares: Sequence[float]) -> float:
         """Seconds after the last synchronization: the optimizer, and its all-gather."""
@@ -343,13 +339,25 @@ class StageCosts:
 
     def synchronizations(self, micro_batches: Sequence[Sequence[int]]) -> list[Synchronization]:
         """Every synchronization of a step."""
-        passes_of = [(rank, passes) for (_, passes), rank in self._distinct(micro_batches).items()]
+        ranks = list(self._distinct(micro_batches).values())
         if not self.synchronizes_every_pass:
-            return [self.synchronization(passes_of)]
-        return [
-            self.synchronization((rank, passes[index : index + 1]) for rank, passes in passes_of)
-            for index in range(len(micro_batches[0]))
-        ]
+            return [self.synchronization((rank, micro_batches[rank]) for rank in ranks)]
+        columns = list(zip(*(micro_batches[rank] for rank in ranks), strict=True))
+        known = {
+            column: self.synchronization(
+                (rank, (batch,)) for rank, batch in zip(ranks, column, strict=True)
+            )
+            for column in set(columns)
+        }
+        return list(map(known.__getitem__, columns))
+
+    def counted(
+        self, synchronizations: Sequence[Synchronization]
+    ) -> Counter[tuple[Synchronization, bool]]:
+        """How many synchronizations of a step there are of each kind; True: it is the costliest."""
+        last = len(synchronizations) - 1
+        costliest = 0 if self.costliest_comes_first else last
+        return Counter((one, place == costliest) for place, one in enumerate(synchronizations))
 
     def step_seconds(
         self, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
@@ -363,11 +371,15 @@ class StageCosts:
         """The synchronization after these ranks have run these passes; equal ranks count once."""
         latest = reducible = 0.0
         for rank, own in passes_of:
-            passes = [self.pass_seconds(rank, batch) for batch in own if batch]
-            end = math.fsum(passes)
+            counts = Counter(own)
+            del counts[0]
+            if not counts:
+                continue
+            seconds = {batch: self.pass_seconds(rank, batch) for batch in counts}
+            end = math.fsum(count * seconds[batch] for batch, count in counts.items())
             latest = max(latest, end)
-            if passes:
-                reducible = max(reducible, end - self.reducible_fraction * passes[-1])
+            last = next(batch for batch in reversed(own) if batch)
+            reducible = max(reducible, end - self.reducible_fraction * seconds[last])
         return Synchronization(latest, reducible)
 
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from poplar.planner.memory_moments import (
     Backward,
     Bytes,
     Moment,
     Pass,
-    Unsharded,
     elements_of,
     highest,
     highest_of_each_kind,
@@ -30,62 +30,111 @@ SLACK_BYTES = 1.0
 """Tolerance for the rounding of shares."""
 
 
+class Caps(NamedTuple):
+    """The largest micro-batches of a rank, by their place in the step."""
+
+    first: int
+    """Of the first pass."""
+    later: int = -1
+    """Of the passes after it; -1: there are none."""
+
+    @classmethod
+    def of(cls, passes: Sequence[int]) -> Caps:
+        """Those of these passes."""
+        return cls(passes[0], max(passes[1:], default=-1)) if passes else cls(0)
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """One rank at one stage: the most over moments of `fixed + per_share * share + activations`.
 
-    [Note: passes and the search]
-    `needed_by` is exact in the passes. The search chooses the largest micro-batch before the number
-    of passes, so it uses `needed`, the memory of a pass that is not the first of its step: that has
-    the sums of earlier ones beside it. Never less than `needed_by`; the same with several passes.
+    A pass that is not the first of its step has the sums of earlier passes beside it, so it needs
+    more memory than the first one with as many samples.
     """
 
     device: DeviceProfile
     state: Bytes
     """What is always held."""
-    backward: Backward = field(repr=False)
-    moments: Callable[[Pass], tuple[Moment, ...]] = field(repr=False)
-    """Of a kind of pass."""
-    unsharded: Callable[[bool], Unsharded] | None = field(repr=False)
-    """Unsharded parameters of a pass with or without samples; None where they are never sharded."""
+    turns: tuple[int, ...]
+    """Units in the order of the backward."""
+    moments: Callable[[Pass, bool], tuple[_Moment, ...]] = field(repr=False)
+    """Of a kind of pass; with True, moments in different turns of the backward are told apart."""
     limit: float
     """Bytes that a plan may use: the device's memory without the reserve."""
     _lines: dict[tuple[bool, int], tuple[Bytes, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
+    _shares: dict[tuple[bool, int], float] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
-    def needed(self, micro_batch: int, share: float) -> float:
-        """Bytes with this share and any number of passes of at most this many samples."""
-        return self._needed(self._lines_of(True, micro_batch), share)
+    def needed(self, caps: Caps, share: float) -> float:
+        """Bytes with this share and passes of these sizes."""
+        needed = self._needed(False, caps.first, share)
+        return needed if caps.later < 0 else max(needed, self._needed(True, caps.later, share))
 
-    def needed_by(self, passes: Sequence[int], share: float) -> float:
-        """Bytes with this share and these passes of a step, by their samples."""
-        first, *rest = passes or (0,)
-        needed = self._needed(self._lines_of(False, first), share)
-        return max(needed, self.needed(max(rest), share)) if rest else needed
-
-    def fits(self, micro_batch: int, share: float) -> bool:
+    def fits(self, caps: Caps, share: float) -> bool:
         """Whether `needed` is within the limit, up to one byte."""
-        return self.needed(micro_batch, share) <= self.limit + SLACK_BYTES
+        return self.needed(caps, share) <= self.limit + SLACK_BYTES
 
-    def largest_share(self, micro_batch: int) -> float:
-        """The largest share, up to 1, that fits beside this micro-batch; `-inf`: none fits."""
+    def largest_share(self, caps: Caps) -> float:
+        """The largest share, up to 1, that fits beside these passes; `-inf`: none fits."""
+        largest = self._largest_share(False, caps.first)
+        return largest if caps.later < 0 else min(largest, self._largest_share(True, caps.later))
+
+    def largest_shares(self, at_most: int, *, later: bool) -> list[float]:
+        """The largest shares that fit beside a pass of 0, 1, ... `at_most` samples."""
+        return [self._largest_share(later, size) for size in range(at_most + 1)]
+
+    def largest_caps(self, share: float, at_most: int) -> Caps:
+        """The largest micro-batches, up to `at_most`, that fit; -1: not even 0 samples fit."""
+        most = self.limit + SLACK_BYTES
+        return self._largest(at_most, lambda later, size: self._needed(later, size, share) <= most)
+
+    def caps_above(self, share: float, at_most: int) -> Caps:
+        """The largest micro-batches, up to `at_most`, that fit beside a share above this one."""
+        return self._largest(at_most, lambda later, size: self._largest_share(later, size) > share)
+
+    def middle_share(self, caps: Caps, share: float) -> float:
+        """A share below this one, beside which these caps do not fit, but not below the largest one
+        beside which they do: the sizes that it excludes are about half of those that do not fit.
+        """
+        over = max(
+            (later for later, size in enumerate(caps) if size >= 0),
+            key=lambda later: self._needed(bool(later), caps[later], share),
+        )
+        middle = (self.largest_caps(share, caps[over])[over] + caps[over] + 1) // 2
+        return self._largest_share(bool(over), middle)
+
+    def _largest(self, at_most: int, fits: Callable[[bool, int], bool]) -> Caps:
+        """The largest micro-batches up to `at_most`; `fits` tells of a later pass and its size."""
+        sizes = range(min(at_most, self.device.max_batch) + 1)
+
+        def largest(later: bool) -> int:
+            return bisect_left(sizes, True, key=lambda size: not fits(later, size)) - 1
+
+        return Caps(largest(False), largest(True))
+
+    def _needed(self, later: bool, micro_batch: int, share: float) -> float:
+        lines = self._lines_of(later, micro_batch)
+        return max(line.fixed + line.per_share * share for line in lines)
+
+    def _largest_share(self, later: bool, micro_batch: int) -> float:
+        key = later, micro_batch
+        if key not in self._shares:
+            self._shares[key] = self._limited_share(self._lines_of(later, micro_batch))
+        return self._shares[key]
+
+    def _limited_share(self, lines: Iterable[Bytes]) -> float:
+        """The largest share, up to 1, with which these lines are within the limit."""
         largest = 1.0
-        for line in self._lines_of(True, micro_batch):
+        for line in lines:
             room = self.limit + 0.5 * SLACK_BYTES - line.fixed
             if room < 0.0:
                 return -math.inf
             if line.per_share:
                 largest = min(largest, room / line.per_share)
         return largest
-
-    def largest_batch(self, share: float, at_most: int) -> int:
-        """The largest micro-batch, up to `at_most`, that fits; -1: not even 0 samples fit."""
-        sizes = range(min(at_most, self.device.max_batch) + 1)
-        return bisect_left(sizes, True, key=lambda size: not self.fits(size, share)) - 1
-
-    def _needed(self, lines: Sequence[Bytes], share: float) -> float:
-        return max(line.fixed + line.per_share * share for line in lines)
 
     def _lines_of(self, later: bool, micro_batch: int) -> tuple[Bytes, ...]:
         """The moments of a pass with this many samples that are the highest for some share."""
@@ -97,27 +146,25 @@ class RankMemory:
 
     def _lines_at(self, own: Pass, micro_batch: int) -> Iterator[Bytes]:
         """The moments of a pass that may be the highest."""
-        unsharded = None if self.unsharded is None else self.unsharded(own.samples)
-        during, ended = self._activations(micro_batch)
-        state, per_share = self.state
-        for moment in self.moments(own):
-            fixed = state + moment.needed.fixed
-            if moment.turn is not None and moment.turn >= 0:
-                fixed += (ended if moment.ended else during)[moment.turn]
-            if unsharded is not None:
-                fixed += unsharded.at(moment)
-            yield Bytes(fixed, per_share + moment.needed.per_share)
+        during, ended = self.device.unit_bytes(micro_batch)
+        whole = 0.0 if during else self.device.activation_bytes(micro_batch)
+        for needed, turn, has_ended in self.moments(own, bool(during)):
+            activations = 0.0
+            if turn is not None:
+                activations = (
+                    (ended if has_ended else during)[self.turns[turn]] if during else whole
+                )
+            yield self.state.plus(needed, Bytes(activations))
 
-    def _activations(self, micro_batch: int) -> tuple[Sequence[float], Sequence[float]]:
-        """By turn, activation bytes during a backward and when it has ended; the peak of the pass
-        if they were not measured.
-        """
-        turns = self.backward.turns
-        during, after = self.device.unit_bytes(micro_batch)
-        if not during:
-            whole = [self.device.activation_bytes(micro_batch)] * len(turns)
-            return whole, whole
-        return [during[unit] for unit in turns], [after[unit] for unit in turns]
+
+class _Moment(NamedTuple):
+    """What is alive at one time, besides the state and activations."""
+
+    needed: Bytes
+    turn: int | None
+    """In which turn of the backward; None: without activations."""
+    ended: bool
+    """The unit's backward is over."""
 
 
 def rank_memory(
@@ -130,9 +177,8 @@ def rank_memory(
     return RankMemory(
         device=device,
         state=_state(model, stage).plus(always),
-        backward=_backward(model, stage),
-        moments=partial(_moments, model, stage, ranks, keeps),
-        unsharded=partial(_unsharded, model, frozenset(persistent)) if stage == 3 else None,
+        turns=_backward(model, stage).turns,
+        moments=partial(_moments, model, stage, ranks, keeps, frozenset(persistent)),
         limit=device.memory_bytes * (1.0 - cluster.memory_reserve),
     )
 
@@ -142,19 +188,37 @@ def _backward(model: ModelProfile, stage: int) -> Backward:
     return Backward.of(model, stage)
 
 
-@lru_cache(256)
+@lru_cache(512)
 def _moments(
+    model: ModelProfile,
+    stage: int,
+    ranks: int,
+    keeps: str,
+    persistent: frozenset[int],
+    own: Pass,
+    by_turn: bool,
+) -> tuple[_Moment, ...]:
+    """The moments of a kind of pass that may be the highest, with the unsharded parameters."""
+    unsharded = None
+    if stage == 3:
+        unsharded = unsharded_in(model, _backward(model, 3), persistent, samples=own.samples)
+    by_kind: dict[tuple[int | None, bool], list[Bytes]] = {}
+    for moment in _gradients(model, stage, ranks, keeps, own):
+        in_backward = moment.turn is not None and moment.turn >= 0
+        kind = (moment.turn if by_turn else 0, moment.ended) if in_backward else (None, False)
+        parameters = Bytes(unsharded.at(moment) if unsharded else 0.0)
+        by_kind.setdefault(kind, []).append(moment.needed.plus(parameters))
+    return tuple(_Moment(line, *kind) for kind, lines in by_kind.items() for line in highest(lines))
+
+
+@lru_cache(256)
+def _gradients(
     model: ModelProfile, stage: int, ranks: int, keeps: str, own: Pass
 ) -> tuple[Moment, ...]:
-    """The moments of a kind of pass that may be the highest."""
+    """The moments of a kind of pass that may be the highest, without unsharded parameters."""
     backward, each = _backward(model, stage), elements_of(model, stage, ranks, keeps)
     kind = reduced_once if stage < 2 else reduced_in_every_pass
     return highest_of_each_kind(kind(backward, each, own, keeps))
-
-
-@lru_cache(256)
-def _unsharded(model: ModelProfile, persistent: frozenset[int], samples: bool) -> Unsharded:
-    return unsharded_in(model, _backward(model, 3), persistent, samples=samples)
 
 
 def _state(model: ModelProfile, stage: int) -> Bytes:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from poplar import _core
 from poplar.errors import PoplarError
 from poplar.formatting import format_bytes
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.memory_model import SLACK_BYTES
+from poplar.planner.memory_model import SLACK_BYTES, Caps
+from poplar.planner.request import Request
 
 _GENERAL_ADVICE = (
     "free memory on that rank (or raise its memory_limit), use shorter sequences or activation "
@@ -65,32 +67,34 @@ class NoPlanFits(PoplarError, ValueError):
         return type(self), (self.shortfalls, self._suggest)
 
 
-def memory_shortfall(costs: StageCosts) -> Shortfall | None:
+def memory_shortfall(costs: StageCosts, request: Request) -> Shortfall | None:
     """What is missing at this stage for every choice of batches and shares; None: a plan fits.
 
     Ranks that are too small even without samples and state are reported before others.
     """
-    shares, rank_with_sample = smallest_shares(costs)
-    batches = [int(rank == rank_with_sample) for rank in range(len(shares))]
-    if suffice(largest_shares(costs, batches)):
+    caps, shares = least_of_several_passes(costs, request)
+    if suffice(largest_shares(costs, caps)):
         return None
-    nothing = [0] * len(shares)
-    found = _shortfall(costs, batches, shares, _needed(costs, batches, shares))
-    too_small = shortfall_at(costs, nothing, nothing)
+    found = shortfall_at(costs, caps, shares)
+    samples, shares_of_one = least_of_one_pass(costs, request)
+    if samples:
+        caps = list(map(Caps, samples))
+        if suffice(largest_shares(costs, caps)):
+            return None
+        other = shortfall_at(costs, caps, shares_of_one)
+        found = min(filter(None, (found, other)), key=_total_bytes)
+    assert found is not None, "shares that do not suffice are missing bytes"
+    nothing = [Caps(0)] * len(shares)
+    too_small = shortfall_at(costs, nothing, [0.0] * len(shares))
     return too_small._replace(total_bytes=found.total_bytes) if too_small else found
 
 
 def shortfall_at(
-    costs: StageCosts, largest_batches: Sequence[int], shares: Sequence[float]
+    costs: StageCosts, caps: Sequence[Caps], shares: Sequence[float]
 ) -> Shortfall | None:
-    """What ranks lack for passes of up to so many samples beside these shares; None: nothing."""
-    fits = costs.by_rank(
-        lambda rank, *needs: costs.memories[rank].fits(*needs), largest_batches, shares
-    )
-    if all(fits):
-        return None
-    needed = _needed(costs, largest_batches, shares)
-    return _shortfall(costs, largest_batches, shares, needed)
+    """What ranks lack for passes of up to these sizes beside these shares; None: nothing."""
+    needed = costs.by_rank(lambda rank, *needs: costs.memories[rank].needed(*needs), caps, shares)
+    return _shortfall(costs, caps, shares, needed)
 
 
 def shortfall_of(
@@ -98,35 +102,29 @@ def shortfall_of(
 ) -> Shortfall | None:
     """What ranks lack for exactly these passes beside these shares; None: nothing."""
     needed = costs.needed_bytes(micro_batches, shares)
-    largest = [max(passes, default=0) for passes in micro_batches]
-    over = (
-        own > memory.limit + SLACK_BYTES for own, memory in zip(needed, costs.memories, strict=True)
-    )
-    return _shortfall(costs, largest, costs.owned(shares), needed) if any(over) else None
+    return _shortfall(costs, list(map(Caps.of, micro_batches)), costs.owned(shares), needed)
 
 
-def missing_bytes(costs: StageCosts, rank: int, micro_batch: int, share: float) -> float:
-    """What the rank lacks for passes of so many samples beside this share."""
+def missing_bytes(costs: StageCosts, rank: int, caps: Caps, share: float) -> float:
+    """What the rank lacks for passes of up to these sizes beside this share."""
     memory = costs.memories[rank]
-    return max(0.0, memory.needed(micro_batch, share) - memory.limit)
+    return max(0.0, memory.needed(caps, share) - memory.limit)
 
 
-def _needed(costs: StageCosts, batches: Sequence[int], shares: Sequence[float]) -> list[float]:
-    """By rank, bytes for any number of passes of so many samples."""
-    return costs.by_rank(lambda rank, *needs: costs.memories[rank].needed(*needs), batches, shares)
+def _total_bytes(shortfall: Shortfall) -> float:
+    return shortfall.total_bytes
 
 
 def _shortfall(
-    costs: StageCosts,
-    largest_batches: Sequence[int],
-    shares: Sequence[float],
-    needed: Sequence[float],
-) -> Shortfall:
+    costs: StageCosts, caps: Sequence[Caps], shares: Sequence[float], needed: Sequence[float]
+) -> Shortfall | None:
     missing = [
         max(0.0, own - memory.limit) for own, memory in zip(needed, costs.memories, strict=True)
     ]
     rank = missing.index(max(missing))
-    batch, share = largest_batches[rank], shares[rank]
+    if missing[rank] <= SLACK_BYTES:
+        return None
+    batch, share = max(caps[rank]), shares[rank]
     memory, device = costs.memories[rank], costs.cluster.devices[rank]
     samples = {0: "no samples", 1: "one sample"}.get(batch, f"{batch} samples")
     has_state = share and costs.shares_matter
@@ -140,30 +138,63 @@ def _shortfall(
     return Shortfall(costs.stage, math.fsum(missing), by_rank, sentence)
 
 
-def smallest_shares(costs: StageCosts) -> tuple[tuple[float, ...], int]:
-    """The shares of the plan that needs the least memory, and the only rank that has a sample.
+def least_of_several_passes(
+    costs: StageCosts, request: Request
+) -> tuple[list[Caps], tuple[float, ...]]:
+    """The plan of any number of passes that needs the least memory: its caps and shares.
 
-    The other ranks own as much as they can hold, and this rank owns the rest.
+    One rank has passes of one sample and the rest of the state; the other ranks own as much as
+    they can hold.
     """
+    idle = Caps(0, 0) if costs.synchronizes_every_pass else Caps(0)
+    one_sample = Caps(1, 1)
+    if request.global_batch == 1:
+        idle, one_sample = Caps(0), Caps(1)
 
     def cost_of_a_sample(rank: int) -> tuple[float, float]:
         """Bytes that the rank lacks for a sample, and the share that it can hold less."""
-        beside_sample = costs.memories[rank].largest_share(1)
-        lacking = 0.0 if beside_sample >= 0.0 else missing_bytes(costs, rank, 1, 0.0)
+        beside_sample = costs.memories[rank].largest_share(one_sample)
+        lacking = 0.0 if beside_sample >= 0.0 else missing_bytes(costs, rank, one_sample, 0.0)
         return lacking, room[rank] - max(0.0, beside_sample)
 
-    room = [max(0.0, largest) for largest in largest_shares(costs, [0] * costs.cluster.world_size)]
+    caps = [idle] * costs.cluster.world_size
+    room = [max(0.0, largest) for largest in largest_shares(costs, caps)]
     costs_of_a_sample = costs.by_rank(cost_of_a_sample)
     rank = costs_of_a_sample.index(min(costs_of_a_sample))
+    caps[rank] = one_sample
     others = math.fsum(room) - room[rank]
     shares = [own / max(1.0, others) for own in room]
     shares[rank] = max(0.0, 1.0 - others)
-    return tuple(shares), rank
+    return caps, tuple(shares)
 
 
-def largest_shares(costs: StageCosts, batches: Sequence[int]) -> list[float]:
-    """By rank, the largest share that fits beside a micro-batch; -inf: not even none does."""
-    return costs.by_rank(lambda rank, batch: costs.memories[rank].largest_share(batch), batches)
+def least_of_one_pass(
+    costs: StageCosts, request: Request
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The plan of one pass that needs the least memory: by rank, its samples and its share.
+
+    Empty if no pass holds the global batch, even without state.
+    """
+    total = request.global_batch
+    most = [
+        memory.largest_caps(0.0, min(total, request.max_micro_batch)).first
+        for memory in costs.memories
+    ]
+    if min(most) < 0 or sum(most) < total:
+        return (), ()
+    room = costs.by_rank(
+        lambda rank, largest: costs.memories[rank].largest_shares(largest, later=False), most
+    )
+    (*_, together), batches = _core.largest_sum(room, total)
+    shares = [own[batch] for own, batch in zip(room, batches, strict=True)]
+    if together <= 0.0:
+        return tuple(batches), (1.0 / len(shares),) * len(shares)
+    return tuple(batches), tuple(share / together for share in shares)
+
+
+def largest_shares(costs: StageCosts, caps: Sequence[Caps]) -> list[float]:
+    """By rank, the largest share that fits beside its passes; -inf: not even none does."""
+    return costs.by_rank(lambda rank, own: costs.memories[rank].largest_share(own), caps)
 
 
 def suffice(largest: Sequence[float]) -> bool:

@@ -18,13 +18,15 @@ from functools import cached_property
 from poplar.plan import STRATEGIES, Plan, UnitPlan
 from poplar.planner.branch_and_bound import TOLERANCE, Decision, fastest_plan
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.heuristic import Request, largest_batches_of
 from poplar.planner.memory_model import RankMemory
-from poplar.planner.memory_shortfall import memory_shortfall, shortfall_at
+from poplar.planner.memory_shortfall import memory_shortfall, shortfall_of
+from poplar.planner.request import Request
 from poplar.profile import ModelProfile
 
 _MOST_CUTS = 12
 """Ranges that are cut in two; each half needs one search."""
+_EFFORT = 0.1
+"""Of the search of a range with several numbers: its bound is loose however long it is."""
 
 
 def fastest_plan_with_persistent_units(costs: StageCosts, request: Request) -> Decision:
@@ -118,9 +120,10 @@ class _Search:
             frozenset(self._order[:most]),
             in_memory=frozenset(self._order[:least]),
         )
-        if memory_shortfall(optimistic) is not None:
+        if memory_shortfall(optimistic, self._request) is not None:
             return
-        plan, bound = fastest_plan(optimistic, self._request)
+        effort = 1.0 if least == most else _EFFORT
+        plan, bound = fastest_plan(optimistic, self._request, below=self._best[0], effort=effort)
         assert bound is not None
         numbers = range(least + 1, most + 1)
         fitting = least + bisect_left(numbers, True, key=lambda n: self._lacks_memory(n, plan))
@@ -138,8 +141,8 @@ class _Search:
             self._best, self._plan = (seconds, number), plan
 
     def _lacks_memory(self, number: int, plan: Plan) -> bool:
-        largest = largest_batches_of(plan.micro_batches)
-        return shortfall_at(self._with_first(number), largest, plan.shares) is not None
+        costs = self._with_first(number)
+        return shortfall_of(costs, plan.micro_batches, plan.shares) is not None
 
     def _with_first(self, number: int) -> StageCosts:
         return dataclasses.replace(self._costs, persistent=frozenset(self._order[:number]))

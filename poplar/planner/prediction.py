@@ -13,6 +13,7 @@ from typing import Any
 from poplar.formatting import format_percent
 from poplar.plan import Plan
 from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import DoesNotFit, shortfall_of
 from poplar.profile import ClusterProfile, NetworkProfile
 from poplar.schema import to_json_types
@@ -177,7 +178,7 @@ def bound_of(costs: StageCosts, plan: Plan, prediction: Prediction) -> Bound:
             largest = max(plan.micro_batches[rank])
             # Infinite for batches that were not measured.
             is_useful = costs.pass_seconds(rank, largest + 1) <= _MAX_SLOWDOWN * latest
-            if is_useful and not memory.fits(largest + 1, owned[rank]):
+            if is_useful and not memory.fits(Caps(0, largest + 1), owned[rank]):
                 sentence = (
                     f"rank {rank}'s memory: it holds no more than {largest} samples at a time, so "
                     f"ranks synchronize {passes} times a step ({format_percent(communication)} of "

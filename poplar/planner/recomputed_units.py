@@ -20,8 +20,7 @@ from typing import NamedTuple
 from poplar.plan import Plan
 from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.planner.heuristic import Request, largest_batches_of
-from poplar.planner.memory_model import rank_memory
+from poplar.planner.memory_model import Caps, rank_memory
 from poplar.planner.memory_shortfall import Shortfall, memory_shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units, unit_plans
 from poplar.planner.recomputed_curves import (
@@ -30,6 +29,7 @@ from poplar.planner.recomputed_curves import (
     saved_part,
     with_recomputed_parts,
 )
+from poplar.planner.request import Request
 from poplar.profile import ClusterProfile
 
 _MOST_CUTS = 3
@@ -40,7 +40,7 @@ _Counts = tuple[int, ...]
 """By rank, how many units it recomputes."""
 
 
-def shortfall_with_recomputation(costs: StageCosts) -> Shortfall | None:
+def shortfall_with_recomputation(costs: StageCosts, request: Request) -> Shortfall | None:
     """What is missing at this stage if no rank recomputes units, or if all ranks recompute all
     units, whichever is less; None: a plan fits.
 
@@ -48,13 +48,14 @@ def shortfall_with_recomputation(costs: StageCosts) -> Shortfall | None:
 
     Args:
         costs: without recomputation.
+        request: what a plan is for.
     """
-    plain = memory_shortfall(costs)
+    plain = memory_shortfall(costs, request)
     cluster = costs.cluster
     if plain is None or not cluster.model.recomputable_units:
         return plain
     all_units = with_recomputed_parts(cluster, [(0.0, 1.0)] * cluster.world_size)
-    recomputed = memory_shortfall(StageCosts(all_units, costs.stage))
+    recomputed = memory_shortfall(StageCosts(all_units, costs.stage), request)
     return recomputed and min(recomputed, plain, key=lambda one: one.total_bytes)
 
 
@@ -106,7 +107,9 @@ def _memory_may_bind(costs: StageCosts, request: Request) -> bool:
         device = cluster.devices[rank]
         points = (*device.points[-1:], *device.recomputed_points[-1:])
         largest = min(request.max_micro_batch, max(point.batch for point in points))
-        return not rank_memory(cluster, costs.stage, rank, persistent).fits(largest, 1.0)
+        return not rank_memory(cluster, costs.stage, rank, persistent).fits(
+            Caps(largest, largest), 1.0
+        )
 
     return any(costs.by_rank(lacks))
 
@@ -169,7 +172,7 @@ class _Search:
     def _add(self, numbers: _Range) -> None:
         """Search a range optimistically; keep its plan with as few recomputed units as fit."""
         optimistic = self._with_parts(*numbers)
-        if memory_shortfall(optimistic) is not None:
+        if memory_shortfall(optimistic, self._request) is not None:
             return
         plan, bound = fastest_plan_with_persistent_units(optimistic, self._request)
         assert bound is not None
@@ -203,8 +206,10 @@ class _Search:
 
     def _search_with(self, counts: _Counts) -> None:
         """Search with exactly these numbers, and keep the plan with as few of them as fit."""
+        if counts in self._tried or not any(counts):
+            return
         costs = self._with_parts(counts, counts)
-        if counts in self._tried or not any(counts) or memory_shortfall(costs) is not None:
+        if memory_shortfall(costs, self._request) is not None:
             return
         self._tried.add(counts)
         plan = fastest_plan_with_persistent_units(costs, self._request).plan
@@ -264,14 +269,14 @@ class _Ladder:
         """
         persistent = _persistent(self._cluster, plan)
         memories = StageCosts(self._cluster, self._stage, persistent).memories
-        largest = largest_batches_of(plan.micro_batches)
+        caps = list(map(Caps.of, plan.micro_batches))
 
         def fits(rank: int, number: int) -> bool:
             units, model = self._orders[rank][:number], self._cluster.model
             parts = recomputed_part(model, units), saved_part(model, units) if units else 0.0
             device = recomputing(self._cluster.devices[rank], *parts)
             memory = dataclasses.replace(memories[rank], device=device)
-            return memory.fits(largest[rank], plan.shares[rank])
+            return memory.fits(caps[rank], plan.shares[rank])
 
         counts = []
         for rank, numbers in enumerate(ranges):

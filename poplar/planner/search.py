@@ -17,11 +17,11 @@ from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.factored_choice import with_factored_layers
-from poplar.planner.heuristic import Request
 from poplar.planner.memory_shortfall import NoPlanFits, Shortfall, memory_shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 from poplar.planner.prediction import describe
 from poplar.planner.recomputed_units import fastest_plan_with_recomputation
+from poplar.planner.request import Request
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
 from poplar.planner.unit_owners import with_unit_owners
@@ -34,6 +34,8 @@ POLICIES: Mapping[str, Policy] = {"exact": fastest_plan_with_persistent_units, *
 """How samples and shares are chosen at one stage. `exact` is the search for the fastest plan."""
 
 
+MOST_PASSES = 10_000
+"""Of a rank in a step; a plan lists each of them."""
 Recompute = Literal["auto", "never"]
 """Whether a plan may recompute units in the backward."""
 RECOMPUTE: tuple[str, ...] = get_args(Recompute)
@@ -117,12 +119,13 @@ def alternatives(
     if factored not in FACTORED:
         raise ValueError(f"factored must be one of {', '.join(FACTORED)}, got {factored!r}")
     request = Request(global_batch, min(max_micro_batch or global_batch, global_batch))
+    _check_passes(cluster, request)
     found: list[Plan] = []
     shortfalls: list[Shortfall] = []
     may_recompute = policy == "exact" and recompute == "auto"
     for stage in _checked_stages(stages):
         costs = StageCosts(cluster, stage)
-        missing = request_shortfall(costs, policy, global_batch, may_recompute=may_recompute)
+        missing = request_shortfall(costs, policy, request, may_recompute=may_recompute)
         if missing is not None:
             shortfalls.append(missing)
             continue
@@ -139,7 +142,7 @@ def alternatives(
         suggest = partial(
             suggested_changes,
             cluster,
-            global_batch,
+            request,
             stages,
             policy,
             shortfalls,
@@ -165,7 +168,7 @@ def _decide(
 
 def _with_recomputation(costs: StageCosts, request: Request, preference: float) -> Decision:
     """The fastest plan of one stage, with recomputed units where they make it faster."""
-    fits = memory_shortfall(costs) is None
+    fits = memory_shortfall(costs, request) is None
     plain = fastest_plan_with_persistent_units(costs, request) if fits else None
     return fastest_plan_with_recomputation(costs, request, plain, preference)
 
@@ -199,6 +202,25 @@ def _checked_stages(stages: Sequence[int]) -> list[int]:
     if not is_some or any(isinstance(s, bool) or s not in ALL_STAGES for s in stages):
         raise ValueError(f"stages must be a non-empty subset of {ALL_STAGES}, got {stages!r}")
     return sorted({int(stage) for stage in stages})
+
+
+def _check_passes(cluster: ClusterProfile, request: Request) -> None:
+    """Refuse a global batch that needs more passes than a plan may list."""
+    largest = sum(
+        min(
+            request.max_micro_batch,
+            max(point.batch for point in (*device.points, *device.recomputed_points)),
+        )
+        for device in cluster.devices
+    )
+    passes = -(-request.global_batch // largest)
+    if passes > MOST_PASSES:
+        raise ValueError(
+            f"a global batch of {request.global_batch} samples needs at least {passes} passes on a "
+            f"rank, because the largest micro-batches of all ranks are {largest} samples together; "
+            f"at most {MOST_PASSES} passes are planned: lower the global batch or profile larger "
+            "micro-batches"
+        )
 
 
 def _check_at_least_one(name: str, value: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from poplar import _core
@@ -17,8 +18,10 @@ from poplar.planner.communication_schedule import CommunicationSeconds, Synchron
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import suffice
 from poplar.planner.rank_groups import group_equal
+from poplar.planner.rooms import Rooms
 from poplar.profile import host_compositions
 
+_ROUNDING = 1e-9
 _SMALLEST_SHARE = 1e-9
 """Smaller shares are rounding errors and become 0."""
 
@@ -58,13 +61,31 @@ class Shared(NamedTuple):
 
 
 class ShareProblem:
-    """Shares between 0 and an upper bound on each rank, at one stage."""
+    """Shares between 0 and an upper bound on each rank, at one stage.
 
-    def __init__(self, costs: StageCosts, upper: Sequence[float]) -> None:
+    [Note: room for a pass]
+    With `rooms` the ranks together also hold a pass of some samples. The bound on a rank's share
+    falls with its samples; the program uses the concave hull of that bound and parts of samples.
+    """
+
+    def __init__(
+        self,
+        costs: StageCosts,
+        upper: Sequence[float],
+        rooms: Rooms | None = None,
+        samples: int = 0,
+    ) -> None:
+        """Args:
+        costs: of the stage.
+        upper: by rank.
+        rooms: of a pass; None: the ranks need not hold one.
+        samples: what the ranks together hold in this pass.
+        """
         self._costs = costs
         self._upper = [min(1.0, bound) for bound in upper]
         network = costs.cluster.network
-        equal = list(zip(costs.cluster.rank_group_indices, self._upper, strict=True))
+        indices = costs.cluster.rank_group_indices
+        equal = list(zip(indices, self._upper, rooms.by_rank if rooms else indices, strict=True))
         compositions = host_compositions(network.hosts, equal)
         self._groups = group_equal(zip(equal, compositions, strict=True))
         """Ranks with equal costs and bounds, on equal hosts; their shares are equal in the best
@@ -92,6 +113,8 @@ class ShareProblem:
         )
         """Seconds that become 1 in the program, so that its numbers are near 1."""
         self._rows = list(self._shared_rows())
+        if rooms is not None:
+            self._rows += self._room_rows(rooms, samples)
 
     @property
     def is_feasible(self) -> bool:
@@ -113,17 +136,19 @@ class ShareProblem:
         """The least seconds after the last synchronization."""
         return self._solve(self._tail).seconds
 
-    def cheapest(self, synchronizations: Sequence[Synchronization]) -> Shared:
-        """The least seconds of a step with these synchronizations, and the best shares."""
-        schedules = self._costs.step_schedules(len(synchronizations))
-        counts = Counter(zip(synchronizations, schedules, strict=True))
+    def cheapest(self, synchronizations: Mapping[tuple[Synchronization, bool], int]) -> Shared:
+        """The least seconds of a step with these synchronizations (see `StageCosts.counted`), and
+        the best shares.
+        """
+        usual, costliest = self._costs.schedules
         rows: list[Row] = []
-        for exposed, (synchronization, schedule) in enumerate(counts, self._free):
-            for exposure in schedule.exposures(synchronization):
+        for exposed, (one, is_costliest) in enumerate(synchronizations, self._free):
+            for exposure in (costliest if is_costliest else usual).exposures(one):
                 row = {self._gather: exposure.gather, self._reduce: exposure.reduce, exposed: -1.0}
                 rows.append((-exposure.seconds / self._unit, row))
-        shared = self._solve(self._tail, map(float, counts.values()), rows)
-        computed = math.fsum(synchronization.latest for synchronization in synchronizations)
+        counts = map(float, synchronizations.values())
+        shared = self._solve(self._tail, counts, rows)
+        computed = math.fsum(n * one.latest for (one, _), n in synchronizations.items())
         return shared._replace(seconds=shared.seconds + computed)
 
     def lowest(self, bounds: Sequence[tuple[CommunicationSeconds, float]]) -> Shared:
@@ -160,6 +185,19 @@ class ShareProblem:
         yield from self._collective_rows(collectives.reduce_scatter, self._reduce)
         yield from self._collective_rows(collectives.all_gather, self._gather)
         yield from self._tail_rows()
+
+    def _room_rows(self, rooms: Rooms, samples: int) -> Iterator[Row]:
+        """See [Note: room for a pass]. A variable is a rank's part of the samples."""
+        held = {}
+        for group, ranks in enumerate(self._groups):
+            variable, self._free = self._free, self._free + 1
+            held[variable] = -float(len(ranks))
+            room = rooms.by_rank[ranks[0]]
+            yield (len(room) - 1) / samples, {variable: 1.0}
+            for first, last in pairwise(rooms.hull(room)):
+                slope = (last.share - first.share) / (last.samples - first.samples)
+                yield first.share - slope * first.samples, {group: 1.0, variable: -slope * samples}
+        yield -1.0 + _ROUNDING, held
 
     def _collective_rows(self, cost: CollectiveCost, variable: int) -> Iterator[Row]:
         """A collective takes the sum of its levels, and each level at least each of its lines."""

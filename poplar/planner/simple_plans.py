@@ -14,9 +14,12 @@ from bisect import bisect_left
 
 from poplar.plan import Plan, spread
 from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.planner.heuristic import Alternation, Candidate, Request
+from poplar.planner.heuristic import Alternation, Candidate, with_smaller_passes_first
+from poplar.planner.memory_model import Caps
+from poplar.planner.memory_shortfall import shortfall_of
 from poplar.planner.persistent_units import persistence_order, unit_plans
 from poplar.planner.recomputed_units import with_fewest_recomputed_units
+from poplar.planner.request import Request
 from poplar.profile import ClusterProfile
 
 PREFERENCE = 0.02
@@ -50,7 +53,7 @@ def simplified(
     chosen = Candidate(seconds, plan.micro_batches, plan.shares)
     even = solvers.best_batches((1.0 / plan.world_size,) * plan.world_size)
     if even.seconds <= limit:
-        chosen = even
+        chosen = with_smaller_passes_first(costs, even)
     if costs.synchronizes_every_pass:
         chosen = _with_fewer_synchronizations(solvers, chosen, limit)
     else:
@@ -74,36 +77,45 @@ def _with_fewer_synchronizations(
     solvers: Alternation, candidate: Candidate, limit: float
 ) -> Candidate:
     """The same samples per rank, spread evenly over the fewest passes."""
-    caps = solvers.largest_batches(candidate.shares)
-    for passes in range(1, len(candidate.micro_batches[0])):
-        batches = tuple(spread(sum(own), passes) for own in candidate.micro_batches)
-        if all(own[-1] <= cap for own, cap in zip(batches, caps, strict=True)):
-            seconds = solvers.costs.step_seconds(batches, candidate.shares)
+    costs, shares = solvers.costs, candidate.shares
+    samples = list(map(sum, candidate.micro_batches))
+    fewest = max(map(_fewest, samples, solvers.largest_caps(shares)))
+    for passes in range(fewest, len(candidate.micro_batches[0])):
+        batches = tuple(spread(own, passes) for own in samples)
+        if shortfall_of(costs, batches, shares) is None:
+            seconds = costs.step_seconds(batches, shares)
             if seconds <= limit:
-                return Candidate(seconds, batches, candidate.shares)
+                return Candidate(seconds, batches, shares)
     return candidate
+
+
+def _fewest(samples: int, caps: Caps) -> int:
+    """No fewer passes hold these samples."""
+    return max(1, math.ceil(samples / max(1, *caps)))
 
 
 def _with_fewer_passes(
     solvers: Alternation, candidate: Candidate, limit: float, preference: float
 ) -> Candidate:
     """Fewer equal passes on each rank whose compute becomes at most `preference` longer."""
-    costs, caps = solvers.costs, solvers.largest_batches(candidate.shares)
+    costs, caps = solvers.costs, solvers.largest_caps(candidate.shares)
     slack = limit - candidate.seconds
     ((latest, reducible),) = costs.synchronizations(candidate.micro_batches)
 
-    def fewer(rank: int, own: tuple[int, ...], cap: int) -> tuple[int, ...]:
-        samples = sum(own)
+    def fewer(rank: int, own: tuple[int, ...], cap: Caps, share: float) -> tuple[int, ...]:
+        samples, memory = sum(own), costs.memories[rank]
         longest = costs.synchronization([(rank, own)]).latest * (1.0 + preference + _ROUNDING)
-        for passes in range(math.ceil(samples / max(1, cap)), len(own)):
+        for passes in range(_fewest(samples, cap), len(own)):
             even = spread(samples, passes)
+            if not memory.fits(Caps.of(even), share):
+                continue
             ready = costs.synchronization([(rank, even)])
             is_late = ready.latest > min(longest, latest + slack)
             if not is_late and (ready.reducible <= reducible + slack or not costs.overlaps):
                 return even
         return own
 
-    batches = tuple(costs.by_rank(fewer, candidate.micro_batches, caps))
+    batches = tuple(costs.by_rank(fewer, candidate.micro_batches, caps, candidate.shares))
     return Candidate(costs.step_seconds(batches, candidate.shares), batches, candidate.shares)
 
 

@@ -16,6 +16,7 @@ from poplar.planner.cost_model import StageCosts
 from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
 from poplar.planner.memory_shortfall import Shortfall
 from poplar.planner.recomputed_units import shortfall_with_recomputation
+from poplar.planner.request import Request
 from poplar.planner.what_if import Changed
 from poplar.profile import ClusterProfile
 
@@ -24,24 +25,24 @@ _MAX_DEVICES = 256
 
 
 def request_shortfall(
-    costs: StageCosts, policy: str, global_batch: int, *, may_recompute: bool
+    costs: StageCosts, policy: str, request: Request, *, may_recompute: bool
 ) -> Shortfall | None:
     """What is missing for every plan of a policy at this stage; None: one fits.
 
     Args:
         costs: without recomputation.
         policy: see `search`.
-        global_batch: see `search`.
+        request: what a plan is for.
         may_recompute: plans may recompute units.
     """
     if may_recompute:
-        return shortfall_with_recomputation(costs)
-    return policy_shortfall(costs, policy, global_batch)
+        return shortfall_with_recomputation(costs, request)
+    return policy_shortfall(costs, policy, request)
 
 
 def suggested_changes(
     cluster: ClusterProfile,
-    global_batch: int,
+    request: Request,
     stages: Sequence[int],
     policy: str,
     shortfalls: Sequence[Shortfall],
@@ -51,22 +52,22 @@ def suggested_changes(
     """The smallest changes that make a plan fit, each on its own.
 
     Args:
-        cluster: where `search` found no plan; the next three are its arguments too.
-        global_batch: see `search`.
+        cluster: where `search` found no plan.
+        request: what the plan was searched for.
         stages: see `search`.
         policy: see `search`.
         shortfalls: what is missing at each stage.
         may_recompute: ranks may recompute units already.
     """
     groups = device_groups(cluster)
-    cluster = with_equal_devices(cluster, groups)
+    measured, cluster = cluster, with_equal_devices(cluster, groups)
     all_ranks = DeviceGroup("", tuple(range(cluster.world_size)))
 
     def fitting_stage(changed: ClusterProfile, stages: Iterable[int], policy: str) -> int | None:
         """The highest of the stages at which a plan fits."""
         for stage in sorted(stages, reverse=True):
             costs = StageCosts(changed, stage)
-            if request_shortfall(costs, policy, global_batch, may_recompute=may_recompute) is None:
+            if request_shortfall(costs, policy, request, may_recompute=may_recompute) is None:
                 return stage
         return None
 
@@ -90,8 +91,11 @@ def suggested_changes(
             for ranks in [*sorted(lacking, key=len), all_ranks.ranks]
         )
         found += list(filter(None, map(suggestion, recomputing)))[:1]
-    too_small = lacking - {all_ranks.ranks}
-    smaller = (what_if.without(cluster, ranks) for ranks in sorted(too_small, key=len))
+    # Each device on its own: equal devices of a group have the least memory of any of them.
+    too_small = {*lacking, *((rank,) for ranks in lacking for rank in ranks)}
+    too_small |= {group.ranks for group in groups}
+    fewer = sorted(too_small - {all_ranks.ranks, ()}, key=lambda ranks: (len(ranks), ranks))
+    smaller = (what_if.without(measured, ranks) for ranks in fewer)
     found += list(filter(None, map(suggestion, smaller)))[:1]
     memory_groups = [*groups, all_ranks] if len(groups) > 1 else groups
     more_memory = [partial(what_if.more_memory, cluster, group) for group in memory_groups]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +77,6 @@ class ShardedUpdate:
         self._factory, self._options = factory, dict(options)
         self.collected: dict[str, Any] | None = None
         """The whole state as a state dict, if it was collected here since it last changed."""
-        self.updates = 0
-        """Updates that have been applied, or skipped on all ranks, since state was loaded."""
         self.before_reading_state: Callable[[], None] | None = None
         """Completes the state of the last step, if the device decided whether it was applied."""
         self._state_layouts: dict[int, StateLayout] = {}
@@ -131,15 +129,12 @@ class ShardedUpdate:
             tensor.grad = None
             if low is not None and tensor not in written:
                 low.copy_(tensor)
-        self.updates += 1
 
     def use_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take the hyper-parameters of the outer param groups."""
         for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
-            for key, value in theirs.items():
-                chosen_here = key == "fused" and value is None
-                if key not in ("params", "param_names") and not chosen_here:
-                    mine[key] = value
+            own = ("params", "param_names")
+            mine.update({key: value for key, value in theirs.items() if key not in own})
         self._state_layouts.clear()
 
     def copy_new_settings(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -209,14 +204,14 @@ class ShardedUpdate:
             }
             inner.step_scaled(factor, found_inf, written)
             return written
-        takes_scalars, starting = _takes_scalars(inner), _starting_momentum(inner)
-        if not takes_scalars or starting:
+        takes_scalars = _takes_scalars(inner)
+        if not takes_scalars or _would_initialize_momentum(inner):
             if found_inf is not None and bool(found_inf):
                 return {}
             found_inf = None
         if takes_scalars:
             with _amp_scalars(inner, factor, found_inf):
-                _step_fused(inner, tensors, starting)
+                inner.step()
         else:
             if factor is not None and float(factor) != 1.0:
                 for tensor in tensors:
@@ -303,14 +298,6 @@ class ShardedUpdate:
             self._state_layouts[group] = layout
         return layout
 
-    def reset_state(self) -> None:
-        """Drop the state; the next update creates it as the first one does."""
-        self.collected = None
-        if self.before_reading_state is not None:
-            self.before_reading_state()
-        self.inner.state.clear()
-        self._unstarted.clear()
-
     def create_state(self) -> None:
         """Create the state that is missing because there was no update, to load into it.
 
@@ -342,8 +329,8 @@ class ShardedUpdate:
         runs: Sequence[ParameterRun],
         states: Mapping[ParameterRun, dict[str, Any]],
     ) -> None:
-        """Load other runs of `flat`, which are bound, and their state."""
-        self.collected, self.updates = None, 0
+        """Replace the runs of `flat`, which are bound, and their state."""
+        self.collected = None
         for run in self.runs:
             if run.flat is flat and run.tensor is not None:
                 self.inner.state.pop(run.tensor, None)
@@ -548,29 +535,17 @@ def _takes_scalars(inner: torch.optim.Optimizer) -> bool:
     return fused and inspect.unwrap(type(inner).step) in _FUSED_STEPS
 
 
-def _starting_momentum(inner: torch.optim.Optimizer) -> set[Tensor]:
-    """The tensors whose momentum begins with this step.
+def _would_initialize_momentum(inner: torch.optim.Optimizer) -> bool:
+    """Whether a skipped step would leave uninitialized memory in `inner`.
 
-    torch's fused SGD allocates it and relies on the step to write it, so a skipped step would leave
-    uninitialized memory.
+    torch's fused SGD allocates its momentum and relies on the step to write it.
     """
-    return {
-        tensor
+    return any(
+        group.get("momentum") and not inner.state.get(tensor)
         for group in inner.param_groups
         for tensor in group["params"]
-        if group.get("momentum") and tensor.grad is not None and not inner.state.get(tensor)
-    }
-
-
-def _step_fused(
-    inner: torch.optim.Optimizer, tensors: Iterable[Tensor], starting: set[Tensor]
-) -> None:
-    """Step tensors whose momentum begins apart from the others, as torch's fused SGD needs it."""
-    gradients = {tensor: tensor.grad for tensor in tensors}
-    for part in filter(None, (starting, gradients.keys() - starting)):
-        for tensor, gradient in gradients.items():
-            tensor.grad = gradient if tensor in part else None
-        inner.step()
+        if tensor.grad is not None
+    )
 
 
 @contextmanager

@@ -63,11 +63,14 @@ def test_every_policy_fits_in_memory_and_is_not_faster_than_the_search(stage):
 
 
 def smallest_plans(policy, ranks, global_batch, stages):
-    """Plans with even shares, one of which fits if any plan of the policy does."""
+    """Plans with even shares, one of which fits if any plan of the policy with several passes
+    does.
+    """
     if policy == "even":
-        return [Plan.even(ranks, min(ranks, global_batch), 1, *stages)]
+        return [Plan.even(ranks, min(2 * ranks, global_batch), 1, *stages)]
     alone = ([int(rank == own) for rank in range(ranks)] for own in range(ranks))
-    return [Plan.manual(batches, stage=stages[0]) for batches in alone]
+    passes = min(2, global_batch)
+    return [Plan.manual(batches, stage=stages[0], passes=passes) for batches in alone]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -76,9 +79,10 @@ def test_even_uses_the_largest_micro_batch_that_the_smallest_rank_can_hold(stage
     plan = search(cluster_of(device(), small), global_batch=64, stages=(stage,), policy="even")
     largest = max(map(max, plan.micro_batches))
     assert plan == Plan.even(2, 64, largest, stage)
-    assert Oracle(cluster_of(small, small), stage).fits(((largest,),) * 2, (0.5, 0.5))
+    assert Oracle(cluster_of(small, small), stage).fits(plan.micro_batches, (0.5, 0.5))
     if largest < small.max_batch:
-        assert not Oracle(cluster_of(small, small), stage).fits(((largest + 1,),) * 2, (0.5, 0.5))
+        larger = Plan.even(2, 64, largest + 1, stage)
+        assert not Oracle(cluster_of(small, small), stage).fits(larger.micro_batches, (0.5, 0.5))
 
 
 @pytest.mark.parametrize("stage", STAGES)

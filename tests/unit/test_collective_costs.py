@@ -17,7 +17,7 @@ from poplar.host_traffic import link_traffic, network_traffic
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.communication_schedule import Synchronization
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.memory_model import rank_memory
+from poplar.planner.memory_model import Caps, rank_memory
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import predict
 from poplar.planner.search import search
@@ -125,7 +125,7 @@ def test_no_shares_are_faster_than_those_of_the_linear_program(seed: int) -> Non
     problem = ShareProblem(costs, upper)
     assume(problem.is_feasible)
     step = [Synchronization(draw.random(), 0.0)]
-    found = problem.cheapest(step)
+    found = problem.cheapest(costs.counted(step))
 
     def seconds(shares: tuple[float, ...]) -> float:
         parts = costs.synchronizations_seconds(step, costs.communication(shares))
@@ -178,7 +178,9 @@ def test_a_hierarchical_transport_needs_memory_for_one_collective_on_its_host() 
     flat = dataclasses.replace(flat, model=model)
     network = dataclasses.replace(flat.network, hosts=(0, 0, 1, 1))
     over_hosts = dataclasses.replace(flat, network=network)
-    more = rank_memory(over_hosts, 2, 0).needed(0, 0.0) - rank_memory(flat, 2, 0).needed(0, 0.0)
+    more = rank_memory(over_hosts, 2, 0).needed(Caps(0), 0.0) - rank_memory(flat, 2, 0).needed(
+        Caps(0), 0.0
+    )
     assert more == pytest.approx((2 * model.wire_bytes + model.param_bytes) * 10**6)
 
 

@@ -98,7 +98,7 @@ def test_changes_gain_what_a_search_on_the_changed_cluster_gains():
     faster = what_if.faster_devices(cluster, fast, 1.25)
     assert change_of(explanation, "device", (0,)).gain == pytest.approx(gain(faster))
     more_memory = what_if.more_memory(cluster, fast, 14)
-    assert change_of(explanation, "memory", (0,)).gain >= gain(more_memory) - 1e-3
+    assert change_of(explanation, "memory", (0,)).gain >= gain(more_memory) * 0.98
     assert str(change_of(explanation, "memory", (0,))).startswith(
         "rank 0's memory: +14.0 MiB gives +"
     )

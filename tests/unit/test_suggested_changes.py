@@ -53,7 +53,7 @@ def test_a_lower_stage_is_suggested_if_no_higher_one_fits():
 
 
 def test_policy_exact_is_suggested_if_only_uneven_shares_fit():
-    cluster = cluster_of(device(memory=200 * MB), device(memory=86 * MB))
+    cluster = cluster_of(device(memory=200 * MB), device(memory=66 * MB))
     found = suggestions(cluster, stages=(2,), policy="even")
     assert "policy exact at stage 2" in found
     assert search(cluster, global_batch=4, stages=(2,)).shares[0] > 0.5
@@ -180,3 +180,12 @@ def test_the_error_survives_pickling():
     assert str(again) == str(caught.value)
     assert again.suggestions == caught.value.suggestions
     assert again.shortfalls == caught.value.shortfalls
+
+
+@pytest.mark.parametrize("ranks", [3, 40])
+def test_the_device_without_which_a_plan_fits_is_named(ranks):
+    """Also in a large cluster, where devices of a group count as the smallest of them."""
+    memories = [100 * MB] * (ranks - 1)
+    memories.insert(1, 8 * MB)
+    cluster = cluster_of(*(device(memory=memory) for memory in memories))
+    assert any(one.startswith("without rank 1 ") for one in suggestions(cluster, stages=(3,)))

@@ -30,7 +30,7 @@ def best_shares(model: StepModel, terms: StepTerms, ratios: tuple[int, ...]) -> 
     if not terms.replicated or not problem.is_feasible:
         return model.shares
     compute = model.compute_seconds(terms, ratios)
-    return problem.cheapest([model.synchronization(compute)]).shares
+    return problem.cheapest({(model.synchronization(compute), True): 1}).shares
 
 
 def _most_shares(model: StepModel, terms: StepTerms, ratios: tuple[int, ...]) -> Iterator[float]:

@@ -30,7 +30,7 @@ from poplar.planner.communication_schedule import CommunicationSeconds, Synchron
 from poplar.planner.cost_model import StageCosts, residual_of
 from poplar.planner.graph.graph import Graph, TensorType
 from poplar.planner.graph.placement import Placement, Sharded, cut
-from poplar.planner.memory_model import SLACK_BYTES
+from poplar.planner.memory_model import SLACK_BYTES, Caps
 from poplar.planner.rules.pattern import Pattern
 from poplar.planner.rules.strategy import Strategy
 from poplar.planner.synthesis.data_parallel import data_parallel
@@ -328,7 +328,7 @@ class StepModel:
         if samples > self.cluster.devices[rank].max_batch:
             return math.inf
         share = self.shares[rank]
-        needed = self.stage.memories[rank].needed_by((samples,), share)
+        needed = self.stage.memories[rank].needed(Caps(samples), share)
         always = model.param_bytes + _ACCUMULATOR_BYTES
         for units, numel in terms.sharded.items():
             part = parts_of(units, ratios)[rank]

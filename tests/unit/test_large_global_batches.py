@@ -1,0 +1,27 @@
+"""Planning takes no longer where a step has many equal passes."""
+
+from __future__ import annotations
+
+import pytest
+from test_search import cluster_of, device
+
+from poplar.planner.search import POLICIES, search
+
+
+def large(batch, stages=(0, 1, 2, 3), policy="exact"):
+    devices = [
+        device(speed, largest=128, memory=10**11, peak_flops=1e12 * speed) for speed in (1.0, 2.0)
+    ]
+    return search(cluster_of(*devices), global_batch=batch, stages=stages, policy=policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_global_batch_of_hundreds_of_thousands_is_planned(policy):
+    plan = large(300_000, policy=policy)
+    assert sum(map(sum, plan.micro_batches)) == 300_000
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_global_batch_with_too_many_passes_to_list_is_refused(policy):
+    with pytest.raises(ValueError, match="needs at least 3906250 passes on a rank"):
+        large(10**9, policy=policy)
