@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from poplar.checkpoint.state_dicts.model_state import ModelState
 from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState, collected_state_dict
@@ -29,9 +29,12 @@ from poplar.plan import Plan
 from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
 from poplar.zero import nonfinite
+from poplar.zero.absent_parameter import mark_present
 from poplar.zero.agreement import (
     MicroBatchesTooLarge,
     StepSummary,
+    agreed,
+    caught,
     raise_on_any_error,
     run_on_all_ranks,
 )
@@ -41,6 +44,7 @@ from poplar.zero.checks.length_watch import LengthWatch
 from poplar.zero.checks.loss_mean import FirstLossCheck
 from poplar.zero.checks.model_structure import ModelStructure
 from poplar.zero.checks.replica_check import ReplicaCheck
+from poplar.zero.collective_calls import CollectiveCalls
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
@@ -52,7 +56,9 @@ from poplar.zero.nonfinite import OnNonFinite
 from poplar.zero.out_of_memory import OnOutOfMemory, check_choice, smaller_batches_message
 from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
 from poplar.zero.step import Step
+from poplar.zero.step_hooks import has_hooks, has_pre_hooks, run_post_hooks, run_pre_hooks
 from poplar.zero.step_result import StepResult, Stopwatch
+from poplar.zero.step_settings import StepSettings
 from poplar.zero.step_state import Phase
 from poplar.zero.unit import Unit
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
@@ -102,7 +108,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `load_state_dict`,
     `consolidate_state_dict`, `full_state_dict`, `save_model`, `apply_plan`, `full_gradients`,
     `verify_replicas`, `release`. If a rank fails in a step, all ranks raise, no rank applies the
-    step, and training may continue.
+    step, and training may continue; an error in the update itself stops all ranks.
 
     At stage 3, outside `full_parameters()`, `model.state_dict()` has a `ShardTensor` with this
     rank's part of each parameter, for `torch.distributed.checkpoint`; `torch.save` refuses it.
@@ -176,6 +182,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     # Makes a plain GradScaler call step() with its scale, so that step() can reject it.
     _step_supports_amp_scaling = True
+    _state: Any = None
 
     def __init__(
         self,
@@ -247,9 +254,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         looks = self._group.rank == looking
         self._first_loss = FirstLossCheck(looks=looks, reads=self._engine.values_are_readable)
         self._lengths = LengthWatch(looks=looks)
-        super().__init__(request.groups, self._update.inner.defaults)
+        defaults = self._update.inner.defaults
+        if "fused" in defaults:  # Poplar's choice is no setting of the user's
+            defaults = {**defaults, "fused": optimizer_kwargs.get("fused")}
+        super().__init__(request.groups, defaults)
         self._settings_are_final = True
-        self.state = OptimizerState(self._engine, self._update)  # type: ignore[assignment]
+        self._state = OptimizerState(self._engine, self._update)
         forward_state = ForwardStateCheck(
             model,
             self._engine.flats,
@@ -258,6 +268,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             allowed=allow_forward_state,
         )
         self._step = Step(self._engine, self._update, self._replicas, forward_state, on_nonfinite)
+        self._calls = CollectiveCalls(self._group, self._step.stop, self._engine.abort)
         self._follow_plan()
         self._has_stepped = False
         self._members = [list(map(id, group["params"])) for group in self.param_groups]
@@ -270,6 +281,22 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._unregister = model_checks.register_owner(
             list(model.named_parameters()), self, self._engine.hooks
         )
+
+    @property
+    def state(self) -> Any:
+        """The state of each parameter, as this rank has it. Set it to an empty dict to reset it."""
+        return self._state
+
+    @state.setter
+    def state(self, values: Mapping[Any, Any]) -> None:
+        if self._state is None:  # in the constructor of the base class
+            return
+        if values:
+            raise ValueError(
+                "optimizer.state can only be set to an empty dict, on all ranks, which resets the "
+                "state; use load_state_dict() to load one"
+            )
+        self._update.reset_state()
 
     # The step.
 
@@ -312,21 +339,40 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             torch.OutOfMemoryError: this rank ran out of memory, also on the CPU.
             CollectiveTimeout: a rank did not take part in a collective before the deadline.
         """
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise TypeError(_PLAIN_SCALER)
+        with self._calls.running("train_step()"):
+            return self._train_step(loss_fn, batch, weight, loss, max_norm, scaler)
+
+    def _train_step(
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        weight: Weight | None,
+        loss: Loss,
+        max_norm: float | None,
+        scaler: GradScaler | None,
+    ) -> StepResult:
         scaler = scaler if scaler is not None else self._default_scaler
         engine = self._engine
-        if weight is None and loss == "mean":
-            loss_fn = self._first_loss.watched(loss_fn)
+
+        def prepare() -> None:
+            nonlocal loss_fn
+            if scaler is not None:
+                if not isinstance(scaler, GradScaler):
+                    raise TypeError(_PLAIN_SCALER)
+                scaler.make_scale(engine.trained[0].device)
+            if weight is None and loss == "mean":
+                loss_fn = self._first_loss.watched(loss_fn)
+
         stopwatch = Stopwatch(engine.strategy.streams, self._group)
         while True:
             try:
-                summary = self._run_passes(loss_fn, batch, weight, loss, scaler)
+                opened = self._open_step(prepare, batch, weight, loss)
+                summary = self._run_passes(loss_fn, opened, max_norm, scaler)
                 break
             except MicroBatchesTooLarge as found:
-                self._use_smaller_batches(found.batches)
+                prepare = partial(self._use_smaller_batches, found.batches)
         state, waiting = engine.step, engine.strategy.waiting.step
-        state.in_train_step = not (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        state.in_train_step = not has_pre_hooks(self)
         engine.finish_gradients()
         if scaler is not None:
             scaler.unscale_(self)
@@ -367,12 +413,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             loss: as for `train_step`.
         """
 
-        def start() -> list[MicroBatch]:
+        def prepare() -> None:
             if weight is None and loss == "mean":
                 self._first_loss.watch_loop(self._model, batch)
-            return self._step.start(self._open_step(batch, weight, loss))
 
-        return MicroBatchLoop(self._step, start)
+        def start() -> list[MicroBatch]:
+            return self._step.start(self._open_step(prepare, batch, weight, loss))
+
+        return MicroBatchLoop(self._step, start, partial(self._calls.running, "micro_batches()"))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -385,19 +433,57 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             RankFailed: another rank could not finish its passes, so no rank has stepped.
             RuntimeError: no backward since the last step, or a plain `torch.amp.GradScaler`.
         """
-        result: float | None = None
-        if closure is not None:
+        name = f"Optimizer.step#{type(self).__name__}.step"
+        with self._calls.running("step()"), torch.autograd.profiler.record_function(name):
+            return self._step_with_hooks(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch does not run the hooks around it
+
+    def _step_with_hooks(self, closure: Any) -> float | None:
+        def before() -> None:
+            nonlocal closure
+            closure = run_pre_hooks(self, closure)
+            if hasattr(self, "found_inf"):  # set by torch's GradScaler.step, but not by Poplar's
+                for name in ("found_inf", "grad_scale"):
+                    vars(self).pop(name, None)
+                raise RuntimeError(_PLAIN_SCALER)
+
+        error, result = caught(before), None
+        if error is None and closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if hasattr(self, "found_inf"):  # set by torch's GradScaler.step, but not by Poplar's
-            for name in ("found_inf", "grad_scale"):
-                vars(self).pop(name, None)
-            raise RuntimeError(_PLAIN_SCALER)
-        if self._is_zero_step():
+        if error is None and self._is_zero_step():
             return result
-        self._step.apply(self.param_groups)
+        summary = self._step.apply(self.param_groups, self._settings(), error)
         self._update.copy_new_settings(self.param_groups)
+        self._optimizer_step_code()
+        error = caught(partial(run_post_hooks, self, closure))
+        if summary.has_hooks:
+            doing, outcome = (
+                "a hook after a step",
+                "it raises, too, after all have applied the step",
+            )
+            raise_on_any_error(self._control, error, doing=doing, outcome=outcome)
+        elif error is not None:
+            raise error
         return result
+
+    def _settings(
+        self,
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale: Tensor | None = None,
+    ) -> StepSettings:
+        """What must be equal on all ranks in this step."""
+        return StepSettings(
+            self.param_groups,
+            updates=self._update.updates,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale=scale,
+            has_hooks=has_hooks(self),
+        )
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -407,7 +493,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             The norm over all parameters before clipping, as one fp32 on the device. For `norm_type`
             2 and infinity its bits do not depend on the shares.
         """
-        return self._step.clip(float(max_norm), float(norm_type))
+        with self._calls.running("clip_grad_norm_()"):
+            norm_type = float(norm_type)
+            settings = self._settings(max_norm=max_norm, norm_type=norm_type)
+            return self._step.clip(float(max_norm), settings)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step. `.grad` is always set to None.
@@ -416,13 +505,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             RuntimeError: called inside of a `micro_batches` loop, before its last backward was
                 applied. The step is abandoned on all ranks.
         """
-        if self._step.leave_user_loop(_ZERO_GRAD_INSIDE_LOOP):
-            raise RuntimeError(_ZERO_GRAD_INSIDE_LOOP)
-        self._engine.drop_parameter_gradients()
-        if self._engine.step.open_micro_batch is None:
-            self._engine.drop_implicit_pass()
-            if self._engine.has_gradients:
-                self._step.reset()
+        with self._calls.running("zero_grad()"):
+            if self._step.leave_user_loop(_ZERO_GRAD_INSIDE_LOOP):
+                raise agreed(RuntimeError(_ZERO_GRAD_INSIDE_LOOP))
+            self._engine.drop_parameter_gradients()
+            if self._engine.step.open_micro_batch is None:
+                self._engine.drop_implicit_pass()
+                if self._engine.has_gradients:
+                    self._step.reset()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -444,7 +534,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Call it between the last backward and `step()`. Every rank gets all gradients, in fp32 and
         in the shape of the parameters, so it needs memory for all of them.
         """
-        self._step.finish_passes()
+        self._step.reject_open_loop()
+        run_on_all_ranks(self._control, self._step.finish_passes, doing="full_gradients()")
         gradients = self._engine.full_gradients()
         factor = 1.0 if self._engine.step.factor is None else self._engine.step.factor
         return {name: gradient * factor for name, gradient in gradients}
@@ -510,10 +601,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def _detach(self) -> None:
         """Drop the model and the engine without changing the parameters."""
         self._unregister()
-        self.state = defaultdict(dict)
+        for parameter in self._model.parameters():
+            mark_present(parameter)
+        self._state = defaultdict(dict)
         # All of them lead to the state, which must not live as long as this object.
         released: Any = _ReleasedEngine()
-        self._engine = self._update = self._step = self._replicas = released
+        self._engine = self._update = self._step = self._replicas = self._calls = released
 
     # Without a step.
 
@@ -534,13 +627,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             RankFailed: another rank could not load or evaluate a batch.
             ValueError: no rank had a batch.
         """
-        self._step.raise_if_nonfinite()
-        was_training = self._model.training
-        self._model.eval()
-        try:
+        with self._calls.running("evaluate()"):
+            self._step.raise_if_nonfinite()
             return Evaluation(self._engine, loss_fn, weight).run(loader)
-        finally:
-            self._model.train(was_training)
 
     def full_parameters(
         self, writeback: bool = False, *, modules: Sequence[str | nn.Module] | None = None
@@ -802,34 +891,48 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def _run_passes(
         self,
         loss_fn: LossFunction,
-        batch: Any,
-        weight: Weight | None,
-        loss: Loss,
+        opened: OpenedStep,
+        max_norm: float | None,
         scaler: GradScaler | None,
     ) -> StepSummary:
-        """Open a step, run its passes and close it. Collective.
+        """Run the passes of an opened step and close it. Collective.
 
         Raises:
             MicroBatchesTooLarge: ranks ran out of memory, and smaller micro-batches may fit.
         """
         step = self._step
-        opened = self._open_step(batch, weight, loss)
         forward = MicroBatchLoss(loss_fn, self._model, self._group.rank)
         step.run_early_forward(opened, forward)
         error = step.run_passes(step.start(opened), forward, scaler)
         self._engine.wait_for_reductions()
+        scale = None if scaler is None else scaler.make_scale(self._engine.trained[0].device)
+        settings = self._settings(max_norm=max_norm, scale=scale)
         try:
-            return step.close(2.0, error, may_run_again=self._retries)
+            return step.close(settings, error, may_run_again=self._retries)
         except MicroBatchesTooLarge:
             if error is not None:
                 free_frames(error)  # they hold the batch, or activations if the leader failed
             raise
 
-    def _open_step(self, batch: Any, weight: Weight | None, loss: Loss) -> OpenedStep:
-        """Check and split the batch and start to exchange its weight. Collective."""
-        self._lengths.look(batch)
-        check = self._check_before_step
-        return self._splitter.open(self._control, batch, weight, loss, check)
+    def _open_step(
+        self, prepare: Callable[[], None], batch: Any, weight: Weight | None, loss: Loss
+    ) -> OpenedStep:
+        """Check and split the batch and start to exchange its weight. Collective.
+
+        Args:
+            prepare: what else may fail on this rank before the step.
+            batch: as for `train_step`.
+            weight: as for `train_step`.
+            loss: as for `train_step`.
+        """
+
+        def check() -> None:
+            self._check_before_step()
+            prepare()
+            self._lengths.look(batch)
+
+        error = caught(check)
+        return self._splitter.open(self._control, batch, weight, loss, error)
 
     def _check_before_step(self) -> None:
         if self._engine.has_unsharded_units:
@@ -940,7 +1043,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             One fp32, equal on all ranks: 1 if the gradient is not finite, so that `step` changes
             nothing, else 0.
         """
-        return self._step.multiply_gradient(factor)
+        with self._calls.running("multiply_gradient()"):
+            return self._step.multiply_gradient(factor, self._settings(scale=factor))
 
 
 def _weak_method(method: Callable[[], None]) -> Callable[[], None]:

@@ -48,6 +48,8 @@ class CollectiveCount(TorchDispatchMode):
         others = self.ranks - 1
         if name in GATHERS:
             return others * _nbytes(args[1])
+        if _is_gather(name, args):
+            return _nbytes(args[1])
         if name == "alltoall_base_" and args[4]:
             rows = sum(args[4])
             return _nbytes(args[1]) * (rows - args[4][self.rank]) // rows if rows else 0
@@ -61,9 +63,15 @@ class CollectiveCount(TorchDispatchMode):
 
 
 def _kind(name: str, args: tuple[Any, ...]) -> str:
-    if name in GATHERS:
+    if name in GATHERS or _is_gather(name, args):
         return "gather" if _first(args[1]).is_floating_point() else "other"
     return "reduce" if name in REDUCTIONS else "other"
+
+
+def _is_gather(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an all-to-all sends one tensor to all ranks, as a gather of unequal slices does."""
+    sent = {(t.data_ptr(), t.numel()) for t in args[1] if t.numel()} if name == "alltoall_" else ()
+    return len(sent) == 1
 
 
 def _first(value: Tensor | list[Any]) -> Tensor:

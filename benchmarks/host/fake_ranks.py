@@ -50,7 +50,13 @@ _real_all_to_all = dist.all_to_all
 
 
 def _all_to_all(received: list[Tensor], sent: list[Tensor], **options: Any) -> dist.Work | None:
-    """As `dist.all_to_all`; the fake group copies what is sent to where it receives."""
+    """As `dist.all_to_all`; the fake group copies what is sent to where it receives.
+
+    If sizes differ it cannot, and zeros are received: new memory may have NaN, and a step whose
+    loss is NaN is not applied.
+    """
     if any(to.numel() != part.numel() for to, part in zip(received, sent, strict=True)):
+        for part in received:
+            part.zero_()
         received = sent
     return _real_all_to_all(received, sent, **options)

@@ -142,7 +142,8 @@ def start_save(
                 timeout_seconds=control.group.timeout.total_seconds(),
                 on_this_host=agreement.on_this_host,
             )
-            pending.append(PendingSave(job, control, after=after))
+            asynchronous = copy is not None
+            pending.append(PendingSave(job, control, asynchronous=asynchronous, after=after))
 
         run_on_all_ranks(control, start, doing=doing)
     except BaseException:

@@ -22,7 +22,7 @@ from poplar.comm import Group, connect_control
 from poplar.data import pytree
 from poplar.integrations.user_step import Trained, UserStep, outside_of_the_loop
 from poplar.plan import STRATEGIES, Plan
-from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.agreement import caught, raise_on_any_error
 from poplar.zero.checks import model_checks
 from poplar.zero.checks.first_batch import FirstBatchCheck
 from poplar.zero.checks.loss_mean import FirstLossCheck
@@ -145,10 +145,13 @@ class UnequalPasses:
         )
 
         def start() -> list[MicroBatch]:
-            if weight is None and loss == "mean":
-                self._first_loss.watch_loop(self._inner_model(), batch)
-            check = partial(self._check, batch)
-            opened = self._splitter.open(self._control, batch, weight, loss, check)
+            def check() -> None:
+                self._check(batch)
+                if weight is None and loss == "mean":
+                    self._first_loss.watch_loop(self._inner_model(), batch)
+
+            error = caught(check)
+            opened = self._splitter.open(self._control, batch, weight, loss, error)
             micro_batches, _, _ = opened.wait(lambda: None)
             self._first_batches.look(opened.batch)
             self._step = step
@@ -214,11 +217,7 @@ class UnequalPasses:
 
     def _agree_on_plan(self, plan: Plan) -> None:
         """Check the plan on all ranks and that it is the same. Collective."""
-        error: Exception | None = None
-        try:
-            self._check_plan(plan)
-        except Exception as caught:
-            error = caught
+        error = caught(partial(self._check_plan, plan))
         raise_on_any_error(self._control, error, doing="building UnequalPasses")
         digests = self._control.exchange_objects(plan.digest(), what="comparing plans")
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]

@@ -129,7 +129,16 @@ class Passes:
 
     def _checked_loss(self) -> Tensor:
         """The loss of one sample."""
-        loss = check_scalar(self.loss_fn(self.model, self.batch(1)))
+        try:
+            loss = check_scalar(self.loss_fn(self.model, self.batch(1)))
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):  # of torch's batch_norm
+                raise
+            raise ValueError(
+                f"a pass of one sample, which plans may have, fails in a BatchNorm ({error}): its "
+                "inputs have one value per channel there. Use larger inputs, GroupNorm or .eval(), "
+                "or train with Plan.manual or Plan.even, whose micro-batches you choose"
+            ) from error
         if not loss.requires_grad:
             raise ValueError(
                 "the loss does not require a gradient, so there is no backward to measure; compute "

@@ -60,6 +60,8 @@ class ExportedLoss:
     """Of the graph's constants and buffers, by the name of the node."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """By path: what the batch has besides inputs, and what the graph is of."""
+    numbers: tuple[str, ...] = ()
+    """Paths of the inputs that were numbers in the example batch."""
 
     def equals(self, other: ExportedLoss) -> bool:
         """Whether both are the same function of parameters, buffers and batch."""
@@ -127,7 +129,9 @@ def export_loss(
         program = _exported(module, given)
     _refuse_changes(program)
     graph, constants = _converted(program, model, given)
-    return ExportedLoss(graph, constants, _fixed(given))
+    was_number = {path for path, value in _leaves(batch).items() if _is_number(value)}
+    numbers = tuple(path for path in graph.batch if path in was_number)
+    return ExportedLoss(graph, constants, _fixed(given), numbers)
 
 
 def _exported(module: nn.Module, batch: Any) -> ExportedProgram:

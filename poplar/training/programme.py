@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.comm import Communicator
+from poplar.errors import NotExportable
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.plan import Plan
 from poplar.planner.graph.graph import BUFFER, Graph
@@ -125,17 +126,55 @@ class ProgrammeTraining(DistributedTraining):
             batch: this rank's part, as for `train_step`.
 
         Raises:
-            NotExportable: the model computes something else than the programme.
+            RuntimeError: the model computes something else than the programme.
             ValueError: the batch is not like the example batch.
         """
         own = self._pass()
         tensors = self._tensors(own.graph, own.checked.exported.tensors(batch, self._device))
         if torch.is_grad_enabled() and self.plan.samples(self._rank):
+            self._compare(own.checked, batch)
+        numbers = {path: float(tensors[path]) for path in own.checked.exported.numbers}
+        buffers = own.buffers
+
+        def compute(errors: list[Exception]) -> Tensor:
+            try:
+                self._check_equal(numbers)
+            except ValueError as error:  # on all ranks
+                errors.append(error)
+                raise
+            return own.execution.loss(self._divided.parameters, tensors, buffers, errors)
+
+        return compute
+
+    def _compare(self, checked: CheckedExport, batch: Any) -> None:
+        """Compare the graph with the model on samples of this rank, in a few steps."""
+        try:
             with self._guard.allowed(), self._divided.stand_ins() as has_values:
                 if has_values:
-                    own.checked.check(batch, self._steps)
-        buffers = own.buffers
-        return lambda errors: own.execution.loss(self._divided.parameters, tensors, buffers, errors)
+                    checked.check(batch, self._steps)
+        except NotExportable as error:
+            raise RuntimeError(
+                f"rank {self._rank}: after {self._steps} steps, the programme does not compute "
+                f"what loss_fn computes: {error}. Steps since the last comparison, after half as "
+                "many steps or 256 steps before, may have been wrong: load a checkpoint, and call "
+                "distribute(programme='never')"
+            ) from error
+
+    def _check_equal(self, numbers: Mapping[str, float]) -> None:
+        """Raise on all ranks if their batches have different numbers. Collective if there are any.
+
+        Ranks compute a number's part of the loss together, so they need the same one.
+        """
+        if not numbers:
+            return
+        own = torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
+        by_rank = self.optimizer.control.exchange(own, what="the numbers of the batch")()
+        for path, values in zip(numbers, torch.stack(by_rank).T.tolist(), strict=True):
+            if len(set(values)) > 1:
+                raise ValueError(
+                    f"the batches of the ranks have different numbers at {path}: {values}; give "
+                    "every rank the same one, or a tensor with a value for each sample"
+                )
 
     def abort(self, error: Exception) -> None:
         """Make the collectives of the programme raise on the other ranks."""

@@ -1,8 +1,8 @@
 """What the ranks exchange before the first backward of a step and before its update.
 
 Opening a step exchanges sample counts and input errors, so that weights are exact. Closing it
-exchanges errors, used parameters, the loss and the gradient norm. If one rank could not finish the
-step, no rank applies it and every rank raises.
+exchanges errors, settings, used parameters, the loss and the gradient norm. If one rank could not
+finish the step, or has other settings, no rank applies it and every rank raises.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from poplar.errors import RankFailed
 from poplar.zero import gradient_norm
 from poplar.zero.collective_order import LeaderFailed
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.step_settings import UPDATES, StepSettings
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 ROW = ALIGNMENT
 """int64 elements that each rank contributes: its part of the norm, then its loss and checksum."""
@@ -37,6 +39,9 @@ _CHECKSUM = _LOSS + 1
 """Index of the checksum of the replicas in a row."""
 _FLAGS = 52
 """Flags of parameters in a word: what a float64 holds exactly."""
+_SETTINGS = _CHECKSUM + 1
+"""Index of the checksum of the settings that are tensors in a row."""
+_AGREED = "_poplar_agreed"
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class StepSizes:
     samples: tuple[int, ...]
     """By rank."""
     total_weight: float
+    kinds: tuple[int, ...]
+    """By rank, the number of what its loss function returns and how its samples are weighted."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,10 @@ class StepSummary:
     """By rank, seconds spent waiting for other ranks; NaN if unknown."""
     checksums: Tensor
     """By rank, the checksum of its replicas; int64 on the device, 0 if none was given."""
+    has_hooks: bool
+    """A rank runs code of the user between this agreement and the end of the step."""
+    settings: Tensor | None
+    """By rank, the checksum of the settings that are tensors; int64 on the device. None: none."""
 
     @property
     def waiting_on(self) -> int | None:
@@ -87,14 +98,47 @@ def leader_of(sizes: Sequence[int]) -> int | None:
     return next((rank for rank, size in enumerate(sizes) if size > 0), None)
 
 
-def raise_on_any_error(control: Control, error: Exception | None, *, doing: str) -> None:
+def agreed(error: E) -> E:
+    """Note that this error leaves no rank waiting: all ranks raise, or this one may go on."""
+    setattr(error, _AGREED, True)
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether `agreed` was called for this error."""
+    return getattr(error, _AGREED, False)
+
+
+def take_agreed(error: BaseException) -> bool:
+    """As `is_agreed`; drops the note, because the program may raise the error again."""
+    return bool(vars(error).pop(_AGREED, False))
+
+
+def caught(work: Callable[[], object]) -> Exception | None:
+    """The error of work of this rank alone, to be reported in the next exchange."""
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
+
+
+def raise_on_any_error(
+    control: Control, error: Exception | None, *, doing: str, outcome: str = "nothing was applied"
+) -> None:
     """Raise on all ranks if one rank has an error: there the error, elsewhere `RankFailed`.
 
     Collective.
+
+    Args:
+        control: the control channel of the ranks.
+        error: of this rank.
+        doing: what failed then.
+        outcome: the state of all ranks then.
     """
     flags = control.exchange(torch.tensor([error is not None], device="cpu"), what=doing)()
     if any(bool(flag) for flag in flags):
-        raise_on_all_ranks(control, error, doing=doing)
+        raise_on_all_ranks(control, error, doing=doing, outcome=outcome)
 
 
 def run_on_all_ranks(control: Control, work: Callable[[], T], *, doing: str) -> T:
@@ -113,24 +157,46 @@ def run_on_all_ranks(control: Control, work: Callable[[], T], *, doing: str) -> 
     return result
 
 
-def raise_on_all_ranks(control: Control, error: BaseException | None, *, doing: str) -> None:
+def raise_on_all_ranks(
+    control: Control,
+    error: BaseException | None,
+    *,
+    doing: str,
+    outcome: str = "nothing was applied",
+) -> None:
     """Exchange error messages and raise. Collective, if at least one rank has an error."""
     mine = None if error is None else f"{type(error).__name__}: {error}"
     messages = control.exchange_objects(mine, what=doing)
     if error is not None:
-        raise error
+        raise agreed(error)
     causes = "; ".join(f"rank {r}: {text}" for r, text in enumerate(messages) if text)
-    raise RankFailed(f"another rank failed in {doing}, so nothing was applied. {causes}")
+    raise agreed(RankFailed(f"another rank failed in {doing}, so {outcome}. {causes}"))
+
+
+def exchange_results(control: Control, work: Callable[[], T], *, what: str) -> list[T]:
+    """Every rank's result of `work`, which must have one on all ranks. Collective.
+
+    Raises:
+        Exception: what `work` raised on this rank.
+        RankFailed: it failed on another rank.
+    """
+    results: list[T] = []
+    error = caught(lambda: results.append(work()))
+    received = control.exchange_objects((error is None, results), what=what)
+    if not all(succeeded for succeeded, _ in received):
+        raise_on_all_ranks(control, error, doing=what)
+    return [result for _, (result,) in received]
 
 
 def open_step(
-    control: Control, *, samples: int, weight: float, error: Exception | None
+    control: Control, *, samples: int, weight: float, kind: int, error: Exception | None
 ) -> Callable[[Callable[[], None]], tuple[StepSizes, float]]:
     """Start to exchange sample counts and weights. Collective.
 
     Args:
         samples: samples of this rank in the step.
         weight: total weight of this rank's samples: their number, or tokens.
+        kind: number of what the loss function returns and of how samples are weighted.
         error: error in this rank's input. The returned function raises it; on other ranks it raises
             `RankFailed`.
 
@@ -140,7 +206,7 @@ def open_step(
         before they exchange error messages.
     """
     values = torch.tensor(
-        [float(error is not None), samples, weight], dtype=torch.float64, device="cpu"
+        [float(error is not None), samples, weight, kind], dtype=torch.float64, device="cpu"
     )
     collect = control.exchange(values, what="opening a step")
 
@@ -152,7 +218,8 @@ def open_step(
             on_error()
             raise_on_all_ranks(control, error, doing="opening a step")
         counts = tuple(int(values[1]) for values in received)
-        return StepSizes(counts, sum(float(values[2]) for values in received)), waited
+        kinds = tuple(int(values[3]) for values in received)
+        return StepSizes(counts, sum(float(values[2]) for values in received), kinds), waited
 
     return wait
 
@@ -165,6 +232,7 @@ def close_step(
     loss: Tensor | float,
     waited: float,
     norm_type: float | None,
+    settings: StepSettings,
     error: BaseException | None,
     too_large: int = 0,
     may_run_again: bool = False,
@@ -178,6 +246,7 @@ def close_step(
     Args:
         loss: this rank's part of the weighted loss.
         norm_type: type of the gradient norm to compute; None for none.
+        settings: of this rank, which must be equal on all ranks.
         error: why this rank could not finish its passes, if it could not.
         too_large: samples of the micro-batch in which this rank ran out of memory, if that is
             `error`; 0 otherwise.
@@ -187,6 +256,7 @@ def close_step(
     Raises:
         MicroBatchesTooLarge: all ranks can run the step again, and memory is all that failed.
         RankFailed: another rank could not finish its passes.
+        ValueError: on all ranks; their settings differ.
     """
     rows = norm_rows(comm, flats)
     # A failed rank does not know which norm the others compute, but it must take part.
@@ -194,15 +264,20 @@ def close_step(
     rows[comm.group.rank, _LOSS] = _float64_bits(loss, rows.device)
     if checksum is not None:
         rows[comm.group.rank, _CHECKSUM] = checksum
+    if settings.tensors:
+        rows[comm.group.rank, _SETTINGS] = settings.checksum(rows.device)
     pending = gather_rows(comm, rows, what="the loss and the gradient norm")
     outcome = [_failure(error), waited, float(too_large), float(may_run_again)]
+    outcome += [float(settings.has_hooks), settings.digest]
     head = torch.tensor(outcome, dtype=torch.float64, device="cpu")
     used = torch.tensor(_used(flats), dtype=torch.float64, device="cpu")
     received = control.exchange(torch.cat([head, used]), what="closing a step")()
     pending.wait()
     if any(bool(values[0]) for values in received):
-        _raise_if_too_large([values[: len(head)].tolist() for values in received])
+        _raise_if_too_large([values[:4].tolist() for values in received])
         raise_on_all_ranks(control, error, doing="a step")
+    if any(values[5] != received[0][5] for values in received):
+        reject_different_settings(control, settings.by_name())
     return StepSummary(
         losses=rows[:, _LOSS].view(torch.float64),
         norm_type=norm_type,
@@ -210,6 +285,36 @@ def close_step(
         unused=_unused(flats, [values[len(head) :].tolist() for values in received]),
         waited=tuple(float(values[1]) for values in received),
         checksums=rows[:, _CHECKSUM],
+        has_hooks=any(bool(values[4]) for values in received),
+        settings=rows[:, _SETTINGS] if settings.tensors else None,
+    )
+
+
+def reject_different_settings(control: Control, mine: Mapping[str, str]) -> None:
+    """Raise on all ranks if their settings differ. Collective.
+
+    Raises:
+        ValueError: names the settings, the ranks and the values.
+    """
+    by_rank = control.exchange_objects(dict(mine), what="comparing the settings of a step")
+    texts = []
+    for name in dict.fromkeys(name for settings in by_rank for name in settings):
+        ranks_with: dict[str, list[int]] = {}
+        for rank, settings in enumerate(by_rank):
+            ranks_with.setdefault(settings.get(name, "absent"), []).append(rank)
+        if len(ranks_with) > 1:
+            values = [f"{value} on rank(s) {ranks}" for value, ranks in ranks_with.items()]
+            texts.append(f"{name} is {', '.join(values)}")
+    if not texts:
+        return
+    advice = "give all ranks the same, such as a learning rate that follows the loss of all ranks"
+    if any(UPDATES in text for text in texts):
+        advice = "a rank has left out an update of its part; load a checkpoint on all ranks"
+    raise agreed(
+        ValueError(
+            f"the ranks differ in a step, so no rank applied it: {'; '.join(texts)}. Each would "
+            f"update its part of the parameters with its own; {advice}"
+        )
     )
 
 
@@ -240,7 +345,7 @@ def _raise_if_too_large(outcomes: Sequence[Sequence[float]]) -> None:
         if failed == Failure.OWN:
             batches[rank] = int(too_large)
     if batches:
-        raise MicroBatchesTooLarge(batches)
+        raise agreed(MicroBatchesTooLarge(batches))
 
 
 def _used(flats: Sequence[FlatParameter]) -> list[int]:

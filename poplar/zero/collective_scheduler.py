@@ -7,13 +7,15 @@ See [Note: collective order] in `collective_order.py` and [Note: backward order]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 
 from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.errors import OutOfOrder
+from poplar.system.out_of_memory import is_out_of_memory
 from poplar.zero.collective_order import (
     CollectiveOrder,
     LeaderFailed,
@@ -21,7 +23,7 @@ from poplar.zero.collective_order import (
     SlotKind,
     agreed_order,
 )
-from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.flat_parameter import FlatParameter, sparse_gradient
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
 
@@ -64,6 +66,9 @@ class CollectiveScheduler:
         self.mode = Mode.TRAIN
         self.reduces = False
         """The current or last pass reduces gradients."""
+        self.interrupted_by: BaseException | None = None
+        """An error while something was sent, so that the pass cannot be completed. Running out of
+        memory is none: collectives allocate before they send."""
 
     def has_order(self, mode: Mode, reduces: bool) -> bool:
         """Whether such passes can run without a leader: the order is recorded, or not needed."""
@@ -108,6 +113,7 @@ class CollectiveScheduler:
         self._all_unsharded = False
         """On the leader: its backward unshards no more units."""
         self._finishing = False
+        self.interrupted_by = None
 
     @property
     def reduced(self) -> set[FlatParameter]:
@@ -240,7 +246,8 @@ class CollectiveScheduler:
         if not unit.resident:
             self._current = unit
         self._ready.add(unit)
-        self._strategy.wait_for_unshard(unit)
+        with self._unbroken():
+            self._strategy.wait_for_unshard(unit)
 
     def gradient_ready(self, flat: FlatParameter, parameter: nn.Parameter) -> None:
         """Record that autograd has accumulated the gradient of a parameter of `flat`.
@@ -254,6 +261,8 @@ class CollectiveScheduler:
                 "gradient after the unit was reduced. Run one backward per micro-batch: add the "
                 "losses first, and use activation checkpointing with use_reentrant=False"
             )
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise TypeError(sparse_gradient(flat, parameter))
         if not self.mode.has_gradients:
             parameter.grad = None
             if flat.rows is not None:
@@ -392,20 +401,34 @@ class CollectiveScheduler:
                     if flat not in self._reduced:
                         self._broadcast_reduction(flat)
             last = Slot(SlotKind.ABANDON if failed else SlotKind.END)
-            self._control.broadcast_integer(last.encode())
-            self._control.flush()
+            with self._unbroken():
+                self._control.broadcast_integer(last.encode())
+                self._control.flush()
         else:
             while (last := self._receive_next()).kind not in (SlotKind.END, SlotKind.ABANDON):
                 self._issue_pending()
         if last.kind is SlotKind.END:
-            self._recorded_orders[self.mode, self.reduces] = tuple(self._recorded)
+            order = (*self._unneeded_resident(), *self._recorded)
+            self._recorded_orders[self.mode, self.reduces] = order
+
+    def _unneeded_resident(self) -> list[Slot]:
+        """Slots of resident units that this pass did not need, as a forward of a part may not.
+
+        They stay unsharded to the end of a pass, so later passes can unshard them first.
+        """
+        if not self._strategy.shards_parameters or self.mode is Mode.REDUCE_ONLY:
+            return []
+        needed = {slot.index for slot in self._recorded if slot.kind is not SlotKind.REDUCE}
+        indices = [u.index for u in self._units if u.resident and u.index not in needed]
+        return [Slot(SlotKind.UNSHARD, index) for index in indices]
 
     def _broadcast_reduction(self, flat: FlatParameter) -> None:
         self._broadcast_and_issue(Slot(SlotKind.REDUCE, self._number[flat]))
 
     def _broadcast_and_issue(self, slot: Slot) -> None:
         self._issue_pending()  # left over if a failed forward is repeated
-        self._control.broadcast_integer(slot.encode())
+        with self._unbroken():
+            self._control.broadcast_integer(slot.encode())
         self._pending = slot
         self._issue_pending()
 
@@ -416,23 +439,35 @@ class CollectiveScheduler:
 
     def _receive_next(self) -> Slot:
         if self._pending is None:
-            self._pending = Slot.decode(self._control.receive_integer(self._leader))
+            with self._unbroken():
+                self._pending = Slot.decode(self._control.receive_integer(self._leader))
         return self._pending
 
     # Issuing.
 
     def _issue(self, slot: Slot) -> None:
-        if slot.kind is SlotKind.REDUCE:
-            flat = self._flats[slot.index]
-            self._strategy.reduce(flat, self._weight)
-            self._reduced.add(flat)
-        else:
-            unit = self._units[slot.index]
-            self._strategy.unshard(unit, in_step=self.mode is Mode.TRAIN)
-            self._unsharded.add(unit)
-            if self._finishing:
-                self._reshard(unit)
+        with self._unbroken():
+            if slot.kind is SlotKind.REDUCE:
+                flat = self._flats[slot.index]
+                self._strategy.reduce(flat, self._weight)
+                self._reduced.add(flat)
+            else:
+                unit = self._units[slot.index]
+                self._strategy.unshard(unit, in_step=self.mode is Mode.TRAIN)
+                self._unsharded.add(unit)
+                if self._finishing:
+                    self._reshard(unit)
         self._recorded.append(slot)
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """A context for what may not be repeated if it fails, because it may have been sent."""
+        try:
+            yield
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                self.interrupted_by = error
+            raise
 
     def _backward_is_over(self, flat: FlatParameter) -> bool:
         """Whether `flat` gets no more gradients in this pass: [Note: backward order]."""
@@ -457,7 +492,8 @@ class CollectiveScheduler:
         if unit in self._unsharded:
             self._unsharded.discard(unit)
             self._ready.discard(unit)
-            self._strategy.reshard(unit)
+            with self._unbroken():
+                self._strategy.reshard(unit)
 
     def _order_error(self, unit: Unit) -> OutOfOrder:
         issued = self._slots[: self._cursor] if not self._recording else tuple(self._recorded)

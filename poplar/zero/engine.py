@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from poplar.comm import Communicator, Control
 from poplar.data import pytree
-from poplar.errors import CollectiveTimeout, PoplarError
+from poplar.errors import CollectiveTimeout
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.zero.absent_parameter import direct_access
 from poplar.zero.checks.model_checks import Removable
@@ -81,8 +82,11 @@ class Engine:
         self._has_placeholders = False
         """`.grad` of some parameters is a placeholder, which the next pass must not add to."""
         self._modules = {id(module) for module in model.modules()}
-        self._forward_depth = 0
+        self._call_depth = 0
+        """Modules of the model whose forward is running, in one another."""
         self._visits: dict[Unit, int] = {}
+        self._gradient_hooks: list[tuple[nn.Parameter, int]] = []
+        self._newest_hook = -1
         self.recomputation = Recomputation(model, blocks, self._unshards_before_forwards())
         self.hooks: list[Removable] = [
             *self._register_hooks(),
@@ -103,6 +107,7 @@ class Engine:
     def begin_step(self, *, keep_gradients: bool = False) -> None:
         """Reset the state of the previous step, except `.grad` if the user has just set it."""
         self.strategy.begin_step()
+        self._run_gradient_hooks_last()
         for flat in self.trained:
             flat.begin_step()
             if not keep_gradients:
@@ -110,6 +115,20 @@ class Engine:
         if not keep_gradients:
             self.drop_parameter_gradients()
         self.step = StepState()
+
+    def _run_gradient_hooks_last(self) -> None:
+        """Run the engine's hooks, which take `.grad`, after those registered since the last step.
+
+        torch runs the hooks of a tensor in the order of its dictionary.
+        """
+        if RemovableHandle.next_id == self._newest_hook:
+            return
+        with direct_access():
+            for parameter, own in self._gradient_hooks:
+                hooks = parameter._post_accumulate_grad_hooks
+                if hooks and own in hooks and next(reversed(hooks)) != own:
+                    hooks[own] = hooks.pop(own)
+        self._newest_hook = RemovableHandle.next_id
 
     @property
     def has_gradients(self) -> bool:
@@ -176,20 +195,26 @@ class Engine:
         """Close the open pass. After a failure its remaining slots get zeros. Collective.
 
         Raises:
-            Exception: this rank ran out of memory (`is_out_of_memory`). The pass has been completed
-                with zeros, so the other ranks do not wait.
-            PoplarError: the pass could not be completed even with zeros.
+            Exception: an error of this rank. The pass has been completed with zeros, so the other
+                ranks do not wait.
+            CollectiveTimeout: the pass could not be completed even with zeros.
         """
         has_gradients = self.scheduler.mode.has_gradients
         try:
             try:
+                if failed and has_gradients:
+                    self.drop_parameter_gradients()
+                if self.scheduler.interrupted_by is not None:
+                    raise self.scheduler.interrupted_by
                 self.scheduler.finish(failed=failed)
+            except CollectiveTimeout:
+                raise
             except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                free_frames(error)
-                self.drop_parameter_gradients()
-                self._complete_out_of_memory(lambda: self.scheduler.finish(failed=True))
+                if is_out_of_memory(error):
+                    free_frames(error)
+                if has_gradients:
+                    self.drop_parameter_gradients()
+                self._complete(lambda: self.scheduler.finish(failed=True))
                 raise
         finally:
             self._drop_pass()
@@ -197,24 +222,30 @@ class Engine:
             last = self.scheduler.reduces
             self.step.phase = max(self.step.phase, Phase.ISSUED if last else Phase.ACCUMULATED)
 
-    def _complete_out_of_memory(self, complete: Callable[[], None]) -> None:
-        """Complete what other ranks wait for, after memory has been freed."""
+    def _complete(self, complete: Callable[[], None]) -> None:
+        """Complete what other ranks wait for, after an error; stop all ranks if that fails too."""
         try:
+            if self.scheduler.interrupted_by is not None:
+                raise self.scheduler.interrupted_by
             complete()
+        except CollectiveTimeout:
+            raise
         except Exception as error:
             if not is_out_of_memory(error):
-                raise
+                reason = f"rank {self.comm.group.rank}: a pass cannot be completed after {error!r}"
+                self.stop_all_ranks(reason)
+                raise CollectiveTimeout(reason) from error
             if self.free_state is not None:
                 self.free_state()
                 self.free_state = None
-                self._complete_out_of_memory(complete)
+                self._complete(complete)
                 return
             reason = (
                 f"rank {self.comm.group.rank} is out of memory and cannot complete a pass even "
                 f"without gradients; give it fewer samples or a smaller share: {error}"
             )
             self.stop_all_ranks(reason)
-            raise PoplarError(reason) from error
+            raise CollectiveTimeout(reason) from error
 
     def drop_parameter_gradients(self) -> None:
         """Set `.grad` of all parameters to None, as at the start of a step."""
@@ -252,7 +283,7 @@ class Engine:
                 if not is_out_of_memory(error):
                     raise
                 free_frames(error)
-                self._complete_out_of_memory(lambda: self.strategy.wait_for_reductions(self.units))
+                self._complete(lambda: self.strategy.wait_for_reductions(self.units))
             self.step.phase = Phase.REDUCED
 
     def finish_gradients(self) -> None:
@@ -329,7 +360,11 @@ class Engine:
     ) -> Iterator[None]:
         """A context in which units are unsharded, by default all. Collective at both ends."""
         if self.scheduler.active:
-            raise RuntimeError("full_parameters() inside a pass; end the backward first")
+            raise RuntimeError(
+                f"rank {self.comm.group.rank}: full_parameters() inside a pass; end the backward "
+                "first. After a forward without a backward, call zero_grad(); run forwards that "
+                "need none under torch.no_grad()"
+            )
         self.strategy.updated.finish()
         wanted = self.units if units is None else units
         added = [unit for unit in wanted if unit not in self._unsharded]  # others: outer contexts
@@ -421,7 +456,10 @@ class Engine:
                     yield from self._register_row_hooks(flat, flat.rows)
                     continue
                 for parameter in flat.parameters:
-                    yield parameter.register_post_accumulate_grad_hook(self._gradient_hook(flat))
+                    hook = self._gradient_hook(flat)
+                    handle = parameter.register_post_accumulate_grad_hook(hook)
+                    self._gradient_hooks.append((parameter, handle.id))
+                    yield handle
         if not self.strategy.shards_parameters:
             if self.strategy.updated.overlap:
                 yield from self._register_update_hooks()
@@ -431,9 +469,17 @@ class Engine:
                 yield module.register_forward_pre_hook(self._forward_pre_hook(unit), prepend=True)
                 if not unit.resident:
                     yield module.register_forward_hook(self._forward_hook(unit))
-        entry, leave = _disable_compile(self._model_entry), _disable_compile(self._model_exit)
-        yield self.model.register_forward_pre_hook(entry, prepend=True)
-        yield self.model.register_forward_hook(leave, always_call=True)
+        entry, leave = _disable_compile(self._enter_call), _disable_compile(self._leave_call)
+        for module in self._modules_with_units():
+            yield module.register_forward_pre_hook(entry, prepend=True)
+            yield module.register_forward_hook(leave, always_call=True)
+
+    def _modules_with_units(self) -> Iterator[nn.Module]:
+        """The modules of units, and those that contain them."""
+        inner = {id(module) for unit in self.units for module in unit.modules}
+        for module in self.model.modules():
+            if any(id(part) in inner for part in module.modules()):
+                yield module
 
     def _unshards_before_forwards(self) -> dict[nn.Module, Callable[..., None]]:
         """By module, what its forward needs before it runs, also if it runs again."""
@@ -463,13 +509,20 @@ class Engine:
                 )
             if not self._explicit_pass:
                 self.reject_uneven_backward()
+            is_last = True
             if not self.scheduler.active:
+                hooks = list((parameter._post_accumulate_grad_hooks or {}).values())
+                is_last = gradient_ready not in hooks or hooks[-1] is gradient_ready
                 self._begin_implicit_pass(Mode.TRAIN)
+            if not is_last:  # only in this pass: take the gradient when the later hooks have run
+                take = partial(self.scheduler.gradient_ready, flat, parameter)  # type: ignore[arg-type]
+                Variable._execution_engine.queue_callback(take)
             calls_back = not self._explicit_pass or self.step.in_user_loop
             if calls_back and not self._callback_queued:
                 self._callback_queued = True
                 Variable._execution_engine.queue_callback(self._on_backward_end)
-            self.scheduler.gradient_ready(flat, parameter)  # type: ignore[arg-type]
+            if is_last:
+                self.scheduler.gradient_ready(flat, parameter)  # type: ignore[arg-type]
 
         return gradient_ready
 
@@ -500,10 +553,14 @@ class Engine:
                     f"rank {self.comm.group.rank}: a forward needs unit {unit.name!r}, which is "
                     "sharded inside full_parameters(modules=...); add its modules there"
                 )
-            if torch.is_grad_enabled() and self._implicit_evaluation_is_open:
-                self.drop_implicit_pass()
-            if not self.scheduler.active:
-                self._begin_implicit_pass(Mode.TRAIN if torch.is_grad_enabled() else Mode.EVALUATE)
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise RuntimeError(self._explain_transform(unit))
+            if not self._explicit_pass:
+                mode = Mode.TRAIN if self._records_gradients() else Mode.EVALUATE
+                if mode is Mode.TRAIN and self._implicit_evaluation_is_open:
+                    self.drop_implicit_pass()
+                if not self.scheduler.active:
+                    self._begin_implicit_pass(mode)
             try:
                 if _in_backward():
                     self.scheduler.require(unit)  # recomputation for activation checkpointing
@@ -543,13 +600,32 @@ class Engine:
 
         return _disable_compile(leave)
 
-    def _model_entry(self, module: nn.Module, _inputs: Any) -> None:
-        self._forward_depth += module is self.model
+    def _records_gradients(self) -> bool:
+        """Whether a forward that begins now may be followed by a backward to the parameters."""
+        with direct_access():
+            return torch.is_grad_enabled() and any(
+                parameter.requires_grad for flat in self.trained for parameter in flat.parameters
+            )
 
-    def _model_exit(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
-        self._forward_depth -= module is self.model
-        if self._forward_depth == 0 and self._implicit_evaluation_is_open:
-            self.scheduler.finish()
+    def _enter_call(self, module: nn.Module, _inputs: Any) -> None:
+        self._call_depth += id(module) in self._modules
+
+    def _leave_call(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        """At the end of the outermost call, which may be of a part of the model."""
+        if id(module) not in self._modules:
+            return
+        self._call_depth = max(0, self._call_depth - 1)
+        if self._call_depth or not self._implicit_evaluation_is_open:
+            return
+        self.scheduler.finish()
+        if torch.is_grad_enabled() and any(v.requires_grad for v in pytree.tensors(output)):
+            raise RuntimeError(
+                f"rank {self.comm.group.rank}: no parameter of this model requires a gradient, but "
+                "its output does, and a backward through it needs the parameters, which are "
+                "sharded (stage 3). Where it is part of another model's loss (discriminator, "
+                "reward model, teacher), enter `with optimizer.full_parameters():` of its own "
+                "optimizer on every rank around that step, or call it under torch.no_grad()"
+            )
 
     @property
     def _implicit_evaluation_is_open(self) -> bool:
@@ -561,11 +637,20 @@ class Engine:
 
         Collective if such a pass is open.
         """
+        self._call_depth = 0  # a forward may have failed before its hooks ran
         if self.scheduler.active and not self._explicit_pass:
             self.scheduler.finish(failed=True)
             self._callback_queued = False
             if self.scheduler.mode is not Mode.EVALUATE:  # an evaluation leaves no gradients
                 self.begin_step()
+
+    def _explain_transform(self, unit: Unit) -> str:
+        return (
+            f"rank {self.comm.group.rank}: a transform of torch.func (jvp, vmap, grad, ...) called "
+            f"unit {unit.name!r}, whose parameters are sharded (stage 3) and cannot be gathered "
+            "inside a transform; train with stage 2. Without a training step, enter `with "
+            "optimizer.full_parameters():` on every rank"
+        )
 
     def _explain_timeout(self, error: CollectiveTimeout) -> CollectiveTimeout:
         """Name the likely cause of a timeout in a forward outside `train_step`."""

@@ -1,13 +1,16 @@
 """Exact evaluation over ranks with different numbers of batches.
 
 With sharded parameters, all ranks run the same number of passes, and a rank without a batch only
-takes part in the collectives. Otherwise each rank evaluates its batches alone. The sums are then
-exchanged.
+takes part in the collectives. Otherwise each rank evaluates its batches alone, and the ranks now
+and then tell each other that they still do, so that none waits until the deadline. The sums are
+then exchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +19,12 @@ from torch import Tensor, nn
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.errors import CollectiveTimeout
-from poplar.zero.agreement import leader_of, raise_on_any_error
+from poplar.zero.agreement import agreed, caught, leader_of, raise_on_any_error
 from poplar.zero.collective_scheduler import Mode
 from poplar.zero.engine import Engine
+
+_ROUNDS = 8
+"""Rounds in the time of a deadline; a batch may delay the end of one."""
 
 
 class Evaluation:
@@ -51,34 +57,51 @@ class Evaluation:
         elif self._engine.has_unsharded_units and not self._engine.values_are_readable:
             busy = RuntimeError("evaluate() inside full_parameters(modules=...); leave it first")
         raise_on_any_error(self._control, busy, doing="evaluate()")
-        batches = iter(loader)
-        if not self._engine.values_are_readable:
-            self._run_synchronized(batches)
-        else:
-            while (batch := self._next(batches)) is not None:
-                self._evaluate(batch[0])
+        modes = [(module, module.training) for module in self._engine.model.modules()]
+        self._error = caught(self._engine.model.eval)
+        try:
+            self._run_rounds(loader)
+        finally:
+            self._error = self._error or caught(partial(_restore, modes))
         raise_on_any_error(self._control, self._error, doing="evaluate()")
         sums = torch.tensor([self._total, self._count], dtype=torch.float64, device="cpu")
         by_rank = self._control.exchange(sums, what="the result of evaluate()")()
         total, count = torch.stack(by_rank).sum(0).tolist()
         if count == 0:
-            raise ValueError(
-                "evaluate(): the loaders of all ranks yielded no samples (total weight 0)"
+            raise agreed(
+                ValueError(
+                    "evaluate(): the loaders of all ranks yielded no samples (total weight 0)"
+                )
             )
         return float(total / count)
 
-    def _run_synchronized(self, batches: Iterator[Any]) -> None:
+    def _run_rounds(self, loader: Iterable[Any]) -> None:
+        """Evaluate all batches; a round is what ranks do between two exchanges."""
+        sharded = not self._engine.values_are_readable
+        seconds = 0.0 if sharded else self._control.group.timeout.total_seconds() / _ROUNDS
+        batches, ends = self._started(loader), time.monotonic() + seconds
         while True:
             batch = self._next(batches)
-            found = torch.tensor([batch is not None], device="cpu")
-            flags = self._control.exchange(found, what="a round of evaluate()")()
-            leader = leader_of([int(flag) for flag in flags])
-            if leader is None:
-                return
-            self._engine.begin_pass(weight=0.0, leader=leader, last=True, mode=Mode.EVALUATE)
+            if batch is None or time.monotonic() >= ends:
+                found = torch.tensor([batch is not None], device="cpu")
+                flags = self._control.exchange(found, what="a round of evaluate()")()
+                leader = leader_of([int(flag) for flag in flags])
+                if leader is None:
+                    return
+                ends = time.monotonic() + seconds
+            if sharded:
+                self._engine.begin_pass(weight=0.0, leader=leader, last=True, mode=Mode.EVALUATE)
             if batch is not None:
                 self._evaluate(batch[0])
-            self._engine.end_pass(failed=self._error is not None)
+            if sharded:
+                self._error = self._error or caught(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._engine.end_pass(failed=self._error is not None)
+
+    def _started(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Iterate over a loader; starting it may also fail."""
+        yield from loader
 
     def _next(self, batches: Iterator[Any]) -> tuple[Any] | None:
         """The next batch in a tuple; None at the end and after an error."""
@@ -100,7 +123,15 @@ class Evaluation:
             self._total += float(self._loss_fn(self._engine.model, batch)) * counts
             self._count += counts
         except CollectiveTimeout:
-            self._engine.abort()
             raise
         except Exception as error:
             self._error = error
+
+
+def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Give every module the mode it had. A module may do more in `train` than set its flag."""
+    for module, training in modes:
+        if module.training is not training:
+            module.train(training)
+    for module, training in modes:  # a module may be part of several
+        module.training = training

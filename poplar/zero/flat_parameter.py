@@ -229,10 +229,7 @@ class FlatParameter:
             if gradient is None:
                 continue
             if gradient.is_sparse:
-                raise TypeError(
-                    f"parameter {self.names[position]!r} has a sparse gradient, but flat "
-                    "parameters are dense; use a layer with dense gradients"
-                )
+                raise TypeError(sparse_gradient(self, parameter))
             self.used.add(position)
             if weight != 0.0:
                 gradients.append(gradient)
@@ -254,6 +251,15 @@ class FlatParameter:
         """The part of `[start, stop)` that is owned, relative to the owned part; None if empty."""
         low, high = max(start, self.owned[0]), min(stop, self.owned[1])
         return slice(low - self.owned[0], high - self.owned[0]) if low < high else None
+
+
+def sparse_gradient(flat: FlatParameter, parameter: nn.Parameter) -> str:
+    """The message for a gradient that cannot be packed."""
+    name = next(n for n, own in zip(flat.names, flat.parameters, strict=True) if own is parameter)
+    return (
+        f"parameter {name!r} has a sparse gradient, but flat parameters are dense; use a layer "
+        "with dense gradients"
+    )
 
 
 def layout_on_rank(flat: FlatParameter, rank: int, world_size: int) -> Layout:

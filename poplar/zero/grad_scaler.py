@@ -33,6 +33,15 @@ class GradScaler(TorchGradScaler):
     With any other optimizer it is torch's scaler.
     """
 
+    def make_scale(self, device: torch.device) -> Tensor | None:
+        """The loss scale, as a tensor on the device; None if scaling is disabled.
+
+        A rank without samples has scaled no loss, so it makes the scale here.
+        """
+        if self._enabled and self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        return self._scale
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradient by the scale, once between two `update` calls. Collective."""
         if not isinstance(optimizer, AgreedGradient):
@@ -45,11 +54,9 @@ class GradScaler(TorchGradScaler):
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()"
             )
-        if self._scale is None:
-            # A rank without samples has scaled no loss, so the scale may not exist yet.
-            self._lazy_init_scale_growth_tracker(optimizer.param_groups[0]["params"][0].device)
-        assert self._scale is not None
-        flag = optimizer.multiply_gradient(self._scale.double().reciprocal())
+        scale = self.make_scale(optimizer.param_groups[0]["params"][0].device)
+        assert scale is not None
+        flag = optimizer.multiply_gradient(scale.double().reciprocal())
         state["found_inf_per_device"] = {flag.device: flag}
         state["stage"] = OptState.UNSCALED
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Protocol
 
-from poplar.errors import PoplarError
+from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.zero.micro_batches import MicroBatch
 
 
@@ -54,16 +55,27 @@ class UserPasses(Protocol):
 class MicroBatchLoop(Iterator[Any]):
     """Yields the micro-batches of this rank; the user runs a backward for each. Collective."""
 
-    def __init__(self, passes: UserPasses, start: Callable[[], Sequence[MicroBatch]]) -> None:
-        """`start`: opens the step and returns this rank's micro-batches. Collective."""
-        self._passes, self._start = passes, start
+    def __init__(
+        self,
+        passes: UserPasses,
+        start: Callable[[], Sequence[MicroBatch]],
+        call: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """
+        Args:
+            passes: runs the passes.
+            start: opens the step and returns this rank's micro-batches. Collective.
+            call: a context for what the loop does around its body, which is collective.
+        """
+        self._passes, self._start, self._call = passes, start, call
         self._rest: deque[MicroBatch] | None = None
         """Micro-batches whose passes have not begun; None before the step is opened."""
         self._ended = False
         self._why_ended = ""
 
     def __enter__(self) -> MicroBatchLoop:
-        self._open()
+        with self._call():
+            self._open()
         return self
 
     def __exit__(
@@ -72,7 +84,8 @@ class MicroBatchLoop(Iterator[Any]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}")
+        with suppress(CollectiveTimeout) if error is not None else nullcontext():
+            self.close("" if error is None else f"{type(error).__name__}: {error}")
 
     def __next__(self) -> Any:
         if self._why_ended:
@@ -80,13 +93,14 @@ class MicroBatchLoop(Iterator[Any]):
         if self._ended:
             raise StopIteration
         try:
-            rest = self._open()
-            self._passes.end_user_pass(rest)
-            while rest:
-                micro_batch = rest.popleft()
-                if self._passes.begin_user_pass(micro_batch, rest):
-                    return micro_batch.batch
-            self._passes.finish_user_passes()
+            with self._call():
+                rest = self._open()
+                self._passes.end_user_pass(rest)
+                while rest:
+                    micro_batch = rest.popleft()
+                    if self._passes.begin_user_pass(micro_batch, rest):
+                        return micro_batch.batch
+                self._passes.finish_user_passes()
         except BaseException:
             self._ended = True
             raise
@@ -114,19 +128,23 @@ class MicroBatchLoop(Iterator[Any]):
             reason: what the other ranks are told.
             why: what a later iteration raises.
         """
-        is_running, is_open = self.is_running, self.is_open
-        self._why_ended = self._why_ended or why
-        self._ended = True
-        if is_open and self._rest is not None:
-            left = self._passes.left_early
-            text = f"{left}: {reason}" if reason else f"{left} ({_CAUSES})"
-            self._passes.abandon(self._rest, PoplarError(text))
-        elif is_running:
-            self._passes.finish_user_passes()
+        if not self.is_running:
+            self._why_ended, self._ended = self._why_ended or why, True
+            return
+        with self._call():
+            is_open = self.is_open
+            self._why_ended, self._ended = self._why_ended or why, True
+            if is_open and self._rest is not None:
+                left = self._passes.left_early
+                text = f"{left}: {reason}" if reason else f"{left} ({_CAUSES})"
+                self._passes.abandon(self._rest, PoplarError(text))
+            else:
+                self._passes.finish_user_passes()
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self.close()
+            with suppress(CollectiveTimeout):  # all ranks have been stopped
+                self.close()
 
     def _open(self) -> deque[MicroBatch]:
         if self._rest is None:

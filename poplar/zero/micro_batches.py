@@ -18,7 +18,7 @@ from torch import Tensor
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.plan import Plan, fewest_passes
-from poplar.zero.agreement import StepSizes, leader_of, open_step
+from poplar.zero.agreement import StepSizes, agreed, caught, leader_of, open_step
 
 Loss = Literal["mean", "sum", "global_mean"]
 Weight = Callable[[Any], "float | int | Tensor"]
@@ -77,7 +77,7 @@ class BatchSplitter:
         batch: Any,
         weight: Weight | None,
         loss: Loss,
-        check: Callable[[], None],
+        error: Exception | None,
     ) -> OpenedStep:
         """Check and split a batch, and start to agree on the weights. Collective.
 
@@ -88,24 +88,26 @@ class BatchSplitter:
             batch: this rank's part of the global batch.
             weight: weight of a micro-batch; None: its number of samples.
             loss: what the loss function returns.
-            check: raises if this rank cannot start a step for another reason.
+            error: why this rank cannot start a step, for another reason than its batch.
         """
         rank = control.group.rank
-        error: Exception | None = None
         sizes: tuple[int, ...] = ()
         batches: list[Any] = []
         counts: list[float] = []
-        try:
-            check()
+
+        def split() -> None:
+            nonlocal sizes, batches, counts
             if loss not in _LOSSES:
                 raise ValueError(f"loss={loss!r}; use 'mean', 'sum' or 'global_mean'")
             samples = self._samples_in(rank, batch)
             sizes = self._sizes(rank, samples)
             batches = pytree.split(batch, sizes) if samples else [None] * len(sizes)
             counts = _counts(weight, batches, sizes)
-        except Exception as caught:
-            error = _with_rank(rank, caught)
-        collect = open_step(control, samples=sum(sizes), weight=sum(counts), error=error)
+
+        error = error or caught(split)
+        error = None if error is None else _with_rank(rank, error)
+        kind = _LOSSES.index(loss) * 2 + (weight is not None) if error is None else 0
+        collect = open_step(control, samples=sum(sizes), weight=sum(counts), kind=kind, error=error)
 
         def wait(on_error: Callable[[], None]) -> tuple[list[MicroBatch], StepSizes, float]:
             step_sizes, waited = collect(on_error)
@@ -167,7 +169,14 @@ class BatchSplitter:
         return fewest_passes(samples, most) or (0,)
 
     def _check_sizes(self, step_sizes: StepSizes) -> None:
-        """Check all sizes against the plan, so that all ranks raise the same error."""
+        """Check what the ranks have said, so that all of them raise the same error."""
+        try:
+            self._check_samples(step_sizes)
+            _check_kinds(step_sizes)
+        except ValueError as error:
+            raise agreed(error) from None
+
+    def _check_samples(self, step_sizes: StepSizes) -> None:
         total = sum(step_sizes.samples)
         if self.plan is not None and total != self.plan.global_batch:
             planned = tuple(self.plan.samples(rank) for rank in range(self.plan.world_size))
@@ -184,6 +193,19 @@ class BatchSplitter:
                 f"{step_sizes.total_weight}; at least one sample or token must count, and the sum "
                 "must be finite"
             )
+
+
+def _check_kinds(step_sizes: StepSizes) -> None:
+    """Check that the ranks with samples mean the same by loss and weight."""
+    ranks = [rank for rank, samples in enumerate(step_sizes.samples) if samples]
+    texts: dict[str, list[int]] = {}
+    for rank in ranks:
+        loss, has_weight = divmod(step_sizes.kinds[rank], 2)
+        text = f"loss={_LOSSES[loss]!r} {'with' if has_weight else 'without'} weight="
+        texts.setdefault(text, []).append(rank)
+    if len(texts) > 1:
+        found = ", ".join(f"{text} on rank(s) {which}" for text, which in texts.items())
+        raise ValueError(f"the ranks take a step with {found}; give all ranks the same")
 
 
 def _counts(weight: Weight | None, batches: Sequence[Any], sizes: Sequence[int]) -> list[float]:

@@ -1,5 +1,7 @@
 """What happens to a step whose loss or gradient norm is not finite: all ranks leave it out.
 
+The same happens if settings that are tensors on the device differ between ranks.
+
 The device decides, from values that all ranks have with the same bits, so that the host does not
 wait between backward and update. On a CUDA device the host reads the decision when the next step is
 closed, by when the device has long passed it, or before it reads or saves the trained values;
@@ -19,7 +21,14 @@ from torch import Tensor
 
 from poplar.comm import Control
 from poplar.errors import PoplarError
-from poplar.zero.agreement import StepSummary, raise_on_all_ranks, run_on_all_ranks
+from poplar.zero.agreement import (
+    StepSummary,
+    agreed,
+    raise_on_all_ranks,
+    reject_different_settings,
+    run_on_all_ranks,
+)
+from poplar.zero.step_settings import StepSettings
 from poplar.zero.streams import Streams
 from poplar.zero.update import ShardedUpdate
 
@@ -30,6 +39,11 @@ _RESTART = (
     "Load the last checkpoint, and look for a too large learning rate or values that were written "
     "into parameters or optimizer state"
 )
+
+
+def _skipped(at_fault: Sequence[int]) -> str:
+    who = f"the loss of rank(s) {at_fault}" if at_fault else "the gradient norm"
+    return f"a step was skipped: {who} was not finite"
 
 
 def check_choice(choice: str) -> None:
@@ -54,21 +68,30 @@ class DeviceFlag:
 
 
 @dataclass(frozen=True, eq=False)
-class _UnreadStep:
-    """A step whose update has been issued, but whose flag has not been read."""
+class IssuedStep:
+    """A step whose update has been issued."""
 
-    flag: DeviceFlag
-    losses: Tensor
-    """By rank, its part of the weighted loss."""
+    summary: StepSummary
     passes: Sequence[Tensor]
     """The losses of this rank's passes."""
+    settings: StepSettings
+    """Of this rank."""
     applied: bool
     """The update did not depend on the flag."""
 
     def ranks_at_fault(self) -> list[int]:
         """The ranks whose loss was not finite."""
-        losses = self.losses.tolist()
+        losses = self.summary.losses.tolist()
         return [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+
+    def settings_differ(self) -> bool:
+        """Whether settings that are tensors differ between the ranks. Synchronizes."""
+        return self.summary.settings is not None and bool(differ(self.summary.settings))
+
+
+def differ(by_rank: Tensor) -> Tensor:
+    """Whether the values of the ranks differ; on the device."""
+    return (by_rank != by_rank[0]).any()
 
 
 class NonFiniteSteps:
@@ -79,35 +102,39 @@ class NonFiniteSteps:
     ) -> None:
         self._choice = choice
         self._update, self._streams, self._control = update, streams, control
-        self._unread: _UnreadStep | None = None
-        self._found: _UnreadStep | None = None
+        self._unread: tuple[DeviceFlag, IssuedStep] | None = None
+        self._found: IssuedStep | None = None
 
     def flag(self, summary: StepSummary) -> Tensor:
-        """One fp32 on the device: 1 if a loss that is known or the norm is not finite, else 0."""
+        """One fp32 on the device: 1 if no rank may apply the step, else 0.
+
+        That is if a loss that is known or the norm is not finite, or if settings differ.
+        """
         checked = torch.cat([summary.losses, summary.norm.view(1)])
-        return (~torch.isfinite(checked)).any().float()
+        found = (~torch.isfinite(checked)).any()
+        if summary.settings is not None:
+            found = found | differ(summary.settings)
+        return found.float()
 
     def skips(self) -> bool:
         """Whether the update gets the flag: not if its class would make the host wait for it."""
         waits = self._streams.asynchronous and not self._update.skips_on_device
         return self._choice == "skip" or not waits
 
-    def record(
-        self, flag: Tensor, losses: Tensor, passes: Sequence[Tensor], *, applied: bool
-    ) -> DeviceFlag:
+    def record(self, flag: Tensor, step: IssuedStep) -> DeviceFlag:
         """The update of a step has been issued. The caller may read the flag later."""
         found = DeviceFlag(flag, self._streams, self._control)
-        self._unread = _UnreadStep(found, losses, passes, applied)
+        self._unread = found, step
         if not self._streams.asynchronous:
             self.settle()
         return found
 
     def settle(self) -> None:
         """Read the flag of the last step, before its state is read. Local."""
-        step, self._unread = self._unread, None
-        if step is not None and step.flag.read():
-            self._found = step
-            if not step.applied:
+        unread, self._unread = self._unread, None
+        if unread is not None and unread[0].read():
+            self._found = unread[1]
+            if not self._found.applied:
                 self._update.undo_step_count()
 
     def raise_if_found(self) -> None:
@@ -127,26 +154,34 @@ class NonFiniteSteps:
         step, self._found = self._found, None
         if step is None:
             return
+        self.reject_settings(step)
         rank, at_fault = self._control.group.rank, step.ranks_at_fault()
         if self._choice == "skip":
-            if rank == 0:
-                who = f"the loss of rank(s) {at_fault}" if at_fault else "the gradient norm"
-                warnings.warn(f"a step was skipped: {who} was not finite", stacklevel=5)
-            self.reject_parameters("a skipped step")
+            self.reject_parameters("a skipped step", warning=_skipped(at_fault))
             return
         error = None
         if rank in at_fault or not at_fault:
             error = PoplarError(self._message(step, rank))
         raise_on_all_ranks(self._control, error, doing="a step")
 
-    def reject_parameters(self, doing: str) -> None:
+    def reject_settings(self, step: IssuedStep) -> None:
+        """Raise on all ranks if settings that are tensors differed. Collective then."""
+        if step.settings_differ():
+            reject_different_settings(self._control, step.settings.by_name())
+            names = ", ".join(name for name, _ in step.settings.tensors)
+            raise agreed(ValueError(f"the ranks took a step with different values of {names}"))
+
+    def reject_parameters(self, doing: str, *, warning: str | None = None) -> None:
         """Raise on all ranks if trained parameters are not finite. Collective.
 
         Args:
             doing: what is refused then.
+            warning: of the first rank; it may be an error.
         """
 
         def check() -> None:
+            if warning is not None and self._control.group.rank == 0:
+                warnings.warn(warning, stacklevel=8)
             name = self._update.nonfinite_parameter()
             if name is not None:
                 raise PoplarError(
@@ -168,7 +203,7 @@ class NonFiniteSteps:
             rank = own if own in at_fault else min(at_fault, default=own)
             raise PoplarError(self._message(step, rank))
 
-    def _message(self, step: _UnreadStep, rank: int) -> str:
+    def _message(self, step: IssuedStep, rank: int) -> str:
         known = ", although all losses are" if step.passes else ""
         what = f"the gradient norm is not finite{known}"
         if rank in step.ranks_at_fault():
@@ -176,7 +211,9 @@ class NonFiniteSteps:
             values = [float(value) for value in own]
             bad = [place for place, value in enumerate(values) if not math.isfinite(value)]
             where = f" in pass {bad[0] + 1} of {len(values)}" if bad else ""
-            what = f"the loss is {values[bad[0]] if bad else float(step.losses[rank])}{where}"
+            what = (
+                f"the loss is {values[bad[0]] if bad else float(step.summary.losses[rank])}{where}"
+            )
         outcome = (
             "the parameters were updated with it, so load a checkpoint"
             if step.applied

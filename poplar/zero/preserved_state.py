@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from poplar.zero.absent_parameter import mark_present
 from poplar.zero.input_cast import inputs_cast
 from poplar.zero.values.materialization import move_to_meta
 
@@ -89,6 +90,7 @@ def parameters_restored(model: nn.Module, copies: Sequence[Tensor]) -> Iterator[
         yield
     finally:
         for parameter, value, device in zip(model.parameters(), copies, devices, strict=True):
+            mark_present(parameter)
             parameter.grad = None
             parameter.data = value.to(device, copy=True)
 
@@ -110,6 +112,7 @@ def parameters_preserved(model: nn.Module, *, to_host: bool = False) -> Iterator
         for value, before in frozen:
             value.copy_(before)
         for parameter, value, device in saved:
+            mark_present(parameter)
             parameter.grad = None
             parameter.data = value.to(device)
 

@@ -2,19 +2,19 @@
 
     open    check and split the batch; agree on sample counts and weights
     pass    forward, backward and the collectives of one micro-batch
-    close   agree on errors, loss, gradient norm and used parameters
+    close   agree on errors, settings, loss, gradient norm and used parameters
     apply   clip, update, and send the new values
 
 Its state is one `StepState`, owned by the engine, which also moves it when the user's own loop runs
-a backward. If a rank fails anywhere before `apply`, it completes its passes with zeros and reports
-the error in `close`, so that all ranks raise and none applies the step.
+a backward. If a pass of a rank fails, the rank completes it and those that follow with zeros and
+reports the error in `close`, so that all ranks raise and none applies the step. Whatever else a
+rank raises stops all ranks: see `collective_calls`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,23 +25,29 @@ from poplar.errors import CollectiveTimeout
 from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
 from poplar.zero.agreement import (
     StepSummary,
+    agreed,
+    caught,
     close_step,
     combine_norm,
     fill_norm_row,
     gather_rows,
+    is_agreed,
     norm_rows,
+    raise_on_any_error,
 )
 from poplar.zero.checks.first_batch import FirstBatchCheck
 from poplar.zero.checks.forward_state import ForwardStateCheck
 from poplar.zero.checks.replica_check import ReplicaCheck
 from poplar.zero.engine import Engine
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import held_memory
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import MicroBatchLoss
 from poplar.zero.micro_batches import MicroBatch, OpenedStep
-from poplar.zero.nonfinite import NonFiniteSteps, OnNonFinite
+from poplar.zero.nonfinite import IssuedStep, NonFiniteSteps, OnNonFinite, differ
 from poplar.zero.out_of_memory import out_of_memory_error
+from poplar.zero.step_settings import StepSettings
 from poplar.zero.step_state import Phase
 from poplar.zero.update import ShardedUpdate
 
@@ -85,7 +91,6 @@ class Step:
             if not engine.has_early_pass:  # whose collectives come first
                 self.first_batches.look(opened.batch)
         except CollectiveTimeout:
-            engine.abort()
             raise
         except Exception:
             self._drop_early_pass()
@@ -111,12 +116,8 @@ class Step:
         elif opened.first_pass is None or engine.loss_communicates:
             return
         engine.step.early_forward_began = self._trace.now()
-        try:
-            with engine.early_forward():
-                forward.compute_early(opened.first)
-        except CollectiveTimeout:
-            engine.abort()
-            raise
+        with engine.early_forward():
+            forward.compute_early(opened.first)
 
     def _drop_early_pass(self) -> None:
         """Complete a pass that began early with zeros, because the step cannot be opened."""
@@ -146,20 +147,13 @@ class Step:
                 if micro_batch.samples and error is None:
                     self._run_pass(micro_batch, forward, scaler)
             except CollectiveTimeout:
-                self._engine.abort()
                 raise
-            except Exception as caught:
-                if forward.abort(caught):
-                    self._engine.stop_all_ranks(f"rank {self._rank}: a pass failed: {caught!r}")
-                    self._engine.abort()
+            except Exception as failure:
+                if forward.abort(failure):
                     raise
-                error = self._failed_pass(caught, micro_batch)
-            try:
-                self.end_pass(failed=error is not None)
-            except Exception as caught:
-                if not is_out_of_memory(caught):
-                    raise
-                error = error or self._failed_pass(caught, micro_batch)
+                error = self._failed_pass(failure, micro_batch)
+            if (late := self._complete_pass(failed=error is not None)) is not None:
+                error = error or self._failed_pass(late, micro_batch)
         return error
 
     def _run_pass(
@@ -243,21 +237,45 @@ class Step:
             what = f"a pass of {micro_batch.samples} samples"
             self._trace.add("pass", what, state.pass_began)
 
-    def finish_passes(self) -> None:
-        """Reduce the gradients of the step, whether or not there was a backward. Collective."""
-        engine, state = self._engine, self._engine.step
+    def _complete_pass(self, *, failed: bool = False) -> Exception | None:
+        """As `end_pass`; returns an error after which the pass is complete. Collective."""
+        try:
+            self.end_pass(failed=failed)
+        except CollectiveTimeout:
+            raise
+        except Exception as error:
+            if self._engine.scheduler.active:
+                raise
+            return error
+        return None
+
+    def reject_open_loop(self) -> None:
+        """Raise in this rank alone if its loop has not ended or was left early.
+
+        Raises:
+            RuntimeError: the loop goes on, or the ranks know that it was left.
+        """
+        state = self._engine.step
         if state.phase is Phase.ABANDONED:
-            raise RuntimeError(
-                f"rank {self._rank}: the micro_batches loop of this step was left before its end, "
-                "so the step was abandoned on all ranks; start the next step with a new "
-                "micro_batches()"
+            raise agreed(
+                RuntimeError(
+                    f"rank {self._rank}: the micro_batches loop of this step was left before its "
+                    "end, so the step was abandoned on all ranks; start the next step with a new "
+                    "micro_batches()"
+                )
             )
-        if state.open_micro_batch is not None:
-            if not state.open_micro_batch.last:
-                raise RuntimeError(
+        if state.open_micro_batch is not None and not state.open_micro_batch.last:
+            raise agreed(
+                RuntimeError(
                     f"rank {self._rank}: step() or clip_grad_norm_() inside the micro_batches "
                     "loop, before its last micro-batch; call it after the loop"
                 )
+            )
+
+    def finish_passes(self) -> None:
+        """Reduce the gradients of the step, whether or not there was a backward. Collective."""
+        engine, state = self._engine, self._engine.step
+        if state.open_micro_batch is not None:
             self.end_user_pass(())
         elif state.phase is Phase.EMPTY:
             if not any(p.grad is not None for flat in engine.trained for p in flat.parameters):
@@ -305,32 +323,22 @@ class Step:
             )
             self.abandon(rest, reason)
             raise reason
-        try:
-            self.end_pass()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = self._out_of_memory(error, micro_batch.samples)
+        if (error := self._complete_pass()) is not None:
+            reason = error
+            if is_out_of_memory(error):
+                reason = self._out_of_memory(error, micro_batch.samples)
             self.abandon(rest, reason)
-            raise reason from error
+            raise reason from (error if reason is not error else None)
 
     def abandon(self, rest: Iterable[MicroBatch], reason: Exception) -> None:
         """Abandon the step: complete its passes with zeros and report `reason` to all ranks."""
-
-        def end() -> None:
-            try:
-                self.end_pass(failed=True)
-            except Exception as error:
-                if not is_out_of_memory(error):  # else the pass is complete anyway
-                    raise
-
-        end()
+        self._complete_pass(failed=True)
         for micro_batch in rest:
             if self.begin_pass(micro_batch):
-                end()
+                self._complete_pass(failed=True)
         self._engine.finish_gradients()  # as the other ranks at the end of their loop
         try:
-            self.close(None, reason)
+            self.close(StepSettings((), updates=self._update.updates), reason)
         except Exception as error:
             if error is not reason:
                 raise
@@ -338,9 +346,32 @@ class Step:
 
     # Close.
 
+    def agree(self, settings: StepSettings, error: Exception | None = None) -> StepSummary:
+        """Finish the passes and close the step, unless it has been closed. Collective.
+
+        Args:
+            settings: of this rank.
+            error: of this rank.
+        """
+        self.reject_open_loop()
+        try:
+            self.finish_passes()
+        except CollectiveTimeout:
+            raise
+        except Exception as failure:
+            if is_agreed(failure):  # it has abandoned the step
+                raise
+            error = error or failure
+        summary = self._engine.step.summary
+        if summary is None:
+            return self.close(settings, error)
+        if error is not None:
+            raise error
+        return summary
+
     def close(
         self,
-        norm_type: float | None,
+        settings: StepSettings,
         error: Exception | None = None,
         *,
         may_run_again: bool = False,
@@ -348,7 +379,7 @@ class Step:
         """Agree that the step may be applied; raise on all ranks if one failed. Collective.
 
         Args:
-            norm_type: type of the gradient norm to compute; None for none.
+            settings: of this rank.
             error: of this rank.
             may_run_again: this rank can run the passes of the step again.
 
@@ -363,10 +394,9 @@ class Step:
             self.reset()
             raise
         if error is None:
-            try:
-                self._update.allocate_state()
-            except Exception as caught:
-                error = self._out_of_memory(caught, None) if is_out_of_memory(caught) else caught
+            error = caught(settings.check) or caught(self._update.allocate_state)
+            if error is not None and is_out_of_memory(error):
+                error = self._out_of_memory(error, None)
         try:
             self._replicas.raise_if_different()
             summary = state.summary = close_step(
@@ -375,7 +405,8 @@ class Step:
                 engine.trained,
                 loss=state.loss,
                 waited=state.waited_to_open + engine.strategy.waiting.latest(),
-                norm_type=norm_type,
+                norm_type=settings.norm_type,
+                settings=settings,
                 error=error,
                 too_large=state.too_large,
                 may_run_again=may_run_again,
@@ -385,13 +416,14 @@ class Step:
         except BaseException:
             self.reset()
             raise
+        state.settings = settings
         self._replicas.receive(summary.checksums)
         return summary
 
-    def norm(self, norm_type: float) -> Tensor:
+    def norm(self, settings: StepSettings) -> Tensor:
         """Norm of the reduced gradient before `scale` is applied. Collective."""
+        summary, norm_type = self.agree(settings), settings.norm_type
         state = self._engine.step
-        summary = state.summary or self.close(norm_type)
         if summary.norm_type == norm_type:
             return summary.norm
         comm, flats = self._engine.comm, self._engine.trained
@@ -404,17 +436,15 @@ class Step:
         factor = 1.0 if state.factor is None else state.factor
         return torch.where(state.scale == 0, norm, norm * factor / state.scale)
 
-    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+    def clip(self, max_norm: float, settings: StepSettings) -> Tensor:
         """Scale the gradient to a norm of at most `max_norm`; returns its norm. Collective."""
-        self.finish_passes()
-        norm, scale = self.norm(norm_type), self._engine.step.scale
+        norm, scale = self.norm(settings), self._engine.step.scale
         self._scale_gradient(ops.clip_coefficient(norm, max_norm, scale))
         return (norm if scale is None else norm * scale).float()
 
-    def multiply_gradient(self, factor: Tensor) -> Tensor:
+    def multiply_gradient(self, factor: Tensor, settings: StepSettings) -> Tensor:
         """As `AgreedGradient.multiply_gradient`. Collective."""
-        self.finish_passes()
-        found_inf = (~torch.isfinite(self.norm(2.0))).float()
+        found_inf = (~torch.isfinite(self.norm(settings))).float()
         self._engine.step.found_inf = found_inf
         device = self._engine.trained[0].device
         self._scale_gradient(factor.to(device, torch.float64, non_blocking=True))
@@ -428,40 +458,69 @@ class Step:
 
     # Apply.
 
-    def apply(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def apply(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        settings: StepSettings,
+        error: Exception | None = None,
+    ) -> StepSummary:
         """Update the parameters and begin the next step. Collective.
 
         Args:
             groups: the outer param groups, with the hyper-parameters of this step.
+            settings: of this rank.
+            error: of hooks of this rank that have run before the update.
         """
-        self.finish_passes()
-        engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
-        # The norm shows losses that are not known; the reductions have computed sums of squares.
-        summary = state.summary or self.close(2.0)
-        unused, found_inf = summary.unused, state.found_inf
-        flag = None
+        summary = self._engine.step.summary
+        if summary is None:
+            # The norm shows losses that are not known; the reductions compute sums of squares.
+            summary = self.agree(settings, error)
+        elif summary.has_hooks:
+            try:
+                raise_on_any_error(self._engine.control, error, doing="a step")
+            except BaseException:
+                self.reset()
+                raise
+        elif error is not None:
+            raise error
+        state = self._engine.step
+        found_inf, flag = state.found_inf, self._nonfinite.flag(summary)
         if found_inf is None:  # else a loss scaler decides
-            flag = self._nonfinite.flag(summary)
             found_inf = flag if self._nonfinite.skips() else None
-        with self._stops_all_ranks():
-            strategy.updated.finish()  # of units that have had no forward since the last update
-            for flat in engine.trained:
-                unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
-                strategy.wait_for_readers(flat)
-            with self._trace.span("optimizer", "the update"):
-                self._update.step(groups, unused, state.factor, found_inf)
-            strategy.all_gather_updated_parameters(engine.units)
-        self._replicas.record_update()
-        torch.clear_autocast_cache()  # an autocast around several steps keeps casts of old values
-        if state.found_inf is not None:  # synchronize only after all work has been issued
-            state.skipped = self._update.undo_if_skipped(state.found_inf)
-            if state.skipped:  # no scale would end that if the parameters are the cause
+        elif summary.settings is not None:
+            found_inf = torch.maximum(found_inf, differ(summary.settings).float())
+        self._update_parameters(groups, summary.unused, found_inf)
+        closed_with = state.settings or settings
+        issued = IssuedStep(summary, state.pass_losses, closed_with, applied=found_inf is None)
+        if state.found_inf is None:
+            state.skipped = self._nonfinite.record(flag, issued)
+        elif found_inf is not None:  # synchronize only after all work has been issued
+            state.skipped = self._update.undo_if_skipped(found_inf)
+            if state.skipped:
+                self._nonfinite.reject_settings(issued)
+                # No loss scale would end it if the parameters are the cause.
                 self._nonfinite.reject_parameters("a skipped step")
-        elif flag is not None:
-            losses, passes, applied = summary.losses, state.pass_losses, found_inf is None
-            state.skipped = self._nonfinite.record(flag, losses, passes, applied=applied)
         self.reset()
         self._nonfinite.raise_if_read()
+        return summary
+
+    def _update_parameters(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        unused: dict[FlatParameter, set[int]],
+        found_inf: Tensor | None,
+    ) -> None:
+        engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
+        state.is_updating = True
+        strategy.updated.finish()  # of units that have had no forward since the last update
+        for flat in engine.trained:
+            unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
+            strategy.wait_for_readers(flat)
+        with self._trace.span("optimizer", "the update"):
+            self._update.step(groups, unused, state.factor, found_inf)
+        strategy.all_gather_updated_parameters(engine.units)
+        self._replicas.record_update()
+        torch.clear_autocast_cache()  # an autocast around several steps keeps casts of old values
 
     def raise_if_nonfinite(self) -> None:
         """Raise on all ranks if the last step was not finite; see `NonFiniteSteps`. Collective."""
@@ -476,20 +535,24 @@ class Step:
         """As `raise_if_nonfinite`, on this rank alone."""
         self._nonfinite.raise_here()
 
-    @contextmanager
-    def _stops_all_ranks(self) -> Iterator[None]:
-        """A context in which an error of this rank ends training on all ranks.
+    def stop(self, call: str, error: BaseException) -> None:
+        """Stop all ranks, because this rank raises alone in a collective call.
 
-        The others apply the step, so this rank's parameters would differ from theirs.
+        A single rank leaves nobody waiting, so it only stops if the update had begun.
         """
-        try:
-            yield
-        except CollectiveTimeout:
-            raise
-        except Exception as error:
-            self._engine.stop_all_ranks(
-                f"rank {self._rank} failed in the update, after all ranks had agreed on it, so its "
-                "parameters differ from those of the other ranks; restart from a checkpoint. "
-                f"{type(error).__name__}: {error}"
+        state, rank = self._engine.step, self._rank
+        if self._engine.comm.group.size == 1 and not state.is_updating:
+            return
+        if isinstance(error, CollectiveTimeout):  # ranks may wait in other channels
+            self._engine.stop_all_ranks(str(error))
+            return
+        where = f"{call}, in which other ranks wait for it"
+        if state.is_updating or state.summary is not None:
+            where = (
+                "the update, after all ranks had agreed on it, so its parameters may differ from "
+                "those of the other ranks"
             )
-            raise
+        self._engine.stop_all_ranks(
+            f"rank {rank} failed in {where}; build the optimizer again on all ranks and load a "
+            f"checkpoint. {type(error).__name__}: {error}"
+        )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from poplar.zero.agreement import StepSummary
 from poplar.zero.micro_batches import MicroBatch
+from poplar.zero.step_settings import StepSettings
 
 if TYPE_CHECKING:
     from poplar.zero.nonfinite import DeviceFlag
@@ -53,6 +54,8 @@ class StepState:
     """Samples of the micro-batch in which this rank ran out of memory; 0 if it has not."""
     summary: StepSummary | None = None
     """What the ranks agreed on; set when the step has been closed."""
+    settings: StepSettings | None = None
+    """Of this rank, with which the step was closed."""
     scale: Tensor | None = None
     """Product of the factors for the reduced gradient (loss scale, clipping): one float64 on the
     device, so that the host does not synchronize; None for 1."""
@@ -61,6 +64,8 @@ class StepState:
     found_inf: Tensor | None = None
     """As in `torch.amp`: not 0 if the step is to be skipped."""
     skipped: bool | DeviceFlag = False
+    is_updating: bool = False
+    """The update has begun, so an error would leave parts of the parameters behind."""
     in_train_step: bool = False
     """In `train_step` no user code reads `.grad` before the update."""
     in_user_loop: bool = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +77,8 @@ class ShardedUpdate:
         self._factory, self._options = factory, dict(options)
         self.collected: dict[str, Any] | None = None
         """The whole state as a state dict, if it was collected here since it last changed."""
+        self.updates = 0
+        """Updates that have been applied, or skipped on all ranks, since state was loaded."""
         self.before_reading_state: Callable[[], None] | None = None
         """Completes the state of the last step, if the device decided whether it was applied."""
         self._state_layouts: dict[int, StateLayout] = {}
@@ -129,12 +131,15 @@ class ShardedUpdate:
             tensor.grad = None
             if low is not None and tensor not in written:
                 low.copy_(tensor)
+        self.updates += 1
 
     def use_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take the hyper-parameters of the outer param groups."""
         for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
-            own = ("params", "param_names")
-            mine.update({key: value for key, value in theirs.items() if key not in own})
+            for key, value in theirs.items():
+                chosen_here = key == "fused" and value is None
+                if key not in ("params", "param_names") and not chosen_here:
+                    mine[key] = value
         self._state_layouts.clear()
 
     def copy_new_settings(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -204,14 +209,14 @@ class ShardedUpdate:
             }
             inner.step_scaled(factor, found_inf, written)
             return written
-        takes_scalars = _takes_scalars(inner)
-        if not takes_scalars or _would_initialize_momentum(inner):
+        takes_scalars, starting = _takes_scalars(inner), _starting_momentum(inner)
+        if not takes_scalars or starting:
             if found_inf is not None and bool(found_inf):
                 return {}
             found_inf = None
         if takes_scalars:
             with _amp_scalars(inner, factor, found_inf):
-                inner.step()
+                _step_fused(inner, tensors, starting)
         else:
             if factor is not None and float(factor) != 1.0:
                 for tensor in tensors:
@@ -298,6 +303,14 @@ class ShardedUpdate:
             self._state_layouts[group] = layout
         return layout
 
+    def reset_state(self) -> None:
+        """Drop the state; the next update creates it as the first one does."""
+        self.collected = None
+        if self.before_reading_state is not None:
+            self.before_reading_state()
+        self.inner.state.clear()
+        self._unstarted.clear()
+
     def create_state(self) -> None:
         """Create the state that is missing because there was no update, to load into it.
 
@@ -329,8 +342,8 @@ class ShardedUpdate:
         runs: Sequence[ParameterRun],
         states: Mapping[ParameterRun, dict[str, Any]],
     ) -> None:
-        """Replace the runs of `flat`, which are bound, and their state."""
-        self.collected = None
+        """Load other runs of `flat`, which are bound, and their state."""
+        self.collected, self.updates = None, 0
         for run in self.runs:
             if run.flat is flat and run.tensor is not None:
                 self.inner.state.pop(run.tensor, None)
@@ -535,17 +548,29 @@ def _takes_scalars(inner: torch.optim.Optimizer) -> bool:
     return fused and inspect.unwrap(type(inner).step) in _FUSED_STEPS
 
 
-def _would_initialize_momentum(inner: torch.optim.Optimizer) -> bool:
-    """Whether a skipped step would leave uninitialized memory in `inner`.
+def _starting_momentum(inner: torch.optim.Optimizer) -> set[Tensor]:
+    """The tensors whose momentum begins with this step.
 
-    torch's fused SGD allocates its momentum and relies on the step to write it.
+    torch's fused SGD allocates it and relies on the step to write it, so a skipped step would leave
+    uninitialized memory.
     """
-    return any(
-        group.get("momentum") and not inner.state.get(tensor)
+    return {
+        tensor
         for group in inner.param_groups
         for tensor in group["params"]
-        if tensor.grad is not None
-    )
+        if group.get("momentum") and tensor.grad is not None and not inner.state.get(tensor)
+    }
+
+
+def _step_fused(
+    inner: torch.optim.Optimizer, tensors: Iterable[Tensor], starting: set[Tensor]
+) -> None:
+    """Step tensors whose momentum begins apart from the others, as torch's fused SGD needs it."""
+    gradients = {tensor: tensor.grad for tensor in tensors}
+    for part in filter(None, (starting, gradients.keys() - starting)):
+        for tensor, gradient in gradients.items():
+            tensor.grad = gradient if tensor in part else None
+        inner.step()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +32,7 @@ from torch.nn import functional as F
 import poplar
 from poplar.planner.graph.programme import Programme
 from poplar.planner.synthesis.decision import ProgrammeDecision
-from poplar.training.trials import Comparison, compare
+from poplar.training.trials import Comparison, _Turn, compare
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -182,6 +183,24 @@ def train_found(
 
 FASTER = Comparison(first_seconds=0.1, second_seconds=0.2, ratio=0.5)
 SLOWER = Comparison(first_seconds=0.3, second_seconds=0.2, ratio=1.5)
+
+
+def test_a_programme_that_computes_something_else_is_not_used(ranks: Pool) -> None:
+    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    measured = replace(FASTER, difference="the loss of a first step was 1 by the programme")
+    for explained, by_programme, _, _ in ranks.run(
+        train_found, programme, measured, ranks=2, timeout=120
+    ):
+        assert not by_programme
+        assert "computes something else (the loss of a first step was 1 by" in explained
+
+
+def test_first_steps_with_another_loss_or_gradient_differ() -> None:
+    turn = _Turn(seconds=0.1, loss=2.0, grad_norm=1.0, rounding=1e-3)
+    names = ("programme", "plan")
+    assert not turn.difference(turn._replace(loss=2.001), names)
+    assert "the loss of a first step" in turn.difference(turn._replace(loss=2.01), names)
+    assert "grad_norm of a first step" in turn.difference(turn._replace(grad_norm=1.1), names)
 
 
 @pytest.mark.parametrize("is_faster", [True, False])

@@ -182,3 +182,28 @@ def test_losses_over_sharded_parameters_name_the_stage(ranks: Pool) -> None:
     for errors in ranks.run(errors_of_losses, ranks=2):
         assert len(errors) == 3
         assert all("needs stage 2" in error for error in errors), errors
+
+
+def train_and_reset(stage: int) -> list[str]:
+    """Two steps, a reset and two more; the state of the inner optimizer is then as after two."""
+    _, made = build(stage, torch.optim.AdamW, torch.float32)
+    for step in range(4):
+        if step == 2:
+            made.state = {}
+        made.train_step(mean_square, batch())
+    state = made.full_state_dict()
+    steps = [] if state is None else [float(s["step"]) for s in state["state"].values()]
+    errors = []
+    try:
+        made.state = {0: {"step": torch.tensor(1.0)}}
+    except ValueError as error:
+        errors.append(str(error))
+    made.release()
+    assert set(steps) <= {2.0}
+    return errors
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_state_that_is_set_to_an_empty_dict_is_reset(ranks: Pool, stage: int) -> None:
+    for errors in ranks.run(train_and_reset, stage, ranks=2):
+        assert "load_state_dict()" in errors[0]

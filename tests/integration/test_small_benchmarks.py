@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from subset import choose
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = [p.stem for p in BENCHMARKS.glob("*.py") if "ArgumentParser(" in p.read_text("utf-8")]
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,14 @@ def test_script_prints_a_table_and_appends_rows(tmp_path, script, options, rows)
     lines = output.read_text(encoding="utf-8").splitlines()
     assert len(lines) == rows
     assert all(json.loads(line)["commit"] for line in lines)
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(
+    "script", choose(quick=["network", "results", "roofline_errors", "train"], full=sorted(SCRIPTS))
+)
+def test_every_script_starts(script):
+    command = [sys.executable, BENCHMARKS / f"{script}.py", "--help"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout

@@ -537,3 +537,13 @@ def test_take_refuses_different_batch_dimensions():
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_take_accepts_any_indices(indices):
     assert pytree.take({"x": torch.arange(5)}, indices)["x"].tolist() == indices
+
+
+def test_a_batch_norm_without_room_for_one_sample_is_explained():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 1))
+    example = torch.randn(4, 3, 3, 3)
+    passes = Passes(model, lambda model, batch: model(batch).mean(), example, example.device)
+    with pytest.raises(ValueError, match=r"a pass of one sample.*Plan\.manual"):
+        passes.check()
+    passes.model.eval()
+    passes.check()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from poplar.errors import PoplarError, RankFailed
-from poplar.zero.nonfinite import NonFiniteSteps, check_choice
+from poplar.zero.nonfinite import IssuedStep, NonFiniteSteps, check_choice
+from poplar.zero.step_settings import StepSettings
 from poplar.zero.streams import Streams
 
 
@@ -53,10 +54,12 @@ class Host:
         summary = SimpleNamespace(
             losses=torch.tensor(losses, dtype=torch.float64),
             norm=torch.tensor(norm, dtype=torch.float64),
+            settings=None,
         )
         flag = self.steps.flag(summary)  # type: ignore[arg-type]
-        own = [summary.losses[0]]
-        self.steps.record(flag, summary.losses, own, applied=not self.steps.skips())
+        own, applied = [summary.losses[0]], not self.steps.skips()
+        settings = StepSettings((), updates=0)
+        self.steps.record(flag, IssuedStep(summary, own, settings, applied))  # type: ignore[arg-type]
 
 
 WAIT = "wait for the end of the update"

@@ -340,7 +340,7 @@ class OpenedCheckpoint:
 
     def _check_places(self) -> None:
         """Check what Poplar writes: all values have a path, and are in parts with checksums."""
-        if self.paths.keys() != self.described.keys():
+        if not self.described.keys() <= self.paths.keys():
             raise DamagedCheckpoint(self.folder / METADATA, "it has no nested form of some values")
         for index, place in self.metadata.storage_data.items():
             part = self._parts.get((place.relative_path, place.offset))

@@ -85,7 +85,12 @@ class PendingSave:
     """
 
     def __init__(
-        self, job: SaveJob, control: Control, *, after: Callable[[], None] | None = None
+        self,
+        job: SaveJob,
+        control: Control,
+        *,
+        asynchronous: bool,
+        after: Callable[[], None] | None = None,
     ) -> None:
         if not job.aside.exists():
             raise FileNotFoundError(
@@ -97,7 +102,7 @@ class PendingSave:
         self._doing = f"saving the checkpoint {str(job.folder)!r}"
         self._after = after
         self._may_write, self._cancel = threading.Event(), threading.Event()
-        self._is_awaited = False
+        self._is_awaited = not asynchronous
         self._error: BaseException | None = None
         self._file = DataFile(job.aside / job.data_file, self._is_stopped)
         self._thread = threading.Thread(target=self._run, name="poplar-checkpoint")

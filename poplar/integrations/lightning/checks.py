@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -38,6 +43,26 @@ def check_trainer(trainer: Any, module: pl.LightningModule) -> None:
             raise ValueError(
                 f"PoplarStrategy does not support {type(callback).__name__}: the plan has one "
                 "global batch, and the parameters may be sharded; remove the callback"
+            )
+        if isinstance(callback, BaseFinetuning):
+            raise ValueError(
+                f"PoplarStrategy does not support {type(callback).__name__}, which adds parameters "
+                "to the optimizer during training; train all parameters, or freeze some with "
+                "requires_grad_(False) for the whole fit"
+            )
+
+
+def check_stage(trainer: Any, stage: int) -> None:
+    """Reject callbacks that read and write parameters between steps, where they are sharded.
+
+    Raises:
+        ValueError: names the callback, and what to use instead.
+    """
+    for callback in trainer.callbacks:
+        if stage == 3 and isinstance(callback, WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} reads and writes parameters between steps, but at "
+                "stage 3 they are sharded; use PoplarStrategy(stage=2), or a plan of stage 0 to 2"
             )
 
 

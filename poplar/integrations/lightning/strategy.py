@@ -30,6 +30,7 @@ from poplar.integrations.lightning import batches, checkpoints
 from poplar.integrations.lightning.checks import (
     batch_index,
     check_batch_hooks,
+    check_stage,
     check_trainer,
     loss_of,
 )
@@ -256,6 +257,7 @@ class PoplarStrategy(DistributedStrategy):
         trainer.fit_loop._combined_loader = None
         self._plan = self._given_plan or self._tuned(trainer, module, recipe)
         self._check_plan(self._plan)
+        check_stage(trainer, self._plan.stage)
         optimizer = HeteroZeroOptimizer(
             module,
             recipe.optimizer_class,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.data.sampler import last_drawn_order
+from poplar.zero.agreement import agreed, exchange_results, run_on_all_ranks
 
 
 class FirstBatchCheck:
@@ -44,28 +46,38 @@ class FirstBatchCheck:
 
 
 def _compare(control: Control, batch: Any) -> None:
-    mine = ({} if batch is None else last_drawn_order(), _fingerprint(batch))
-    received = control.exchange_objects(mine, what="the first step")
+    def describe() -> tuple[Mapping[str, Any], tuple[Any, ...] | None]:
+        return {} if batch is None else last_drawn_order(), _fingerprint(batch)
+
+    received = exchange_results(control, describe, what="the first step")
     drawn = {rank: order for rank, (order, _) in enumerate(received) if order}
     first = min(drawn, default=0)
     for rank, order in drawn.items():
         if order != drawn[first]:
-            raise ValueError(
-                f"the HeteroBatchSampler of rank {first} has {_text(drawn[first])}, that of rank "
-                f"{rank} {_text(order)}, so their parts are not of the same global batch; give all "
-                "ranks the same dataset length, plan, seed, shuffle, lengths and epoch"
+            raise agreed(
+                ValueError(
+                    f"the HeteroBatchSampler of rank {first} has {_text(drawn[first])}, that of "
+                    f"rank {rank} {_text(order)}, so their parts are not of the same global batch; "
+                    "give all ranks the same dataset length, plan, seed, shuffle, lengths and epoch"
+                )
             )
     first_with: dict[Any, int] = {}
     for rank, (_, fingerprint) in enumerate(received):
         other = first_with.setdefault(fingerprint, rank)
-        if fingerprint is not None and other != rank and control.group.rank == 0:
-            warnings.warn(
-                f"ranks {other} and {rank} have the same first sample in their first batch, but "
-                "each rank must get its own part of the global batch: build the loader with "
-                "HeteroBatchSampler(len(dataset), plan)",
-                stacklevel=6,
-            )
+        if fingerprint is not None and other != rank:
+            warn = partial(_warn_of_equal_samples, control.group.rank, other, rank)
+            run_on_all_ranks(control, warn, doing="the first step")  # warnings may be errors
             break
+
+
+def _warn_of_equal_samples(own: int, first: int, second: int) -> None:
+    if own == 0:
+        warnings.warn(
+            f"ranks {first} and {second} have the same first sample in their first batch, but each "
+            "rank must get its own part of the global batch: build the loader with "
+            "HeteroBatchSampler(len(dataset), plan)",
+            stacklevel=8,
+        )
 
 
 def _text(order: Mapping[str, Any]) -> str:
@@ -75,7 +87,7 @@ def _text(order: Mapping[str, Any]) -> str:
 def _fingerprint(batch: Any) -> tuple[Any, ...] | None:
     """Two sums over the first sample of each tensor; None if there is nothing to compare.
 
-    It raises on no rank, because all ranks exchange the result; the step reports a bad batch.
+    The step reports a bad batch.
     """
     try:
         tensors = [tensor for tensor in pytree.tensors(batch) if tensor.dim() and len(tensor)]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.formatting import format_names
+from poplar.zero.agreement import agreed
 from poplar.zero.checks.replica_check import checksum
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.strategy import Strategy
@@ -72,10 +73,13 @@ class ForwardStateCheck:
         changes = {name: _change(self._before.get(name), value) for name, value in now.items()}
         mine = (lost, {name: change for name, change in changes.items() if change}, self._sums())
         received = self._control.exchange_objects(mine, what="state that forwards write")
-        self._raise_if_lost([names for names, _, _ in received])
-        self._raise_if_buffers_differ([sketches for _, sketches, _ in received], now)
-        if any(sums != received[0][2] for _, _, sums in received):
-            self._raise_differing_parameters()
+        try:
+            self._raise_if_lost([names for names, _, _ in received])
+            self._raise_if_buffers_differ([sketches for _, sketches, _ in received], now)
+            if any(sums != received[0][2] for _, _, sums in received):
+                self._raise_differing_parameters()
+        except ValueError as error:
+            raise agreed(error) from None
         self._steps, self._before = self._steps - 1, now
         if not self._steps:
             self.skip()

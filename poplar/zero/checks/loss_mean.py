@@ -152,7 +152,7 @@ class FirstLossCheck:
             recorded = RecordedCalls(model, _samples_in(batch))
             with recorded.recording():
                 loss = loss_fn(model, batch)
-            self._look(loss_fn, batch, recorded, "to train_step", stacklevel=8)
+            self._look(loss_fn, batch, recorded, "to train_step", stacklevel=9)
             return loss
 
         return watched

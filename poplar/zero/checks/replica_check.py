@@ -14,6 +14,7 @@ from torch import Tensor
 
 from poplar.comm import Control
 from poplar.errors import ReplicasDiffer
+from poplar.zero.agreement import agreed
 from poplar.zero.flat_parameter import FlatParameter
 
 FIRST_UPDATES = 2
@@ -109,14 +110,16 @@ class ReplicaCheck:
         first, sums = different[0] if different else ("none any more", received)
         others = f" and {len(different) - 1} more" if len(different) > 1 else ""
         ranks = _minority(sums)
-        raise ReplicasDiffer(
-            f"the replicated parameters differ after update {update}: on rank(s) {ranks} "
-            f"{first!r}{others} has other bits than on the other ranks. All ranks update all "
-            "parameters, from the same gradient, so the ranks now train different models. "
-            "Possible causes: a parameter was changed on some ranks only (in loss_fn, a hook or a "
-            "callback), the optimizer class is random or reads state of its process, or a device "
-            "is faulty. Load the last checkpoint. If the optimizer is the cause, use stage 1, "
-            "where one rank updates each element"
+        raise agreed(
+            ReplicasDiffer(
+                f"the replicated parameters differ after update {update}: on rank(s) {ranks} "
+                f"{first!r}{others} has other bits than on the other ranks. All ranks update all "
+                "parameters, from the same gradient, so the ranks now train different models. "
+                "Possible causes: a parameter was changed on some ranks only (in loss_fn, a hook "
+                "or a callback), the optimizer class is random or reads state of its process, or "
+                "a device is faulty. Load the last checkpoint. If the optimizer is the cause, use "
+                "stage 1, where one rank updates each element"
+            )
         )
 
 

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Communicator, Work
-from poplar.comm.shard_layout import Layout
+from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.unit import Unit
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Types by bytes of an element, to compare bits."""
 
 
 class ShardedParameters(ShardedGradients):
@@ -112,7 +115,7 @@ class ShardedParameters(ShardedGradients):
         if unit in self._unsharded_persistent:
             return
         for flat in unit.flats:
-            if self.notes_writes:
+            if self.notes_writes and not flat.has_lasting_values:  # they are of no forward
                 self._note_writes(flat)
             flat.detach_parameters()
             if flat.has_lasting_values:
@@ -125,7 +128,10 @@ class ShardedParameters(ShardedGradients):
         low, high = flat.owned
         if low == high or not flat.values.untyped_storage().nbytes():
             return
-        changed = flat.values[low:high].view(torch.uint8) != flat.shard.view(torch.uint8)
+        # Bits, because NaN differs from itself; by block, to keep little until the step ends.
+        bits = _BITS[flat.dtype.itemsize]
+        differs = flat.values[low:high].view(bits) != flat.shard.view(bits)
+        changed = differs.view(-1, ALIGNMENT).any(1)
         self._noted[flat] = self._noted[flat] | changed if flat in self._noted else changed
 
     def take_noted_writes(self) -> list[str]:
@@ -134,8 +140,8 @@ class ShardedParameters(ShardedGradients):
         for flat, changed in noted.items():
             for position, name in enumerate(flat.names):
                 start, stop = flat.owned_range(position)
-                base, size = flat.offsets[position] - flat.owned[0], flat.dtype.itemsize
-                if bool(changed[(base + start) * size : (base + stop) * size].any()):
+                first = (flat.offsets[position] - flat.owned[0] + start) // ALIGNMENT
+                if bool(changed[first : first - (start - stop) // ALIGNMENT].any()):
                     names.append(name)
         return names
 

@@ -1,0 +1,114 @@
+"""Settings that must be equal on all ranks are compared in every step, at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import ranks as harness
+import torch
+import training
+from ranks import Failure, Pool
+from reference import Recipe
+from torch import Tensor
+from training import STAGES, Run
+
+import poplar
+from poplar import HeteroZeroOptimizer, Plan
+
+RECIPE = Recipe(batches=(12, 12, 12))
+
+
+def run_of(stage: int) -> Run:
+    return Run(RECIPE, Plan.manual("5,4,3", stage=stage))
+
+
+def own(one: object, other: object) -> object:
+    """`other` on rank 1."""
+    return other if harness.rank() == 1 else one
+
+
+def set_group(key: str, one: object, other: object) -> Callable[[HeteroZeroOptimizer], dict]:
+    def change(optimizer: HeteroZeroOptimizer) -> dict:
+        optimizer.param_groups[0][key] = own(one, other)
+        return {}
+
+    return change
+
+
+def scaled(_optimizer: HeteroZeroOptimizer) -> dict:
+    return {"scaler": poplar.GradScaler("cpu", init_scale=own(8.0, 16.0))}
+
+
+DIFFERENT: dict[str, tuple[Callable[[HeteroZeroOptimizer], dict], str]] = {
+    "max_norm": (lambda _: {"max_norm": own(1.0, 0.5)}, "max_norm is 1.0 on rank(s) [0, 2], 0.5"),
+    "no max_norm": (lambda _: {"max_norm": own(1.0, None)}, "max_norm is 1.0 on rank(s) [0, 2]"),
+    "loss": (lambda _: {"loss": own("mean", "sum")}, "loss='sum' without weight= on rank(s) [1]"),
+    "weight": (lambda _: {"weight": own(None, lambda batch: 1.0)}, "with weight= on rank(s) [1]"),
+    "scaler": (
+        lambda _: {"scaler": own(None, poplar.GradScaler("cpu"))},
+        "loss scaler is False on rank(s) [0, 2], True on rank(s) [1]",
+    ),
+    "scale": (scaled, "the loss scale is 8.0 on rank(s) [0, 2], 16.0 on rank(s) [1]"),
+    "lr": (set_group("lr", 0.1, 0.2), "lr of param group 0 is 0.1 on rank(s) [0, 2], 0.2"),
+    "tensor lr": (
+        lambda optimizer: set_group("lr", torch.tensor(0.5), torch.tensor(0.25))(optimizer),
+        "lr of param group 0 is 0.5 on rank(s) [0, 2], 0.25 on rank(s) [1]",
+    ),
+    "betas": (set_group("betas", (0.9, 0.99), (0.9, 0.98)), "(0.9, 0.98) on rank(s) [1]"),
+    "flag": (set_group("maximize", False, True), "maximize of param group 0 is False"),
+    "nan": (set_group("lr", 0.1, float("nan")), "lr of param group 0: nan"),
+    "nan max_norm": (lambda _: {"max_norm": own(1.0, float("nan"))}, "max_norm: nan"),
+}
+
+
+def train_around(run: Run, name: str) -> tuple[Failure | None, dict[str, Tensor]]:
+    """A good step, one with different settings, and a good one."""
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    groups = [dict(group) for group in optimizer.param_groups]
+    with harness.catching() as caught:
+        options = DIFFERENT[name][0](optimizer)
+        optimizer.train_step(training.loss_of(run.recipe), training.batch_of(run, 1), **options)
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.update(before)
+    training.take_step(run, model, optimizer, 2)
+    return (caught or [None])[0], training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_ranks_name_what_differs_and_training_continues(
+    ranks: Pool, stage: int, name: str
+) -> None:
+    answers = ranks.run(train_around, run_of(stage), name, ranks=3)
+    training.assert_raised([failure for failure, _ in answers], DIFFERENT[name][1])
+    for _, parameters in answers:
+        training.assert_same(parameters, answers[0][1])
+
+
+def leave_out_an_update(run: Run) -> tuple[Failure | None, Failure | None]:
+    """One rank does not call `step()`; the next step tells. A load mends it."""
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    state = optimizer.state_dict()
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
+        training.loss_of(run.recipe)(model, micro_batch).backward()
+    optimizer.clip_grad_norm_(1.0)
+    if harness.rank() == 1:
+        optimizer.zero_grad()
+    else:
+        optimizer.step()
+    with harness.catching() as first:
+        training.take_step(run, model, optimizer, 2)
+    optimizer.load_state_dict(state)
+    with harness.catching() as second:
+        training.take_step(run, model, optimizer, 2)
+    return (first or [None])[0], (second or [None])[0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_has_left_out_an_update_is_noticed(ranks: Pool, stage: int) -> None:
+    answers = ranks.run(leave_out_an_update, run_of(stage), ranks=3)
+    training.assert_raised([first for first, _ in answers], "updates", "load a checkpoint")
+    assert all(second is None for _, second in answers)

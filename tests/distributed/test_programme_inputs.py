@@ -1,0 +1,135 @@
+"""A step of a programme reads the batch, buffers and modes as they are in that step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ranks as harness
+import torch
+from chosen_programmes import nearest, programme_of
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from poplar.comm import Group, connect
+from poplar.planner.graph.placement import Sharded
+from poplar.planner.graph.programme import Programme
+from poplar.planner.synthesis.composition import batch_placements
+from poplar.training.checked_export import CheckedExport
+from poplar.training.programme import ProgrammeTraining, sampling_plan
+
+SAMPLES, WIDTH = 6, 4
+OPTIONS = {"lr": 1e-2, "eps": 1e-4}
+
+
+class Changing(nn.Module):
+    """Depends on a buffer, on its mode, and on an attribute that is a number of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu()) * self.scale * self.factor
+        return y + y.square().mean() if self.training else y
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"]) * batch["beta"]
+
+
+def global_batch(step: int) -> dict[str, Any]:
+    draws = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, SAMPLES, WIDTH, generator=draws)
+    return {"x": x, "y": y, "beta": 1.0 + step}
+
+
+def export(model: nn.Module) -> CheckedExport:
+    return CheckedExport(model, loss_of, global_batch(0), SAMPLES)
+
+
+def programme() -> Programme:
+    graph = export(Changing().eval()).exported.graph
+    placed = {graph.parameters["up.weight"].name: Sharded(0)}
+    return programme_of(graph, (2, 1), {**batch_placements(graph), **placed}, nearest)
+
+
+def change(model: Any, step: int) -> None:
+    """Before a step."""
+    if step == 1:
+        model.train()
+    elif step == 2:
+        model.scale.mul_(2.0)
+    elif step == 3:
+        model.scale = torch.full((WIDTH,), 0.5)
+
+
+def train(given: Programme) -> tuple[list[float], list[Tensor], list[str]]:
+    """Losses of steps and of an evaluation; values; errors after another change."""
+    rank, model = harness.rank(), Changing().eval()
+    training = ProgrammeTraining(
+        connect(Group.of(harness.group(), None), "auto"),
+        export(model),
+        given,
+        sampling_plan(given, SAMPLES),
+        torch.optim.AdamW,
+        reason="a test",
+        process_group=harness.group(),
+        **OPTIONS,
+    )
+
+    def own(step: int) -> dict[str, Any]:
+        start, samples = training.plan.offset(rank), training.plan.samples(rank)
+        batch = global_batch(step)
+        return {k: v if k == "beta" else v[start : start + samples] for k, v in batch.items()}
+
+    losses = []
+    for step in range(4):
+        change(model, step)
+        losses.append(float(training.train_step(own(step)).loss))
+    model.down.eval()
+    losses.append(training.evaluate(own(step) for step in range(2)))
+    assert [module.training for module in model.modules()] == [True, True, False]
+    model.down.train()
+    with harness.catching() as caught:
+        training.train_step({**own(4), "beta": 1.0 + rank})
+    messages = [failure.message for failure in caught]
+    model.factor = 1.5
+    with harness.catching() as caught:
+        training.train_step(own(4))
+    training.release()
+    messages += [failure.message for failure in caught]
+    return losses, [p.detach().clone() for p in model.parameters()], messages
+
+
+def train_in_one_process() -> tuple[list[float], list[Tensor]]:
+    model = Changing().eval()
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+
+    def steps() -> Iterator[float]:
+        for step in range(4):
+            change(model, step)
+            optimizer.zero_grad()
+            loss = loss_of(model, global_batch(step))
+            loss.backward()
+            optimizer.step()
+            yield float(loss.detach())
+        model.eval()
+        yield sum(float(loss_of(model, global_batch(step)).detach()) for step in range(2)) / 2
+
+    return list(steps()), [p.detach() for p in model.parameters()]
+
+
+def test_steps_read_what_has_changed_or_raise(ranks: Pool) -> None:
+    expected, values = train_in_one_process()
+    for rank, (losses, own, messages) in enumerate(ranks.run(train, programme(), ranks=2)):
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(own, values, rtol=1e-4, atol=1e-5)
+        unequal, unlike = messages
+        assert "different numbers at ['beta']: [1.0, 2.0]" in unequal, rank
+        assert "after 4 steps, the programme does not compute what loss_fn computes" in unlike
+        assert "the graph of torch.export, which keeps Python numbers" in unlike

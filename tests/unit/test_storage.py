@@ -1,0 +1,43 @@
+"""A tensor with a storage of its own is the same memory, for any dtype and shape."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from poplar.system.storage import with_own_storage
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.bool,
+    torch.int64,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_is_shared_and_the_storage_is_not(dtype: torch.dtype) -> None:
+    whole = torch.zeros(12).to(dtype)
+    for part in (whole[2:8].view(2, 3), whole[4:5].view(()), whole[3:3]):
+        own = with_own_storage(part)
+        assert (own.dtype, own.shape, own.stride()) == (dtype, part.shape, part.stride())
+        assert own.untyped_storage().nbytes() == part.nbytes
+        assert not part.numel() or own.data_ptr() == part.data_ptr()
+        own.fill_(1)
+        assert torch.equal(part, torch.ones_like(part))
+
+
+def test_memory_lives_as_long_as_the_result() -> None:
+    with torch.inference_mode():
+        whole = torch.full((1 << 16,), 3.0)
+        own = with_own_storage(whole[5:])
+    del whole
+    gc.collect()
+    others = [torch.zeros(1 << 16) for _ in range(8)]
+    assert float(own.min()) == 3.0
+    assert not own.is_inference()
+    assert len(others) == 8
