@@ -21,8 +21,6 @@ from poplar.planner.rules.registry import local_call, strategies_of
 from poplar.spmd.exported_graph import ExportedLoss
 from poplar.spmd.local_execution import run_local
 
-SAMPLES = 2
-"""Samples in a batch that is compared."""
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Relative differences of equal computations."""
 _SMALL = 1e-3
@@ -38,7 +36,7 @@ class EagerComparison:
 
     Args:
         model, loss_fn: as for `export_loss`.
-        exported: their graph, for a batch of `SAMPLES` samples.
+        exported: their graph, for a batch of few samples.
     """
 
     def __init__(

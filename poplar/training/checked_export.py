@@ -11,11 +11,14 @@ from torch import nn
 
 from poplar.data import pytree
 from poplar.errors import NotExportable
-from poplar.spmd.eager_comparison import SAMPLES, EagerComparison
+from poplar.spmd.eager_comparison import EagerComparison
 from poplar.spmd.exported_graph import ExportedLoss, export_loss
+from poplar.system.out_of_memory import is_out_of_memory
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.preserved_state import model_preserved
 
+_SAMPLES = (2, 8)
+"""In a compared batch: as many as the example has, within these limits."""
 _BATCHES = 3
 """Compared after the export. In each, Python code may choose or draw something else."""
 _MOST_ELEMENTS = 1 << 20
@@ -42,14 +45,14 @@ class CheckedExport:
     ) -> None:
         self.model = model
         self._loss_fn, self._example, self._global_batch = loss_fn, example, global_batch
-        self._few = min(SAMPLES, global_batch)
+        least, most = _SAMPLES
+        self._few = min(max(least, pytree.samples_in(example)), most, global_batch)
         if any(t.is_meta for t in chain(model.parameters(), model.buffers())):
             raise NotExportable("the model is on meta, and a programme divides real values")
         with torch.enable_grad(), model_preserved(model, self._device):
             self.exported: ExportedLoss = self._export(range(global_batch))
             self._comparison = EagerComparison(model, loss_fn, self._export(range(self._few)))
-            for first in range(_BATCHES):
-                self._comparison.check(self._samples(range(first, first + self._few)))
+            self._compare()
 
     @property
     def _device(self) -> torch.device:
@@ -76,6 +79,18 @@ class CheckedExport:
         few = pytree.map_tensors(lambda tensor: tensor.to(self._device), few)
         with model_preserved(self.model, self._device):
             self._comparison.check(few, most_elements=_MOST_ELEMENTS)
+
+    def _compare(self) -> None:
+        try:
+            for first in range(_BATCHES):
+                self._comparison.check(self._samples(range(first, first + self._few)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise NotExportable(
+                f"this rank has too little memory to compare its graph with the model, on "
+                f"{self._few} samples"
+            ) from error
 
     def _export(self, samples: Sequence[int]) -> ExportedLoss:
         return export_loss(self.model, self._loss_fn, self._samples(samples))

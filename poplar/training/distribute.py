@@ -75,8 +75,8 @@ def distribute(
     computes in the dtype of the model. Models that cannot be exported (control flow that depends
     on values, BatchNorm in training, dropout) are trained by the plan; `explain()` says why. So are
     models whose exported graph has another loss or gradient than the model itself (hooks, custom
-    `autograd.Function`s, numbers that Python code changes); this is compared here and, with two
-    samples, in some steps of the training.
+    `autograd.Function`s, numbers that Python code changes); this is compared here and in some steps
+    of the training, with few samples.
 
     Args:
         model: on this rank's device. The values of the first rank are used.

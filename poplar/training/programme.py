@@ -7,6 +7,7 @@ programme's loss, whose weight is 1: the loss is the sum over ranks.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import pairwise
@@ -27,6 +28,7 @@ from poplar.planner.synthesis.composition import batch_placements
 from poplar.planner.synthesis.data_parallel import data_parallel
 from poplar.spmd.divided_model import DividedModel
 from poplar.spmd.execution import Execution
+from poplar.system.out_of_memory import is_out_of_memory
 from poplar.training.checked_export import CheckedExport
 from poplar.training.divided_guard import DividedGuard
 from poplar.training.training import DistributedTraining
@@ -147,7 +149,10 @@ class ProgrammeTraining(DistributedTraining):
         return compute
 
     def _compare(self, checked: CheckedExport, batch: Any) -> None:
-        """Compare the graph with the model on samples of this rank, in a few steps."""
+        """Compare the graph with the model on samples of this rank, in a few steps.
+
+        The comparison needs memory for the whole parameters. If that is missing, it is left out.
+        """
         try:
             with self._guard.allowed(), self._divided.stand_ins() as has_values:
                 if has_values:
@@ -159,6 +164,14 @@ class ProgrammeTraining(DistributedTraining):
                 "many steps or 256 steps before, may have been wrong: load a checkpoint, and call "
                 "distribute(programme='never')"
             ) from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            warnings.warn(
+                f"rank {self._rank}: too little memory to compare the programme with loss_fn after "
+                f"{self._steps} steps; numbers that Python code changes are not noticed",
+                stacklevel=2,
+            )
 
     def _check_equal(self, numbers: Mapping[str, float]) -> None:
         """Raise on all ranks if their batches have different numbers. Collective if there are any.
