@@ -450,8 +450,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         error, result = caught(before), None
         if error is None and closure is not None:
-            with torch.enable_grad():
-                result = closure()
+            try:
+                with torch.enable_grad():
+                    result = closure()
+            except Exception as failure:
+                state = self._engine.step
+                if state.in_user_loop or state.phase is Phase.ABANDONED:
+                    agreed(failure)  # the loop over micro-batches reports it
+                raise
         if error is None and self._is_zero_step():
             return result
         summary = self._step.apply(self.param_groups, self._settings(), error)
