@@ -92,7 +92,10 @@ class DividedModel:
 
 
 def _repeated(part: Tensor, dim: int, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of this shape whose indices of `dim` are those of a part, in turns."""
+    """A tensor of this shape from a part of `dim`, in turns, each 1 % larger: no equal values."""
     if not part.numel():
         return part.new_zeros(shape)
-    return part.index_select(dim, torch.arange(shape[dim], device=part.device) % part.shape[dim])
+    places = torch.arange(shape[dim], device=part.device)
+    factors = (1.0 + 0.01 * (places // part.shape[dim])).to(part.dtype)
+    whole = part.index_select(dim, places % part.shape[dim])
+    return whole * factors.view(-1, *(1,) * (len(shape) - dim - 1))
