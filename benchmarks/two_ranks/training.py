@@ -87,7 +87,7 @@ def train_in_one_process(device: torch.device, steps: int) -> tuple[dict[str, Te
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return {name: p.detach().cpu() for name, p in model.named_parameters()}, losses
 
 

@@ -230,7 +230,7 @@ def test_host_synchronization_tests_are_found(collected_tests):
 @pytest.mark.parametrize(
     "task",
     [
-        *("exact", "delays", "raises", "exits", "gathers"),
+        *("exact", "delays", "raises", "exits", "memory", "gathers"),
         pytest.param("late", marks=pytest.mark.full),  # it waits for deadlines
     ],
 )
