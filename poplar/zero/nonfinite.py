@@ -78,6 +78,8 @@ class IssuedStep:
     """Of this rank."""
     applied: bool
     """The update did not depend on the flag."""
+    scaled: bool = False
+    """The flag is that of a loss scaler, which skips steps without an error."""
 
     def ranks_at_fault(self) -> list[int]:
         """The ranks whose loss was not finite."""
@@ -155,6 +157,9 @@ class NonFiniteSteps:
         if step is None:
             return
         self.reject_settings(step)
+        if step.scaled:  # no loss scale would end it if the parameters are the cause
+            self.reject_parameters("a skipped step")
+            return
         rank, at_fault = self._control.group.rank, step.ranks_at_fault()
         if self._choice == "skip":
             self.reject_parameters("a skipped step", warning=_skipped(at_fault))
@@ -198,7 +203,7 @@ class NonFiniteSteps:
         """
         self.settle()
         step, own = self._found, self._control.group.rank
-        if step is not None and self._choice == "raise":
+        if step is not None and self._choice == "raise" and not step.scaled:
             at_fault = step.ranks_at_fault()
             rank = own if own in at_fault else min(at_fault, default=own)
             raise PoplarError(self._message(step, rank))

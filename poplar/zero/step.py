@@ -491,15 +491,14 @@ class Step:
             found_inf = torch.maximum(found_inf, differ(summary.settings).float())
         self._update_parameters(groups, summary.unused, found_inf)
         closed_with = state.settings or settings
-        issued = IssuedStep(summary, state.pass_losses, closed_with, applied=found_inf is None)
-        if state.found_inf is None:
-            state.skipped = self._nonfinite.record(flag, issued)
-        elif found_inf is not None:  # synchronize only after all work has been issued
-            state.skipped = self._update.undo_if_skipped(found_inf)
-            if state.skipped:
-                self._nonfinite.reject_settings(issued)
-                # No loss scale would end it if the parameters are the cause.
-                self._nonfinite.reject_parameters("a skipped step")
+        issued = IssuedStep(
+            summary,
+            state.pass_losses,
+            closed_with,
+            applied=found_inf is None,
+            scaled=state.found_inf is not None,
+        )
+        state.skipped = self._nonfinite.record(flag if found_inf is None else found_inf, issued)
         self.reset()
         self._nonfinite.raise_if_read()
         return summary

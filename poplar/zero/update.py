@@ -108,7 +108,7 @@ class ShardedUpdate:
             unused: positions of the parameters that no rank used in this step.
             scale: one element on the device; None for 1. See [Note: device scalars].
             found_inf: one element on the device. If it is not 0, nothing changes; call
-                `undo_if_skipped` afterwards.
+                `undo_step_count` afterwards.
         """
         self.collected = None
         self.use_settings(groups)
@@ -172,13 +172,6 @@ class ShardedUpdate:
     def skips_on_device(self) -> bool:
         """Whether `step` leaves out a step without the host reading `found_inf`."""
         return self.has_exact_kernel or _takes_scalars(self.inner)
-
-    def undo_if_skipped(self, found_inf: Tensor) -> bool:
-        """Whether the last step changed nothing. Synchronizes with the device."""
-        skipped = bool(found_inf)
-        if skipped:
-            self.undo_step_count()
-        return skipped
 
     def undo_step_count(self) -> None:
         """The last step changed nothing, so it does not count."""

@@ -50,7 +50,7 @@ class Host:
     def _exchange(self, value: Any, *, what: str) -> list[Any]:
         return [value, "PoplarError: rank 1: the loss is nan"]
 
-    def end_step(self, *losses: float, norm: float = 1.0) -> None:
+    def end_step(self, *losses: float, norm: float = 1.0, scaled: bool = False) -> None:
         summary = SimpleNamespace(
             losses=torch.tensor(losses, dtype=torch.float64),
             norm=torch.tensor(norm, dtype=torch.float64),
@@ -59,7 +59,8 @@ class Host:
         flag = self.steps.flag(summary)  # type: ignore[arg-type]
         own, applied = [summary.losses[0]], not self.steps.skips()
         settings = StepSettings((), updates=0)
-        self.steps.record(flag, IssuedStep(summary, own, settings, applied))  # type: ignore[arg-type]
+        step = IssuedStep(summary, own, settings, applied, scaled)  # type: ignore[arg-type]
+        self.steps.record(flag, step)
 
 
 WAIT = "wait for the end of the update"
@@ -112,6 +113,19 @@ def test_a_skipped_step_raises_if_the_parameters_are_the_cause() -> None:
         pytest.warns(UserWarning, match="skipped: the gradient norm"),
         pytest.raises(PoplarError, match=r"'layer.weight' has values that are NaN"),
     ):
+        host.steps.raise_if_found()
+
+
+def test_a_step_that_a_loss_scaler_skips_is_read_in_the_next_one_without_an_error() -> None:
+    host = Host()
+    host.end_step(float("inf"), 2.0, norm=float("inf"), scaled=True)
+    assert host.did == []
+    host.steps.raise_here()
+    host.steps.raise_if_found()
+    assert host.did == [WAIT, "undo"]
+    host.nonfinite = "layer.weight"
+    host.end_step(1.0, 2.0, norm=float("nan"), scaled=True)
+    with pytest.raises(PoplarError, match=r"'layer.weight' has values that are NaN"):
         host.steps.raise_if_found()
 
 
