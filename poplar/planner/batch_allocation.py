@@ -372,7 +372,7 @@ class IndependentPasses:
                 return
             # All communication follows `reducible`, so only splits below this are fast enough.
             latest, reducible = split.synchronization
-            target = min(limit() - alone, reducible - _ROUNDING * latest)
+            target = min(limit() - alone, min(reducible, target) - _ROUNDING * latest)
 
     def _kth_smallest(
         self, value: Callable[[RankPasses, int], float], limits: Sequence[int]
@@ -384,12 +384,14 @@ class IndependentPasses:
 
     def _split(self, latest: float, reducible: float) -> Split:
         """The global batch with this `latest` and the least `reducible`, which is at most this."""
+        # The same passes, summed in another order, may end a little later.
+        end = latest * (1.0 + _ROUNDING)
         limits = [
-            bisect_right(range(1, passes.most + 1), latest, key=passes.seconds)
+            bisect_right(range(1, passes.most + 1), end, key=passes.seconds)
             for _, passes in self._groups
         ]
         if self._costs.overlaps:
-            start = partial(RankPasses.earliest_reducible, end=latest)
+            start = partial(RankPasses.earliest_reducible, end=end)
             reducible = self._kth_smallest(start, limits)
             limits = [
                 bisect_right(range(1, limit + 1), reducible, key=partial(start, passes))
@@ -526,10 +528,15 @@ def kth_smallest(
     low, high = [0] * len(lengths), list(lengths)
     while total(high) >= count:
         widest = max(range(len(low)), key=lambda s: high[s] - low[s])
-        pivot = values[widest]((low[widest] + high[widest] + 1) // 2)
-        if total(below := counts(bisect_left)) >= count:
+        middle = (low[widest] + high[widest] + 1) // 2
+        pivot = values[widest](middle)
+        # Rounding may make values descend a little: every round must still leave fewer of them.
+        below, at_most = counts(bisect_left), counts(bisect_right)
+        below[widest] = min(below[widest], middle - 1)
+        at_most[widest] = max(at_most[widest], middle)
+        if total(below) >= count:
             high = below
-        elif total(at_most := counts(bisect_right)) >= count:
+        elif total(at_most) >= count:
             return pivot
         else:
             low = at_most
