@@ -73,16 +73,28 @@ class DividedModel:
         """A context in which the sharded parameters have whole shapes, with this rank's values.
 
         These values are repeated, so that nothing is communicated. False: this rank has none of a
-        parameter, whose values are zeros.
+        parameter, whose values are zeros. The modules have other parameters inside: an autograd
+        graph of a step may still expect gradients in the shapes of the parts.
         """
-        own = {name: self.parameters[name].data for name in self._placements}
+        names = {id(self.parameters[name]): name for name in self._placements}
+        places = [
+            (module, key, parameter)
+            for module in self.model.modules()
+            for key, parameter in module._parameters.items()
+            if id(parameter) in names
+        ]
+        made: dict[str, nn.Parameter] = {}
+        for name, placement in self._placements.items():
+            own = self.parameters[name]
+            whole = _repeated(own.data, placement.dim, self._shapes[name])
+            made[name] = nn.Parameter(whole, requires_grad=own.requires_grad)
         try:
-            for name, placement in self._placements.items():
-                self.parameters[name].data = _repeated(own[name], placement.dim, self._shapes[name])
-            yield all(part.numel() for part in own.values())
+            for module, key, parameter in places:
+                module._parameters[key] = made[names[id(parameter)]]
+            yield all(self.parameters[name].numel() for name in made)
         finally:
-            for name, part in own.items():
-                self.parameters[name].data = part
+            for module, key, parameter in places:
+                module._parameters[key] = parameter
 
     def restore(self) -> None:
         """Give all parameters their whole values. Collective."""

@@ -17,7 +17,7 @@ from poplar.system.out_of_memory import is_out_of_memory
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.preserved_state import model_preserved
 
-_SAMPLES = (2, 2)
+_SAMPLES = (2, 8)
 """In a compared batch: as many as the example has, within these limits."""
 _BATCHES = 3
 """Compared after the export. In each, Python code may choose or draw something else."""
