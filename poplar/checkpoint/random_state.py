@@ -38,4 +38,4 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 def check_random_state(state: dict[str, Any]) -> None:
     """Raise an error unless this is the result of `random_state`; nothing changes."""
     random.Random().setstate(state["python"])
-    torch.Generator().set_state(state["torch"])
+    torch.Generator("cpu").set_state(state["torch"])

@@ -290,7 +290,8 @@ def _with_numbers_as_tensors(model: nn.Module, batch: Any) -> Any:
     def converted(leaf: Any) -> Any:
         if not _is_number(leaf):
             return leaf
-        return torch.tensor(leaf, dtype=floating if isinstance(leaf, float) else torch.int64)
+        dtype = floating if isinstance(leaf, float) else torch.int64
+        return torch.tensor(leaf, dtype=dtype, device="cpu")
 
     return tree_map(converted, batch)
 

@@ -229,7 +229,7 @@ class FlatParameter:
             if gradient is None:
                 continue
             if gradient.is_sparse:
-                raise TypeError(sparse_gradient(self, parameter))
+                raise TypeError(sparse_gradient(self, self.parameters[position]))
             self.used.add(position)
             if weight != 0.0:
                 gradients.append(gradient)

@@ -23,6 +23,7 @@ from poplar.profiler.compilation import (
     is_compiled,
 )
 from poplar.profiler.passes import Passes, climb
+from poplar.zero.checks.loss_mean import FirstLossCheck
 
 BLOCKS = 3
 WAYS = ("torch.compile(model)", "model.compile()", "compiled blocks")
@@ -210,3 +211,13 @@ def test_compiled_frames_are_counted():
     before = frames_compiled()
     compiled("model.compile()", Counting("eager"))(torch.ones(2, 8))
     assert frames_compiled() > before
+
+
+def test_the_check_of_the_first_loss_does_not_break_one_graph():
+    """The user's code compiles calls of the model, whose modules the check records."""
+    model = Stack()
+    graph = torch.compile(model, backend="eager", fullgraph=True)
+    loss_fn = FirstLossCheck(looks=True).watched(lambda _model, batch: graph(batch).mean())
+    batch = torch.ones(4, 8)
+    for _ in range(2):
+        assert torch.equal(loss_fn(model, batch), model(batch).mean())

@@ -51,7 +51,7 @@ class Elements:
     @classmethod
     def none(cls) -> Elements:
         """No elements."""
-        return cls(torch.empty(0), 0)
+        return cls(torch.empty(0, device="cpu"), 0)
 
     def part(self, start: int, stop: int, name: str) -> Tensor:
         """Elements `[start, stop)`, counted from the tensor's first.

@@ -153,15 +153,13 @@ def _change(before: Tensor | None, now: Tensor) -> Sketch | None:
     change = now.double() - before.double()
     if not bool(change.any()) or (now.numel() == 1 and float(change) == round(float(change))):
         return None  # a counter
-    signs = torch.Generator().manual_seed(0)
-    flat = change.flatten()
-    return tuple(
-        float(
-            flat
-            @ (torch.randint(2, flat.shape, generator=signs, dtype=torch.int8) * 2.0 - 1.0).double()
-        )
-        for _ in range(_PROJECTIONS)
-    )
+    generator, flat = torch.Generator("cpu").manual_seed(0), change.flatten()
+
+    def projection() -> float:
+        bits = torch.randint(2, flat.shape, generator=generator, dtype=torch.int8, device="cpu")
+        return float(flat @ (bits.double() * 2.0 - 1.0))
+
+    return tuple(projection() for _ in range(_PROJECTIONS))
 
 
 def _differ(one: Sketch, other: Sketch, tolerance: float) -> bool:

@@ -153,6 +153,8 @@ class RecordedCalls:
         return tensor[start:stop] if has_rows else tensor
 
     def _record(self, running: list[list[Call]], module: nn.Module, *args: Any, **kw: Any) -> Any:
+        if torch.compiler.is_compiling():  # a graph that the user's own code compiles
+            return module._call_impl(*args, **kw)
         if torch._C._current_graph_task_id() != -1:  # a forward that runs again in a backward
             return module._call_impl(*args, **kw)
         running.append([])
@@ -209,10 +211,10 @@ class _Replay:
         A loss whose gradient is nothing but rounding, as that of equal student and teacher, has
         one at outputs that differ. Probabilities stay probabilities.
         """
-        generator = torch.Generator().manual_seed(len(self.leaves))
+        generator = torch.Generator("cpu").manual_seed(len(self.leaves))
         columns = leaf.shape[-1] if leaf.dim() > 1 else 1
-        factors = 1.0 - 0.1 * torch.rand(columns, generator=generator, dtype=leaf.dtype)
-        return factors.to(leaf.device)
+        random = torch.rand(columns, generator=generator, dtype=leaf.dtype, device="cpu")
+        return (1.0 - 0.1 * random).to(leaf.device)
 
 
 class _NoCollectives(TorchDispatchMode):
