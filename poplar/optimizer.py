@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -661,11 +661,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def _full_parameters(
         self, writeback: bool, modules: Sequence[str | nn.Module] | None
     ) -> Iterator[None]:
-        self._step.raise_if_nonfinite()
-        units: Sequence[Unit] = self._engine.units
-        if modules is not None or self._engine.strategy.shards_parameters:
-            units = self._units_of(modules)
-        with self._engine.unsharded_parameters(writeback=writeback, units=units):
+        engine = self._engine
+        communicates = modules is not None or engine.strategy.shards_parameters
+        with ExitStack() as stack:
+            with self._calls.running("full_parameters()") if communicates else nullcontext():
+                self._step.raise_if_nonfinite()
+                units = self._units_of(modules) if communicates else engine.units
+                stack.enter_context(engine.unsharded_parameters(writeback=writeback, units=units))
             yield
         if writeback:
             for unit in units:
@@ -675,17 +677,20 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def _units_of(self, modules: Sequence[str | nn.Module] | None) -> Sequence[Unit]:
         """The units with parameters of these modules; None: all units. Collective."""
         doing, engine = "full_parameters()", self._engine
-        units = run_on_all_ranks(
-            self._control,
-            lambda: engine.units if modules is None else engine.units_of(modules),
-            doing=doing,
-        )
+
+        def find() -> Sequence[Unit]:
+            engine.reject_open_pass()
+            return engine.units if modules is None else engine.units_of(modules)
+
+        units = run_on_all_ranks(self._control, find, doing=doing)
         names = None if modules is None else [unit.name for unit in units]
         by_rank = self._control.exchange_objects(names, what=doing)
         if any(names != by_rank[0] for names in by_rank):
-            raise ValueError(
-                f"the ranks passed different modules to full_parameters(): their units are "
-                f"{by_rank}; pass the same modules"
+            raise agreed(
+                ValueError(
+                    f"the ranks passed different modules to full_parameters(): their units are "
+                    f"{by_rank}; pass the same modules"
+                )
             )
         return units
 

@@ -354,17 +354,21 @@ class Engine:
 
     # Values.
 
-    @contextmanager
-    def unsharded_parameters(
-        self, *, writeback: bool, units: Sequence[Unit] | None = None
-    ) -> Iterator[None]:
-        """A context in which units are unsharded, by default all. Collective at both ends."""
+    def reject_open_pass(self) -> None:
+        """Raise in a pass, in which parameters cannot be unsharded for the user."""
         if self.scheduler.active:
             raise RuntimeError(
                 f"rank {self.comm.group.rank}: full_parameters() inside a pass; end the backward "
                 "first. After a forward without a backward, call zero_grad(); run forwards that "
                 "need none under torch.no_grad()"
             )
+
+    @contextmanager
+    def unsharded_parameters(
+        self, *, writeback: bool, units: Sequence[Unit] | None = None
+    ) -> Iterator[None]:
+        """A context in which units are unsharded, by default all. Collective at both ends."""
+        self.reject_open_pass()
         self.strategy.updated.finish()
         wanted = self.units if units is None else units
         added = [unit for unit in wanted if unit not in self._unsharded]  # others: outer contexts

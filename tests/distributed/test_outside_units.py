@@ -5,19 +5,24 @@ Each works, or raises an error on all ranks that names the way; the optimizer ca
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import ranks as harness
 import torch
+import torch.distributed as dist
 import training
 from ranks import Pool
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
-from poplar import HeteroZeroOptimizer, Plan
+from poplar import CollectiveTimeout, HeteroZeroOptimizer, Plan
 
 PLAN = Plan(stage=3, global_batch=6, micro_batches=((3, 1), (1, 1)), shares=(0.6, 0.4))
+
+DEADLINE = timedelta(seconds=40)
 
 
 class Parts(nn.Module):
@@ -222,3 +227,33 @@ def test_gradient_hooks_added_later_see_every_gradient(ranks: Pool, stage: int, 
     late = ranks.run(train_with_hooks, stage, loop, True, ranks=2)
     for one, other in zip(early, late, strict=True):
         training.assert_same(one, other)
+
+
+def run_out_of_memory() -> tuple[str, float]:
+    """What a rank raises if the second one has no memory to unshard, and after how many seconds."""
+    # A stopped rank closes the connections of its group.
+    group = dist.new_group(list(range(2)), use_local_synchronization=True)
+    optimizer = HeteroZeroOptimizer(
+        Parts(), torch.optim.SGD, plan=PLAN, process_group=group, lr=0.1, timeout=DEADLINE
+    )
+    if harness.rank() == 1:
+
+        def use_lasting_values() -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        optimizer._engine.flats[-1].use_lasting_values = use_lasting_values
+    began = time.monotonic()
+    with (
+        pytest.raises((CollectiveTimeout, torch.OutOfMemoryError)) as raised,
+        optimizer.full_parameters(),
+    ):
+        raise AssertionError("not reached")
+    return str(raised.value), time.monotonic() - began
+
+
+def test_a_rank_without_memory_for_full_parameters_lets_no_rank_wait(ranks: Pool) -> None:
+    (first, seconds), (second, _) = ranks.run(run_out_of_memory, ranks=2)
+    assert "rank 1 failed in full_parameters()" in first
+    assert "no memory" in first
+    assert second == "no memory"
+    assert seconds < DEADLINE.total_seconds() / 2
