@@ -27,7 +27,7 @@ from poplar.planner.communication_schedule import (
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_model import Caps
 from poplar.planner.rank_groups import group_equal
-from poplar.planner.rooms import Rooms
+from poplar.planner.share_limits import ShareLimits
 
 K = TypeVar("K", bound=Hashable)
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -61,10 +61,12 @@ class BatchAllocator:
         tables = [(ranks, self._rank_passes(group, cap)) for ranks, group, cap in self._equal(caps)]
         return IndependentPasses(self._costs, tables, self._global_batch)
 
-    def in_rooms(self, first: Rooms, later: Rooms | None) -> SynchronizedPasses:
-        """The solver for passes that fit into rooms; without those for later passes, for one."""
-        others = None if later is None else self._columns_in(later)
-        return SynchronizedPasses(self._costs, self._columns_in(first), others, self._global_batch)
+    def within(self, first: ShareLimits, later: ShareLimits | None) -> SynchronizedPasses:
+        """The solver for passes beside the shares; without limits of later passes, for one pass."""
+        others = None if later is None else self._columns_within(later)
+        return SynchronizedPasses(
+            self._costs, self._columns_within(first), others, self._global_batch
+        )
 
     def _equal(self, keys: Sequence[K]) -> list[tuple[list[int], int, K]]:
         """Ranks with equal devices and keys, their device group and their key."""
@@ -77,11 +79,11 @@ class BatchAllocator:
         ]
         return Columns(self._costs, passes, self._global_batch)
 
-    def _columns_in(self, rooms: Rooms) -> Columns:
-        equal = self._equal(rooms.by_rank)
-        passes = [(ranks, self._pass_seconds[group][: len(room)]) for ranks, group, room in equal]
-        losses = [rooms.losses(room) for _, _, room in equal]
-        return Columns(self._costs, passes, rooms.most, losses, rooms.spare)
+    def _columns_within(self, limits: ShareLimits) -> Columns:
+        equal = self._equal(limits.by_rank)
+        passes = [(ranks, self._pass_seconds[group][: len(own)]) for ranks, group, own in equal]
+        losses = [limits.losses(own) for _, _, own in equal]
+        return Columns(self._costs, passes, limits.most, losses, limits.spare)
 
     def _rank_passes_of(self, group: int, caps: Caps) -> RankPasses:
         passes = self._pass_seconds[group][: caps.first + 1]

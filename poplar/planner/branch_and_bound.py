@@ -38,8 +38,8 @@ from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import largest_shares, suffice
 from poplar.planner.rank_groups import map_distinct
 from poplar.planner.request import Request
-from poplar.planner.rooms import Rooms
 from poplar.planner.shard_allocation import Shared, ShareProblem
+from poplar.planner.share_limits import ShareLimits
 
 TOLERANCE = 1e-10
 """Relative difference below which two steps are equally fast."""
@@ -204,25 +204,25 @@ class _Search:
                 return self._relaxed_independent(batches, problem)
             return self._relaxed_synchronized(batches, problem)
         least, most = node.sizes
-        first, later = self._rooms(node, self._solvers.request.global_batch), None
+        first, later = self._share_limits(node, self._solvers.request.global_batch), None
         if not node.has_one_pass:
-            later = self._rooms(node, most, later=True)
-        rooms = later or first
-        if rooms.most < least:
+            later = self._share_limits(node, most, later=True)
+        limits = later or first
+        if limits.most < least:
             return None
         return self._relaxed_synchronized(
-            self._solvers.batches.in_rooms(first, later),
-            ShareProblem(self._costs, node.upper, rooms, least),
+            self._solvers.batches.within(first, later),
+            ShareProblem(self._costs, node.upper, limits, least),
         )
 
-    def _rooms(self, node: _Node, at_most: int, *, later: bool = False) -> Rooms:
+    def _share_limits(self, node: _Node, at_most: int, *, later: bool = False) -> ShareLimits:
         """Those of passes under the bounds of a node."""
 
-        def rooms(rank: int, caps: Caps, upper: float) -> tuple[float, ...]:
+        def largest_shares(rank: int, caps: Caps, upper: float) -> tuple[float, ...]:
             largest = self._costs.memories[rank].largest_shares(caps[later], later=later)
             return tuple(min(upper, share) for share in largest)
 
-        return Rooms(self._costs.by_rank(rooms, node.caps, node.upper), at_most)
+        return ShareLimits(self._costs.by_rank(largest_shares, node.caps, node.upper), at_most)
 
     def _relaxed_synchronized(
         self, batches: SynchronizedPasses, problem: ShareProblem

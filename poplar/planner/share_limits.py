@@ -24,15 +24,15 @@ class Hull(NamedTuple):
     share: float
 
 
-class Rooms:
+class ShareLimits:
     """By rank, the largest share beside 0, 1, ... samples of a pass."""
 
     def __init__(self, by_rank: Sequence[tuple[float, ...]], at_most: int) -> None:
         """`at_most`: more samples are not needed."""
         self.by_rank = by_rank
-        self.spare = math.fsum(room[0] for room in by_rank) - 1.0
+        self.spare = math.fsum(limits[0] for limits in by_rank) - 1.0
         """Shares without samples, beyond what the ranks together own."""
-        self._at_most = min(at_most, sum(len(room) - 1 for room in by_rank))
+        self._at_most = min(at_most, sum(len(limits) - 1 for limits in by_rank))
 
     @cached_property
     def most(self) -> int:
@@ -41,21 +41,21 @@ class Rooms:
         return max((size for size, total in enumerate(sums) if suffice([total])), default=-1)
 
     @staticmethod
-    def hull(room: Sequence[float]) -> list[Hull]:
+    def hull(limits: Sequence[float]) -> list[Hull]:
         """The corners of the least concave function that is nowhere below these shares."""
         corners: list[Hull] = []
-        for last in map(Hull, range(len(room)), room):
+        for last in map(Hull, range(len(limits)), limits):
             while len(corners) > 1 and _slope(*corners[-2:]) <= _slope(corners[-1], last):
                 corners.pop()
             corners.append(last)
         return corners
 
     @classmethod
-    def losses(cls, room: Sequence[float]) -> list[float]:
+    def losses(cls, limits: Sequence[float]) -> list[float]:
         """What each sample takes of the largest share, by the hull; ascending."""
         return [
             -_slope(first, last)
-            for first, last in pairwise(cls.hull(room))
+            for first, last in pairwise(cls.hull(limits))
             for _ in range(last.samples - first.samples)
         ]
 
