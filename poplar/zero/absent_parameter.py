@@ -26,17 +26,17 @@ class AbsentValues(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with direct_access():
-            written = next(_written(func.__name__, args, kwargs), None)
+            name = func.__name__.partition(".")[0]  # an operator may have ".overload"
+            written = next(_written(name, args, kwargs), None)
             if written is not None:
-                raise RuntimeError(_message(written, f"{func.__name__} writes to"))
+                raise RuntimeError(_message(written, f"{name} writes to"))
             result = func(*args, **kwargs)
-            if func in _VIEWS and isinstance(result, Tensor):
-                is_kept = result.requires_grad
-                return result if is_kept else result.as_subclass(AbsentValues)
-            if func not in _DERIVE_NOTHING and _is_recorded(result):
+            if not _is_recorded(result):
+                return _with_marked_views(name, result, list(_absent(args)))
+            if func not in _DERIVE_NOTHING:
                 read = next(_absent(args), None)
                 if read is not None and read.requires_grad:
-                    raise RuntimeError(_message(read, f"{func.__name__} computes a loss with"))
+                    raise RuntimeError(_message(read, f"{name} computes a loss with"))
             return result
 
     def __deepcopy__(self, _memo: Any) -> Any:
@@ -62,22 +62,19 @@ def _absent_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     return cls if issubclass(cls, AbsentValues) else type(cls.__name__, (AbsentValues, cls), {})
 
 
-_VIEWS = {
-    *(getattr(Tensor, name).__get__ for name in ("T", "data")),
-    *(getattr(Tensor, name) for name in ("detach", "__getitem__", "flatten", "narrow", "permute")),
-    *(getattr(Tensor, name) for name in ("reshape", "select", "squeeze", "t", "transpose")),
-    *(getattr(Tensor, name) for name in ("unsqueeze", "view", "view_as")),
-}
-"""Their results share memory with the placeholder, so a write to them would be lost too."""
-
 _DERIVE_NOTHING = {
-    *(getattr(Tensor, name).__get__ for name in ("grad",)),
-    Tensor.expand_as,
+    *(getattr(Tensor, name).__get__ for name in ("grad", "T")),
+    *(getattr(Tensor, name) for name in ("__getitem__", "expand_as", "flatten", "narrow")),
+    *(getattr(Tensor, name) for name in ("permute", "reshape", "select", "squeeze", "t")),
+    *(getattr(Tensor, name) for name in ("transpose", "unsqueeze", "view", "view_as")),
     torch.autograd.backward,
     torch.autograd.grad,
 }
-"""Their results may be part of a graph, but do not depend on values: `expand_as` is how tools find
-the node that accumulates a gradient."""
+"""Their results may be part of a graph, but do not depend on values: `expand_as` and `view_as` are
+how tools find the node that accumulates a gradient."""
+
+_VIEWS_IF_CONTIGUOUS = {"contiguous", "ravel"}
+"""Their results are views of a parameter, but copies of a placeholder."""
 
 _ASSIGNMENTS = {f"__i{name}__" for name in ("add", "and", "floordiv", "lshift", "mod", "mul")} | {
     *(f"__i{name}__" for name in ("or", "pow", "rshift", "sub", "truediv", "xor")),
@@ -103,6 +100,19 @@ def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _absent(value)
+
+
+def _with_marked_views(name: str, result: Any, absent: Sequence[Tensor]) -> Any:
+    """The result; what shares memory with placeholders rejects writes, which would be lost too."""
+    if type(result) in (list, tuple):
+        return type(result)(_with_marked_views(name, part, absent) for part in result)
+    if type(result) is not Tensor or result.layout is not torch.strided:
+        return result
+    if torch._C._functorch.is_functorch_wrapped_tensor(result):
+        return result
+    is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
+    is_view = name in _VIEWS_IF_CONTIGUOUS or any(is_alias(result, each) for each in absent)
+    return result.as_subclass(AbsentValues) if is_view else result
 
 
 def _is_recorded(result: Any) -> bool:

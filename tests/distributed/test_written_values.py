@@ -130,11 +130,21 @@ def test_values_written_between_steps_are_kept(ranks: Pool, stage: int, write) -
     ranks.run(both_ways, stage, write, ranks=2)
 
 
+VIEWS = (
+    *(lambda w: w.chunk(2)[0], lambda w: w.split(1)[0], lambda w: w.unbind()[0]),
+    *(Tensor.diagonal, lambda w: w.mT, Tensor.ravel, Tensor.contiguous),
+    *(lambda w: w[:1], lambda w: w.as_strided((1,), (1,)), lambda w: w.expand(1, *w.shape)),
+)
+
+
 def errors_of_writes() -> list[str]:
     model, made = build(3, torch.optim.AdamW, torch.float32)
     made.train_step(mean_square, batch())
     errors = []
-    for write in [*WRITES, lambda m: m.gate.data.clamp_(0.0), lambda m: nn.init.zeros_(m.gate)]:
+    weight = next(parameter for parameter in model.parameters() if parameter.dim() == 2)
+    to_views = [lambda _, view=view: view(weight.data).zero_() for view in VIEWS]
+    to_gate = [lambda m: m.gate.data.clamp_(0.0), lambda m: nn.init.zeros_(m.gate)]
+    for write in [*WRITES, *to_gate, *to_views]:
         try:
             write(model)
         except RuntimeError as error:
@@ -145,9 +155,9 @@ def errors_of_writes() -> list[str]:
 
 
 def test_writes_to_sharded_parameters_name_the_context_that_keeps_them(ranks: Pool) -> None:
-    """Also those to a parameter of one element, which torch would accept."""
+    """Also those to a parameter of one element, which torch would accept, and to views."""
     for errors in ranks.run(errors_of_writes, ranks=2):
-        assert len(errors) == len(WRITES) + 2
+        assert len(errors) == len(WRITES) + 2 + len(VIEWS)
         assert all("full_parameters(writeback=True)" in error for error in errors)
 
 
