@@ -228,9 +228,9 @@ def test_pre_step_hooks_see_the_applied_gradient(ranks: Pool) -> None:
 
 @torch.inference_mode()
 def step_in_inference_mode(stage: int) -> bool:
-    model = nn.Linear(8, 8, bias=False)
     plan = Plan.even(2, 2, 1, stage=stage)
     with torch.inference_mode(False):
+        model = nn.Linear(8, 8, bias=False)
         optimizer = HeteroZeroOptimizer(
             model, torch.optim.SGD, plan=plan, process_group=harness.group(), lr=1
         )

@@ -487,7 +487,7 @@ def test_issued_reductions_are_not_repeated_after_out_of_memory(
 def test_out_of_memory_for_zeros_names_the_rank() -> None:
     engine = object.__new__(Engine)
     full = mock.Mock(side_effect=torch.OutOfMemoryError("full"))
-    engine.scheduler = mock.Mock(mode=Mode.TRAIN, active=True, finish=full)
+    engine.scheduler = mock.Mock(mode=Mode.TRAIN, active=True, finish=full, interrupted_by=None)
     engine.comm = mock.Mock()
     engine.comm.group.rank = 3
     engine.control = mock.Mock()

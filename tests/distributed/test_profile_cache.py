@@ -565,7 +565,7 @@ def with_a_damaged_plan(path: Path) -> None:
         (no_text, "can't decode"),
         (another_shape, "TypeError"),
         (a_changed_number, "its checksum is wrong"),
-        (nested, "recursion"),
+        (nested, "nested too deeply"),
         (a_pipe, "not a regular file"),
         (a_folder, "not a regular file"),
         (of_another_format, "profile format 99"),
