@@ -155,6 +155,9 @@ class LoneRank:
             rank=self._rank,
             size=self._plan.world_size,
             trace=Trace(),
+            index=0,
+            process_group=None,
+            on_abort={},
             is_on_host=lambda device: True,
             supports=lambda device: False,
         )
