@@ -40,8 +40,9 @@ class Flat:
 
     def reset(self) -> None:
         """Restore the initial state."""
-        for tensor in (self.values, self.mean, self.square):
-            tensor.zero_()
+        for tensor in (self.values, self.mean, self.square, self.rounded):
+            if tensor is not None:
+                tensor.zero_()
 
 
 class Listed:

@@ -183,10 +183,23 @@ def test_clip_coefficient_matches_plain_pytorch(interpreted, value, scale):
     interpreted(check_clip_coefficient, value, scale)
 
 
+def round_down_to_bf16(shards: Shards) -> None:
+    """Change the values behind bf16 copies to some that the interpreter rounds as chips do.
+
+    The kernel compares the copy with the rounded value, so one unit makes it a written one.
+    """
+    for values, *_, low in shards.tensors:
+        if low.dtype is torch.bfloat16:
+            written = values.to(low.dtype) != low
+            values.view(torch.int32).bitwise_and_(~0x8000)  # the first of the bits cut off
+            low.copy_(torch.where(written, low, values.to(low.dtype)))
+
+
 def check_adamw(sizes: list[int], dtypes: list[Any], shift: int, found: float | None) -> None:
     from poplar import kernels
 
     shards = Shards.draw(Draw(sum(sizes), "cpu"), sizes, dtypes, shift)
+    round_down_to_bf16(shards)
     scale = None if found is None else torch.tensor([0.25])
     flag = None if found is None else torch.tensor(found)
     actual, expected = shards.copy(), shards.copy()
@@ -326,8 +339,8 @@ def test_aligned_loads_are_vectorized(compiled):
         reads = Counter(re.findall(r"ld\.global[\w.]*", made.asm["ptx"]))
         if module == "pack":  # a tile inside one tensor: a thread's 8 elements of either width
             assert reads["ld.global.v4.b32"] >= 3, (types, flags)
-        elif module == "adamw":  # 8 elements of four tensors
-            assert reads["ld.global.v4.b32"] == 8 * flags["ALIGNED"], flags
+        elif module == "adamw":  # 8 elements of four tensors, and of the copy in each dtype
+            assert reads["ld.global.v4.b32"] == (8 + 2 + 1 + 1) * flags["ALIGNED"], flags
         elif module == "exact_sum":  # consecutive threads read consecutive values
             assert reads["ld.global.v4.b32"] == 0
         elif module != "clip" and flags.get("ALIGNED", True):
