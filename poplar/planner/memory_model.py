@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from poplar.planner.memory_moments import (
+    ACCUMULATOR_BYTES,
     Backward,
     Bytes,
     Moment,
@@ -235,10 +236,19 @@ def _state(model: ModelProfile, stage: int) -> Bytes:
 def _relayed(cluster: ClusterProfile, stage: int) -> float:
     """What the hierarchical transport adds: a collective's buffer in the order of the host's ranks.
 
-    One collective at a time: a bucket, the sums that it sends on, and gathered parameters.
+    One collective at a time: a bucket, the sums that it sends on, and gathered parameters. Devices
+    allocate all of a reduction before its first call: beside the bucket, what the host's ranks send
+    of the slice that this rank sums for its host, and those sums in fp32 and as they are sent on.
+    A rank of the smallest host sums the most; equal devices on other hosts count as much.
     """
-    model = cluster.model
-    if not cluster.network.hosts:
+    model, hosts = cluster.model, cluster.network.hosts
+    if not hosts:
         return 0.0
     largest = max(flat.numel for flat in _backward(model, stage).flats)
-    return (2.0 * model.wire_bytes + model.param_bytes) * largest
+    reduced = 2.0 * model.wire_bytes
+    if cluster.network.receive_buffers == "freed":
+        on_host = min(map(hosts.count, set(hosts)))
+        received = model.wire_bytes if on_host > 1 else 0.0
+        sums = (ACCUMULATOR_BYTES + model.wire_bytes) / on_host
+        reduced = model.wire_bytes + received + sums
+    return (reduced + model.param_bytes) * largest
