@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -193,6 +194,18 @@ def _new_group(ranks: int, name: str) -> dist.ProcessGroup:
     """
     with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
         return dist.new_group(list(range(ranks)), timeout=timedelta(seconds=GROUP_SECONDS))
+
+
+def separate_group() -> dist.ProcessGroup:
+    """A new group of the ranks of this call, which may break it. Collective over these."""
+    _separate_groups[size()] += 1
+    name = mock.Mock(return_value=f"{size()} ranks, separate group {_separate_groups[size()]}")
+    with mock.patch.object(distributed_c10d, "_process_group_name", name):
+        return dist.new_group(list(range(size())), use_local_synchronization=True)
+
+
+_separate_groups: Counter[int] = Counter()
+"""By the number of ranks, which all make the same groups of that size."""
 
 
 def _run_worker(

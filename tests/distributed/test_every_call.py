@@ -8,7 +8,6 @@ stop, with the cause, and none goes on. No rank goes on with a part of the param
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,16 +16,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import pytest
 import ranks as harness
 import torch
-import torch.distributed as dist
 from ranks import Pool
 from subset import choose
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from training import STAGES
 
 from poplar import HeteroZeroOptimizer, Plan
@@ -108,10 +104,6 @@ def is_of_step(module: str, name: str) -> bool:
 # On ranks
 
 
-GROUPS = itertools.count()
-"""Equal on all ranks, which make their trainings together."""
-
-
 class Training:
     """A model whose user has code at every place where a step calls it."""
 
@@ -122,11 +114,7 @@ class Training:
         self.model = nn.Sequential(*blocks, nn.Linear(8, 1)).to(harness.device())
         for block in blocks:
             block.register_forward_pre_hook(user_forward_hook)
-        # A stopped rank closes the connections of its group. torch names groups by their number,
-        # which earlier tests may have left unequal.
-        name = mock.Mock(return_value=f"group {next(GROUPS)} of every call")
-        with mock.patch.object(distributed_c10d, "_process_group_name", name):
-            group = dist.new_group(list(range(RANKS)), use_local_synchronization=True)
+        group = harness.separate_group()  # a stopped rank closes the connections of its group
         shares, micro_batches = (0.6, 0.4), ((2, 1), (1, 0))
         plan = Plan(stage=case.stage, global_batch=4, micro_batches=micro_batches, shares=shares)
         self.optimizer = HeteroZeroOptimizer(

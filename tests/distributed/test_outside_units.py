@@ -12,7 +12,6 @@ from datetime import timedelta
 import pytest
 import ranks as harness
 import torch
-import torch.distributed as dist
 import training
 from ranks import Pool
 from torch import Tensor, nn
@@ -231,8 +230,7 @@ def test_gradient_hooks_added_later_see_every_gradient(ranks: Pool, stage: int, 
 
 def run_out_of_memory() -> tuple[str, float]:
     """What a rank raises if the second one has no memory to unshard, and after how many seconds."""
-    # A stopped rank closes the connections of its group.
-    group = dist.new_group(list(range(2)), use_local_synchronization=True)
+    group = harness.separate_group()  # a stopped rank closes the connections of its group
     optimizer = HeteroZeroOptimizer(
         Parts(), torch.optim.SGD, plan=PLAN, process_group=group, lr=0.1, timeout=DEADLINE
     )
