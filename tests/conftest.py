@@ -30,9 +30,15 @@ import fork_server
 from ranks import Pool
 from subset import FULL_VARIABLE, covering_subset
 
-# Ranks share few cores with everything else on the machine, so an example has no time limit.
-hypothesis.settings.register_profile("subset", deadline=None, derandomize=True, max_examples=30)
-hypothesis.settings.register_profile("full", deadline=None, derandomize=True, max_examples=200)
+# Ranks share few cores with everything else on the machine, so neither an example nor drawing it
+# has a time limit.
+UNTIMED = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+    "derandomize": True,
+}
+hypothesis.settings.register_profile("subset", max_examples=30, **UNTIMED)
+hypothesis.settings.register_profile("full", max_examples=200, **UNTIMED)
 
 # As in the workers: references run with as many threads as the ranks that they are compared with.
 torch.set_num_threads(1)
