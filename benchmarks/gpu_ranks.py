@@ -47,7 +47,8 @@ def run_in_rank(options: argparse.Namespace) -> None:
     """Join the other rank and run one task."""
     device = ranks.join(options.device, nccl=options.device == "cuda", seconds=600.0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    own = Rank(device, dist.get_rank(), options.inside, time.monotonic() + options.seconds)
+    ends = time.monotonic() + options.seconds
+    own = Rank(device, dist.get_rank(), options.inside, ends, options.tries)
     TASKS[options.tasks[0]](own)
     print(f"rank {own.rank}: end of {options.tasks[0]}")
     ranks.leave()
@@ -67,9 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for rank in range(RANKS)
             ]
             inside = [task, "--inside", folder, "--device", options.device]
+            inside += ["--seconds", f"{0.7 * options.seconds:g}"]
+            inside += ["--tries", str(options.tries)] if options.tries else []
             ended = watch(
                 __file__,
-                [*inside, "--seconds", f"{0.7 * options.seconds:g}"],
+                inside,
                 environments,
                 folder,
                 seconds=options.seconds,
@@ -105,6 +108,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("tasks", nargs="+", choices=TASKS, metavar="TASK")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit of each task")
+    parser.add_argument(
+        "--tries",
+        type=int,
+        metavar="N",
+        help="places per stage at which a task fails; default: all",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -69,7 +69,8 @@ def memory(own: Rank) -> None:
         tried, applied, wrong = 0, 2, []
         left = (own.ends - time.monotonic()) / (len(STAGES) - stage)
         ends = time.monotonic() + TRYING_PART * left
-        for place in torch.randperm(total, generator=torch.Generator().manual_seed(0)).tolist():
+        places = torch.randperm(total, generator=torch.Generator().manual_seed(0)).tolist()
+        for place in places[: own.tries]:
             if not agreed(time.monotonic() < ends, 0):
                 break
             error, counted = attempt(own, training, place + 1)

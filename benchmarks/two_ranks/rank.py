@@ -44,6 +44,8 @@ class Rank(NamedTuple):
     """Shared by the ranks of one start."""
     ends: float
     """When the task should be over, by `time.monotonic`."""
+    tries: int | None
+    """Limit of the places at which a task fails; None: no limit but the time."""
 
     def note(self, task: str, case: str, ok: bool, message: str = "", **figures: float) -> None:
         """Write a row. Call it on one rank."""
