@@ -41,9 +41,9 @@ from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.estimate import estimate, gain
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.hardware.simulated_cluster import SimulatedCluster, simulated_cluster
-from poplar.plan import Plan
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.search import search
+from poplar.values.plan import Plan
 
 TOKENS = 2 * 2**20
 """Per global batch."""

@@ -43,7 +43,7 @@ from launch import LaunchError, run_ranks
 
 from poplar import HeteroZeroOptimizer, Plan, predict, profile_cluster, simulate
 from poplar.planner.what_if import with_slower_devices
-from poplar.profile import ClusterProfile
+from poplar.values.profile import ClusterProfile
 
 LEARNING_RATE = 1e-4
 CLUSTERS = ("2:1", "4:2:1", "3:3:1:1")

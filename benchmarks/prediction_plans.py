@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from poplar import Plan, search
-from poplar.profile import ClusterProfile
+from poplar.values.profile import ClusterProfile
 
 CHOSEN = "chosen by the search"
 

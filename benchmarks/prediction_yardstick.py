@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from prediction_models import Subject
 
-from poplar.profile import DeviceProfile
 from poplar.profiler.passes import Passes
+from poplar.values.profile import DeviceProfile
 
 SECONDS = 0.5
 """Length of one measurement: dozens of quota periods."""

@@ -30,7 +30,13 @@ from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Alternation
 from poplar.planner.request import Request
 from poplar.planner.search import alternatives
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
 
 RANKS, GROUPS, BATCHES = (8, 64, 256, 1024, 10_000), (1, 4, 8, 16), (64, 512, 8192, 65_536)
 USUAL_RANKS, USUAL_GROUPS = 1024, 8

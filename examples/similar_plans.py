@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import poplar
 from poplar import ClusterProfile, HeteroZeroOptimizer, Plan
-from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, spread
+from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, spread
 
 STEPS_OF_A_TURN = 2
 FARTHEST_MOVE = 4

@@ -17,7 +17,7 @@ from text import load_text
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from poplar.workload import Workload
+from poplar.cli.workload import Workload
 
 SAMPLES = 16
 """Samples in the example batch."""

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from poplar.checkpoint.state_dicts.model_state import ModelState
 from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState, collected_state_dict
 from poplar.comm import Communicator, Control, Group, connect, connect_control
-from poplar.formatting import format_names
-from poplar.plan import Plan
 from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
+from poplar.values.formatting import format_names
+from poplar.values.plan import Plan
 from poplar.zero import nonfinite
 from poplar.zero.absent_parameter import mark_present
 from poplar.zero.agreement import (
@@ -63,8 +63,8 @@ from poplar.zero.step_state import Phase
 from poplar.zero.unit import Unit
 from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
 from poplar.zero.update import OptimizerFactory
-from poplar.zero.values.initial_values import Weights
-from poplar.zero.values.materialization import check_unused, move_to_meta
+from poplar.zero.weights.initial_values import Weights
+from poplar.zero.weights.materialization import check_unused, move_to_meta
 
 if TYPE_CHECKING:
     from poplar.checkpoint.training_state import TrainingParts

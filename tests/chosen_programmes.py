@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from poplar.planner.graph.graph import LEAVES, Graph, Node
-from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
-from poplar.planner.graph.programme import Collective, Programme
-from poplar.planner.rules.registry import pattern_of
-from poplar.planner.rules.strategy import Strategy, strategies
+from poplar.programmes.graph.graph import LEAVES, Graph, Node
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
+from poplar.programmes.graph.programme import Collective, Programme
+from poplar.programmes.rules.registry import pattern_of
+from poplar.programmes.rules.strategy import Strategy, strategies
 
 Choose = Callable[[Node, list[Strategy], Sequence[Placement]], Strategy]
 """From a node, its strategies and where its inputs are."""

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from poplar.profile import ClusterProfile, ModelProfile
+from poplar.values.profile import ClusterProfile, ModelProfile
 
 BUFFER = 32 * 2**20 // 4
 """Elements that are reduced at once."""

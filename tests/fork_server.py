@@ -30,7 +30,7 @@ PRELOADED = (
     "poplar.comm",
     "poplar.optimizer",
     "poplar.tuning.autotune",
-    "poplar.verification",
+    "poplar.tuning.verification",
     "pytest",
 )
 """Imported by the server itself, before its first fork."""

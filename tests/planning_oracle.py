@@ -15,7 +15,13 @@ from collections.abc import Iterator
 
 from followed_pass import BUFFER, FollowedPass
 
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
 
 STAGES = (0, 1, 2, 3)
 SCALE = 512

@@ -6,9 +6,15 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from poplar.plan import Plan
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 from poplar.report import Run, RunRecord, SimilarPlan, Span
+from poplar.values.plan import Plan
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
 
 SPEEDS = (33.0, 11.6, 11.2, 10.6)
 """Samples per second of four ranks: one has a core of its own, three share another."""

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import poplar
 from poplar.data import pytree
 from poplar.integrations import ddp, fsdp2
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 
 IGNORED = -100
 VOCABULARY = 61

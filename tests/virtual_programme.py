@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from virtual_ranks import adjoint, assembled
 
-from poplar.planner.graph.graph import LEAVES, PARAMETER, Graph, Node
-from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
-from poplar.planner.graph.programme import Programme
-from poplar.planner.rules.registry import local_call, pattern_of, strategies_of
-from poplar.planner.rules.strategy import Strategy
-from poplar.planner.synthesis.composition import batch_placements, composed
-from poplar.planner.synthesis.units import axis_units
-from poplar.spmd.local_execution import run_local
+from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, Node
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
+from poplar.programmes.graph.programme import Programme
+from poplar.programmes.rules.registry import local_call, pattern_of, strategies_of
+from poplar.programmes.rules.strategy import Strategy
+from poplar.programmes.run.local_execution import run_local
+from poplar.programmes.search.composition import batch_placements, composed
+from poplar.programmes.search.units import axis_units
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
 
 
 def parts(

@@ -15,10 +15,10 @@ from head_to_head.peers import PEERS, UNEVEN_PEERS
 from head_to_head.task import Task
 from head_to_head.workers import WorkerContext
 from poplar import ClusterProfile, Plan
-from poplar.planner.graph.programme import Programme
-from poplar.planner.synthesis.decision import plan_programme
-from poplar.spmd.exported_graph import export_loss
-from poplar.training.programme import sampling_plan
+from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run.exported_graph import export_loss
+from poplar.programmes.search.decision import plan_programme
+from poplar.programmes.training.programme import sampling_plan
 
 EXAMPLE_SAMPLES = 8
 UNFACTORED = "unfactored"

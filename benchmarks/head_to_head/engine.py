@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from head_to_head.task import Batch, Task
 from poplar import Plan
-from poplar.planner.graph.programme import Programme
+from poplar.programmes.graph.programme import Programme
 from poplar.system.trace import Span, Trace
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from poplar.planner.step_actions import RANK_ACTIONS, Issue, UnitLayout
-from poplar.profile import ModelProfile
+from poplar.values.profile import ModelProfile
 from poplar.zero.unit import Unit
 
 PARAM_BYTES, WIRE_BYTES = 2, 4

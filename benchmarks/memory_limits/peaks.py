@@ -16,10 +16,10 @@ from memory_limits.subjects import SUBJECTS, Subject
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.comm import Group
 from poplar.planner.prediction import memory_needed
-from poplar.profile import ClusterProfile, DeviceProfile, NetworkProfile
 from poplar.profiler.model_profile import model_profile, trained_units
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
+from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
 
 RANKS = 4
 MEMORY_LIMIT = 8 << 30

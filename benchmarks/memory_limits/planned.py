@@ -25,14 +25,14 @@ from memory_limits.trial import BLOCKS_BEFORE, first_cause, warm_up
 from poplar import NoPlanFits, Plan, autotune, search
 from poplar.planner.prediction import memory_needed
 from poplar.planner.search import plan_or_error
-from poplar.profile import (
+from poplar.profiler.memory import pass_bytes
+from poplar.values.profile import (
     BatchPoint,
     ClusterProfile,
     DeviceProfile,
     ModelProfile,
     NetworkProfile,
 )
-from poplar.profiler.memory import pass_bytes
 from poplar.zero.preserved_state import gradients_dropped
 
 OBJECTS_BYTES = 10 << 20

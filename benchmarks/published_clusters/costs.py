@@ -1,8 +1,8 @@
 """Seconds of compute and of transfers: the same functions for every policy.
 
-Compute follows `poplar.hardware.roofline`, transfers `poplar.host_traffic` with the hierarchical
-transport: the ranks of a host first combine their data over its links, and the network of a host
-carries them once. Both levels take their time one after the other, as in [Note: estimated
+Compute follows `poplar.hardware.roofline`, transfers `poplar.values.host_traffic` with the
+hierarchical transport: the ranks of a host first combine their data over its links, and the network
+of a host carries them once. Both levels take their time one after the other, as in [Note: estimated
 collectives] of `poplar.hardware.simulated_cluster`.
 """
 
@@ -15,7 +15,7 @@ from itertools import starmap
 
 from poplar.hardware.roofline import LAYER_SECONDS, TRAFFIC
 from poplar.hardware.simulated_cluster import LINK_EFFICIENCY
-from poplar.host_traffic import Traffic, link_traffic, network_traffic
+from poplar.values.host_traffic import Traffic, link_traffic, network_traffic
 from published_clusters.cluster import Cluster
 from published_clusters.layer import BYTES, Layer
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from poplar.planner.graph.graph import Graph
-from poplar.spmd.exported_graph import export_loss
+from poplar.programmes.graph.graph import Graph
+from poplar.programmes.run.exported_graph import export_loss
 from published_clusters.models import BERT_TOKENS, WIKITEXT_2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

@@ -90,7 +90,7 @@ def poplar(costs: Costs, case: Case) -> Chosen:
 
 
 def poplar_programme(costs: Costs, case: Case) -> Chosen:
-    """The programme of `poplar.planner.synthesis`, if its search ends."""
+    """The programme of `poplar.programmes.search`, if its search ends."""
     from published_clusters import graphs, programme_search  # torch takes seconds to import
 
     graph = graphs.graph(case.model, costs.cluster.world_size, case.global_batch)

@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from poplar.hardware.simulated_cluster import network_profile
-from poplar.plan import Plan, UnitPlan
 from poplar.planner.search import search
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, LinearLayer, ModelProfile
+from poplar.values.plan import Plan, UnitPlan
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    LinearLayer,
+    ModelProfile,
+)
 from published_clusters.costs import Costs
 from published_clusters.decision import Decision, Decisions
 from published_clusters.layer import BYTES, Layer, groups

@@ -1,18 +1,18 @@
-"""Poplar: the programme that `poplar.planner.synthesis` finds, on the costs of all policies."""
+"""Poplar: the programme that `poplar.programmes.search` finds, on the costs of all policies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from poplar import _core
-from poplar.planner.graph.graph import LEAVES, PARAMETER, Graph, TensorType
-from poplar.planner.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
-from poplar.planner.graph.programme import Programme
-from poplar.planner.rules.registry import pattern_of
-from poplar.planner.rules.strategy import strategy_of
-from poplar.planner.synthesis import costs as synthesis
-from poplar.planner.synthesis.search import SearchTooLong, fastest_in
-from poplar.planner.synthesis.space import SearchSpace
+from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, TensorType
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
+from poplar.programmes.graph.programme import Programme
+from poplar.programmes.rules.registry import pattern_of
+from poplar.programmes.rules.strategy import strategy_of
+from poplar.programmes.search import costs as synthesis
+from poplar.programmes.search.search import SearchTooLong, fastest_in
+from poplar.programmes.search.space import SearchSpace
 from published_clusters.costs import BACKWARD, Costs, Transfer, seconds_of
 from published_clusters.data_parallel import speeds
 from published_clusters.layer import Layer

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from poplar.callbacks.progress import Progress
-from poplar.plan import Plan
-from poplar.profile import ClusterProfile
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 
 
 class JsonLines:

@@ -9,8 +9,8 @@ from typing import Protocol
 from poplar.callbacks.progress import Progress
 from poplar.hardware.estimate import sum_of_speeds
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.plan import Plan
-from poplar.profile import ClusterProfile
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.step_result import StepResult
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

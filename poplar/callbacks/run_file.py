@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from poplar.callbacks.progress import Progress
-from poplar.plan import Plan
-from poplar.profile import ClusterProfile
 from poplar.report.record import Run, RunRecord
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 
 
 class RunFile:

@@ -14,9 +14,9 @@ from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.save import SCALER, STATE
 from poplar.checkpoint.saved_model import Files, Writer, write_index
 from poplar.checkpoint.saved_names import read_groups
-from poplar.errors import DamagedCheckpoint
-from poplar.zero.values.safetensors_file import DTYPES
-from poplar.zero.values.weight_files import SINGLE
+from poplar.values.errors import DamagedCheckpoint
+from poplar.zero.weights.safetensors_file import DTYPES
+from poplar.zero.weights.weight_files import SINGLE
 
 Format = Literal["torch", "safetensors", "huggingface"]
 Dtype = Literal["model", "stored"]

@@ -41,7 +41,7 @@ from poplar.checkpoint.training_state import (
     shard_of,
     stored_values,
 )
-from poplar.errors import DamagedCheckpoint
+from poplar.values.errors import DamagedCheckpoint
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.update import ParameterRun, StateLayout

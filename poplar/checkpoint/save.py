@@ -45,7 +45,7 @@ from poplar.checkpoint.training_state import (
 )
 from poplar.comm import Control
 from poplar.comm.host_topology import host_id
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
 
 STATE = "poplar.state."

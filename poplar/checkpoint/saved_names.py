@@ -11,8 +11,8 @@ from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.names import canonical, names_of
 from poplar.checkpoint.training_state import TrainingParts
-from poplar.errors import DamagedCheckpoint
-from poplar.formatting import format_names
+from poplar.values.errors import DamagedCheckpoint
+from poplar.values.formatting import format_names
 
 
 def check_model(opened: OpenedCheckpoint, model: Mapping[str, Tensor]) -> dict[str, str]:

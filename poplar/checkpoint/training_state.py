@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from poplar.checkpoint.names import canonical, names_of
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler

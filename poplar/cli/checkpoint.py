@@ -10,7 +10,7 @@ import typer
 
 from poplar.cli.options import AsJson, Debug, one_of
 from poplar.cli.output import Output, command_output, table
-from poplar.formatting import format_bytes
+from poplar.values.formatting import format_bytes
 
 if TYPE_CHECKING:
     from poplar.checkpoint.files.opened import OpenedCheckpoint

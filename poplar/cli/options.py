@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from poplar.formatting import parse_bytes
-from poplar.plan import STRATEGIES
 from poplar.planner.search import FACTORED, POLICIES, RECOMPUTE
+from poplar.values.formatting import parse_bytes
+from poplar.values.plan import STRATEGIES
 
 _STAGES = range(len(STRATEGIES))
 

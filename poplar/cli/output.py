@@ -23,9 +23,9 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from poplar.errors import PoplarError
-from poplar.formatting import printable
-from poplar.profile import ClusterProfile
+from poplar.values.errors import PoplarError
+from poplar.values.formatting import printable
+from poplar.values.profile import ClusterProfile
 
 _UNLIMITED_WIDTH = 10_000
 """Columns where stdout is not a terminal: logs and pipes get every line and table whole."""

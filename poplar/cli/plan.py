@@ -23,20 +23,20 @@ from poplar.cli.options import (
     parse_stages,
 )
 from poplar.cli.output import command_output, notes, table
-from poplar.errors import NotExportable
-from poplar.formatting import (
+from poplar.planner.explain import PREDICTION_ERROR, Explanation, explain
+from poplar.planner.search import POLICIES, alternatives, plan_or_error
+from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
+from poplar.programmes.search.explanation import explain_programme
+from poplar.values.errors import NotExportable
+from poplar.values.formatting import (
     format_bytes,
     format_ranks,
     format_rate,
     format_seconds,
     format_signed_percent,
 )
-from poplar.plan import Plan
-from poplar.planner.explain import PREDICTION_ERROR, Explanation, explain
-from poplar.planner.search import POLICIES, alternatives, plan_or_error
-from poplar.planner.synthesis.decision import ProgrammeDecision, plan_programme
-from poplar.planner.synthesis.explanation import explain_programme
-from poplar.profile import ClusterProfile
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 
 if TYPE_CHECKING:
     from torch import nn
@@ -137,8 +137,8 @@ def _programme(
     Raises:
         ValueError: the profile is of another model.
     """
-    from poplar.training.checked_export import CheckedExport
-    from poplar.workload import load
+    from poplar.cli.workload import load
+    from poplar.programmes.training.checked_export import CheckedExport
 
     loaded = load(workload)
     _check_is_profiled(loaded.model, profile, workload)

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from poplar.doctor import Report, examine
 from poplar.doctor.facts import own_device
-from poplar.errors import PoplarError
+from poplar.values.errors import PoplarError
 
 _LAUNCHER_VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from poplar.cli.options import AsJson, Debug, Device, Function, of_rank, parse_sizes, parse_stages
 from poplar.cli.output import command_output, notes, table
-from poplar.formatting import format_bytes, format_rate, format_seconds
-from poplar.profile import ClusterProfile, DeviceProfile
+from poplar.values.formatting import format_bytes, format_rate, format_seconds
+from poplar.values.profile import ClusterProfile, DeviceProfile
 
 
 def profile(
@@ -58,7 +58,7 @@ def profile(
     with command_output(as_json=as_json, debug=debug) as result:
         from poplar import profile_cluster
         from poplar.cli.process_group import chosen_device, joined
-        from poplar.workload import load
+        from poplar.cli.workload import load
 
         own_device = chosen_device(device)
         with joined(own_device) as world:

@@ -20,15 +20,15 @@ from poplar.cli.options import (
     parse_stages,
 )
 from poplar.cli.output import command_output, table
-from poplar.formatting import format_bytes
 from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.estimate import Estimate, Interval, estimate, gain
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.hardware.simulated_cluster import SimulatedCluster, simulated_cluster
-from poplar.plan import Plan
 from poplar.planner.search import plan_or_error, search
-from poplar.schema import to_json_types
 from poplar.simulator.step_simulation import simulate as simulate_step
+from poplar.values.formatting import format_bytes
+from poplar.values.plan import Plan
+from poplar.values.schema import to_json_types
 
 _OTHER_POLICIES = ("even", "flops")
 _ABOUT_INTERVALS = (

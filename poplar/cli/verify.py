@@ -8,7 +8,7 @@ import typer
 
 from poplar.cli.options import AsJson, Debug, Device, Function, PlanFile
 from poplar.cli.output import command_output
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 
 
 def verify(
@@ -28,8 +28,8 @@ def verify(
     """
     with command_output(as_json=as_json, debug=debug) as output:
         from poplar.cli.process_group import chosen_device, joined
-        from poplar.verification import verify as verify_step
-        from poplar.workload import load
+        from poplar.cli.workload import load
+        from poplar.tuning.verification import verify as verify_step
 
         checked, own_device = Plan.from_json(plan), chosen_device(device)
         with joined(own_device) as world:

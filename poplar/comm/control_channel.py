@@ -31,7 +31,7 @@ from poplar.comm.point_to_point import Channel, Exchange, Message, close_when_ab
 from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shared_memory_work import SharedMemoryWork
 from poplar.comm.work import wait_for_all_ranks
-from poplar.errors import CollectiveTimeout
+from poplar.values.errors import CollectiveTimeout
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from poplar.comm.deadline import deadline_of
 from poplar.comm.failure_reports import FailureReports
 from poplar.comm.subgroup import subgroup, subgroups_of
-from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
+from poplar.values.errors import CollectiveTimeout
 
 POPLAR = "poplar"
 """The name of the backend in `torch_backend`."""

@@ -27,8 +27,8 @@ from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shard_layout import Layout
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.comm.shared_memory_work import SharedMemoryWork
-from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
+from poplar.values.errors import CollectiveTimeout
 
 _EXTRA_TIMEOUT = timedelta(seconds=2)
 

@@ -24,7 +24,7 @@ from poplar.comm.copies import copy_except
 from poplar.comm.group import RankGroup, check_process
 from poplar.comm.segment_pool import Block, SegmentPool, caches_memory
 from poplar.comm.shared_segment import CAN_SHARE, PAGE, PeerSegment, Segment, view
-from poplar.errors import CollectiveTimeout
+from poplar.values.errors import CollectiveTimeout
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from poplar.comm.rendezvous import NotOneHost, Rendezvous
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.comm.shared_segment import segment_bytes
 from poplar.comm.staged import StagedCommunicator
-from poplar.host_traffic import is_hierarchical
+from poplar.values.host_traffic import is_hierarchical
 
 T = TypeVar("T")
 

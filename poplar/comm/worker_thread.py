@@ -24,8 +24,8 @@ from poplar.comm.group import collective_timeout
 from poplar.comm.rendezvous import Rendezvous
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.comm.shared_segment import segment_bytes
-from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
+from poplar.values.errors import CollectiveTimeout
 
 T = TypeVar("T")
 _TorchWork: Any = dist.Work

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 
 STATE_VERSION = 1
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 
 _GLOBAL_BATCHES_IN_A_GROUP = 50
 """Global batches that are sorted by length together, as Hugging Face's Trainer does."""

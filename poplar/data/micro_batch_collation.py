@@ -15,7 +15,7 @@ from torch import Tensor
 
 from poplar.data import pytree
 from poplar.data.global_batch import resolve_rank
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 
 Collate = Callable[[list[Any]], Any]
 

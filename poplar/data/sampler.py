@@ -27,7 +27,7 @@ from poplar.data.global_batch import (
     resolve_rank,
 )
 from poplar.data.length_balance import checked_lengths, deal, digest_of, grouped_order
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 
 _last_drawn: ref[HeteroBatchSampler] | None = None
 """The sampler of this process that has drawn a batch last. See `last_drawn_order`."""

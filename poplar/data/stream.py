@@ -21,7 +21,7 @@ from poplar.data.global_batch import (
     rank_slice,
     resolve_rank,
 )
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 
 T = TypeVar("T")
 

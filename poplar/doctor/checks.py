@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from poplar.doctor.facts import RankFacts, describe_values
-from poplar.formatting import format_bytes, format_ranks
+from poplar.values.formatting import format_bytes, format_ranks
 
 _SMALL_SHARED_MEMORY = 64 << 20
 """Bytes per rank; 64 MiB is the default of containers for all processes together."""

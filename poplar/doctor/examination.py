@@ -20,9 +20,9 @@ from torch.distributed.rendezvous import rendezvous
 from poplar.doctor.checks import findings
 from poplar.doctor.facts import RankFacts, collect_facts, own_device, own_world_size
 from poplar.doctor.report import Report
-from poplar.errors import CollectiveTimeout
-from poplar.formatting import format_ranks
-from poplar.schema import from_fields, to_json_types
+from poplar.values.errors import CollectiveTimeout
+from poplar.values.formatting import format_ranks
+from poplar.values.schema import from_fields, to_json_types
 
 _TIMEOUT = timedelta(seconds=60)
 _GRACE = timedelta(seconds=5)

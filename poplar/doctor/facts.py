@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 import poplar
 from poplar import ops
-from poplar.formatting import format_ranks
 from poplar.system import devices, host_limits
 from poplar.system.devices import DeviceInfo
+from poplar.values.formatting import format_ranks
 
 _OPTIONAL_PACKAGES = ("triton", "nvidia-ml-py")
 """Names of distributions."""

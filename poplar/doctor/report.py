@@ -7,8 +7,8 @@ from typing import Any
 
 from poplar.doctor.checks import Finding
 from poplar.doctor.facts import RankFacts, describe_values
-from poplar.formatting import format_bytes, format_usage
-from poplar.schema import to_json_types
+from poplar.values.formatting import format_bytes, format_usage
+from poplar.values.schema import to_json_types
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from poplar.hardware.gpu_specifications import Specification, find_device
-from poplar.regular_files import read_regular
-from poplar.schema import Fraction, NonNegative, Positive, Rule, from_fields
+from poplar.values.regular_files import read_regular
+from poplar.values.schema import Fraction, NonNegative, Positive, Rule, from_fields
 
 if sys.version_info >= (3, 11):
     import tomllib

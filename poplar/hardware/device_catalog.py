@@ -13,7 +13,7 @@ from poplar.hardware import roofline
 from poplar.hardware.gpu_specifications import Specification, find_device
 from poplar.hardware.model_shapes import TrainingJob
 from poplar.hardware.published_curves import CURVES
-from poplar.profile import BatchPoint, DeviceProfile
+from poplar.values.profile import BatchPoint, DeviceProfile
 
 SPREAD = 0.3
 """Assumed relative error of activation memory, links, and the speed of a calibrated chip."""

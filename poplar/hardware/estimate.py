@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poplar.hardware.simulated_cluster import SimulatedCluster
-from poplar.plan import Plan
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import memory_needed, predict
-from poplar.profile import ClusterProfile
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from poplar.schema import Count, check_fields
+from poplar.values.schema import Count, check_fields
 
 HALF_BYTES = 2
 _LOGIT_BYTES = 10

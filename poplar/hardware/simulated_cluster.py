@@ -20,8 +20,8 @@ from poplar.hardware.cluster_file import ClusterFile, HostEntry
 from poplar.hardware.device_catalog import SPREAD, device_profile, published_seconds, spread
 from poplar.hardware.gpu_specifications import Specification
 from poplar.hardware.model_shapes import TrainingJob
-from poplar.host_traffic import is_hierarchical, link_traffic, network_traffic
-from poplar.profile import ClusterProfile, ModelProfile, NetworkProfile
+from poplar.values.host_traffic import is_hierarchical, link_traffic, network_traffic
+from poplar.values.profile import ClusterProfile, ModelProfile, NetworkProfile
 
 MEASURED_SPREAD = 0.1
 """Assumed relative error of the ratio of two devices that both have a published curve."""

@@ -37,8 +37,8 @@ from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.plan import Plan
 from poplar.tuning.autotune import autotune, tune
+from poplar.values.plan import Plan
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from poplar.integrations.unequal_passes import UnequalPasses as _UnequalPasses
-from poplar.plan import Plan
 from poplar.tuning import autotune as tuning
+from poplar.values.plan import Plan
 from poplar.zero.micro_batch_loss import LossFunction
 
 __all__ = ["UnequalPasses", "autotune"]

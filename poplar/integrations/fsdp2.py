@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from poplar.integrations.unequal_passes import UnequalPasses as _UnequalPasses
-from poplar.plan import Plan
 from poplar.tuning import autotune as tuning
+from poplar.values.plan import Plan
 from poplar.zero.micro_batch_loss import LossFunction
 
 __all__ = ["UnequalPasses", "autotune"]

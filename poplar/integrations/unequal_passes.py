@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from poplar.comm import Group, connect_control
 from poplar.data import pytree
 from poplar.integrations.user_step import Trained, UserStep, outside_of_the_loop
-from poplar.plan import STRATEGIES, Plan
+from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, raise_on_any_error
 from poplar.zero.checks import model_checks
 from poplar.zero.checks.first_batch import FirstBatchCheck

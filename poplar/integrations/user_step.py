@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from poplar.comm import Control
 from poplar.data import pytree
-from poplar.errors import PoplarError
 from poplar.integrations.zeroed_gradients import gradients_zeroed
+from poplar.values.errors import PoplarError
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import check_scalar

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from poplar import _core
-from poplar.plan import Plan
 from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Alternation, with_smaller_passes_first
@@ -25,6 +24,7 @@ from poplar.planner.memory_shortfall import (
     shortfall_at,
 )
 from poplar.planner.request import Request
+from poplar.values.plan import Plan
 
 Policy = Callable[[StageCosts, Request], Decision]
 """From the costs of a stage and a request to a plan."""

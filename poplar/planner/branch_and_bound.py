@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
-from poplar.plan import Plan
 from poplar.planner.batch_allocation import (
     IndependentPasses,
     MicroBatches,
@@ -40,6 +39,7 @@ from poplar.planner.rank_groups import map_distinct
 from poplar.planner.request import Request
 from poplar.planner.shard_allocation import Shared, ShareProblem
 from poplar.planner.share_limits import ShareLimits
+from poplar.values.plan import Plan
 
 TOLERANCE = 1e-10
 """Relative difference below which two steps are equally fast."""

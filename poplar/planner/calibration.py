@@ -32,18 +32,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from poplar.observation import Observation, pooled
-from poplar.plan import (
+from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.prediction import fits
+from poplar.planner.search import search
+from poplar.planner.what_if import with_slower_devices
+from poplar.values.observation import Observation, pooled
+from poplar.values.plan import (
     FIRST_STAGE_SHARDING_PARAMETERS,
     FIRST_STAGE_SYNCHRONIZING_EVERY_PASS,
     Plan,
     UnitPlan,
 )
-from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.planner.prediction import fits
-from poplar.planner.search import search
-from poplar.planner.what_if import with_slower_devices
-from poplar.profile import ClusterProfile, DeviceProfile
+from poplar.values.profile import ClusterProfile, DeviceProfile
 
 PASSES_OBSERVED = (1, 3)
 """Pass counts of the calibration plans. Their difference gives the cost of a synchronization."""

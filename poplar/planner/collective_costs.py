@@ -7,8 +7,8 @@ it at even shares; under other shares its time follows from the ratios of the ra
     all-gather:     rank r sends (n - 1) p[r] and receives (1 - p[r])
 
 The hierarchical transport moves data within each host, and then between hosts: two levels, one
-after the other. `poplar.host_traffic` has what each moves. All of these are lines in a rank's share
-and in the share of its host, so a linear program minimizes their maximum.
+after the other. `poplar.values.host_traffic` has what each moves. All of these are lines in a
+rank's share and in the share of its host, so a linear program minimizes their maximum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from poplar.profile import NetworkProfile
+from poplar.values.profile import NetworkProfile
 
 
 class Line(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from poplar.planner.longest_chain import Event, longest_chain
 from poplar.planner.step_actions import RANK_ACTIONS, Compute, UnitLayout, Wait
-from poplar.profile import ModelProfile
+from poplar.values.profile import ModelProfile
 
 _MAX_WINDOWS = 3
 """Of a forward; each adds a row to every linear program."""

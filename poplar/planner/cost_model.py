@@ -26,7 +26,6 @@ from functools import cached_property
 from itertools import count
 from typing import Any, TypeVar
 
-from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, STRATEGIES, Plan
 from poplar.planner.collective_costs import CollectiveCost, CollectiveCosts
 from poplar.planner.communication_schedule import (
     CommunicationSchedule,
@@ -39,7 +38,8 @@ from poplar.planner.memory_model import Caps, RankMemory, rank_memory
 from poplar.planner.memory_moments import elements_of
 from poplar.planner.recomputed_curves import with_recomputed_units
 from poplar.planner.step_actions import UnitLayout
-from poplar.profile import ClusterProfile
+from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, STRATEGIES, Plan
+from poplar.values.profile import ClusterProfile
 
 T = TypeVar("T")
 

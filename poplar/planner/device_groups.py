@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from poplar.profile import ClusterProfile
+from poplar.values.profile import ClusterProfile
 
 MAX_GROUPS = 12
 """What fits a table. With more groups, the tolerance is doubled until there are no more."""

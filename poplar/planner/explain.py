@@ -13,8 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from poplar.formatting import format_ranks, format_signed_percent
-from poplar.plan import Plan
 from poplar.planner import what_if
 from poplar.planner.cost_model import costs_of
 from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
@@ -24,8 +22,10 @@ from poplar.planner.search import ALL_STAGES, Factored, Recompute, search
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.uncertainty import unmeasured_batches
 from poplar.planner.what_if import Change, Changed
-from poplar.profile import ClusterProfile
-from poplar.schema import to_json_types
+from poplar.values.formatting import format_ranks, format_signed_percent
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
+from poplar.values.schema import to_json_types
 
 PREDICTION_ERROR = 0.04
 """Default error of a predicted step, as a fraction; see the benchmark of predictions."""

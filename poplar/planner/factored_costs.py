@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poplar.plan import Plan
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.factored_layers import factored_traffic
-from poplar.profile import ClusterProfile, LinearLayer
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile, LinearLayer
 
 _COLLECTIVES = 3
 """Of an exchange: the numbers of rows, output gradients, and inputs."""

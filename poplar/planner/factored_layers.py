@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poplar.host_traffic import Traffic
+from poplar.values.host_traffic import Traffic
 
 
 def reduction_traffic(

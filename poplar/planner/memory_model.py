@@ -25,7 +25,7 @@ from poplar.planner.memory_moments import (
     reduced_once,
     unsharded_in,
 )
-from poplar.profile import ClusterProfile, DeviceProfile, ModelProfile
+from poplar.values.profile import ClusterProfile, DeviceProfile, ModelProfile
 
 SLACK_BYTES = 1.0
 """Tolerance for the rounding of shares."""

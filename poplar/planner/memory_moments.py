@@ -25,7 +25,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from poplar.profile import ModelProfile
+from poplar.values.profile import ModelProfile
 
 ACCUMULATOR_BYTES = 4.0
 """Per element: gradients are accumulated in fp32."""

@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from poplar import _core
-from poplar.errors import PoplarError
-from poplar.formatting import format_bytes
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_model import SLACK_BYTES, Caps
 from poplar.planner.request import Request
+from poplar.values.errors import PoplarError
+from poplar.values.formatting import format_bytes
 
 _GENERAL_ADVICE = (
     "free memory on that rank (or raise its memory_limit), use shorter sequences or activation "

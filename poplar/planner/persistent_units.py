@@ -15,13 +15,13 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 
-from poplar.plan import STRATEGIES, Plan, UnitPlan
 from poplar.planner.branch_and_bound import TOLERANCE, Decision, fastest_plan
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_model import RankMemory
 from poplar.planner.memory_shortfall import memory_shortfall, shortfall_of
 from poplar.planner.request import Request
-from poplar.profile import ModelProfile
+from poplar.values.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.profile import ModelProfile
 
 _MOST_CUTS = 12
 """Ranges that are cut in two; each half needs one search."""

@@ -10,13 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from poplar.formatting import format_percent
-from poplar.plan import Plan
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import DoesNotFit, shortfall_of
-from poplar.profile import ClusterProfile, NetworkProfile
-from poplar.schema import to_json_types
+from poplar.values.formatting import format_percent
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile, NetworkProfile
+from poplar.values.schema import to_json_types
 
 _SLOWER_LINK = 1.1
 """How many times slower than all others a measured link must be to be reported as the slowest."""

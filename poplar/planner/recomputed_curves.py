@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 
 
 def recomputed_part(model: ModelProfile, units: Collection[int]) -> float:

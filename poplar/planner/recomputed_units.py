@@ -17,7 +17,6 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from poplar.plan import Plan
 from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.memory_model import Caps, rank_memory
@@ -30,7 +29,8 @@ from poplar.planner.recomputed_curves import (
     with_recomputed_parts,
 )
 from poplar.planner.request import Request
-from poplar.profile import ClusterProfile
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 
 _MOST_CUTS = 3
 """Ranges that are cut in two; each half needs up to two searches."""

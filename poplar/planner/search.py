@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
-from poplar.plan import STRATEGIES, Plan
 from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, costs_of
@@ -25,7 +24,8 @@ from poplar.planner.request import Request
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
 from poplar.planner.unit_owners import with_unit_owners
-from poplar.profile import ClusterProfile
+from poplar.values.plan import STRATEGIES, Plan
+from poplar.values.profile import ClusterProfile
 
 __all__ = ["ALL_STAGES", "POLICIES", "NoPlanFits", "alternatives", "search"]
 

@@ -19,7 +19,7 @@ from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import suffice
 from poplar.planner.rank_groups import group_equal
 from poplar.planner.share_limits import ShareLimits
-from poplar.profile import host_compositions
+from poplar.values.profile import host_compositions
 
 _ROUNDING = 1e-9
 _SMALLEST_SHARE = 1e-9

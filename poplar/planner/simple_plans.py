@@ -12,7 +12,6 @@ import dataclasses
 import math
 from bisect import bisect_left
 
-from poplar.plan import Plan, spread
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Alternation, Candidate, with_smaller_passes_first
 from poplar.planner.memory_model import Caps
@@ -20,7 +19,8 @@ from poplar.planner.memory_shortfall import shortfall_of
 from poplar.planner.persistent_units import persistence_order, unit_plans
 from poplar.planner.recomputed_units import with_fewest_recomputed_units
 from poplar.planner.request import Request
-from poplar.profile import ClusterProfile
+from poplar.values.plan import Plan, spread
+from poplar.values.profile import ClusterProfile
 
 PREFERENCE = 0.02
 """A simpler plan is chosen if its predicted step is at most this fraction slower."""

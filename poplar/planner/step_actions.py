@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
 from poplar.planner.memory_moments import BUCKET_ELEMENTS, merged_groups
-from poplar.profile import ModelProfile
+from poplar.values.profile import ModelProfile
 
 
 class Compute(NamedTuple):

@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from poplar.plan import STRATEGIES
 from poplar.planner import what_if
 from poplar.planner.baselines import policy_shortfall
 from poplar.planner.cost_model import StageCosts
@@ -18,7 +17,8 @@ from poplar.planner.memory_shortfall import Shortfall
 from poplar.planner.recomputed_units import shortfall_with_recomputation
 from poplar.planner.request import Request
 from poplar.planner.what_if import Changed
-from poplar.profile import ClusterProfile
+from poplar.values.plan import STRATEGIES
+from poplar.values.profile import ClusterProfile
 
 _MAX_MEBIBYTES = 2**24
 _MAX_DEVICES = 256

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from poplar.plan import Plan
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
+from poplar.values.plan import Plan
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
 
 
 def unmeasured_batches(cluster: ClusterProfile, plan: Plan) -> tuple[tuple[int, ...], ...]:

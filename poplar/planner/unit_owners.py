@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from poplar.plan import STRATEGIES, Plan, UnitPlan
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.memory_shortfall import DoesNotFit
-from poplar.profile import ClusterProfile
 from poplar.simulator.step_simulation import simulate
+from poplar.values.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.profile import ClusterProfile
 
 WORTHWHILE = 0.02
 """Part of a simulated step that single owners must save."""

@@ -11,11 +11,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from poplar.formatting import format_bytes, format_percent, format_ranks, format_signed_percent
-from poplar.plan import STRATEGIES
 from poplar.planner.device_groups import DeviceGroup, of_ranks
 from poplar.planner.recomputed_curves import with_recomputed_parts
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
+from poplar.values.formatting import (
+    format_bytes,
+    format_percent,
+    format_ranks,
+    format_signed_percent,
+)
+from poplar.values.plan import STRATEGIES
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
 
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
 

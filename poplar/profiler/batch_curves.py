@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from poplar.curve import straightened
-from poplar.profile import BatchPoint, ClusterProfile
 from poplar.profiler.engine_passes import EnginePasses, sharded_passes
 from poplar.profiler.model_profile import trained_units
 from poplar.profiler.noise import CpuUse
@@ -30,6 +28,8 @@ from poplar.profiler.passes import (
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.system import devices
+from poplar.values.curve import straightened
+from poplar.values.profile import BatchPoint, ClusterProfile
 
 DEFAULT_MAX_BATCH = 1024
 """Largest batch that is tried if neither memory nor time sets a limit."""

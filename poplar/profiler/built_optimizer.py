@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.profiler.session import Session
+from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.zero.update import OptimizerFactory
-from poplar.zero.values.materialization import move_to_meta
+from poplar.zero.weights.materialization import move_to_meta
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poplar.plan import Plan
-from poplar.profile import ClusterProfile
-from poplar.regular_files import read_regular
-from poplar.schema import parse_json
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
+from poplar.values.regular_files import read_regular
+from poplar.values.schema import parse_json
 
 _MOST_BYTES = 1 << 30
 """Size of a file, at most."""

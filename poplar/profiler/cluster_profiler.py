@@ -40,9 +40,6 @@ from statistics import fmean
 import torch
 
 from poplar.comm import Group
-from poplar.observation import Observation
-from poplar.plan import Plan
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.collectives import measure_network
 from poplar.profiler.known_devices import no_network
@@ -57,6 +54,9 @@ from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.profiler.unit_seconds import mean_of
 from poplar.system import devices
+from poplar.values.observation import Observation
+from poplar.values.plan import Plan
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
 
 NETWORK = 0.08
 """Part of the time budget for the collectives."""

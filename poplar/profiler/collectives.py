@@ -22,13 +22,13 @@ from poplar.comm.host_topology import Hosts
 from poplar.comm.segment_pool import caches_memory
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.transport_selection import candidates
-from poplar.formatting import format_bytes
-from poplar.profile import LinkProfile, NetworkProfile
 from poplar.profiler.links import find_hosts, measure_links, tournament
 from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
+from poplar.values.formatting import format_bytes
+from poplar.values.profile import LinkProfile, NetworkProfile
 
 REPETITIONS = 5
 """Timed runs at most; fewer if they are slow."""

@@ -16,8 +16,6 @@ from typing import TypeVar
 import torch
 
 from poplar.comm import Control
-from poplar.errors import CollectiveTimeout
-from poplar.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.profiler.built_optimizer import built_optimizer
 from poplar.profiler.memory import PassBytes
 from poplar.profiler.model_profile import trained_units
@@ -27,6 +25,8 @@ from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS, SHORTEST_SECONDS
 from poplar.profiler.unit_memory import TrainedUnit
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
+from poplar.values.errors import CollectiveTimeout
+from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.zero.agreement import leader_of
 from poplar.zero.collective_scheduler import Mode
 from poplar.zero.engine import Engine

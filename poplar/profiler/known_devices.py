@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from poplar.profile import ClusterProfile, NetworkProfile
 from poplar.profiler.model_profile import model_profile
 from poplar.profiler.noise import noise_notes
 from poplar.profiler.session import Session
 from poplar.profiler.unit_seconds import UnitFractions, mean_of
+from poplar.values.profile import ClusterProfile, NetworkProfile
 
 
 def own_device(session: Session, profile: ClusterProfile) -> ClusterProfile:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from poplar.comm.host_topology import Hosts, host_id
 from poplar.comm.work import StreamWork
-from poplar.profile import LinkProfile
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
+from poplar.values.profile import LinkProfile
 
 LEAST_BYTES = 8
 """Of the messages whose time is the latency."""

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from poplar.formatting import format_bytes
 from poplar.profiler.memory import model_bytes
 from poplar.profiler.session import Session
 from poplar.system import devices, host_limits
+from poplar.values.formatting import format_bytes
 
 MEMORY_RESERVE = 0.05
 """Part of a rank's memory that plans leave free."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poplar.formatting import format_ranks, parse_bytes
+from poplar.values.formatting import format_ranks, parse_bytes
 
 Size = int | str
 """Bytes, or text such as "10GiB"."""

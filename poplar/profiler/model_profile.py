@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from poplar.profile import LinearLayer, ModelProfile
 from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.session import Session
 from poplar.profiler.unit_memory import TrainedUnit
+from poplar.values.profile import LinearLayer, ModelProfile
 from poplar.zero import setup
 from poplar.zero.factors.checks import factorable_layers
 from poplar.zero.unit import Member, Unit, build_units

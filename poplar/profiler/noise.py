@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from poplar.profile import DeviceProfile
 from poplar.system import host_limits
+from poplar.values.profile import DeviceProfile
 
 MOST_SPREAD = 0.03
 """Relative standard error of a median pass time above which a profile says that it is uncertain:

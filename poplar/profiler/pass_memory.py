@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from poplar.formatting import format_bytes
+from poplar.values.formatting import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

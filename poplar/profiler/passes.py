@@ -16,11 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from poplar.curve import error_of_median
 from poplar.data import pytree
 from poplar.data.example_lengths import at_length
 from poplar.data.sample_lengths import SampleLengths
-from poplar.profile import BatchPoint
 from poplar.profiler.compilation import is_compiled
 from poplar.profiler.linear_rows import counting_rows
 from poplar.profiler.memory import PassBytes, batch_bytes, pass_bytes
@@ -29,6 +27,8 @@ from poplar.profiler.unit_memory import TrainedUnit
 from poplar.profiler.unit_seconds import UnitClock, UnitFractions, median_of
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_cached_memory, free_failed_pass, is_out_of_memory
+from poplar.values.curve import error_of_median
+from poplar.values.profile import BatchPoint
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 from poplar.zero.preserved_state import gradients_dropped
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 from poplar.profiler.batch_curves import (
     DEFAULT_MAX_BATCH,
     LONGEST_PASS,
@@ -23,6 +22,7 @@ from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.passes import Passes, climb, probe, time_sizes
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 from poplar.zero.recomputation import Recomputation, blocks_of
 
 TIMING = 0.1

@@ -16,15 +16,15 @@ import poplar
 from poplar.data import pytree
 from poplar.data.example_lengths import at_length, padded_length
 from poplar.data.sample_lengths import SampleLengths
-from poplar.plan import STRATEGIES
 from poplar.profiler import memory_limit
 from poplar.profiler.compilation import is_compiled
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.system import devices, host_limits
+from poplar.values.plan import STRATEGIES
 from poplar.zero import setup
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
-from poplar.zero.values.initial_values import Weights
+from poplar.zero.weights.initial_values import Weights
 
 _ONLY_VALUES = frozenset({"lr", "betas", "eps"})
 """Optimizer options that do not change times or memory."""

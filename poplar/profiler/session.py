@@ -30,7 +30,7 @@ from poplar.zero.preserved_state import (
     parameters_preserved,
     parameters_restored,
 )
-from poplar.zero.values.materialization import is_on_meta
+from poplar.zero.weights.materialization import is_on_meta
 
 T = TypeVar("T")
 

@@ -14,12 +14,7 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from poplar.errors import CollectiveTimeout, PoplarError
-from poplar.formatting import format_ranks
-from poplar.observation import Observation
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.plan import Plan
-from poplar.profile import ClusterProfile
 from poplar.profiler.batch_curves import time_batches
 from poplar.profiler.built_optimizer import built_optimizer, put_back_on_meta
 from poplar.profiler.compilation import frames_compiled
@@ -29,6 +24,11 @@ from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_cached_memory, free_failed_pass, is_out_of_memory
 from poplar.system.trace import Span
+from poplar.values.errors import CollectiveTimeout, PoplarError
+from poplar.values.formatting import format_ranks
+from poplar.values.observation import Observation
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import run_on_all_ranks
 
 WARM_UP_STEPS = 5

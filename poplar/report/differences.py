@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from poplar.formatting import format_passes
-from poplar.plan import Plan
+from poplar.values.formatting import format_passes
+from poplar.values.plan import Plan
 
 
 def difference(plan: Plan, chosen: Plan) -> str:

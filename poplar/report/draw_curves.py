@@ -12,11 +12,11 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
-from poplar.formatting import byte_unit
-from poplar.plan import Plan
 from poplar.planner.cost_model import costs_of
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.report import theme
+from poplar.values.formatting import byte_unit
+from poplar.values.plan import Plan
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
 
 _LONGEST_LABEL = 24
 _LINE_POINTS = 200

@@ -9,13 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from poplar.formatting import format_seconds, format_signed_percent
-from poplar.plan import Plan
 from poplar.planner.prediction import predict
-from poplar.profile import ClusterProfile
 from poplar.report import theme
 from poplar.report.differences import difference
 from poplar.report.record import Run, SimilarPlan
+from poplar.values.formatting import format_seconds, format_signed_percent
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 
 _PREDICTED: dict[str, Any] = {
     "marker": "D",

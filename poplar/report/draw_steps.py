@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from poplar.formatting import format_percent, format_seconds
 from poplar.report import theme
 from poplar.report.activity import (
     ACTIVITIES,
@@ -19,6 +18,7 @@ from poplar.report.activity import (
     stretches,
 )
 from poplar.report.record import Run
+from poplar.values.formatting import format_percent, format_seconds
 
 _MOST_LABELLED_RANKS = 16
 _INCHES_OF_A_RANK = 0.34

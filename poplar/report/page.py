@@ -12,17 +12,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 import poplar
-from poplar.formatting import (
-    format_bytes,
-    format_count,
-    format_passes,
-    format_percent,
-    format_seconds,
-    format_signed_percent,
-)
-from poplar.plan import STRATEGIES
 from poplar.planner.prediction import Prediction
-from poplar.profile import ClusterProfile
 from poplar.report import markup
 from poplar.report.activity import ACTIVITIES, seconds_by_activity, stretches
 from poplar.report.draw_curves import draw_curves
@@ -32,6 +22,16 @@ from poplar.report.draw_steps import draw_steps
 from poplar.report.reasons import Alternative, Reasons, reasons
 from poplar.report.record import Run, RunRecord
 from poplar.report.theme import to_svg
+from poplar.values.formatting import (
+    format_bytes,
+    format_count,
+    format_passes,
+    format_percent,
+    format_seconds,
+    format_signed_percent,
+)
+from poplar.values.plan import STRATEGIES
+from poplar.values.profile import ClusterProfile
 
 _STYLE_SHEET = Path(__file__).with_name("page.css")
 _UNKNOWN = "–"

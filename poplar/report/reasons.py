@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from poplar.formatting import format_ranks, format_seconds
-from poplar.plan import STRATEGIES, Plan
 from poplar.planner.explain import explain
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import Prediction, predict
 from poplar.planner.search import POLICIES, plan_or_error
-from poplar.profile import ClusterProfile
-from poplar.schema import from_fields
+from poplar.values.formatting import format_ranks, format_seconds
+from poplar.values.plan import STRATEGIES, Plan
+from poplar.values.profile import ClusterProfile
+from poplar.values.schema import from_fields
 
 _MAX_CHANGES = 3
 

@@ -11,10 +11,10 @@ import statistics
 from dataclasses import dataclass
 from typing import Annotated
 
-from poplar.plan import Plan
-from poplar.profile import ClusterProfile
-from poplar.schema import Document, Positive, Rule, check_fields
 from poplar.system.trace import Span
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
+from poplar.values.schema import Document, Positive, Rule, check_fields
 
 _Span = Annotated[
     Span,

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
-from poplar.curve import pooled
 from poplar.report.activity import COMMUNICATION, COMPUTE, OPTIMIZER, WAITING
+from poplar.values.curve import pooled
 
 WIDTH = 10.0
 """Inches: 960 pixels of the page, so that font sizes match the text of the page."""

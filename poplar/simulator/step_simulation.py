@@ -18,13 +18,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 
-from poplar.plan import Plan
 from poplar.planner.cost_model import costs_of
 from poplar.planner.prediction import predict
 from poplar.planner.step_actions import Compute, Issue
-from poplar.profile import ClusterProfile
 from poplar.simulator.action_durations import ActionDurations, RankLoad
 from poplar.simulator.timeline import Span, Timeline
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 
 
 def simulate(cluster: ClusterProfile, plan: Plan) -> Timeline:

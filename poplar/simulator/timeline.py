@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from poplar import plan_table
-from poplar.formatting import format_percent, format_seconds
+from poplar.values import plan_table
+from poplar.values.formatting import format_percent, format_seconds
 
 STREAMS = ("compute", "communication")
 """Streams of a rank; each runs one span at a time."""

@@ -11,7 +11,7 @@ import traceback
 
 import torch
 
-from poplar.errors import PoplarError
+from poplar.values.errors import PoplarError
 
 _TEXTS = (
     "defaultcpuallocator: can't allocate memory",

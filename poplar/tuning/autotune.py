@@ -23,14 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from poplar.comm import Group
-from poplar.observation import Observation, Trials
-from poplar.plan import STRATEGIES, Plan
 from poplar.planner.calibration import refine
 from poplar.planner.prediction import describe, fits, predict
 from poplar.planner.search import FACTORED, POLICIES, RECOMPUTE, Factored, Recompute, alternatives
 from poplar.planner.simple_plans import simplified
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.profiler.batch_curves import with_measured
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.memory_limit import MemoryLimit
@@ -38,11 +35,14 @@ from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request, digest, is_count
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning.profile_cluster import CachedProfile
+from poplar.values.observation import Observation, Trials
+from poplar.values.plan import STRATEGIES, Plan
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.zero.checks.loss_mean import wrong_weight
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
 from poplar.zero.update import OptimizerFactory
-from poplar.zero.values.initial_values import Weights
+from poplar.zero.weights.initial_values import Weights
 
 _P = ParamSpec("_P")
 

@@ -19,19 +19,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from poplar.comm import Group
-from poplar.plan import Plan
 from poplar.planner import calibration
 from poplar.planner.memory_shortfall import NoPlanFits
-from poplar.profile import ClusterProfile
 from poplar.profiler import known_devices
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.request import Request
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
-from poplar.zero.values.initial_values import Weights
+from poplar.zero.weights.initial_values import Weights
 
 
 def profile_cluster(

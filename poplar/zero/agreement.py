@@ -22,7 +22,7 @@ from torch import Tensor
 from poplar import ops
 from poplar.comm import Communicator, Control, Work
 from poplar.comm.shard_layout import ALIGNMENT, Layout
-from poplar.errors import RankFailed
+from poplar.values.errors import RankFailed
 from poplar.zero import gradient_norm
 from poplar.zero.collective_order import LeaderFailed
 from poplar.zero.flat_parameter import FlatParameter

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from poplar.errors import RankFailed
+from poplar.values.errors import RankFailed
 
 
 class LeaderFailed(RankFailed):

@@ -14,8 +14,8 @@ from enum import Enum
 from torch import Tensor, nn
 
 from poplar.comm import Control
-from poplar.errors import OutOfOrder
 from poplar.system.out_of_memory import is_out_of_memory
+from poplar.values.errors import OutOfOrder
 from poplar.zero.collective_order import (
     CollectiveOrder,
     LeaderFailed,

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from poplar.comm import Communicator, Control
 from poplar.data import pytree
-from poplar.errors import CollectiveTimeout
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
+from poplar.values.errors import CollectiveTimeout
 from poplar.zero.absent_parameter import direct_access
 from poplar.zero.checks.model_checks import Removable
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.data import pytree
-from poplar.errors import CollectiveTimeout
+from poplar.values.errors import CollectiveTimeout
 from poplar.zero.agreement import agreed, caught, leader_of, raise_on_any_error
 from poplar.zero.collective_scheduler import Mode
 from poplar.zero.engine import Engine

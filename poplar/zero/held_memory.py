@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from poplar.formatting import format_bytes
 from poplar.system import devices
+from poplar.values.formatting import format_bytes
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.engine import Engine
 from poplar.zero.update import ShardedUpdate

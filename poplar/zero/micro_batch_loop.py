@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Protocol
 
-from poplar.errors import CollectiveTimeout, PoplarError
+from poplar.values.errors import CollectiveTimeout, PoplarError
 from poplar.zero.micro_batches import MicroBatch
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from poplar.errors import CollectiveTimeout
+from poplar.values.errors import CollectiveTimeout
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from poplar.comm import Control
 from poplar.data import pytree
-from poplar.plan import Plan, fewest_passes
+from poplar.values.plan import Plan, fewest_passes
 from poplar.zero.agreement import StepSizes, agreed, caught, leader_of, open_step
 
 Loss = Literal["mean", "sum", "global_mean"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Control
-from poplar.errors import PoplarError
+from poplar.values.errors import PoplarError
 from poplar.zero.agreement import (
     StepSummary,
     agreed,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from poplar.zero.absent_parameter import mark_present
 from poplar.zero.input_cast import inputs_cast
-from poplar.zero.values.materialization import move_to_meta
+from poplar.zero.weights.materialization import move_to_meta
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 from poplar.zero.unit import ROOT
 
 _Prepare = Callable[[nn.Module, Any], None]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from poplar.comm import Communicator, Control
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.checks import model_checks
 from poplar.zero.engine import Engine
@@ -37,7 +37,7 @@ from poplar.zero.unit_plans import (
     shares_by_unit,
 )
 from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
-from poplar.zero.values.initial_values import InitialValues, Weights
+from poplar.zero.weights.initial_values import InitialValues, Weights
 
 Groups = list[dict[str, Any]]
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.errors import CollectiveTimeout
 from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
+from poplar.values.errors import CollectiveTimeout
 from poplar.zero.agreement import (
     StepSummary,
     agreed,

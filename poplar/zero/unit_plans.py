@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from poplar.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.plan import STRATEGIES, Plan, UnitPlan
 from poplar.zero.recomputation import blocks_of
 from poplar.zero.unit import Unit
 

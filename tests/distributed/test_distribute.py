@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import poplar
-from poplar.planner.graph.programme import Programme
-from poplar.planner.synthesis.decision import ProgrammeDecision
-from poplar.training.trials import Comparison, _Turn, compare
+from poplar.programmes.graph.programme import Programme
+from poplar.programmes.search.decision import ProgrammeDecision
+from poplar.programmes.training.trials import Comparison, _Turn, compare
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -156,8 +156,8 @@ def train_found(
     calls = mock.Mock(return_value=found)
     comparison = mock.Mock(wraps=compare, side_effect=lambda *_, **__: measured or mock.DEFAULT)
     with (
-        mock.patch("poplar.training.distribute.plan_programme", calls),
-        mock.patch("poplar.training.distribute.compare", comparison),
+        mock.patch("poplar.programmes.training.distribute.plan_programme", calls),
+        mock.patch("poplar.programmes.training.distribute.compare", comparison),
     ):
         training = poplar.distribute(
             new_model("mixture"),
@@ -271,7 +271,7 @@ def test_wrong_programmes_are_refused_on_all_ranks(ranks: Pool, tmp_path: Path) 
 
 
 def experts_divided_of(task: str) -> Programme:
-    from poplar.planner.synthesis.data_parallel import data_parallel
+    from poplar.programmes.search.data_parallel import data_parallel
 
     return data_parallel(exported_loss(task, new_model(task)).graph, (2, 1))
 

@@ -29,7 +29,7 @@ from training import STAGES, Run, assert_exact, assert_same, train_many
 
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
 from poplar.comm import Group, connect, host_topology
-from poplar.plan import STRATEGIES
+from poplar.values.plan import STRATEGIES
 
 EVEN = (0.25,) * 4
 UNEVEN = (0.55, 0.25, 0.15, 0.05)

@@ -25,8 +25,8 @@ from training import STAGES, Run, assert_exact, train_many
 from poplar import HeteroZeroOptimizer, Plan, RankFailed, UnitPlan
 from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.point_to_point import Message
-from poplar.plan import STRATEGIES
 from poplar.planner.factored_layers import factored_traffic
+from poplar.values.plan import STRATEGIES
 from poplar.zero.factors.reduction import RowReduction, _Rows
 from poplar.zero.factors.rows import FactoredRows
 

@@ -35,10 +35,10 @@ from poplar import Plan
 from poplar.checkpoint.conversion import convert
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.cli.app import app
-from poplar.formatting import printable
 from poplar.hardware.cluster_file import ClusterFile
-from poplar.profile import ClusterProfile
-from poplar.zero.values.weight_files import WeightFiles
+from poplar.values.formatting import printable
+from poplar.values.profile import ClusterProfile
+from poplar.zero.weights.weight_files import WeightFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0

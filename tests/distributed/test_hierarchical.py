@@ -24,7 +24,7 @@ from network import EmulatedNetwork, EmulationUnavailable, Hosts
 
 from poplar.comm import Bucket, Codec, Communicator, Group, connect, host_topology
 from poplar.comm.shard_layout import Layout
-from poplar.errors import CollectiveTimeout
+from poplar.values.errors import CollectiveTimeout
 
 RANKS, NUMEL = 5, 1 << 20
 RANKS_ON_FIRST_HOST = 3

@@ -20,10 +20,10 @@ from ranks import one_off
 from subset import choose
 from torch import nn
 
-from poplar.profile import BatchPoint
 from poplar.profiler.memory_budget import MEMORY_RESERVE
 from poplar.profiler.passes import Passes, probe
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
+from poplar.values.profile import BatchPoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits memory")
 

@@ -30,7 +30,7 @@ import poplar
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
 from poplar.comm import Bucket, Group
 from poplar.comm.process_group import ProcessGroupCommunicator
-from poplar.errors import PoplarError
+from poplar.values.errors import PoplarError
 from poplar.zero import unit as units
 from poplar.zero.collective_scheduler import Mode
 from poplar.zero.engine import Engine

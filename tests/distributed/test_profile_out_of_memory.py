@@ -12,8 +12,8 @@ import ranks as harness
 from ranks import Failure, one_off
 from sessions import session_on_meta
 
-from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.profiler.engine_passes import sharded_passes
+from poplar.values.errors import CollectiveTimeout, PoplarError
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 
 SHORT = 1

@@ -24,8 +24,6 @@ import poplar
 from poplar import ClusterProfile, Plan
 from poplar.comm import Group
 from poplar.comm.host_topology import Hosts
-from poplar.errors import RankFailed
-from poplar.observation import Observation
 from poplar.profiler import batch_curves, links, trial_runs
 from poplar.profiler import session as sessions
 from poplar.profiler.batch_curves import TIMES_EACH, measure_curves, measure_points
@@ -35,6 +33,8 @@ from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
 from poplar.profiler.trial_runs import PLAIN_PASSES, STEPS, measure_slowdowns
 from poplar.system import devices
+from poplar.values.errors import RankFailed
+from poplar.values.observation import Observation
 from poplar.zero.checks import model_checks
 
 QUICK = {"seconds": 0.5, "max_batch": 8, "progress": False}

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from poplar.comm import Group, connect
-from poplar.planner.graph.placement import Sharded
-from poplar.planner.graph.programme import Programme
-from poplar.planner.synthesis.composition import batch_placements
-from poplar.training.checked_export import CheckedExport
-from poplar.training.programme import ProgrammeTraining, sampling_plan
+from poplar.programmes.graph.placement import Sharded
+from poplar.programmes.graph.programme import Programme
+from poplar.programmes.search.composition import batch_placements
+from poplar.programmes.training.checked_export import CheckedExport
+from poplar.programmes.training.programme import ProgrammeTraining, sampling_plan
 
 SAMPLES, WIDTH = 6, 4
 OPTIONS = {"lr": 1e-2, "eps": 1e-4}

@@ -23,15 +23,15 @@ from virtual_programme import random_programme
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.comm import Group, connect
-from poplar.planner.graph.placement import Sharded
-from poplar.planner.graph.programme import Programme
-from poplar.planner.synthesis.composition import batch_placements
-from poplar.planner.synthesis.data_parallel import data_parallel
-from poplar.spmd import local_execution
-from poplar.spmd.exported_graph import ExportedLoss, export_loss
-from poplar.training.checked_export import CheckedExport
-from poplar.training.data_parallel import DataParallelTraining
-from poplar.training.programme import ProgrammeTraining, sampling_plan
+from poplar.programmes.graph.placement import Sharded
+from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run import local_execution
+from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
+from poplar.programmes.search.composition import batch_placements
+from poplar.programmes.search.data_parallel import data_parallel
+from poplar.programmes.training.checked_export import CheckedExport
+from poplar.programmes.training.data_parallel import DataParallelTraining
+from poplar.programmes.training.programme import ProgrammeTraining, sampling_plan
 from poplar.zero import unit
 
 RATIOS = ((2, 1), (4, 2, 1), (1, 0, 2))

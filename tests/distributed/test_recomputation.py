@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from training import STAGES, Run, assert_exact, assert_raised, assert_same, train_many
 
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
-from poplar.plan import STRATEGIES
+from poplar.values.plan import STRATEGIES
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 UNMERGED = {"units": list(BLOCKS)}

@@ -11,9 +11,9 @@ from ranks import Pool
 
 from poplar import profile_cluster
 from poplar.planner.recomputed_curves import with_recomputed_units
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 from poplar.profiler import recomputed_curves
 from poplar.profiler.passes import Passes
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 from poplar.zero.preserved_state import gradients_dropped
 from poplar.zero.recomputation import Recomputation
 

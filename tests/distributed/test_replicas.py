@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from training import STAGES, assert_raised
 
 from poplar import HeteroZeroOptimizer
-from poplar.errors import ReplicasDiffer
+from poplar.values.errors import ReplicasDiffer
 from poplar.zero import setup
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from poplar.data import HeteroBatchSampler, split_stream
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 
 PLANS = (
     Plan.even(4, 12, 3, stage=0),

@@ -23,8 +23,8 @@ from poplar.comm.segment_pool import SegmentPool
 from poplar.comm.shard_layout import Layout
 from poplar.comm.shared_memory import SharedMemoryCommunicator
 from poplar.comm.shared_segment import PAGE, Segment, segment_bytes, view
-from poplar.errors import CollectiveTimeout
 from poplar.system import host_limits
+from poplar.values.errors import CollectiveTimeout
 
 WORLD = 4
 CPU = torch.device("cpu")

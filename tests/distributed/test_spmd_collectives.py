@@ -20,8 +20,8 @@ from subset import choose
 from torch import Tensor
 
 from poplar.comm import Communicator, Group, connect, host_topology
-from poplar.spmd import collectives
-from poplar.spmd.failures import abort_on_error
+from poplar.programmes.run import collectives
+from poplar.programmes.run.failures import abort_on_error
 
 WORLD = 4
 TIMES = choose(quick=25, full=100)

@@ -23,16 +23,16 @@ from torch.nn import functional as F
 from virtual_ranks import adjoint, assembled
 
 from poplar.comm import Group, connect
-from poplar.planner.graph.graph import INPUT
-from poplar.planner.graph.placement import PARTIAL, REPLICATED, Sharded
-from poplar.planner.graph.programme import Programme
-from poplar.planner.synthesis.costs import Costs
-from poplar.planner.synthesis.data_parallel import data_parallel
-from poplar.planner.synthesis.search import fastest_programme
-from poplar.spmd import local_execution
-from poplar.spmd.conversion import own_part
-from poplar.spmd.execution import Execution
-from poplar.spmd.exported_graph import ExportedLoss, export_loss
+from poplar.programmes.graph.graph import INPUT
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Sharded
+from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run import local_execution
+from poplar.programmes.run.conversion import own_part
+from poplar.programmes.run.execution import Execution
+from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
+from poplar.programmes.search.costs import Costs
+from poplar.programmes.search.data_parallel import data_parallel
+from poplar.programmes.search.search import fastest_programme
 
 CPU = torch.device("cpu")
 RATIOS = ((2, 1), (4, 2, 1), (1, 0, 2), (3, 1, 0, 2))

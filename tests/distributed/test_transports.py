@@ -14,7 +14,6 @@ from ranks import Pool
 
 from poplar.comm import Control, Group, connect, host_topology
 from poplar.comm.buffer_pool import BufferPool
-from poplar.profile import NetworkProfile
 from poplar.profiler.collectives import (
     MOST_NUMEL,
     Collectives,
@@ -23,6 +22,7 @@ from poplar.profiler.collectives import (
     time_transports,
 )
 from poplar.profiler.pass_memory import PassMemory
+from poplar.values.profile import NetworkProfile
 
 WORLD = 4
 CPU = torch.device("cpu")

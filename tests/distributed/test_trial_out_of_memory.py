@@ -18,9 +18,9 @@ from sessions import session_on_meta
 from torch import Tensor, nn
 
 from poplar import HeteroZeroOptimizer, Plan
-from poplar.errors import CollectiveTimeout, PoplarError
 from poplar.profiler import trial_runs
 from poplar.profiler.trial_runs import OutOfMemoryInTrial, run_plan
+from poplar.values.errors import CollectiveTimeout, PoplarError
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 
 SHORT = 1

@@ -30,7 +30,7 @@ from poplar import (
     search,
 )
 from poplar.comm import Group
-from poplar.plan import STRATEGIES
+from poplar.values.plan import STRATEGIES
 from poplar.zero import unit as units
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.sharded_gradients import ShardedGradients

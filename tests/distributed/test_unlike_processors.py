@@ -19,7 +19,7 @@ import sys
 import torch, torch.distributed as dist
 from torch import nn
 from poplar import HeteroZeroOptimizer
-from poplar.errors import ReplicasDiffer
+from poplar.values.errors import ReplicasDiffer
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)

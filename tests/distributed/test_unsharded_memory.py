@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.comm import Bucket, Communicator
-from poplar.plan import UnitPlan
+from poplar.values.plan import UnitPlan
 from poplar.zero import unit as units
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -19,12 +19,18 @@ from poplar.cli.options import of_rank, parse_sizes
 from poplar.cli.output import command_output, table
 from poplar.cli.process_group import joined
 from poplar.cli.profile import read_lengths
-from poplar.plan import Plan
-from poplar.planner.graph.placement import Sharded
-from poplar.planner.graph.programme import Programme
+from poplar.cli.workload import Workload, load
 from poplar.planner.search import POLICIES
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
-from poplar.workload import Workload, load
+from poplar.programmes.graph.placement import Sharded
+from poplar.programmes.graph.programme import Programme
+from poplar.values.plan import Plan
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
 
 ROOT = Path(poplar.__file__).parent.parent
 GIB = 1 << 30

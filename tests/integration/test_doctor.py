@@ -12,8 +12,8 @@ import ranks as pool
 import poplar
 from poplar.doctor import RankFacts, Report, examine
 from poplar.doctor.checks import findings
-from poplar.schema import from_fields, to_json_types
 from poplar.system.devices import DeviceInfo
+from poplar.values.schema import from_fields, to_json_types
 
 GIB = 1 << 30
 

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 from training import RELATIVE, assert_close, assert_same, whole_parameters
 
 from poplar import HeteroZeroOptimizer, Plan
-from poplar.workload import load
+from poplar.cli.workload import load
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 

@@ -17,8 +17,8 @@ from torch import nn
 
 import poplar
 from poplar.callbacks import JsonLines, Monitor, Progress, RunFile, TensorBoard, WandB
-from poplar.errors import RankFailed
 from poplar.report import RunRecord
+from poplar.values.errors import RankFailed
 
 PLAN = poplar.Plan(
     stage=1, global_batch=6, micro_batches=((2, 1), (2,), (1,)), shares=(0.5, 0.3, 0.2)

@@ -33,8 +33,14 @@ from prediction_rows import (
 from prediction_yardstick import Turn, Yardstick, steadied
 
 from poplar import HeteroZeroOptimizer, Plan, predict, search, simulate
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 from poplar.profiler.passes import Passes
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
 
 POINTS = (1, 2, 4, 8, 16)
 MOST = prediction.parse_options([]).global_batch

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import synthetic_record
 
-from poplar.plan import Plan, UnitPlan
 from poplar.planner.explain import explain
 from poplar.planner.search import search
 from poplar.report import Run, RunRecord, SimilarPlan, Span, write_report
@@ -33,6 +32,7 @@ from poplar.report.differences import difference
 from poplar.report.draw_steps import draw_steps
 from poplar.report.reasons import reasons
 from poplar.report.theme import spread
+from poplar.values.plan import Plan, UnitPlan
 
 VOID_ELEMENTS = {"meta", "link", "img", "input", "br"}
 """HTML elements without an end tag."""

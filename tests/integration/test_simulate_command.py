@@ -13,11 +13,11 @@ from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.estimate import Interval, estimate, gain, sum_of_speeds
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.hardware.simulated_cluster import simulated_cluster
-from poplar.plan import Plan
 from poplar.planner.prediction import predict
 from poplar.planner.search import search
-from poplar.profile import ClusterProfile
 from poplar.simulator.step_simulation import simulate
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 
 CLUSTER = """
 currency = "USD"

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from virtual_programme import loss_and_gradients, random_programme
 
-from poplar.planner.graph.graph import LEAVES
-from poplar.planner.graph.placement import Sharded
-from poplar.planner.rules.registry import without_rules
-from poplar.spmd.exported_graph import ExportedLoss
-from poplar.training.checked_export import CheckedExport
+from poplar.programmes.graph.graph import LEAVES
+from poplar.programmes.graph.placement import Sharded
+from poplar.programmes.rules.registry import without_rules
+from poplar.programmes.run.exported_graph import ExportedLoss
+from poplar.programmes.training.checked_export import CheckedExport
 
 transformers = pytest.importorskip("transformers")
 

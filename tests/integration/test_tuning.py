@@ -37,15 +37,15 @@ from poplar import (
     Plan,
     Tuned,
 )
-from poplar.observation import Observation
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import fits, predict
 from poplar.planner.search import POLICIES, alternatives
-from poplar.profile import BatchPoint
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning import autotune
 from poplar.tuning.autotune import Tuner
+from poplar.values.observation import Observation
+from poplar.values.profile import BatchPoint
 
 SMALL = ModelSpec(kind="mlp", blocks=1)
 GLOBAL_BATCH = 12

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from training import STAGES
 
 from poplar import Plan
-from poplar.verification import ParameterError, Verification, verify
-from poplar.verification.outcome import Tolerance, compare
+from poplar.tuning.verification import ParameterError, Verification, verify
+from poplar.tuning.verification.outcome import Tolerance, compare
 
 UNEVEN = ((2, 3), (4, 1), (0, 2), (0, 0))
 SHARES = (0.5, 0.3, 0.2, 0.0)

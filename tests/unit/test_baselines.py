@@ -11,8 +11,8 @@ from planning_oracle import STAGES, Oracle
 from subset import choose
 from test_search import cluster_of, device, seconds_of
 
-from poplar.plan import Plan
 from poplar.planner.search import POLICIES, NoPlanFits, alternatives, search
+from poplar.values.plan import Plan
 
 MB = 10**6
 

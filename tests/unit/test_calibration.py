@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from records import cluster as measured_cluster
 
 from poplar import ClusterProfile, Plan, simulate
-from poplar.observation import Observation
 from poplar.planner.calibration import (
     LARGEST_SLOWDOWN,
     at_profiled_speed,
@@ -29,6 +28,7 @@ from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import predict
 from poplar.planner.what_if import with_slower_devices
+from poplar.values.observation import Observation
 
 STAGES = (0, 1, 2, 3)
 EACH_PASS = (2, 3)

@@ -15,7 +15,7 @@ from poplar.hardware.simulated_cluster import (
     network_profile,
     simulated_cluster,
 )
-from poplar.profile import ModelProfile
+from poplar.values.profile import ModelProfile
 
 JOB = TrainingJob(architecture=architecture("llama-1.1b"))
 TWO_HOSTS = """

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from poplar.hardware.cluster_file import DeviceEntry, HostEntry
 from poplar.hardware.simulated_cluster import network_profile
-from poplar.host_traffic import link_traffic, network_traffic
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.communication_schedule import Synchronization
 from poplar.planner.cost_model import StageCosts
@@ -23,7 +22,8 @@ from poplar.planner.prediction import predict
 from poplar.planner.search import search
 from poplar.planner.shard_allocation import ShareProblem
 from poplar.planner.simple_plans import PREFERENCE
-from poplar.profile import ModelProfile, NetworkProfile
+from poplar.values.host_traffic import link_traffic, network_traffic
+from poplar.values.profile import ModelProfile, NetworkProfile
 
 MODEL = ModelProfile(unit_numels=(10**9,), param_bytes=2, wire_bytes=4)
 

@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 from planning_oracle import STAGES, Oracle
 from test_plan import random_plan
 
-from poplar.plan import STRATEGIES, Plan, UnitPlan
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import describe, memory_needed, predict
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
+from poplar.values.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
 
 MIB = 2**20
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poplar.curve import MonotoneCurve, pooled, straightened
 from poplar.hardware.published_curves import CURVES
+from poplar.values.curve import MonotoneCurve, pooled, straightened
 
 DEVICES = 80
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from poplar.comm import Group, failure_reports, work
 from poplar.comm.failure_reports import FailureReports
 from poplar.comm.work import StreamWork
-from poplar.errors import CollectiveTimeout
+from poplar.values.errors import CollectiveTimeout
 
 DEADLINE = timedelta(seconds=0.3)
 

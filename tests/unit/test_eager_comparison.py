@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from poplar.errors import NotExportable
-from poplar.training.checked_export import CheckedExport
+from poplar.programmes.training.checked_export import CheckedExport
+from poplar.values.errors import NotExportable
 
 WIDTH, GLOBAL_BATCH = 4, 6
 CPU = torch.device("cpu")

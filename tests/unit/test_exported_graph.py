@@ -15,12 +15,12 @@ from models import ModelSpec
 from torch import nn
 from virtual_programme import loss_and_gradients, random_programme
 
-from poplar.errors import NotExportable
-from poplar.planner.graph.graph import LEAVES
-from poplar.planner.graph.placement import REPLICATED
-from poplar.planner.rules.registry import without_rules
-from poplar.planner.synthesis.data_parallel import data_parallel
-from poplar.spmd.exported_graph import export_loss
+from poplar.programmes.graph.graph import LEAVES
+from poplar.programmes.graph.placement import REPLICATED
+from poplar.programmes.rules.registry import without_rules
+from poplar.programmes.run.exported_graph import export_loss
+from poplar.programmes.search.data_parallel import data_parallel
+from poplar.values.errors import NotExportable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from poplar import Plan
-from poplar.observation import Observation
 from poplar.planner.calibration import refine
 from poplar.planner.cost_model import costs_of
 from poplar.planner.explain import explain
 from poplar.planner.factored_choice import worthwhile
 from poplar.planner.search import search
-from poplar.profile import (
+from poplar.profiler.linear_rows import counting_rows
+from poplar.simulator.step_simulation import simulate
+from poplar.values.observation import Observation
+from poplar.values.profile import (
     BatchPoint,
     ClusterProfile,
     DeviceProfile,
@@ -25,8 +27,6 @@ from poplar.profile import (
     ModelProfile,
     NetworkProfile,
 )
-from poplar.profiler.linear_rows import counting_rows
-from poplar.simulator.step_simulation import simulate
 from poplar.zero.factors.checks import factorable_layers
 
 GIGABIT = 1e9 / 8

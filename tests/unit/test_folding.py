@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from poplar.planner.graph.graph import LEAVES, Graph
-from poplar.planner.graph.placement import Sharded
-from poplar.planner.synthesis.costs import Costs, programme_seconds
-from poplar.planner.synthesis.folding import folded
-from poplar.planner.synthesis.search import fastest_in
-from poplar.planner.synthesis.space import SearchSpace
-from poplar.spmd.exported_graph import export_loss
+from poplar.programmes.graph.graph import LEAVES, Graph
+from poplar.programmes.graph.placement import Sharded
+from poplar.programmes.run.exported_graph import export_loss
+from poplar.programmes.search.costs import Costs, programme_seconds
+from poplar.programmes.search.folding import folded
+from poplar.programmes.search.search import fastest_in
+from poplar.programmes.search.space import SearchSpace
 
 
 class Blocks(nn.Module):

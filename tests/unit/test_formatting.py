@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poplar.formatting import (
+from poplar.values.formatting import (
     format_bytes,
     format_count,
     format_layers,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from poplar.planner.graph.graph import INPUT, Graph, Node, Reference, TensorType
-from poplar.spmd.gradient_flow import passed_inputs
+from poplar.programmes.graph.graph import INPUT, Graph, Node, Reference, TensorType
+from poplar.programmes.run.gradient_flow import passed_inputs
 
 FLOATS = TensorType((3, 4), "float32", 4)
 INDICES = TensorType((3, 4), "int64", 8)

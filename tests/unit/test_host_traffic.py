@@ -26,7 +26,7 @@ from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommu
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shard_layout import Layout
-from poplar.host_traffic import is_hierarchical, link_traffic, network_traffic
+from poplar.values.host_traffic import is_hierarchical, link_traffic, network_traffic
 
 HOSTS = ["aabb", "abab", "aabccc", "abbb", "aaaa", "aaaabbbbcccc"]
 

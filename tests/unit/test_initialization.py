@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import poplar
-from poplar.zero.values import materialization
-from poplar.zero.values.materialization import (
+from poplar.zero.weights import materialization
+from poplar.zero.weights.materialization import (
     Initialization,
     check_buffers,
     check_initializers,

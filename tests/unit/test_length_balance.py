@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from poplar.data import HeteroBatchSampler
 from poplar.data.length_balance import deal, passes_of
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 from tests.subset import choose
 
 PLANS = {

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poplar.comm.host_topology import Hosts
-from poplar.profile import LinkProfile
 from poplar.profiler import links as measuring
 from poplar.profiler.collectives import rates_of_hosts
 from poplar.profiler.links import (
@@ -25,6 +24,7 @@ from poplar.profiler.links import (
     measure_pairs,
     tournament,
 )
+from poplar.values.profile import LinkProfile
 
 
 @given(st.integers(0, 65))

@@ -18,11 +18,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from poplar.curve import error_of_median
 from poplar.data import pytree
-from poplar.profile import BatchPoint
 from poplar.profiler import passes as measuring
 from poplar.profiler.passes import Passes, climb, probe, time_sizes
+from poplar.values.curve import error_of_median
+from poplar.values.profile import BatchPoint
 
 PLENTY = float("inf")
 

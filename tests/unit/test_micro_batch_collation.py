@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from poplar.data import CollateMicroBatches, HeteroBatchSampler, pytree
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 from poplar.zero.checks.length_watch import LengthWatch
 
 SAMPLES = [list(range(1, 1 + length)) for length in (9, 2, 7, 5, 3, 4, 8, 6)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from poplar.errors import CollectiveTimeout
+from poplar.values.errors import CollectiveTimeout
 from poplar.zero.micro_batch_loss import MicroBatchLoss
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from poplar.profile import BatchPoint, DeviceProfile
 from poplar.profiler.noise import MOST_OTHER_USE, MOST_SPREAD, CpuUse, noise_notes, other_use
+from poplar.values.profile import BatchPoint, DeviceProfile
 
 
 def device(spreads: dict[int, float], host: str = "a", throttled: str = "") -> DeviceProfile:

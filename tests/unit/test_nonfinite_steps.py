@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from poplar.errors import PoplarError, RankFailed
+from poplar.values.errors import PoplarError, RankFailed
 from poplar.zero.nonfinite import IssuedStep, NonFiniteSteps, check_choice
 from poplar.zero.step_settings import StepSettings
 from poplar.zero.streams import Streams

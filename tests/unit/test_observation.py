@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poplar import Plan
-from poplar.observation import Observation, Trials
+from poplar.values.observation import Observation, Trials
 
 PLANS = [Plan.manual(sizes, stage=1) for sizes in ((5, 3), (6, 2), (7, 1))]
 FAST, MIDDLE, SLOW = PLANS

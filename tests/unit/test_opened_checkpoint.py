@@ -14,7 +14,7 @@ from poplar.checkpoint.digests import digest
 from poplar.checkpoint.files.data_file import DataFile, _own_storage
 from poplar.checkpoint.files.item_reader import ItemReader
 from poplar.checkpoint.files.opened import OpenedCheckpoint, _first_of_contiguous, _in_threads
-from poplar.errors import DamagedCheckpoint
+from poplar.values.errors import DamagedCheckpoint
 
 
 @pytest.mark.parametrize("sizes", [(), (5,), (1, 4), (3, 4), (2, 1, 3), (2, 3, 2)])

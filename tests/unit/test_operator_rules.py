@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from virtual_ranks import adjoint, as_list, assembled, parts, random_like
 
-from poplar.planner.graph.graph import INPUT, Graph, Node, Reference, TensorType
-from poplar.planner.graph.placement import PARTIAL, REPLICATED, Sharded, local_shape
-from poplar.planner.rules.registry import RULES, base_name, local_call, pattern_of
-from poplar.planner.rules.strategy import Strategy, strategies
-from poplar.spmd.local_execution import function, run_local
+from poplar.programmes.graph.graph import INPUT, Graph, Node, Reference, TensorType
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Sharded, local_shape
+from poplar.programmes.rules.registry import RULES, base_name, local_call, pattern_of
+from poplar.programmes.rules.strategy import Strategy, strategies
+from poplar.programmes.run.local_execution import function, run_local
 
 CPU = torch.device("cpu")
 RATIOS = ((1,), (2, 1), (0, 1, 0), (1, 3, 2), (5, 0, 1, 1))

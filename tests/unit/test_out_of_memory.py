@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from poplar import Plan
-from poplar.errors import PoplarError
-from poplar.profile import BatchPoint, DeviceProfile
 from poplar.system.out_of_memory import free_failed_pass, free_frames, is_out_of_memory
+from poplar.values.errors import PoplarError
+from poplar.values.profile import BatchPoint, DeviceProfile
 
 REAL = """
 import resource, sys, torch

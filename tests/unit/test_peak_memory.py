@@ -19,13 +19,13 @@ from subset import choose
 from torch import Tensor, nn
 
 from poplar import Plan
-from poplar.plan import STRATEGIES, UnitPlan
 from poplar.planner.prediction import memory_needed
-from poplar.profile import ClusterProfile, DeviceProfile, NetworkProfile
 from poplar.profiler.memory import pass_bytes
 from poplar.profiler.model_profile import model_profile, trained_units
 from poplar.profiler.passes import Passes
 from poplar.profiler.unit_memory import TrainedUnit, UnitBytes
+from poplar.values.plan import STRATEGIES, UnitPlan
+from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
 from poplar.zero import setup
 from poplar.zero import unit as units
 from poplar.zero.preserved_state import computing_in, gradients_dropped

@@ -11,11 +11,11 @@ from planning_oracle import Oracle
 from subset import choose
 from test_search import cluster_of, device, seconds_of, some_shares
 
-from poplar.plan import Plan
 from poplar.planner.persistent_units import persistence_order
 from poplar.planner.prediction import predict
 from poplar.planner.search import NoPlanFits, search
-from poplar.profile import ClusterProfile, ModelProfile
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile, ModelProfile
 
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 5, 3: 3}
 MB = 10**6

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poplar.planner.graph.placement import (
+from poplar.programmes.graph.placement import (
     PARTIAL,
     REPLICATED,
     Sharded,
@@ -16,7 +16,7 @@ from poplar.planner.graph.placement import (
     from_json,
     local_shape,
 )
-from poplar.planner.graph.programme import Collective, Programme
+from poplar.programmes.graph.programme import Collective, Programme
 
 RATIOS = st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any)
 

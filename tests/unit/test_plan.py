@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poplar.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.plan import STRATEGIES, Plan, UnitPlan
 
 STAGES = (0, 1, 2, 3)
 

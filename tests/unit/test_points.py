@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from records import cluster
 
-from poplar.profile import BatchPoint
 from poplar.profiler.batch_curves import at_speed_of, on_a_line, times_to_be_sure, with_measured
+from poplar.values.profile import BatchPoint
 
 
 def point(batch: int, seconds: float, spread: float = 0.0) -> BatchPoint:

@@ -22,22 +22,28 @@ from hypothesis import strategies as st
 from torch import nn
 from virtual_programme import random_programme
 
-from poplar.plan import Plan
-from poplar.planner.graph.graph import Graph
-from poplar.planner.graph.placement import REPLICATED, Sharded
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import predict
-from poplar.planner.synthesis.data_parallel import data_parallel
-from poplar.planner.synthesis.decision import ProgrammeDecision, plan_programme
-from poplar.planner.synthesis.explanation import explain_programme
-from poplar.planner.synthesis.ratios import best_ratios
-from poplar.planner.synthesis.search import fastest_in
-from poplar.planner.synthesis.shares import best_shares
-from poplar.planner.synthesis.space import SearchSpace
-from poplar.planner.synthesis.step_model import StepModel
-from poplar.planner.synthesis.step_terms import StepTerms
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
-from poplar.spmd.exported_graph import export_loss
+from poplar.programmes.graph.graph import Graph
+from poplar.programmes.graph.placement import REPLICATED, Sharded
+from poplar.programmes.run.exported_graph import export_loss
+from poplar.programmes.search.data_parallel import data_parallel
+from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
+from poplar.programmes.search.explanation import explain_programme
+from poplar.programmes.search.ratios import best_ratios
+from poplar.programmes.search.search import fastest_in
+from poplar.programmes.search.shares import best_shares
+from poplar.programmes.search.space import SearchSpace
+from poplar.programmes.search.step_model import StepModel
+from poplar.programmes.search.step_terms import StepTerms
+from poplar.values.plan import Plan
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

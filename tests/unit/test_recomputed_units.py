@@ -15,8 +15,6 @@ from planning_oracle import STAGES, Oracle
 from subset import choose
 from test_search import cluster_of, device, seconds_of, some_shares
 
-from poplar.observation import Observation
-from poplar.plan import STRATEGIES, Plan, UnitPlan
 from poplar.planner import recomputed_units
 from poplar.planner.calibration import refine
 from poplar.planner.explain import explain
@@ -24,8 +22,10 @@ from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import fits, memory_needed, predict
 from poplar.planner.recomputed_curves import saved_part
 from poplar.planner.search import search
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 from poplar.simulator.step_simulation import simulate
+from poplar.values.observation import Observation
+from poplar.values.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 
 MB = 10**6
 UNITS = 4

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from poplar.checkpoint.saved_model import Writer
-from poplar.zero.values.safetensors_file import DTYPES, SafetensorsFile
-from poplar.zero.values.weight_files import WeightFiles
+from poplar.zero.weights.safetensors_file import DTYPES, SafetensorsFile
+from poplar.zero.weights.weight_files import WeightFiles
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from poplar.plan import Plan
-from poplar.schema import (
+from poplar.values.plan import Plan
+from poplar.values.schema import (
     Document,
     Fraction,
     PositiveCount,

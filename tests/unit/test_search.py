@@ -14,12 +14,18 @@ from planning_oracle import STAGES, Oracle
 from subset import choose
 
 from poplar import _core
-from poplar.errors import PoplarError
 from poplar.planner.batch_allocation import RankPasses, kth_smallest
 from poplar.planner.prediction import predict
 from poplar.planner.search import NoPlanFits, alternatives, search
 from poplar.planner.shard_allocation import normalized
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
+from poplar.values.errors import PoplarError
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
 
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}
 SHARE_STEPS = {1: 1, 2: 12, 3: 5}

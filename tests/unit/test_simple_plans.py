@@ -11,10 +11,10 @@ from planning_oracle import STAGES
 from test_persistent_unit_plans import named, small_memory
 from test_search import cluster_of, device
 
-from poplar.plan import Plan, spread
 from poplar.planner.prediction import predict
 from poplar.planner.search import NoPlanFits, search
 from poplar.planner.simple_plans import PREFERENCE, simplified
+from poplar.values.plan import Plan, spread
 
 
 def seconds_of(cluster, plan):

@@ -22,11 +22,17 @@ from subset import choose
 
 import poplar
 from poplar import Plan, Timeline, predict, simulate
-from poplar.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, UnitPlan
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.step_actions import RANK_ACTIONS
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
+from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, UnitPlan
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
 
 FULL = 2**23
 """Elements of a full buffer: such a unit is communicated alone at every stage."""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from poplar.comm import Bucket, Codec
 from poplar.comm.shard_layout import Layout
-from poplar.errors import CollectiveTimeout
 from poplar.system.trace import Trace
+from poplar.values.errors import CollectiveTimeout
 from poplar.zero.factors.rows import FactoredRows
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.reduction import StreamReductions

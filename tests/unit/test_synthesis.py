@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 from virtual_programme import loss_and_gradients
 
-from poplar.planner.graph.graph import LEAVES, PARAMETER, Graph
-from poplar.planner.graph.placement import PARTIAL, REPLICATED, Sharded
-from poplar.planner.graph.programme import Programme
-from poplar.planner.rules.registry import pattern_of, strategies_of
-from poplar.planner.synthesis.composition import batch_placements, composed
-from poplar.planner.synthesis.costs import Costs, programme_seconds
-from poplar.planner.synthesis.data_parallel import data_parallel
-from poplar.planner.synthesis.search import SearchTooLong, fastest_programme
-from poplar.planner.synthesis.units import axis_units
-from poplar.spmd.exported_graph import ExportedLoss, export_loss
+from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Sharded
+from poplar.programmes.graph.programme import Programme
+from poplar.programmes.rules.registry import pattern_of, strategies_of
+from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
+from poplar.programmes.search.composition import batch_placements, composed
+from poplar.programmes.search.costs import Costs, programme_seconds
+from poplar.programmes.search.data_parallel import data_parallel
+from poplar.programmes.search.search import SearchTooLong, fastest_programme
+from poplar.programmes.search.units import axis_units
 
 SAMPLES = 6
 

@@ -13,13 +13,19 @@ from typing import NamedTuple
 
 import pytest
 
-from poplar.plan import Plan
 from poplar.planner.prediction import predict
 from poplar.planner.search import search
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
-from poplar.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile, NetworkProfile
 from poplar.profiler.batch_curves import with_measured
 from poplar.tuning.autotune import ROUNDS
+from poplar.values.plan import Plan
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
 
 NOISE = 0.004
 """Relative standard error of a median."""

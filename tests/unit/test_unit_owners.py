@@ -12,7 +12,7 @@ import poplar
 from poplar import predict, simulate
 from poplar.planner.cost_model import costs_of
 from poplar.planner.unit_owners import with_unit_owners
-from poplar.profile import ClusterProfile
+from poplar.values.profile import ClusterProfile
 
 SHARDED = (1, 2, 3)
 SMALL = 1000

@@ -9,9 +9,9 @@ import pytest
 from test_simulator import FULL, a_cluster, a_device, a_plan, any_case, spans_of, with_fractions
 
 from poplar import Plan, predict, simulate
-from poplar.plan import STRATEGIES, UnitPlan
 from poplar.planner.prediction import memory_needed
-from poplar.profile import ClusterProfile
+from poplar.values.plan import STRATEGIES, UnitPlan
+from poplar.values.profile import ClusterProfile
 
 SHARDED = (1, 2, 3)
 

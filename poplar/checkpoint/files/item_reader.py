@@ -22,7 +22,7 @@ from poplar._core import DiskReader
 from poplar.checkpoint.files.data_file import memory_of
 from poplar.checkpoint.files.manifest import Part
 from poplar.checkpoint.files.stored_files import open_stored
-from poplar.errors import DamagedCheckpoint
+from poplar.values.errors import DamagedCheckpoint
 
 _AHEAD = 64 << 20
 """Bytes that the system is told to read before they are needed, if they go through the cache."""

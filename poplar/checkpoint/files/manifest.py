@@ -18,8 +18,8 @@ import torch
 
 from poplar._core import crc32c
 from poplar.checkpoint.files.stored_files import open_stored, read_stored
-from poplar.errors import DamagedCheckpoint
-from poplar.schema import Count, PositiveCount, from_fields, parse_json
+from poplar.values.errors import DamagedCheckpoint
+from poplar.values.schema import Count, PositiveCount, from_fields, parse_json
 
 NAME = "poplar.json"
 VERSION = 1

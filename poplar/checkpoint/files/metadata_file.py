@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from poplar.checkpoint.files.metadata_unpickler import Unpickler, expect, is_count
 from poplar.checkpoint.files.stored_files import read_stored
-from poplar.errors import DamagedCheckpoint
+from poplar.values.errors import DamagedCheckpoint
 
 METADATA = ".metadata"
 

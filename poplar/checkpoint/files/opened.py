@@ -25,7 +25,7 @@ from poplar.checkpoint.files.manifest import Manifest, read_manifest
 from poplar.checkpoint.files.metadata_file import METADATA, read_metadata
 from poplar.checkpoint.files.save_job import aside_name
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
-from poplar.errors import DamagedCheckpoint
+from poplar.values.errors import DamagedCheckpoint
 
 T = TypeVar("T")
 Key = tuple[str, int]

@@ -37,8 +37,8 @@ from poplar.checkpoint.files.data_file import (
 from poplar.checkpoint.files.manifest import Manifest, Part
 from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.comm import Control
-from poplar.errors import RankFailed
-from poplar.formatting import printable
+from poplar.values.errors import RankFailed
+from poplar.values.formatting import printable
 from poplar.zero.agreement import raise_on_all_ranks
 
 PLAN = "plan.json"

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from poplar.errors import DamagedCheckpoint
-from poplar.regular_files import open_regular, read_regular
+from poplar.values.errors import DamagedCheckpoint
+from poplar.values.regular_files import open_regular, read_regular
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from poplar.checkpoint.names import canonical, names_of
 from poplar.checkpoint.state_dicts.elements import Elements
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.comm import Control
-from poplar.formatting import format_names
+from poplar.values.formatting import format_names
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from poplar.data import CollateMicroBatches, HeteroBatchSampler, StreamSplit
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 
 Lengths = Sequence[float] | Tensor | None
 """Of the samples of the training dataset; None: not known."""

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from poplar.callbacks import Logger, Monitor
-from poplar.profile import ClusterProfile
+from poplar.values.profile import ClusterProfile
 
 
 class PoplarMonitor(pl.Callback):

@@ -45,10 +45,10 @@ from poplar.integrations.lightning.logged_values import EvaluationLog, PassLog, 
 from poplar.integrations.lightning.precision import AutocastPrecision, supported
 from poplar.integrations.lightning.running_step import RunningStep
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.plan import Plan
-from poplar.profile import ClusterProfile
 from poplar.system.devices import describe
 from poplar.tuning.autotune import tune
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 from poplar.zero.nonfinite import OnNonFinite
 from poplar.zero.step_result import StepResult
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import torch
 
-from poplar.plan import STRATEGIES, Plan
-from poplar.profile import ClusterProfile
 from poplar.profiler.memory_limit import check as check_memory_limit
+from poplar.values.plan import STRATEGIES, Plan
+from poplar.values.profile import ClusterProfile
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

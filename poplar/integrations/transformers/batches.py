@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
-from poplar.plan import Plan
+from poplar.values.plan import Plan
 
 Collate = Callable[[list[Any]], Any]
 

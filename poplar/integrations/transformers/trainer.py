@@ -55,9 +55,9 @@ from poplar.integrations.transformers.loss import (
     own_mean_weight,
 )
 from poplar.integrations.transformers.optimizer import TrainerOptimizer
-from poplar.plan import Plan
-from poplar.profile import ClusterProfile
 from poplar.tuning.autotune import Tuned, tune
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.checks.length_watch import LengthWatch
 from poplar.zero.grad_scaler import GradScaler

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Control
-from poplar.errors import ReplicasDiffer
+from poplar.values.errors import ReplicasDiffer
 from poplar.zero.agreement import agreed
 from poplar.zero.flat_parameter import FlatParameter
 

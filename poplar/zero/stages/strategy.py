@@ -5,9 +5,9 @@ The engine calls these methods in the same order on every rank. A strategy knows
 
 [Note: local parameters]
 A rank may have parameters of its own, such as its part of a weight whose product the ranks divide
-among them (`poplar.spmd`). Their flat parameters are `is_local`: each rank owns all of its own
-(`layout`), whatever the shares; values, gradients and updates are not communicated. Everything
-else is as for other flat parameters: weights of passes, norm, clipping, update.
+among them (`poplar.programmes.run`). Their flat parameters are `is_local`: each rank owns all of
+its own (`layout`), whatever the shares; values, gradients and updates are not communicated.
+Everything else is as for other flat parameters: weights of passes, norm, clipping, update.
 """
 
 from __future__ import annotations

@@ -1,0 +1,153 @@
+"""What one rank calls for its part of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from poplar.programmes.graph.graph import Node, Reference, TensorType
+from poplar.programmes.graph.placement import local_shape
+from poplar.programmes.rules.pattern import Pattern
+from poplar.programmes.rules.strategy import Strategy
+
+ZEROS = "zeros"
+"""Own operator: zeros of the shapes of `LocalCall.outputs`. Its arguments are the node's inputs;
+the gradients of those in `LocalCall.passed` are zeros, so that autograd reaches them as on the
+other ranks."""
+EMBEDDING_PART = "embedding_part"
+"""Own operator: rows of a part of a table, and zeros for indices that are not in it. Arguments:
+the part, indices, the first index of the part, and the index without gradient or -1."""
+
+INDEX_PART = "index_part"
+"""Own operator: as `EMBEDDING_PART`, of any dimension. Arguments: the part, indices, the dimension,
+the first index of the part, and the size of the whole dimension."""
+GROUPED_MM_PART = "grouped_mm_part"
+"""Own operator: a grouped product with some of the experts. Arguments: the operator, its tensors
+with a part of the experts, the first expert and the one after the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Zeroed:
+    """A tensor argument whose values are replaced by zeros; its gradient is zeros."""
+
+    reference: Reference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalCall:
+    """An operator on a rank's own tensors, and a factor of the result."""
+
+    operator: str
+    arguments: tuple[Any, ...]
+    """As those of the node, with the sizes of this rank; some tensors may be `Zeroed`."""
+    keywords: Mapping[str, Any]
+    outputs: tuple[TensorType, ...]
+    """With the rank's shapes."""
+    returns_list: bool = False
+    """As of the node."""
+    scale: float = 1.0
+    """Factor of the result."""
+    passed: tuple[tuple[int, ...], ...] = ()
+    """Of `ZEROS`, by output: positions of the inputs that autograd reaches. Empty: all."""
+
+    def with_argument(self, position: int, value: Any) -> LocalCall:
+        """With another argument; the arguments before it are given."""
+        arguments = (*self.arguments[:position], value, *self.arguments[position + 1 :])
+        return replace(self, arguments=arguments)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Which part of an operator a rank computes."""
+
+    node: Node
+    types: tuple[TensorType, ...]
+    """Of the node's inputs, on all ranks together."""
+    pattern: Pattern
+    strategy: Strategy
+    ratios: tuple[int, ...]
+    rank: int
+
+    @property
+    def is_summed(self) -> bool:
+        """The operator sums over the axis that is divided."""
+        return self.strategy.axis in self.pattern.summed
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First index and the one after the last of the divided axis."""
+        return self.strategy.part(self.pattern, self.ratios, self.rank)
+
+    @property
+    def is_first(self) -> bool:
+        """This rank is the first one whose part is not empty."""
+        return self.bounds[0] == 0 < self.bounds[1]
+
+
+Localize = Callable[[LocalCall, Part], LocalCall]
+"""From the call on whole tensors, with the outputs of the rank, to the rank's own call."""
+
+
+def unchanged(call: LocalCall, part: Part) -> LocalCall:
+    """Of operators whose arguments are the same for every part."""
+    return call
+
+
+def with_output_shape(position: int, operator: str = "") -> Localize:
+    """Of operators whose argument at `position` is the shape of the output.
+
+    Args:
+        position: of the shape.
+        operator: used instead of the node's, with the shape as the last argument.
+    """
+
+    def localized(call: LocalCall, part: Part) -> LocalCall:
+        shape = list(call.outputs[0].shape)
+        if operator:
+            kept = call.arguments[:position]
+            return replace(call, operator=operator, arguments=(*kept, shape), keywords={})
+        return call.with_argument(position, shape)
+
+    return localized
+
+
+def bias_once(position: int) -> Localize:
+    """Of operators that add a bias: to a partial output, one rank adds it."""
+
+    def localized(call: LocalCall, part: Part) -> LocalCall:
+        has_bias = len(call.arguments) > position and call.arguments[position] is not None
+        if not has_bias or not part.is_summed or part.is_first:
+            return call
+        return call.with_argument(position, Zeroed(call.arguments[position]))
+
+    return localized
+
+
+def local_call_of(part: Part, localize: Localize) -> LocalCall:
+    """The call of a rank; `ZEROS` where its part is empty."""
+    node, strategy = part.node, part.strategy
+    outputs = tuple(
+        replace(kind, shape=local_shape(strategy.output, kind.shape, part.ratios, part.rank))
+        for kind in node.outputs
+    )
+    if strategy.axis and part.bounds[0] == part.bounds[1]:
+        return _zeros(node, outputs)
+    call = LocalCall(
+        operator=node.operator,
+        arguments=node.arguments,
+        keywords=node.keywords,
+        outputs=outputs,
+        returns_list=node.returns_list,
+    )
+    return localize(call, part)
+
+
+def _zeros(node: Node, outputs: tuple[TensorType, ...]) -> LocalCall:
+    return LocalCall(
+        operator=ZEROS,
+        arguments=tuple(Reference(name) for name in node.inputs),
+        keywords={},
+        outputs=outputs,
+        returns_list=node.returns_list,
+    )

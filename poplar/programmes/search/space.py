@@ -1,0 +1,180 @@
+"""What the search may choose from: the strategies of each node of a folded graph.
+
+Everything here is independent of costs. Large models are searched with these restrictions:
+
+- repeated blocks have the same strategies (`folding`);
+- only dimensions of samples and of large parameters are cut, with what they become in other tensors
+  (`_useful_dims`): not tokens, for example, which are cut with no less communication than samples;
+- of several units, the largest one is used: heads are not cut where channels could be;
+- products are not computed by all ranks from partial values, and what depends neither on the batch
+  nor on parameters is computed by all ranks;
+- operators that compute little and return no more bytes than they read move none of their inputs if
+  they can read all of them where they are (`followers`): their output is moved instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from poplar.programmes.graph.graph import INPUT, LEAVES, PARAMETER, Graph, Node
+from poplar.programmes.graph.placement import PARTIAL, Placement, Sharded
+from poplar.programmes.rules.pattern import Pattern
+from poplar.programmes.rules.registry import pattern_of, strategies_of
+from poplar.programmes.rules.strategy import Strategy
+from poplar.programmes.search.composition import batch_placements
+from poplar.programmes.search.costs import trained_nodes
+from poplar.programmes.search.folding import FoldedGraph, folded, unfolded
+from poplar.programmes.search.units import axis_units
+
+_LARGE = 0.005
+"""Fraction of the model's parameters from which on their dimensions are cut."""
+_Dim = tuple[str, int]
+"""A dimension of a node's output."""
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The nodes of a graph in order, with their strategies."""
+
+    whole: Graph
+    folded: FoldedGraph
+    nodes: tuple[Node, ...]
+    """Of the folded graph, without leaves."""
+    patterns: Mapping[str, Pattern]
+    strategies: Mapping[str, tuple[Strategy, ...]]
+    batch: Mapping[str, Placement]
+    """Placements of the batch's tensors."""
+    trained: frozenset[str]
+    followers: frozenset[str]
+    """Nodes that move no inputs if they can read them where they are."""
+
+    @classmethod
+    def of(cls, graph: Graph, *, fold: bool = False, restricted: bool = False) -> SearchSpace:
+        """The space of a graph.
+
+        Args:
+            graph: of a loss.
+            fold: give all repetitions of a block the same strategies.
+            restricted: leave out the strategies that the module's docstring names.
+        """
+        small = folded(graph) if fold else unfolded(graph)
+        nodes = tuple(n for n in small.graph.nodes.values() if n.operator not in LEAVES)
+        patterns = {node.name: pattern_of(small.graph, node) for node in nodes}
+        units = axis_units(small.graph, patterns)
+        useful = _useful_axes(small, patterns) if restricted else None
+        depends = _depending(small.graph) if restricted else frozenset(patterns)
+
+        def chosen(node: Node) -> Iterator[Strategy]:
+            own = units[node.name]
+            for strategy in strategies_of(
+                small.graph, node, lambda axis: [max(own[axis])] if useful else sorted(own[axis])
+            ):
+                if useful is None or _is_useful(
+                    small.graph, node, patterns[node.name], strategy, useful[node.name]
+                ):
+                    yield strategy
+                if node.name not in depends:
+                    return
+
+        return cls(
+            whole=graph,
+            folded=small,
+            nodes=nodes,
+            patterns=patterns,
+            strategies={node.name: tuple(dict.fromkeys(chosen(node))) for node in nodes},
+            batch=batch_placements(small.graph),
+            trained=trained_nodes(small.graph),
+            followers=frozenset(_followers(small.graph, patterns) if restricted else ()),
+        )
+
+    @property
+    def graph(self) -> Graph:
+        """The folded graph."""
+        return self.folded.graph
+
+
+def _is_useful(
+    graph: Graph, node: Node, pattern: Pattern, strategy: Strategy, axes: frozenset[str]
+) -> bool:
+    if strategy.axis:
+        return strategy.axis in axes
+    return PARTIAL not in strategy.inputs or _is_light(graph, node, pattern)
+
+
+def _is_light(graph: Graph, node: Node, pattern: Pattern) -> bool:
+    """Whether a node computes no more than one operation for each element that it reads."""
+    return pattern.flops <= max(kind.numel for kind in (*graph.types(node), node.output))
+
+
+def _followers(graph: Graph, patterns: Mapping[str, Pattern]) -> Iterator[str]:
+    for name, pattern in patterns.items():
+        node = graph.nodes[name]
+        read = sum(kind.nbytes for kind in graph.types(node))
+        if _is_light(graph, node, pattern) and sum(kind.nbytes for kind in node.outputs) <= read:
+            yield name
+
+
+def _depending(graph: Graph) -> frozenset[str]:
+    """Nodes that depend on the batch or on parameters."""
+    depending: set[str] = set()
+    for name, node in graph.nodes.items():
+        if node.operator in (INPUT, PARAMETER) or depending.intersection(node.inputs):
+            depending.add(name)
+    return frozenset(depending)
+
+
+def _useful_axes(folded: FoldedGraph, patterns: Mapping[str, Pattern]) -> dict[str, frozenset[str]]:
+    """By node, the axes that are dimensions of samples or of large parameters."""
+    graph = folded.graph
+    groups = _Groups()
+    axes: dict[str, dict[str, list[_Dim]]] = {}
+    for name, pattern in patterns.items():
+        own = axes.setdefault(name, {})
+        tensors = (*graph.nodes[name].inputs, name)
+        for tensor, dims in zip(tensors, (*pattern.inputs, pattern.output), strict=True):
+            for dim, axes_of_dim in enumerate(dims):
+                if axes_of_dim:
+                    own.setdefault(axes_of_dim[0], []).append((tensor, dim))
+        for axis in pattern.divisible_axes():
+            for other in own.get(axis, [])[1:]:
+                groups.join(own[axis][0], other)
+    seeds = {
+        groups.find((name, placement.dim))
+        for name, placement in batch_placements(graph).items()
+        if isinstance(placement, Sharded)
+    }
+    numels: dict[_Dim, int] = {}
+    for node in graph.parameters.values():
+        for group in {groups.find((node.name, dim)) for dim in range(len(node.output.shape))}:
+            numel = node.output.numel * folded.times(node.name)
+            numels[group] = numels.get(group, 0) + numel
+    total = sum(n.output.numel * folded.times(n.name) for n in graph.parameters.values())
+    seeds |= {group for group, numel in numels.items() if numel >= _LARGE * total}
+    return {
+        name: frozenset(
+            axis
+            for axis in patterns[name].divisible_axes()
+            if any(groups.find(dim) in seeds for dim in own.get(axis, []))
+        )
+        for name, own in axes.items()
+    }
+
+
+class _Groups:
+    """Disjoint sets of dimensions that are cut together."""
+
+    def __init__(self) -> None:
+        self._parents: dict[_Dim, _Dim] = {}
+
+    def find(self, dim: _Dim) -> _Dim:
+        """The representative of a dimension's set."""
+        while (parent := self._parents.get(dim, dim)) != dim:
+            dim = parent
+        return dim
+
+    def join(self, one: _Dim, other: _Dim) -> None:
+        """Join the sets of two dimensions."""
+        one, other = self.find(one), self.find(other)
+        if one != other:
+            self._parents[other] = one

@@ -1,0 +1,247 @@
+"""`distribute`: profile, plan by batches and by tensors, and train with what is faster."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from poplar.comm import Communicator, Control, Group, connect_control
+from poplar.profiler.memory_limit import MemoryLimit
+from poplar.profiler.progress import Report, show_progress
+from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run.exported_graph import ExportedLoss
+from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
+from poplar.programmes.search.explanation import explain_programme
+from poplar.programmes.training.checked_export import CheckedExport
+from poplar.programmes.training.job import Job
+from poplar.programmes.training.training import DistributedTraining
+from poplar.programmes.training.trials import Candidate, compare
+from poplar.tuning.autotune import Tuned, tune
+from poplar.values.formatting import format_seconds
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
+from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.micro_batch_loss import LossFunction
+from poplar.zero.micro_batches import Loss, Weight
+from poplar.zero.update import OptimizerFactory
+
+Choice = Literal["auto", "never"] | Programme | Path
+
+TRIALS_PART = 0.25
+"""Seconds for timing a programme and the plan, as a part of those for profile and plan."""
+
+
+def distribute(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Any,
+    *,
+    global_batch: int,
+    optimizer_class: OptimizerFactory = torch.optim.AdamW,
+    programme: Choice = "auto",
+    weight: Weight | None = None,
+    loss: Loss = "mean",
+    profile: ClusterProfile | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    verify: bool = True,
+    seconds: float = 60.0,
+    memory_limit: MemoryLimit = None,
+    cache: bool = True,
+    progress: bool = True,
+    **optimizer_kwargs: Any,
+) -> DistributedTraining:
+    """A planned training run on all ranks, from a model for one device. Collective.
+
+        training = poplar.distribute(model, loss_fn, example_batch, global_batch=512, lr=3e-4)
+        print(training.explain())
+        loader = DataLoader(dataset, batch_sampler=training.sampler(len(dataset)))
+        for batch in loader:
+            training.train_step(batch, max_norm=1.0)
+
+    It profiles the ranks and plans as `autotune` does. Then it exports the loss with `torch.export`
+    and searches for a programme: which tensors are sharded on which dimension, and which
+    collectives move them in forward and backward. Parameters that are sharded in computation stay
+    where they are; the others are trained at ZeRO stage 1. If the programme is predicted to be
+    faster than the plan, which is data parallelism at any stage, both run some steps in turns, and
+    the training runs what was faster. The gradient is that of one device in both cases.
+
+    A programme runs one pass per step, of whole global batches in the shapes of the example. It
+    computes in the dtype of the model. Models that cannot be exported (control flow that depends
+    on values, BatchNorm in training, dropout) are trained by the plan; `explain()` says why. So are
+    models whose exported graph has another loss or gradient than the model itself (hooks, custom
+    `autograd.Function`s, numbers that Python code changes); this is compared here and in some steps
+    of the training, with few samples.
+
+    Args:
+        model: on this rank's device. The values of the first rank are used.
+        loss_fn: `loss_fn(model, batch)` -> mean loss.
+        example_batch: a batch of any number of samples, as for `autotune`.
+        global_batch: samples behind one optimizer step, over all ranks.
+        optimizer_class: an elementwise optimizer class.
+        programme: "auto"; "never" uses the plan in any case; or a programme to run without a
+            profile: `training.programme` of an earlier run, or the `Path` of a file that
+            `poplar plan --programme-output` or `Programme.to_json` wrote.
+        weight, loss: as for `HeteroZeroOptimizer.train_step`. For a mean over tokens give
+            `weight=poplar.tokens()`. Programmes need a loss that is a mean.
+        verify: with False, neither plans nor programmes are timed; predictions decide.
+        profile, process_group, timeout, seconds, memory_limit, cache, progress: as for `autotune`.
+        **optimizer_kwargs: for `optimizer_class`.
+
+    Raises:
+        NoPlanFits, ValueError, TypeError, RuntimeError, RankFailed, CollectiveTimeout: as
+            `autotune` and `HeteroZeroOptimizer`; also a given programme that this model cannot run.
+    """
+    group = Group.of(process_group, timeout)
+    options = {"process_group": process_group, "timeout": timeout, **optimizer_kwargs}
+    job = Job(
+        group=group,
+        control=connect_control(group),
+        model=model,
+        loss_fn=loss_fn,
+        example=example_batch,
+        global_batch=global_batch,
+        optimizer_class=optimizer_class,
+        weight=weight,
+        loss=loss,
+        options=options,
+    )
+    given = _given(job.control, programme)
+    if given is not None:
+        exported, _ = job.exported(must=True)
+        assert exported is not None
+        comm = job.connected(exported, planned=None)
+        return job.by_programme(comm, exported, given, reason="The programme was given.")
+    tuned = tune(
+        model,
+        loss_fn,
+        example_batch,
+        global_batch=global_batch,
+        optimizer_class=optimizer_class,
+        weight=weight,
+        loss=loss,
+        profile=profile,
+        verify=verify,
+        seconds=seconds,
+        memory_limit=memory_limit,
+        cache=cache,
+        progress=progress,
+        **options,
+    )
+    if programme == "never":
+        return job.by_plan(tuned.plan, reason="programme='never', so there is no programme.")
+    exported, reason = job.exported(must=False)
+    if exported is None:
+        return job.by_plan(tuned.plan, reason=reason)
+    decision = _decide(job.control, exported.exported, tuned)
+    if decision.programme is None:
+        return job.by_plan(tuned.plan, reason=explain_programme(decision, exported.exported.graph))
+    comm = job.connected(exported, tuned.plan.transport)
+    with show_progress(progress and group.rank == 0) as report:
+        return _faster(
+            job,
+            comm,
+            exported,
+            tuned.plan,
+            decision,
+            TRIALS_PART * seconds if verify else 0.0,
+            report,
+        )
+
+
+def _faster(
+    job: Job,
+    comm: Communicator,
+    exported: CheckedExport,
+    plan: Plan,
+    decision: ProgrammeDecision,
+    seconds: float,
+    report: Report,
+) -> DistributedTraining:
+    """Training by the programme of a decision, unless trials show that the plan is faster.
+
+    Collective.
+
+    Args:
+        seconds: for trials; 0: there are none.
+    """
+    programme, text = decision.programme, explain_programme(decision, exported.exported.graph)
+    assert programme is not None
+
+    def by_programme(reason: str = text) -> DistributedTraining:
+        return job.by_programme(comm, exported, programme, reason=reason)
+
+    def by_plan(reason: str = "") -> DistributedTraining:
+        return job.by_plan(plan, reason=reason)
+
+    if seconds == 0.0:
+        return by_programme()
+    measured = compare(
+        job,
+        Candidate("programme", by_programme, decision.step_seconds),
+        Candidate("plan", by_plan, decision.data_parallel_seconds),
+        seconds=seconds,
+        report=report,
+    )
+    if measured.difference:
+        return by_plan(
+            "data parallelism, because the programme computes something else "
+            f"({measured.difference}). The loss may be no mean over samples, such as a mean over "
+            "tokens without weight=, or one that compares samples. The programme was:\n"
+            f"{text}"
+        )
+    own, other = format_seconds(measured.first_seconds), format_seconds(measured.second_seconds)
+    if measured.ratio < 1.0:
+        return by_programme(
+            f"{text}\nmeasured in trials: {own} per step, and {other} with data parallelism"
+        )
+    return by_plan(
+        f"data parallelism, which was faster in trials: {other} per step, and {own} with this "
+        f"programme, which was predicted to be faster:\n{text}"
+    )
+
+
+def _decide(control: Control, exported: ExportedLoss, tuned: Tuned) -> ProgrammeDecision:
+    """The first rank's decision: of equally fast programmes, ranks could find different ones.
+
+    Collective.
+    """
+
+    def search() -> ProgrammeDecision | None:
+        if control.group.rank:
+            return None
+        return plan_programme(exported.graph, tuned.profile, tuned.plan)
+
+    mine = run_on_all_ranks(control, search, doing="distribute()")
+    decision = control.exchange_objects(mine, what="distribute()")[0]
+    assert decision is not None
+    return decision
+
+
+def _given(control: Control, programme: Choice) -> Programme | None:
+    """The programme that the user gives, if any. Collective.
+
+    Raises:
+        ValueError: on all ranks, if it is none of the choices, or the ranks have different ones.
+    """
+
+    def read() -> Programme | None:
+        if isinstance(programme, Path):
+            return Programme.from_json(programme)
+        if isinstance(programme, str) and programme not in ("auto", "never"):
+            raise ValueError(
+                f"programme={programme!r} must be 'auto', 'never', a Programme or a Path of a file"
+            )
+        return programme if isinstance(programme, Programme) else None
+
+    given = run_on_all_ranks(control, read, doing="distribute()")
+    mine = programme if given is None else given.to_dict()
+    by_rank = control.exchange_objects(mine, what="distribute()")
+    if any(other != by_rank[0] for other in by_rank):
+        raise ValueError("the ranks passed different programmes to distribute()")
+    return given

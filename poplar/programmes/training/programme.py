@@ -1,0 +1,339 @@
+"""Training by a programme: the ranks compute the loss of the global batch together.
+
+The gradients of parameters that the programme shards stay on their ranks (local parameters); those
+of the others are reduced as at ZeRO stage 1. To the optimizer every rank has one sample, the
+programme's loss, whose weight is 1: the loss is the sum over ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from poplar.comm import Communicator
+from poplar.optimizer import HeteroZeroOptimizer
+from poplar.programmes.graph.graph import BUFFER, Graph
+from poplar.programmes.graph.placement import Sharded, cut
+from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run.divided_model import DividedModel
+from poplar.programmes.run.execution import Execution
+from poplar.programmes.search.composition import batch_placements
+from poplar.programmes.search.data_parallel import data_parallel
+from poplar.programmes.training.checked_export import CheckedExport
+from poplar.programmes.training.divided_guard import DividedGuard
+from poplar.programmes.training.training import DistributedTraining
+from poplar.programmes.training.whole_state import WholeState
+from poplar.system.out_of_memory import is_out_of_memory
+from poplar.values.errors import NotExportable
+from poplar.values.plan import Plan
+from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.preserved_state import evaluation_mode
+from poplar.zero.step_result import StepResult
+from poplar.zero.update import OptimizerFactory
+
+LossPart = Callable[[list[Exception]], Tensor]
+
+
+def sampling_plan(programme: Programme, global_batch: int) -> Plan:
+    """The samples and shares of the ranks under a programme: one pass, at stage 1."""
+    bounds = cut(global_batch, programme.ratios)
+    even = (1.0 / programme.world_size,) * programme.world_size
+    return Plan(
+        stage=1,
+        global_batch=global_batch,
+        micro_batches=tuple((stop - start,) for start, stop in pairwise(bounds)),
+        shares=programme.shares or even,
+    )
+
+
+class ProgrammeTraining(DistributedTraining):
+    """Runs a programme in every step.
+
+    Args:
+        comm: carries the programme's tensors, and nothing else.
+        checked: the loss of a whole global batch, and the model, with the same values on all ranks;
+            its sharded parameters become parts.
+        programme: of the exported graph.
+        plan: from `sampling_plan`.
+        optimizer_class, options: as for `HeteroZeroOptimizer`.
+        reason: why there is a programme.
+
+    Raises:
+        ValueError, TypeError: as `Execution` and `HeteroZeroOptimizer`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        checked: CheckedExport,
+        programme: Programme,
+        plan: Plan,
+        optimizer_class: OptimizerFactory,
+        *,
+        reason: str,
+        **options: Any,
+    ) -> None:
+        self.model, self.plan = checked.model, plan
+        self.programme: Programme = programme
+        self.reason = reason
+        self._rank, self._ranks = comm.group.rank, comm.group.size
+        self._comm, self._device = comm, next(self.model.parameters()).device
+        self._modules, self._steps = tuple(self.model.modules()), 0
+        first = _Pass(comm, checked, programme, self._device)
+        self._passes = {self._modes(): first}
+        self._divided = DividedModel(comm, self.model, programme)
+        dtypes = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        options.setdefault("compute_dtype", dtypes.pop() if len(dtypes) == 1 else "auto")
+        self.optimizer = HeteroZeroOptimizer(
+            self.model,
+            optimizer_class,
+            plan=Plan(
+                stage=1,
+                global_batch=self._ranks,
+                micro_batches=((1,),) * self._ranks,
+                shares=plan.shares,
+            ),
+            local=self._divided.sharded,
+            on_out_of_memory="raise",
+            **options,
+        )
+        self.optimizer.expect_artificial_data()
+        self.optimizer.expect_collectives_in_loss()
+        self._guard = DividedGuard(self.model)
+        self._state = WholeState(self._divided, self.optimizer, self._guard)
+
+    def train_step(self, batch: Any, *, max_norm: float | None = None) -> StepResult:
+        loss = _ProgrammeLoss(self, batch)
+        one = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        result = self.optimizer.train_step(
+            loss, one, weight=loss.open, loss="global_mean", max_norm=max_norm
+        )
+        self._steps += 1
+        result.samples = self.plan.global_batch
+        return result
+
+    def opened(self, batch: Any) -> LossPart:
+        """A function that computes this rank's contribution to the loss of a global batch.
+
+        The function is collective; this method is not. See `Execution.loss` for its argument.
+
+        Args:
+            batch: this rank's part, as for `train_step`.
+
+        Raises:
+            RuntimeError: the model computes something else than the programme.
+            ValueError: the batch is not like the example batch.
+        """
+        own = self._pass()
+        tensors = self._tensors(own.graph, own.checked.exported.tensors(batch, self._device))
+        if torch.is_grad_enabled() and self.plan.samples(self._rank):
+            self._compare(own.checked, batch)
+        numbers = {path: float(tensors[path]) for path in own.checked.exported.numbers}
+        buffers = own.buffers
+
+        def compute(errors: list[Exception]) -> Tensor:
+            try:
+                self._check_equal(numbers)
+            except ValueError as error:  # on all ranks
+                errors.append(error)
+                raise
+            return own.execution.loss(self._divided.parameters, tensors, buffers, errors)
+
+        return compute
+
+    def _compare(self, checked: CheckedExport, batch: Any) -> None:
+        """Compare the graph with the model on samples of this rank, in a few steps.
+
+        The comparison needs memory for the whole parameters. If that is missing, it is left out.
+        """
+        try:
+            with self._guard.allowed(), self._divided.stand_ins() as has_values:
+                if has_values:
+                    checked.check(batch, self._steps)
+        except NotExportable as error:
+            raise RuntimeError(
+                f"rank {self._rank}: after {self._steps} steps, the programme does not compute "
+                f"what loss_fn computes: {error}. Steps since the last comparison, after half as "
+                "many steps or 256 steps before, may have been wrong: load a checkpoint, and call "
+                "distribute(programme='never')"
+            ) from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            warnings.warn(
+                f"rank {self._rank}: too little memory to compare the programme with loss_fn after "
+                f"{self._steps} steps; numbers that Python code changes are not noticed",
+                stacklevel=2,
+            )
+
+    def _check_equal(self, numbers: Mapping[str, float]) -> None:
+        """Raise on all ranks if their batches have different numbers. Collective if there are any.
+
+        Ranks compute a number's part of the loss together, so they need the same one.
+        """
+        if not numbers:
+            return
+        own = torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
+        by_rank = self.optimizer.control.exchange(own, what="the numbers of the batch")()
+        for path, values in zip(numbers, torch.stack(by_rank).T.tolist(), strict=True):
+            if len(set(values)) > 1:
+                raise ValueError(
+                    f"the batches of the ranks have different numbers at {path}: {values}; give "
+                    "every rank the same one, or a tensor with a value for each sample"
+                )
+
+    def abort(self, error: Exception) -> None:
+        """Make the collectives of the programme raise on the other ranks."""
+        self._comm.abort(f"rank {self._rank}: a pass of the programme failed: {error!r}")
+
+    def _modes(self) -> tuple[bool, ...]:
+        """On which the graph depends: the training flags of all modules."""
+        return tuple([module.training for module in self._modules])
+
+    def _pass(self) -> _Pass:
+        """In the modes of the modules. In others than before, the loss is exported again."""
+        modes = self._modes()
+        if modes not in self._passes:
+            first = next(iter(self._passes.values()))
+            with self._guard.allowed(), self._divided.stand_ins():
+                checked = first.checked.again()
+            self._passes[modes] = first
+            if not checked.exported.equals(first.checked.exported):
+                programme = data_parallel(
+                    checked.exported.graph, self.programme.ratios, self.programme.parameters
+                )
+                self._passes[modes] = _Pass(self._comm, checked, programme, self._device)
+        return self._passes[modes]
+
+    def _tensors(self, graph: Graph, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a batch by path; those of a rank without samples are empty."""
+        samples, divided = self.plan.samples(self._rank), batch_placements(graph)
+        tensors: dict[str, Tensor] = {}
+        for path, node in graph.batch.items():
+            whole = node.output.shape
+            is_divided = divided[node.name] == Sharded(0)
+            value = found.get(path)
+            if samples == 0 and is_divided:
+                dtype = getattr(torch, node.output.dtype)
+                value = torch.empty((0, *whole[1:]), dtype=dtype, device=self._device)
+            if value is None:
+                raise ValueError(
+                    f"rank {self._rank}: the batch has no tensor or number at {path}, which the "
+                    "example batch had"
+                )
+            expected = (samples, *whole[1:]) if is_divided else whole
+            if tuple(value.shape) != tuple(expected):
+                raise ValueError(
+                    f"rank {self._rank}: the batch's tensor at {path} must have the shape "
+                    f"{tuple(expected)}, got {tuple(value.shape)}; draw whole global batches with "
+                    "training.sampler(len(dataset)), padded to the shape of the example batch"
+                )
+            tensors[path] = value.to(self._device, non_blocking=True)
+        return tensors
+
+    @torch.no_grad()
+    def evaluate(self, loader: Iterable[Any]) -> float:
+        control, doing = self.optimizer.control, "evaluate()"
+        batches = iter(loader)
+        total, count = 0.0, 0
+
+        def opened() -> LossPart | None:
+            batch = next(batches, batches)
+            return None if batch is batches else self.opened(batch)
+
+        def computed(loss: LossPart) -> float:
+            errors: list[Exception] = []
+            value = float(loss(errors))
+            if errors:
+                raise errors[0]
+            return value
+
+        with evaluation_mode(self.model):
+            while True:
+                loss = run_on_all_ranks(control, opened, doing=doing)
+                have = control.exchange_objects(loss is not None, what=doing)
+                if not any(have):
+                    break
+                if loss is None or not all(have):
+                    missing = [rank for rank, has in enumerate(have) if not has]
+                    raise ValueError(
+                        f"evaluate(): ranks {missing} have fewer batches than the others; all "
+                        "ranks need a part of every global batch (drop_last=True)"
+                    )
+                value = run_on_all_ranks(control, partial(computed, loss), doing=doing)
+                parts = control.exchange_objects(value, what=doing)
+                total, count = total + sum(parts), count + 1
+        if not count:
+            raise ValueError("evaluate(): no rank had a batch")
+        return total / count
+
+    def state_dict(self, to: int = 0) -> dict[str, Any] | None:
+        return self._state.collect(to)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state.load(state)
+
+    def save_model(self, path: str | Path) -> None:
+        self._state.save_model(Path(path))
+
+    def release(self) -> None:
+        self.optimizer.release()
+        self._divided.restore()
+        self._guard.remove()
+
+
+class _Pass:
+    """A programme and the graph that it runs, in some modes of the modules."""
+
+    def __init__(
+        self, comm: Communicator, checked: CheckedExport, programme: Programme, device: torch.device
+    ) -> None:
+        self.checked, exported = checked, checked.exported
+        self.graph = exported.graph
+        self.execution = Execution(comm, self.graph, programme, exported.constants, device)
+        read = {node.source for node in self.graph.nodes.values() if node.operator == BUFFER}
+        self._buffers = [
+            (source, checked.model.get_submodule(source.rpartition(".")[0]))
+            for source, _ in checked.model.named_buffers()
+            if source in read
+        ]
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The graph's buffers by name, as the model has them now."""
+        return {
+            source: getattr(module, source.rpartition(".")[2]) for source, module in self._buffers
+        }
+
+
+class _ProgrammeLoss:
+    """The loss of one step, as `train_step` of the optimizer calls it."""
+
+    def __init__(self, training: ProgrammeTraining, batch: Any) -> None:
+        self._training, self._batch = training, batch
+        self._compute: LossPart | None = None
+        self.errors: list[Exception] = []
+        """See `MicroBatchLoss.raise_any_error`."""
+
+    def open(self, _: Any) -> float:
+        """Check the batch, while the ranks agree that the step begins; returns its weight."""
+        self._compute = self._training.opened(self._batch)
+        return 1.0
+
+    def __call__(self, model: nn.Module, _: Any) -> Tensor:
+        assert self._compute is not None
+        return self._compute(self.errors)
+
+    def abort(self, error: Exception) -> bool:
+        """See `MicroBatchLoss.abort`."""
+        others_wait = error not in self.errors
+        if others_wait:
+            self._training.abort(error)
+        return others_wait

@@ -1,0 +1,139 @@
+"""Times two trainings of one model in turns, because a prediction of either may be wrong.
+
+As `autotune` does with plans: both run on the same ranks in the same minutes, so a slow moment
+affects both. The model is unchanged afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from poplar.comm import Control
+from poplar.profiler.progress import Report
+from poplar.programmes.training.job import Job
+from poplar.programmes.training.training import DistributedTraining
+from poplar.system.devices import synchronize
+from poplar.zero.preserved_state import host_copies, model_preserved, parameters_restored
+
+TURNS = 3
+STEPS = range(3, 16)
+"""Timed steps of a training in a turn: as many as the time budget allows."""
+CLEAR = 1.25
+"""One turn decides if one training is faster than the other by this factor."""
+_MAX_NORM = 1.0
+_ROUNDING, _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3}, 5e-2
+"""Relative differences of equal losses and norms, by the dtype of the computation, and of others.
+They are sums over ranks, in another order."""
+
+
+class Candidate(NamedTuple):
+    """A training that may be chosen."""
+
+    name: str
+    build: Callable[[], DistributedTraining]
+    """Collective."""
+    step_seconds: float
+    """Predicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Measured steps of two trainings, the same value on every rank."""
+
+    first_seconds: float
+    """Of a step, the median over turns."""
+    second_seconds: float
+    ratio: float
+    """The first one's time over the second one's: the median over turns."""
+    difference: str = ""
+    """How the first steps of both differ, which have the same samples and values."""
+
+
+def compare(
+    job: Job, first: Candidate, second: Candidate, *, seconds: float, report: Report
+) -> Comparison:
+    """Time steps of both in turns. Collective.
+
+    Args:
+        job: whose model they train.
+        first, second: in the first turn they run in this order.
+        seconds: time budget; the first turn always runs.
+        report: shows progress.
+    """
+    expected = first.step_seconds + second.step_seconds
+    steps = min(max(int(seconds / TURNS / expected) - 1, STEPS[0]), STEPS[-1])
+    copies, began = host_copies(job.model), time.perf_counter()
+    turns: list[tuple[float, float]] = []
+    difference = ""
+    with model_preserved(job.model, job.device):
+        for turn in range(TURNS):
+            taken = {}
+            for candidate in (first, second)[:: -1 if turn % 2 else 1]:
+                report(f"steps of the {candidate.name}")
+                with parameters_restored(job.model, copies):
+                    taken[candidate.name] = _Turn.of(job, candidate, steps)
+            one, other = taken[first.name], taken[second.name]
+            difference = difference or one.difference(other, (first.name, second.name))
+            turns.append((one.seconds, other.seconds))
+            ratio = turns[-1][0] / turns[-1][1]
+            spent = (time.perf_counter() - began) * (turn + 2) / (turn + 1)
+            if max(ratio, 1 / ratio) > CLEAR or _from_first_rank(job.control, spent) > seconds:
+                break
+    return Comparison(
+        first_seconds=median(seconds for seconds, _ in turns),
+        second_seconds=median(seconds for _, seconds in turns),
+        ratio=median(own / other for own, other in turns),
+        difference=difference,
+    )
+
+
+class _Turn(NamedTuple):
+    """Some steps of a training, the same value on every rank."""
+
+    seconds: float
+    """Of a step on the slowest rank, the mean over all but the first."""
+    loss: float
+    """Of the first step, as its gradient norm."""
+    grad_norm: float
+    rounding: float
+    """Relative differences that the dtype of the computation explains."""
+
+    @classmethod
+    def of(cls, job: Job, candidate: Candidate, steps: int) -> _Turn:
+        """Run `steps` timed steps after one that is not timed. Collective."""
+        training = candidate.build()
+        batch: Any = job.example_part(training.plan)
+        first = training.train_step(batch, max_norm=_MAX_NORM)
+        synchronize(job.device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            training.train_step(batch, max_norm=_MAX_NORM)
+        synchronize(job.device)
+        own = (time.perf_counter() - began) / steps
+        rounding = max(_ROUNDING.get(p.dtype, _ROUNDED) for p in job.model.parameters())
+        loss, norm = float(first.loss), float(first.grad_norm or 0.0)
+        training.release()
+        seconds = max(job.control.exchange_objects(own, what="timing steps"))
+        return cls(seconds, loss, norm, rounding)
+
+    def difference(self, other: _Turn, names: tuple[str, str]) -> str:
+        """A sentence, if they are not trainings with the same gradient."""
+        rounding = max(self.rounding, other.rounding)
+        for what in ("loss", "grad_norm"):
+            values = getattr(self, what), getattr(other, what)
+            if abs(values[0] - values[1]) > rounding * max(map(abs, values)):
+                return (
+                    f"the {what} of a first step was {values[0]:.6g} by the {names[0]} and "
+                    f"{values[1]:.6g} by the {names[1]}"
+                )
+        return ""
+
+
+def _from_first_rank(control: Control, value: float) -> float:
+    return control.exchange_objects(value, what="timing steps")[0]

@@ -1,0 +1,214 @@
+"""The reference of a verification: the gradient of the global batch in one process, by autograd.
+
+It does not use the engine. The batch is split only if it does not fit into memory; then its parts
+are weighted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from poplar.data import pytree
+from poplar.system.out_of_memory import is_out_of_memory
+from poplar.tuning.verification.outcome import Tolerance, relative_error
+from poplar.zero.checks.loss_mean import wrong_weight
+from poplar.zero.micro_batch_loss import LossFunction, check_scalar
+from poplar.zero.micro_batches import Loss, Weight
+
+_MAX_NAMES = 3
+"""Number of modules that a note names; further modules are counted."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Loss and mean gradient of a global batch."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    """By parameter, fp32; without parameters that no sample uses."""
+    micro_batch: int
+    """Samples per pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneProcess:
+    """A model and its loss in one process."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    weight: Weight | None
+    loss: Loss
+    scale: float
+    """Loss scale: multiplies the loss before the backward and divides the gradients after it."""
+    heartbeat: Callable[[], object]
+    """Called after every pass, because other ranks wait."""
+
+    def gradient(self, batch: Any, micro_batch: int) -> Gradient:
+        """The gradient of the global batch.
+
+        Args:
+            batch: the global batch.
+            micro_batch: maximum samples per pass; halved until a pass fits into memory.
+
+        Raises:
+            RuntimeError: one sample does not fit.
+        """
+        while True:
+            try:
+                return self._gradient(batch, micro_batch)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                for parameter in self.model.parameters():
+                    parameter.grad = None
+                if micro_batch == 1:
+                    raise RuntimeError(
+                        "the whole model, its gradients and one sample do not fit into this "
+                        f"rank's memory, so it cannot compute the reference ({error}); verify a "
+                        "smaller copy of the model: fewer layers, a shorter context"
+                    ) from error
+            micro_batch = (micro_batch + 1) // 2
+
+    def _gradient(self, batch: Any, micro_batch: int) -> Gradient:
+        parts = split_into(batch, micro_batch)
+        total = self._total(parts)
+        gradients: dict[str, Tensor] = {}
+        loss = 0.0
+        for part in parts:
+            factor = self._factor(part, total)
+            if factor:  # the mean over an empty set is NaN
+                value = self.run(part)
+                (value * (factor * self.scale)).backward()
+                loss += float(value.detach().double()) * factor
+                self._take_gradients(gradients)
+            self.heartbeat()
+        return Gradient(loss, gradients, micro_batch)
+
+    def loss_of(self, parts: Sequence[Any]) -> float:
+        """The loss of a batch that was split into these parts; forward only."""
+        total, loss = self._total(parts), 0.0
+        for part in parts:
+            factor = self._factor(part, total)
+            if factor:
+                loss += float(self.run(part).detach().double()) * factor
+            self.heartbeat()
+        return loss
+
+    def run(self, part: Any) -> Tensor:
+        """The loss of a micro-batch.
+
+        Raises:
+            TypeError: it is not a scalar.
+        """
+        return check_scalar(self.loss_fn(self.model, part))
+
+    def part_of_sum(self, value: Tensor, counted: float) -> float:
+        """What a micro-batch adds to the sum of losses, before the division by the total weight."""
+        factor = counted if self.loss == "mean" else 1.0
+        return float(value.detach().double()) * factor if factor else 0.0
+
+    def _total(self, parts: Sequence[Any]) -> float:
+        return sum(map(self.count, parts))
+
+    def count(self, part: Any) -> float:
+        """The weight of a micro-batch: its samples, or what `weight` returns."""
+        return float(pytree.samples_in(part) if self.weight is None else self.weight(part))
+
+    def _factor(self, part: Any, total: float) -> float:
+        """Factor for the loss of a part, by the definition of the gradient."""
+        if self.loss == "global_mean":
+            return 1.0
+        return (1.0 if self.loss == "sum" else self.count(part)) / total
+
+    def _take_gradients(self, gradients: dict[str, Tensor]) -> None:
+        """Add the gradients of a backward in fp32; parameters may have 16 bits."""
+        for name, parameter in self.model.named_parameters():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            exact = gradient.float() / self.scale
+            gradients[name] = exact if name not in gradients else gradients[name] + exact
+
+
+def split_into(batch: Any, micro_batch: int) -> list[Any]:
+    """Consecutive parts of at most `micro_batch` samples."""
+    samples = pytree.samples_in(batch)
+    full, remainder = divmod(samples, micro_batch)
+    return pytree.split(batch, [micro_batch] * full + [remainder] * bool(remainder))
+
+
+def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance) -> list[str]:
+    """Find reasons why the loss of a batch depends on how it is split.
+
+    Args:
+        process: the model, in training or evaluation mode as the user trains it.
+        sample: some samples that fit into memory; their loss is computed several times.
+        tolerance: the error that rounding explains.
+
+    Returns:
+        Notes for the user: modules with this property, and observations on the loss.
+    """
+    notes = _known_modules(process.model)
+    weight_is_unstated = process.weight is None and process.loss == "mean"
+    suggestion = None
+    if weight_is_unstated:
+        suggestion = wrong_weight(process.loss_fn, process.model, sample)
+        notes += [suggestion] if suggestion else []
+    first, second = process.loss_of([sample]), process.loss_of([sample])
+    if not relative_error(second, first) <= tolerance.relative:
+        return [
+            *notes,
+            f"two passes on the same {pytree.samples_in(sample)} samples have losses {first:.7g} "
+            f"and {second:.7g}: the loss is random (dropout, sampling) or changes state. Verify "
+            "with model.eval(), or derive the random seed from the sample",
+        ]
+    samples = pytree.samples_in(sample)
+    if samples > 1 and suggestion is None:
+        halves = split_into(sample, (samples + 1) // 2)
+        split_loss = process.loss_of(halves)
+        if not relative_error(split_loss, first) <= tolerance.relative:
+            hint = ""
+            if weight_is_unstated:
+                hint = (
+                    " If it is a mean over tokens, pass weight=, a function that returns the "
+                    "number of tokens that count in a micro-batch, here and to train_step or "
+                    "micro_batches"
+                )
+            notes.append(
+                f"{samples} samples have a loss of {first:.7g} in one pass and {split_loss:.7g} in "
+                "two passes: the loss is not a weighted mean over samples (contrastive, balancing "
+                "or batch statistics), so the gradient depends on how the batch is split."
+                f"{hint}"
+            )
+    return notes
+
+
+def _known_modules(model: nn.Module) -> list[str]:
+    in_training = [(name, module) for name, module in model.named_modules() if module.training]
+    norms = [name for name, module in in_training if isinstance(module, _BatchNorm)]
+    dropouts = [
+        name for name, module in in_training if isinstance(module, _DropoutNd) and module.p > 0
+    ]
+    notes = []
+    if norms:
+        notes.append(
+            f"{_names(norms)}: BatchNorm in training mode takes its statistics per micro-batch; "
+            "use GroupNorm or LayerNorm, or freeze it with .eval()"
+        )
+    if dropouts:
+        notes.append(
+            f"{_names(dropouts)}: dropout is random in every pass; verify with model.eval()"
+        )
+    return notes
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
+    rest = len(names) - _MAX_NAMES
+    return f"{shown} and {rest} more" if rest > 0 else shown

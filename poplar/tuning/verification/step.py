@@ -1,0 +1,325 @@
+"""`poplar.verify`: compares one step under a plan with one process on the same batch.
+
+Both start from the same values and get the same samples. Parameters, gradients, buffers and random
+state of the model are restored afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from poplar.comm import Control, Group, connect_control
+from poplar.comm.copies import to_bytes
+from poplar.data import pytree
+from poplar.optimizer import HeteroZeroOptimizer
+from poplar.tuning.verification.one_process import (
+    Gradient,
+    OneProcess,
+    find_batch_dependence,
+    split_into,
+)
+from poplar.tuning.verification.outcome import Tolerance, Verification, compare
+from poplar.values.errors import CollectiveTimeout, RankFailed
+from poplar.values.plan import Plan
+from poplar.zero.agreement import raise_on_all_ranks, raise_on_any_error
+from poplar.zero.input_cast import inputs_cast
+from poplar.zero.micro_batch_loss import LossFunction
+from poplar.zero.micro_batches import Loss, Weight
+from poplar.zero.preserved_state import model_preserved, parameters_preserved
+from poplar.zero.unit import resolve_units
+
+_DOING = "poplar.verify()"
+_FP16_SCALE = 2.0**10
+"""Avoids underflow of fp16 gradients. A power of two, so scaling does not round."""
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    plan: Plan,
+    *,
+    weight: Weight | None = None,
+    loss: Loss = "mean",
+    process_group: dist.ProcessGroup | None = None,
+    units: Sequence[str | nn.Module | type[nn.Module]] | None = None,
+    compute_dtype: torch.dtype | Literal["auto"] = "auto",
+    reduce_dtype: torch.dtype = torch.float32,
+    rtol: float | None = None,
+    max_micro_batch: int | None = None,
+    timeout: timedelta | None = None,
+) -> Verification:
+    """Check that a plan gives the same gradient as one process. Collective.
+
+    All ranks run the passes of one step under the plan. Then the rank with the most samples runs
+    the global batch alone, with autograd and in the same dtype. No optimizer steps. Every rank
+    needs memory for the full model and its gradients.
+
+    Args:
+        model: on this rank's device, in training or evaluation mode as it is trained. Its state is
+            restored afterwards. The first rank's values are used.
+        loss_fn: as for `train_step`.
+        batch: the full global batch, the same on every rank.
+        plan: the plan to check.
+        weight: as for `train_step`.
+        loss: as for `train_step`.
+        process_group: default WORLD.
+        units: as for the optimizer.
+        compute_dtype: as for the optimizer.
+        reduce_dtype: as for the optimizer.
+        rtol: largest relative error of a parameter's gradient; None: by the dtypes (2e-5 in fp32).
+        max_micro_batch: maximum samples per pass of the one process. None: the global batch, halved
+            until it fits into the memory of a CUDA device; on a CPU pass a number that fits.
+        timeout: how long a rank waits for other ranks; default: 5 minutes.
+
+    Returns:
+        An error per parameter, and notes if the loss itself depends on how a batch is split; equal
+        on every rank. Print it, or test `.ok`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: arguments of this rank are wrong, or ranks differ.
+        RankFailed: another rank failed.
+    """
+    group = Group.of(process_group, timeout)
+    control = connect_control(group)
+    device = _agree_on_arguments(control, model, batch, plan, rtol, max_micro_batch)
+    with (
+        _preserve_frozen(model),
+        model_preserved(model, device),
+        parameters_preserved(model, to_host=True),
+    ):
+        before = {parameter.dtype for parameter in model.parameters()}
+        optimizer = HeteroZeroOptimizer(
+            model,
+            torch.optim.SGD,
+            plan=plan,
+            process_group=process_group,
+            units=units,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            timeout=timeout,
+            allow_forward_state=True,
+            lr=0.0,
+        )
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        leader = max(range(group.size), key=plan.samples)
+        comparison = _Comparison(
+            control=control,
+            leader=leader,
+            plan=plan,
+            process=OneProcess(
+                model=model,
+                loss_fn=loss_fn,
+                weight=weight,
+                loss=loss,
+                scale=_FP16_SCALE if torch.float16 in dtypes else 1.0,
+                heartbeat=lambda: _heartbeat(control, over=False),
+            ),
+            tolerance=Tolerance.of(*dtypes, reduce_dtype, relative=rtol),
+        )
+        with model_preserved(model, device):
+            planned = comparison.run_plan(optimizer, batch)
+        casts = compute_dtype != "auto" or dtypes != before
+        dtype = next(iter(dtypes & {torch.bfloat16, torch.float16}), None) if casts else None
+        with inputs_cast(model, dtype, resolve_units(model, units)):
+            return comparison.compare_with_one_process(
+                planned, batch, max_micro_batch or plan.global_batch
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """One step of a model: on all ranks under the plan, and on one rank alone."""
+
+    control: Control
+    leader: int
+    """The rank that runs the one process."""
+    plan: Plan
+    process: OneProcess
+    tolerance: Tolerance
+
+    def run_plan(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
+        """Loss and gradient under the plan; releases the optimizer. Collective.
+
+        Only the leader gets the gradients.
+        """
+        try:
+            planned = self._passes(optimizer, batch)
+        except CollectiveTimeout:
+            raise  # release() would wait for the same rank again
+        except Exception as error:  # all ranks raise if one cannot finish the step
+            optimizer.zero_grad()
+            optimizer.release()
+            own = None if isinstance(error, RankFailed) else error
+            raise_on_all_ranks(self.control, own, doing=_DOING)
+        optimizer.zero_grad()
+        optimizer.release()
+        return planned
+
+    def _passes(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
+        rank, process = self.control.group.rank, self.process
+        sizes = [self.plan.samples(other) for other in range(self.plan.world_size)]
+        part = pytree.split(batch, sizes)[rank] if sizes[rank] else None
+        loss, count = 0.0, 0.0
+        with optimizer.micro_batches(part, process.weight, process.loss) as micro_batches:
+            for micro_batch in micro_batches:
+                value = process.run(micro_batch)
+                (value * process.scale).backward()
+                counted = process.count(micro_batch)
+                count += counted
+                loss += process.part_of_sum(value, counted)
+        optimizer.clip_grad_norm_(float("inf"))  # clips nothing; raises if a rank has failed
+        whole = optimizer.full_gradients()
+        gradients = {}
+        if rank == self.leader:
+            gradients = {name: value.cpu() / process.scale for name, value in whole.items()}
+        ours = torch.tensor([loss, count], dtype=torch.float64, device="cpu")
+        total = torch.stack(self.control.exchange(ours, what=_DOING)()).sum(0)
+        divisor = 1.0 if process.loss == "global_mean" else float(total[1])
+        return Gradient(float(total[0]) / divisor, gradients, 0)
+
+    def compare_with_one_process(
+        self, planned: Gradient, batch: Any, micro_batch: int
+    ) -> Verification:
+        """Compare on the leader and send the result to all ranks. Collective."""
+        error: Exception | None = None
+        outcome: Verification | None = None
+        if self.control.group.rank == self.leader:
+            try:
+                outcome = self._compare(planned, batch, micro_batch)
+            except CollectiveTimeout:
+                raise
+            except Exception as caught:
+                error = caught
+            _heartbeat(self.control, over=True)
+        else:
+            while not _heartbeat(self.control, over=False)[self.leader]:
+                pass
+        raise_on_any_error(self.control, error, doing=_DOING)
+        found = self.control.exchange_objects(outcome, what=_DOING)[self.leader]
+        assert found is not None
+        return found
+
+    def _compare(self, planned: Gradient, batch: Any, micro_batch: int) -> Verification:
+        process, model = self.process, self.process.model
+        device = next(model.parameters()).device
+        with model_preserved(model, device):
+            alone = process.gradient(batch, micro_batch)
+        sample = split_into(batch, alone.micro_batch)[0]
+        with model_preserved(model, device):
+            notes = find_batch_dependence(process, sample, self.tolerance)
+        expected = {name: value.cpu() for name, value in alone.gradients.items()}
+        return Verification(
+            stage=self.plan.stage,
+            ranks=self.plan.world_size,
+            global_batch=self.plan.global_batch,
+            tolerance=self.tolerance.relative,
+            loss=planned.loss,
+            reference_loss=alone.loss,
+            parameters=compare(planned.gradients, expected, self.tolerance),
+            notes=tuple(notes),
+            reference_rank=self.leader,
+            reference_micro_batch=alone.micro_batch,
+        )
+
+
+@contextmanager
+def _preserve_frozen(model: nn.Module) -> Iterator[None]:
+    """A context that restores frozen parameters, which the optimizer overwrites in place."""
+    values = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in values:
+                parameter.copy_(value)
+
+
+def _heartbeat(control: Control, *, over: bool) -> list[bool]:
+    """Exchange whether this rank's work is done, so that no rank times out. Collective.
+
+    The one process may need more time for the global batch than the timeout.
+    """
+    received = control.exchange(torch.tensor([over], device="cpu"), what=_DOING)()
+    return [bool(value) for value in received]
+
+
+def _agree_on_arguments(
+    control: Control,
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    rtol: float | None,
+    max_micro_batch: int | None,
+) -> torch.device:
+    """Check the arguments, and the batch on all ranks; returns the model's device. Collective."""
+    error: Exception | None = None
+    digest, device = "", torch.device("cpu")
+    try:
+        _check_arguments(batch, plan, control.group, rtol, max_micro_batch)
+        device = next(model.parameters(), torch.empty(0, device="cpu")).device
+        digest = _digest(batch)
+    except Exception as caught:
+        error = caught
+    raise_on_any_error(control, error, doing=_DOING)
+    _check_same_batch(control.exchange_objects(digest, what=_DOING), plan)
+    return device
+
+
+def _check_arguments(
+    batch: Any, plan: Plan, group: Group, rtol: float | None, max_micro_batch: int | None
+) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"rank {group.rank}: plan must be a poplar.Plan, got {type(plan).__name__}")
+    if plan.world_size != group.size:
+        raise ValueError(
+            f"rank {group.rank}: the plan is for {plan.world_size} ranks, but this process group "
+            f"has {group.size}; start {plan.world_size} ranks, or make a plan for {group.size}"
+        )
+    samples = pytree.samples_in(batch)
+    if samples != plan.global_batch:
+        raise ValueError(
+            f"rank {group.rank}: got a batch of {samples} samples, but the plan's global batch is "
+            f"{plan.global_batch}; pass the whole global batch to poplar.verify() on every rank, "
+            "not the rank's part"
+        )
+    if rtol is not None and not rtol > 0:
+        raise ValueError(f"rank {group.rank}: rtol must be above 0, got {rtol}")
+    if max_micro_batch is not None and max_micro_batch < 1:
+        raise ValueError(
+            f"rank {group.rank}: max_micro_batch must be at least 1, got {max_micro_batch}"
+        )
+
+
+def _digest(batch: Any) -> str:
+    """A hash of all tensors in a batch."""
+    digest = hashlib.sha256()
+    for tensor in pytree.tensors(batch):
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(to_bytes(plain))
+    return digest.hexdigest()
+
+
+def _check_same_batch(digests: Sequence[str], plan: Plan) -> None:
+    """Check that all ranks have passed the same batch.
+
+    Raises:
+        ValueError: on every rank, if batches differ.
+    """
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
+        raise ValueError(
+            f"rank(s) {differing} passed another batch than rank 0 to poplar.verify(); pass the "
+            f"same global batch of {plan.global_batch} samples on every rank (one seed, no "
+            "sampler that splits it)"
+        )

@@ -1,0 +1,1 @@
+"""Frozen values that all layers exchange, without torch: plans, profiles, curves, errors."""

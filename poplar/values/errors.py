@@ -1,0 +1,52 @@
+"""Poplar's own errors, which all ranks raise together.
+
+Invalid arguments raise `ValueError`, `TypeError` or `RuntimeError`, as in torch. The errors here
+are raised on every surviving rank and name the rank at fault, so that the log of one rank is enough
+to find the cause.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from poplar.values.formatting import printable
+
+
+class PoplarError(RuntimeError):
+    """Base class of Poplar's own errors."""
+
+
+class RankFailed(PoplarError):
+    """Another rank failed inside a step. No rank applied the step; training may continue."""
+
+
+class OutOfOrder(PoplarError):
+    """The model of a rank used its units in another order than the agreed one."""
+
+
+class ReplicasDiffer(PoplarError):
+    """Parameters that every rank updates by itself do not have the same bits on all ranks."""
+
+
+class NotExportable(PoplarError):
+    """A model's forward pass cannot be planned by tensors. Its plan by batches is not affected."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}. This model can only be trained with a plan without a programme"
+        )
+
+
+class CollectiveTimeout(PoplarError):
+    """A rank did not join a collective: it missed the deadline, ended, or is in another call."""
+
+
+class DamagedCheckpoint(PoplarError):
+    """A file of a checkpoint is missing, incomplete or changed. Nothing was loaded."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            printable(f"{path}: {reason}; nothing was loaded from this checkpoint. ")
+            + "Restore the file, or load an earlier checkpoint"
+        )
+        self.path = path

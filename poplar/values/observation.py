@@ -1,0 +1,88 @@
+"""Measured steps of plans, as values.
+
+An `Observation` is what one plan took on the engine. `Trials` collects the observations of several
+plans over turns and compares two plans only over the turns that both took part in, because a device
+is often a few percent faster or slower from one minute to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from poplar.values.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """Measured steps of one plan: medians over the steps, the same value on every rank."""
+
+    plan: Plan
+    step_seconds: float
+    """Wall time of a step, averaged over ranks."""
+    pass_seconds: tuple[tuple[float, ...], ...]
+    """`[rank][pass]`, passes with samples only, without the time spent waiting for other ranks."""
+    other_seconds: tuple[float, ...]
+    """By rank, time outside passes and optimizer update, without waiting."""
+    slowdowns: tuple[float, ...] = ()
+    """By rank, the time of plain passes right before and after the steps, relative to the profiled
+    curve; empty if unknown."""
+
+
+class Trials:
+    """Observations of any number of plans, one dictionary per turn."""
+
+    def __init__(self) -> None:
+        self._turns: list[dict[Plan, Observation]] = []
+
+    def add(self, turn: Sequence[Observation]) -> None:
+        """Add one turn, in which each plan ran at most once."""
+        self._turns.append({observation.plan: observation for observation in turn})
+
+    def turns(self, plan: Plan) -> int:
+        """Number of turns in which the plan ran."""
+        return sum(plan in turn for turn in self._turns)
+
+    def ran_last(self, plan: Plan) -> bool:
+        """Whether the plan ran in the latest turn."""
+        return plan in self._turns[-1]
+
+    def observations(self) -> tuple[Observation, ...]:
+        """See `pooled`."""
+        return pooled(seen for turn in self._turns for seen in turn.values())
+
+    def ratio(self, plan: Plan, other: Plan) -> float:
+        """Step time of `plan` over that of `other`: the median of the turns that both ran in."""
+        return median(
+            turn[plan].step_seconds / turn[other].step_seconds
+            for turn in self._turns
+            if plan in turn and other in turn
+        )
+
+    def ranking(self, plans: Sequence[Plan]) -> list[Plan]:
+        """The plans, fastest first. Any two of them must have shared a turn."""
+        return sorted(plans, key=lambda plan: self.ratio(plan, plans[0]))
+
+
+def pooled(observations: Iterable[Observation]) -> tuple[Observation, ...]:
+    """One observation per plan, in order of first appearance: medians over the turns it ran in."""
+    by_plan: dict[Plan, list[Observation]] = {}
+    for seen in observations:
+        by_plan.setdefault(seen.plan, []).append(seen)
+    return tuple(map(_medians, by_plan.values()))
+
+
+def _medians(observations: Sequence[Observation]) -> Observation:
+    """The medians over the turns of one plan."""
+    return Observation(
+        plan=observations[0].plan,
+        step_seconds=median(seen.step_seconds for seen in observations),
+        pass_seconds=tuple(
+            tuple(map(median, zip(*own, strict=True)))
+            for own in zip(*(seen.pass_seconds for seen in observations), strict=True)
+        ),
+        other_seconds=tuple(
+            map(median, zip(*(seen.other_seconds for seen in observations), strict=True))
+        ),
+    )

@@ -1,0 +1,513 @@
+"""Measurements as values: each rank's device, the model, and the network between ranks.
+
+A `ClusterProfile` is the input of the plan search: frozen, comparable, checked when it is created,
+and convertible to JSON and back. All sizes are in bytes, all times in seconds. Tuples "by stage"
+have one entry per ZeRO stage, 0 to 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Annotated, Any
+
+from poplar.values.curve import MonotoneCurve, pooled
+from poplar.values.plan import STRATEGIES
+from poplar.values.schema import (
+    Count,
+    Document,
+    Finite,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    Rule,
+    check_fields,
+    checked,
+)
+
+_NO_RESIDUALS = (0.0,) * len(STRATEGIES)
+_ByStage = Annotated[
+    tuple[Finite, ...],
+    Rule("one finite number per stage", lambda values: len(values) == len(STRATEGIES)),
+]
+_Latencies = Annotated[
+    tuple[NonNegative, ...], Rule("4 numbers or none", lambda values: len(values) in (0, 4))
+]
+_RECEIVE_BUFFERS = Rule("freed, step or kept", lambda kept: kept in ("freed", "step", "kept"))
+_DIFFERENT = Rule("all different", lambda values: len(set(values)) == len(values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPoint:
+    """One measurement of one device: a pass (forward and backward) of `batch` samples."""
+
+    batch: PositiveCount
+    seconds: Positive
+    """Median over repetitions, without waiting for other ranks. If noise explains the distance of a
+    curve's points to a straight line, the value on that line."""
+    activation_bytes: Count
+    """Peak memory above the model state."""
+    spread_seconds: NonNegative = 0.0
+    """Standard error of `seconds`; 0 if unknown."""
+    unit_bytes: tuple[Count, ...] = ()
+    """By unit, the most activation bytes from the end of the backward before to the end of its own.
+    Resident units share the end of the pass. A gradient that is not complete counts as far as it
+    is more than the unit's and the resident units' gradients together. Empty: not measured."""
+    bytes_after_unit: tuple[Count, ...] = ()
+    """By unit, activation bytes when its gradients are complete, of which none counts."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if len(self.unit_bytes) != len(self.bytes_after_unit):
+            raise ValueError("unit_bytes and bytes_after_unit must have the same number of entries")
+
+    def times(self, factor: float) -> BatchPoint:
+        """The same point on a device that takes `factor` times as long."""
+        return dataclasses.replace(
+            self, seconds=factor * self.seconds, spread_seconds=factor * self.spread_seconds
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """One rank: time and memory of its passes, and its limits."""
+
+    name: str
+    """Product name, such as "NVIDIA GeForce RTX 4090"."""
+    memory_bytes: Count
+    """What this rank may use: without what other processes hold."""
+    points: Annotated[tuple[BatchPoint, ...], Rule("at least one measurement", bool)]
+    """By ascending batch. The last one is the largest micro-batch that a plan may use."""
+    recomputed_points: tuple[BatchPoint, ...] = ()
+    """By ascending batch: passes in which all units but the root are recomputed in the backward.
+    They may be larger than `points`. Empty: not measured."""
+    optimizer_seconds: NonNegative
+    """One optimizer step over the state of the whole model."""
+    optimizer_latency_seconds: NonNegative = 0.0
+    """The part of it that does not depend on the share (kernel launches, Python)."""
+    held_bytes: Count = 0
+    """Memory besides model state and activations, such as a CUDA context."""
+    peak_flops: Positive | None = None
+    """FLOP/s by specification or by a matrix product; used by the `flops` policy."""
+    pass_overhead_seconds: _ByStage = _NO_RESIDUALS
+    """By stage: extra time of a pass in the engine over a plain pass."""
+    step_overhead_seconds: _ByStage = _NO_RESIDUALS
+    """By stage: time of a step outside passes and optimizer update."""
+    uuid: str = ""
+    host: str = ""
+    throttled: str = ""
+    """Why the device ran below its clock rate while it was measured; empty if it did not."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for what in ("points", "recomputed_points"):
+            batches = [point.batch for point in getattr(self, what)]
+            if batches != sorted(set(batches)):
+                raise ValueError(
+                    f"the {what} of {self.name!r} must have ascending batches, got {batches}"
+                )
+
+    @property
+    def costs(self) -> Hashable:
+        """The fields that costs depend on: without names, specifications and standard errors."""
+        return (
+            self.memory_bytes,
+            *(
+                tuple(
+                    (
+                        point.batch,
+                        point.seconds,
+                        point.activation_bytes,
+                        point.unit_bytes,
+                        point.bytes_after_unit,
+                    )
+                    for point in points
+                )
+                for points in (self.points, self.recomputed_points)
+            ),
+            self.optimizer_seconds,
+            self.optimizer_latency_seconds,
+            self.held_bytes,
+            self.pass_overhead_seconds,
+            self.step_overhead_seconds,
+        )
+
+    @property
+    def max_batch(self) -> int:
+        """The largest micro-batch that was measured without recomputation."""
+        return self.points[-1].batch
+
+    def with_largest_batch(self, batch: int) -> DeviceProfile:
+        """The same device, on which no plan uses a larger micro-batch than this one."""
+        recomputed: tuple[BatchPoint, ...] = ()
+        if self.recomputed_points:
+            whole = dataclasses.replace(self, points=self.recomputed_points)
+            recomputed = whole._points_up_to(batch)
+        return dataclasses.replace(
+            self, points=self._points_up_to(batch), recomputed_points=recomputed
+        )
+
+    def _points_up_to(self, batch: int) -> tuple[BatchPoint, ...]:
+        """The points up to a batch, the last one interpolated at that batch."""
+        if batch >= self.max_batch:
+            return self.points
+        points = [point for point in self.points if point.batch <= batch]
+        if not points or points[-1].batch < batch:
+            during, after = self.unit_bytes(batch)
+            interpolated = BatchPoint(
+                batch=batch,
+                seconds=self.seconds(batch),
+                activation_bytes=round(self.activation_bytes(batch)),
+                unit_bytes=tuple(map(round, during)),
+                bytes_after_unit=tuple(map(round, after)),
+            )
+            points.append(interpolated)
+        return tuple(points)
+
+    def seconds(self, batch: int) -> float:
+        """`t(batch)`: one pass, forward and backward; 0 for no samples, infinite past `max_batch`.
+
+        Linear between the measured points. Adjacent points that noise has put out of order are
+        replaced by their mean, so the curve never falls.
+        """
+        return self._seconds.at(batch)
+
+    def activation_bytes(self, batch: int) -> float:
+        """`a(batch)`: peak memory of a pass above the model state; infinite past `max_batch`.
+
+        Never falls, and never lies below a measured point: peaks, unlike times, have no noise.
+        """
+        return self._bytes.at(batch)
+
+    def unit_bytes(self, batch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """By unit, activation bytes during and after its backward; empty if not measured."""
+        during, after = self._unit_curves
+        return tuple(one.at(batch) for one in during), tuple(one.at(batch) for one in after)
+
+    def optimizer_step_seconds(self, share: float) -> float:
+        """`o(share)`: an optimizer step over this share of the state; a latency without any."""
+        latency = min(self.optimizer_latency_seconds, self.optimizer_seconds)
+        return latency + (self.optimizer_seconds - latency) * share
+
+    @cached_property
+    def _batches(self) -> tuple[int, ...]:
+        return tuple(point.batch for point in self.points)
+
+    @cached_property
+    def _seconds(self) -> MonotoneCurve:
+        return MonotoneCurve(self._batches, tuple(pooled([p.seconds for p in self.points])))
+
+    @cached_property
+    def _bytes(self) -> MonotoneCurve:
+        return self._bytes_curve(point.activation_bytes for point in self.points)
+
+    @cached_property
+    def _unit_curves(self) -> tuple[list[MonotoneCurve], list[MonotoneCurve]]:
+        """Curves of `unit_bytes` and `bytes_after_unit`; none unless all points have them."""
+        if not all(point.unit_bytes for point in self.points):
+            return [], []
+        during = zip(*(point.unit_bytes for point in self.points), strict=True)
+        after = zip(*(point.bytes_after_unit for point in self.points), strict=True)
+        return list(map(self._bytes_curve, during)), list(map(self._bytes_curve, after))
+
+    def _bytes_curve(self, values: Iterable[int]) -> MonotoneCurve:
+        return MonotoneCurve(self._batches, tuple(map(float, accumulate(values, max))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearLayer:
+    """A plain `nn.Linear`, whose weight gradient can be sent as factors (`Plan.factored`)."""
+
+    name: str
+    """As `named_modules()` lists it."""
+    unit: Count
+    """The number of its unit."""
+    outputs: PositiveCount
+    inputs: PositiveCount
+    rows_per_sample: NonNegative
+    """Of its input, such as the tokens of a sample."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the weight."""
+        return self.outputs * self.inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """The trained model, in elements and bytes per element."""
+
+    unit_numels: Annotated[tuple[PositiveCount, ...], Rule("at least one unit", bool)]
+    """Trained elements of each unit, which is unsharded and reduced as one buffer."""
+    unit_names: Annotated[tuple[str, ...], _DIFFERENT] = ()
+    """Names of the units at stage 3, for `UnitPlan.name`. Empty: unknown."""
+    param_bytes: NonNegative = 4.0
+    """Bytes of a parameter in the compute dtype."""
+    grad_bytes: NonNegative = 4.0
+    """Bytes of a gradient as the backward returns it."""
+    optimizer_bytes: NonNegative = 8.0
+    """Bytes of optimizer state, an fp32 master included."""
+    wire_bytes: NonNegative = 4.0
+    """Bytes of a gradient in a reduce-scatter."""
+    frozen_bytes: Count = 0
+    """Memory that is never sharded, such as buffers."""
+    unit_frozen_numels: tuple[Count, ...] = ()
+    """Frozen elements of each unit, sharded and unsharded with its parameters. Empty: none."""
+    resident_units: Annotated[tuple[Count, ...], _DIFFERENT] = ()
+    """Units that stay unsharded until a pass is over, usually those outside of all blocks."""
+    largest_flat_numels: tuple[PositiveCount, ...] = ()
+    """By stage, elements of the largest buffer that is reduced at once. At stages 0 to 2
+    small units share a buffer of up to 32 MiB; a larger parameter has its own. Empty: units are
+    reduced in buffers of 32 MiB."""
+    flat_numels: tuple[PositiveCount, ...] = ()
+    """Elements of each buffer that is reduced at once at stages 0 to 2, in the order of the units,
+    resident ones first. Empty: small units share buffers as described above."""
+    saved_without_last_unit: Fraction | None = None
+    """Of the activation bytes that are saved by recomputing all units but resident ones: the part
+    that is saved if the last one is not recomputed. None: in proportion to its elements."""
+    unit_forward_fraction: tuple[NonNegative, ...] = ()
+    """By unit, the part of a pass until the next unit's forward. What is outside of all blocks
+    counts where it runs: with the first unit or, after the last block, with the last one. Sums to 1
+    with `unit_backward_fraction`. Empty: unknown, and in proportion to the elements."""
+    unit_backward_fraction: tuple[NonNegative, ...] = ()
+    """By unit, the part of a pass from the end of the backward before until its last gradient."""
+    linear_layers: tuple[LinearLayer, ...] = ()
+    """Layers that can be factored. Empty: there are none, or they are unknown."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        units = len(self.unit_numels)
+        for what, entries in (
+            ("unit_names", units),
+            ("unit_frozen_numels", units),
+            ("unit_forward_fraction", units),
+            ("unit_backward_fraction", len(self.unit_forward_fraction)),
+            ("largest_flat_numels", len(STRATEGIES)),
+        ):
+            found = len(getattr(self, what))
+            if found not in (0, entries):
+                raise ValueError(f"{what} must have {entries} entries or none, got {found}")
+        self._check_fractions()
+        if max((layer.unit for layer in self.linear_layers), default=0) >= units:
+            raise ValueError(f"linear_layers must be of units 0 to {units - 1}")
+        if max(self.resident_units, default=0) >= units:
+            raise ValueError(
+                f"resident_units must be different numbers from 0 to {units - 1}, "
+                f"got {self.resident_units}"
+            )
+
+    def _check_fractions(self) -> None:
+        forward = math.fsum(self.unit_forward_fraction)
+        backward = math.fsum(self.unit_backward_fraction)
+        is_known = bool(self.unit_forward_fraction or self.unit_backward_fraction)
+        if is_known and not (min(forward, backward) > 0.0 and abs(forward + backward - 1.0) < 1e-6):
+            raise ValueError(
+                "unit_forward_fraction and unit_backward_fraction must sum to 1 together, each to "
+                f"more than 0, got {forward:.9g} and {backward:.9g}"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Trained elements of the whole model."""
+        return sum(self.unit_numels)
+
+    @property
+    def recomputable_units(self) -> list[int]:
+        """Units that can be recomputed, in the order of their forward; empty without names."""
+        units = range(len(self.unit_names))
+        return [unit for unit in units if unit not in self.resident_units]
+
+    @property
+    def frozen_numel(self) -> int:
+        """Frozen elements of the whole model."""
+        return sum(self.unit_frozen_numels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkProfile:
+    """The network between two hosts: one rank of each sent to the other, both at once."""
+
+    hosts: Annotated[tuple[str, ...], Rule("two hosts", lambda hosts: len(hosts) == 2)]
+    seconds_per_byte: Positive
+    """Each way, with messages that are large enough to show bandwidth."""
+    latency_seconds: NonNegative
+    """Of a message of a few bytes."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkProfile:
+    """Times of the collectives, measured with the transport that training will use."""
+
+    reduce_scatter_seconds: NonNegative
+    """Gradients of the whole model, unit by unit, even shares, packing and summation included."""
+    all_gather_seconds: NonNegative
+    """Parameters of the whole model, unit by unit, even shares."""
+    send_seconds_per_byte: tuple[NonNegative, ...]
+    """By rank. Only ratios matter: they determine times under uneven shares."""
+    receive_seconds_per_byte: tuple[NonNegative, ...]
+    """By rank."""
+    receive_buffers: Annotated[str, _RECEIVE_BUFFERS] = "freed"
+    """What becomes of the memory that reductions receive into. "freed" when they are over, as on
+    devices; "step": kept until the end of the step, as on the host; "kept" for later steps too."""
+    synchronization_seconds: _ByStage = _NO_RESIDUALS
+    """By stage: time of a synchronization beyond its collectives. May be negative."""
+    step_seconds: _ByStage = _NO_RESIDUALS
+    """By stage: time of a step that nothing else explains. May be negative."""
+    hosts: tuple[Count, ...] = ()
+    """By rank, the number of its host, if the transport is hierarchical. Empty: it is not."""
+    network_seconds_per_byte: tuple[NonNegative, ...] = ()
+    """By rank, the part of its rates that is the network between hosts, which the ranks of its host
+    share. Empty: not known, and all of them if the transport is hierarchical."""
+    transports: tuple[tuple[str, float], ...] = ()
+    """Transports to choose from, by name and seconds of sample collectives, fastest first. The
+    first one was measured here. Empty: there was no choice."""
+    links: tuple[LinkProfile, ...] = ()
+    """Of each pair of hosts; empty on a single host."""
+    collective_latency_seconds: _Latencies = ()
+    """Of a small reduce-scatter and a small all-gather of which every rank owns a part; then of
+    both if one rank owns everything. Empty: not measured."""
+
+    @property
+    def transport(self) -> str | None:
+        """The transport that was measured; None if there was no choice."""
+        return self.transports[0][0] if self.transports else None
+
+    def with_residuals(self, stage: int, *, synchronization: float, step: float) -> NetworkProfile:
+        """With these residuals of a stage."""
+
+        def replaced(values: Sequence[float], value: float) -> tuple[float, ...]:
+            return (*values[:stage], value, *values[stage + 1 :])
+
+        return dataclasses.replace(
+            self,
+            synchronization_seconds=replaced(self.synchronization_seconds, synchronization),
+            step_seconds=replaced(self.step_seconds, step),
+        )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if len(self.send_seconds_per_byte) != len(self.receive_seconds_per_byte):
+            raise ValueError("send_ and receive_seconds_per_byte must have one entry per rank")
+        ranks = len(self.send_seconds_per_byte)
+        if len(self.hosts) not in (0, ranks):
+            raise ValueError(f"hosts must have one entry per rank or none, got {len(self.hosts)}")
+        if len(self.network_seconds_per_byte) not in (0, len(self.hosts)):
+            raise ValueError("network_seconds_per_byte must have as many entries as hosts, or none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterProfile(Document):
+    """The input of the plan search."""
+
+    _noun = "profile"
+    _versions = (1, 2)
+    _remedy = "measure again"
+
+    devices: Annotated[tuple[DeviceProfile, ...], Rule("at least one device", bool)]
+    """One per rank."""
+    model: ModelProfile
+    network: NetworkProfile
+    overlap: Fraction = 0.0
+    """Part of communication that runs under compute, 0 to 1; about 0 if both use the same cores."""
+    backward_fraction: Fraction = 2 / 3
+    """Part of a pass that the backward takes."""
+    memory_reserve: Fraction = 0.05
+    """Part of each rank's memory that a plan leaves free, for fragmentation."""
+    identity: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """What was measured: model, dtype, versions, devices. A cached profile is used only if all
+    entries are the same."""
+    notes: tuple[str, ...] = ()
+    """Warnings about the measurement, such as a throttled rank or a noisy machine."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        links = len(self.network.send_seconds_per_byte)
+        if links != self.world_size:
+            raise ValueError(
+                f"the network profile is for {links} ranks, but there are {self.world_size} devices"
+            )
+        units = len(self.model.unit_numels)
+        for device in self.devices:
+            for point in (*device.points, *device.recomputed_points):
+                if len(point.unit_bytes) not in (0, units):
+                    raise ValueError(
+                        f"unit_bytes must have {units} entries or none, as the model has units, "
+                        f"got {len(point.unit_bytes)}"
+                    )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.devices)
+
+    def with_largest_batches(self, batches: Mapping[int, int]) -> ClusterProfile:
+        """A profile under which no plan uses larger micro-batches than these.
+
+        Args:
+            batches: by rank, the most samples of one pass, such as
+                `HeteroZeroOptimizer.largest_batches`; other ranks are unchanged.
+
+        Raises:
+            ValueError: a rank that the profile does not have, or a limit below 1.
+        """
+        devices = list(self.devices)
+        for rank, batch in batches.items():
+            if not 0 <= rank < self.world_size:
+                raise ValueError(f"rank {rank}: this profile has ranks 0 to {self.world_size - 1}")
+            batch = checked(PositiveCount, batch, f"batches[{rank}]")
+            devices[rank] = devices[rank].with_largest_batch(batch)
+        return dataclasses.replace(self, devices=tuple(devices))
+
+    @cached_property
+    def device_group_indices(self) -> list[int]:
+        """By rank, a number: equal for ranks whose devices have equal costs."""
+        return _numbered(device.costs for device in self.devices)
+
+    @cached_property
+    def rank_group_indices(self) -> list[int]:
+        """By rank, a number: equal for ranks with equal devices and links, on equal hosts."""
+        network = self.network
+        rates = [network.send_seconds_per_byte, network.receive_seconds_per_byte]
+        if network.network_seconds_per_byte:
+            rates.append(network.network_seconds_per_byte)
+        equal = _numbered(zip(self.device_group_indices, *rates, strict=True))
+        return _numbered(zip(equal, host_compositions(network.hosts, equal), strict=True))
+
+    @classmethod
+    def _current_fields(cls, content: Any) -> dict[str, Any]:
+        """The fields in JSON content; format 1 has older names in `network`."""
+        fields = super()._current_fields(content)
+        network = fields.get("network")
+        if content["version"] == 1 and isinstance(network, Mapping):
+            names = {"meeting_seconds": "synchronization_seconds"}
+            fields["network"] = {names.get(key, key): value for key, value in network.items()}
+        return fields
+
+
+def host_compositions(hosts: Sequence[int], keys: Sequence[Hashable]) -> list[Hashable]:
+    """By rank, the number of ranks with each key on its host; None without hosts."""
+    if not hosts:
+        return [None] * len(keys)
+    ranks: dict[int, Counter[Hashable]] = {}
+    for host, key in zip(hosts, keys, strict=True):
+        ranks.setdefault(host, Counter())[key] += 1
+    compositions = {host: frozenset(counts.items()) for host, counts in ranks.items()}
+    return [compositions[host] for host in hosts]
+
+
+def _numbered(keys: Iterable[Hashable]) -> list[int]:
+    """Number the different keys in order of first appearance, such as 0, 0, 1, 0, 2."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]

@@ -1,0 +1,173 @@
+"""Reads the weights of a model from safetensors: one file, or several with an index.
+
+Only the elements that a rank keeps are read. Names, shapes and files are checked before anything is
+read, so that a wrong file changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from poplar.values.formatting import format_names
+from poplar.values.regular_files import read_regular
+from poplar.zero.weights.safetensors_file import SafetensorsFile
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_INDEX_BYTES = 64 << 20
+"""More than the index of any model has."""
+_SAMPLE = 8
+"""Elements at each of three places of a tensor, by which files of different ranks are compared."""
+_LISTED = 5
+"""Names in an error message."""
+
+
+class WeightFiles:
+    """The tensors of one model in safetensors files."""
+
+    def __init__(self, path: str | Path) -> None:
+        """
+        Args:
+            path: a file, an index as Hugging Face writes it, or a folder that holds either.
+
+        Raises:
+            ValueError: there is no such file, or it is truncated or not in this format.
+        """
+        self.path = Path(path)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for path, names in _contents(_file_in(self.path)).items():
+            file = SafetensorsFile(path)
+            for name in sorted(file.tensors) if names is None else names:
+                if name not in file.tensors:
+                    raise ValueError(f"{path} has no tensor {name!r}, which its index places there")
+                stored = file.tensors[name]
+                self.shapes[name] = stored.shape
+                self.dtypes[name] = stored.dtype
+                self._file_of[name] = file
+
+    def names_of(self, model: nn.Module) -> dict[int, str]:
+        """The stored name of each parameter and persistent buffer of the model, by its `id`.
+
+        A tied parameter needs one of its names.
+
+        Raises:
+            ValueError: names are missing, unexpected, or have another shape or kind of dtype.
+        """
+        expected = dict(_expected(model))
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        unexpected = [
+            name
+            for name in self.shapes.keys() - expected.keys() - _unsaved_buffers(model)
+            if not any(re.search(pattern, name) for pattern in ignored)
+        ]
+        stored: dict[int, str] = {}
+        for name, tensor in expected.items():
+            if name in self.shapes:
+                stored.setdefault(id(tensor), name)
+        missing = [name for name, tensor in expected.items() if id(tensor) not in stored]
+        if missing or unexpected:
+            raise ValueError(
+                f"the weights in {self.path} are not those of this model: missing "
+                f"{format_names(missing)}, unexpected {format_names(sorted(unexpected))}"
+            )
+        wrong = [
+            f"{name!r} is {self.dtypes[name]} {self.shapes[name]} in "
+            f"{self._file_of[name].path.name} and {tensor.dtype} {tuple(tensor.shape)} in the model"
+            for name, tensor in expected.items()
+            if name in self.shapes and not self._fits(name, tensor)
+        ]
+        if wrong:
+            raise ValueError(
+                f"the weights in {self.path} are not those of this model: "
+                f"{'; '.join(wrong[:_LISTED])}"
+            )
+        return stored
+
+    def _fits(self, name: str, tensor: Tensor) -> bool:
+        dtype = self.dtypes[name]
+        return (
+            self.shapes[name] == tuple(tensor.shape)
+            and dtype.startswith(("F", "BF")) == tensor.is_floating_point()
+            and dtype.startswith("C") == tensor.is_complex()
+        )
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `[start, stop)` of a flattened tensor."""
+        return self._file_of[name].read(name, start, stop)
+
+    def read_whole(self, name: str) -> Tensor:
+        """One tensor."""
+        return self.read(name, 0, math.prod(self.shapes[name])).reshape(self.shapes[name])
+
+    def identity(self) -> str:
+        """What must be equal on all ranks: names, shapes, dtypes, and samples of the values."""
+        digest = hashlib.sha256()
+        for name in sorted(self.shapes):
+            numel = math.prod(self.shapes[name])
+            digest.update(f"{name} {self.shapes[name]} {self.dtypes[name]}".encode())
+            for start in (0, numel // 2, max(0, numel - _SAMPLE)):
+                sample = self.read(name, start, min(numel, start + _SAMPLE))
+                digest.update(bytes(sample.contiguous().view(torch.uint8).tolist()))
+        return f"{len(self.shapes)} tensors with digest {digest.hexdigest()[:16]}"
+
+
+def _file_in(path: Path) -> Path:
+    """The file or index that `path` means."""
+    if not path.is_dir():
+        return path
+    for pattern in (SINGLE, INDEX, "*.safetensors.index.json", "*.safetensors"):
+        found = sorted(path.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+    raise ValueError(
+        f"the folder {path} holds neither {SINGLE} nor {INDEX}, nor exactly one file of these "
+        "kinds; name the file"
+    )
+
+
+def _contents(file: Path) -> Mapping[Path, list[str] | None]:
+    """The files with their tensors; None for all tensors of a file."""
+    if file.suffix != ".json":
+        return {file: None}
+    try:
+        pairs = list(json.loads(read_regular(file, _INDEX_BYTES))["weight_map"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"cannot read {file} as an index of safetensors files ({type(error).__name__}: {error})"
+        ) from error
+    contents: dict[Path, list[str] | None] = {}
+    for name, part in pairs:
+        # Only the name: the cache of Hugging Face has symbolic links to files elsewhere.
+        if not isinstance(part, str) or Path(part).is_absolute() or ".." in Path(part).parts:
+            raise ValueError(f"{file} places {name!r} in {part!r}, which is no file in its folder")
+        names = contents.setdefault(file.parent / part, [])
+        assert names is not None
+        names.append(name)
+    return contents
+
+
+def _expected(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers by all their names in a state dict."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield start + name, tensor
+
+
+def _unsaved_buffers(model: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
