@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,13 +62,18 @@ MODULES |= {
 }
 
 
+@functools.cache
+def parsed(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
 def inside(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
 def imports(module: str, *, when_loaded: bool = False) -> Iterator[str]:
     """Every module that `module` imports: anywhere in it, or only what loading it needs."""
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    tree = parsed(module)
     for node in tree.body if when_loaded else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -96,17 +102,17 @@ def top_name(module: str) -> str:
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names} | {"_core": -1}
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "poplar"])
-def test_imports_point_down_the_layers(module):
-    own = top_name(module)
+def test_imports_point_down_the_layers():
     wrong = [
-        imported
+        f"{module} in layer {LEVEL[top_name(module)]} imports {imported}"
+        for module in MODULES
+        if module != "poplar"
         for imported in imports(module)
         if inside(imported, "poplar") and imported != "poplar"
-        if LEVEL[top_name(imported)] > LEVEL[own]
-        or top_name(imported) in INDEPENDENT.get(own, set())
+        if LEVEL[top_name(imported)] > LEVEL[top_name(module)]
+        or top_name(imported) in INDEPENDENT.get(top_name(module), set())
     ]
-    assert not wrong, f"{module} is in layer {LEVEL[own]} of {LAYERS}"
+    assert not wrong, f"the layers are {LAYERS}"
 
 
 def test_every_module_has_a_layer():
@@ -125,21 +131,23 @@ def test_no_module_needs_itself_to_be_loaded():
         pytest.fail(f"circular imports: {' -> '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize(
-    "module",
-    [name for name in MODULES if any(inside(name, f"poplar.{one}") for one in WITHOUT_TORCH)],
-)
-def test_planning_imports_no_torch(module):
-    assert not [imported for imported in imports(module) if inside(imported, "torch")]
+def test_planning_imports_no_torch():
+    assert not [
+        module
+        for module in MODULES
+        if any(inside(module, f"poplar.{one}") for one in WITHOUT_TORCH)
+        and any(inside(imported, "torch") for imported in imports(module))
+    ]
 
 
-@pytest.mark.parametrize(
-    "module", [name for name in MODULES if not inside(name, "poplar.comm") and name != "poplar"]
-)
-def test_backends_have_names_only_in_comm(module):
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    assert not strings & {"nccl", "gloo"}
+def test_backends_have_names_only_in_comm():
+    assert not [
+        f"{module}, line {node.lineno}"
+        for module in MODULES
+        if not inside(module, "poplar.comm") and module != "poplar"
+        for node in ast.walk(parsed(module))
+        if isinstance(node, ast.Constant) and node.value in ("nccl", "gloo")
+    ]
 
 
 # `setup` checks the stage that was asked for and picks the strategy; no module below it uses one.
@@ -148,17 +156,15 @@ BELOW_SETUP = [
 ]
 
 
-@pytest.mark.parametrize("module", BELOW_SETUP)
-def test_strategies_compare_no_stage_numbers(module):
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    compared = [
-        f"line {node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(tree)
+def test_strategies_compare_no_stage_numbers():
+    assert not [
+        f"{module}, line {node.lineno}: {ast.unparse(node)}"
+        for module in BELOW_SETUP
+        for node in ast.walk(parsed(module))
         if isinstance(node, ast.Compare)
         for side in (node.left, *node.comparators)
         if ast.unparse(side).split(".")[-1] == "stage"
     ]
-    assert not compared
 
 
 def test_planning_loads_without_torch():
