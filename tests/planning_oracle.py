@@ -47,11 +47,13 @@ class Oracle:
         self.n = cluster.world_size
         numels = cluster.model.unit_numels
         if stage < 3:
-            numels = self._in_buffers(numels)
+            resident = sorted(cluster.model.resident_units)
+            others = (unit for unit in range(len(numels)) if unit not in resident)
+            numels = self._in_buffers([numels[unit] for unit in (*resident, *others)])
         self.parts = [numel / cluster.model.numel for numel in numels]
         self.buffers = [-(-numel // BUFFER) for numel in numels]
 
-    def _in_buffers(self, numels: tuple[int, ...]) -> list[int]:
+    def _in_buffers(self, numels: list[int]) -> list[int]:
         """Consecutive units that fit into one buffer share it."""
         shared = [0]
         for numel in numels:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from poplar.planner.step_actions import RANK_ACTIONS, Issue, UnitLayout
+from poplar.step.actions import RANK_ACTIONS, Issue
+from poplar.step.units import StepUnits
 from poplar.values.profile import ModelProfile
 from poplar.zero.unit import Unit
 
@@ -23,7 +24,7 @@ def bytes_sent(units: Sequence[Unit], stage: int, ranks: int) -> Counter[str]:
         wire_bytes=WIRE_BYTES,
         optimizer_bytes=12,
     )
-    layout = UnitLayout.of(model, stage)
+    layout = StepUnits.of(model, stage)
     sent: Counter[str] = Counter()
     for action in RANK_ACTIONS[stage](layout, (True,)).step():
         if isinstance(action, Issue) and action.unit is not None:

@@ -163,6 +163,8 @@ class Planner:
             )
             for batch in range(1, size + 1)
         )
+        cut_root = [*[block] * (root // block), *[root % block] * bool(root % block)]
+        buffers = (tuple(cut_root), *[(block,)] * blocks)
         return ClusterProfile(
             devices=tuple(
                 DeviceProfile(
@@ -175,9 +177,10 @@ class Planner:
             ),
             model=ModelProfile(
                 unit_numels=(root, *[block] * blocks),
+                unit_buffers=buffers,
+                merged_buffers=buffers,
                 unit_names=("root", *(f"blocks.{number}" for number in range(blocks))),
                 resident_units=(0,),
-                largest_flat_numels=(block,) * 4,
             ),
             network=NetworkProfile(
                 reduce_scatter_seconds=SECONDS_PER_BLOCK * blocks,

@@ -1,7 +1,7 @@
 """What one synchronization communicates, and how much of it overlaps compute.
 
 The closed form needs sums over a pass instead of its order. They are derived from the actions of a
-rank (`step_actions`). Collectives are measured in elements, and compute in ticks (`UnitLayout`).
+rank (`step.actions`). Collectives are measured in elements, and compute in ticks (`StepUnits`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from itertools import groupby, pairwise, product
 from typing import Literal, NamedTuple
 
 from poplar.planner.longest_chain import Event, longest_chain
-from poplar.planner.step_actions import RANK_ACTIONS, Compute, UnitLayout, Wait
+from poplar.step.actions import RANK_ACTIONS, Compute, Wait
+from poplar.step.units import StepUnits
 from poplar.values.profile import ModelProfile
 
 _MAX_WINDOWS = 3
@@ -146,7 +147,7 @@ def schedules(
         gather_part: seconds of an all-gather of the model over those and the seconds of its
             reduction, about. Only used if the compute of the units was measured.
     """
-    layout = UnitLayout.of(model, stage, persistent, may_merge=may_merge)
+    layout = StepUnits.of(model, stage, persistent, may_merge=may_merge)
     settings = overlap, backward_fraction, gather_part
     first = _Pass(layout, stage, 0, *settings)
     if stage == 3:
@@ -178,7 +179,7 @@ class _Pass:
 
     def __init__(
         self,
-        layout: UnitLayout,
+        layout: StepUnits,
         stage: int,
         pass_index: int,
         overlap: float,
@@ -207,7 +208,7 @@ class _Pass:
                     continue
                 numel = layout.numels[action.unit]
                 is_gather = action.what != "reduce"
-                part = numel if is_gather else numel / layout.buffers(action.unit)
+                part = numel if is_gather else numel / len(layout.buffers[action.unit])
                 issued.append(
                     _Collective(is_gather, action.unit, action.pass_index, part, position)
                 )

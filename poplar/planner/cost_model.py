@@ -35,9 +35,9 @@ from poplar.planner.communication_schedule import (
 )
 from poplar.planner.factored_costs import Exchange, exchanges_of, seconds_of_exchange
 from poplar.planner.memory_model import Caps, RankMemory, rank_memory
-from poplar.planner.memory_moments import elements_of
 from poplar.planner.recomputed_curves import with_recomputed_units
-from poplar.planner.step_actions import UnitLayout
+from poplar.step.moments import elements_of
+from poplar.step.units import StepUnits
 from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile
 
@@ -153,13 +153,13 @@ class StageCosts:
     def collectives(self) -> CollectiveCosts:
         """`R(p)` and `G(p)`."""
         network = self.cluster.network
-        buffers = self._merged_units if network.collective_latency_seconds else 1
+        buffers = self._measured_buffers if network.collective_latency_seconds else 1
         return CollectiveCosts.of(network, buffers)
 
     @property
-    def _merged_units(self) -> int:
+    def _measured_buffers(self) -> int:
         """With how many buffers the collectives of the whole model were measured."""
-        return len(UnitLayout.of(self.cluster.model, 0).numels)
+        return StepUnits.of(self.cluster.model, 0).reductions
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
@@ -217,9 +217,9 @@ class StageCosts:
         return dict(zip(keys, count(), strict=False))
 
     @cached_property
-    def layout(self) -> UnitLayout:
+    def layout(self) -> StepUnits:
         """The units that are communicated."""
-        return UnitLayout.of(
+        return StepUnits.of(
             self.cluster.model, self.stage, self.persistent, may_merge=not self.unit_shares
         )
 
@@ -239,7 +239,7 @@ class StageCosts:
         for part, own in self._own_shares:
             seconds += cost.unit_seconds(part, own) - cost.unit_seconds(part, shares)
         if self.stage < 3:
-            seconds += cost.latency * (len(self.layout.numels) - self._merged_units)
+            seconds += cost.latency * (self.layout.reductions - self._measured_buffers)
         return max(0.0, seconds)
 
     def owned(self, shares: Sequence[float]) -> tuple[float, ...]:

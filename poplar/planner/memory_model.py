@@ -1,6 +1,6 @@
 """What a plan needs of each rank's memory, in bytes: the most at any moment of a step.
 
-At each moment (`memory_moments`) everything but the activations is linear in the rank's share.
+At each moment (`step.moments`) everything but the activations is linear in the rank's share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from poplar.planner.memory_moments import (
+from poplar.step.moments import (
     ACCUMULATOR_BYTES,
     Backward,
     Bytes,

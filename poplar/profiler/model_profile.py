@@ -19,9 +19,6 @@ def model_profile(session: Session, state_bytes: float) -> ModelProfile:
     """The model; `state_bytes` is the optimizer state per element, without an fp32 master."""
     units = _trained_units(session, shards_parameters=True)
     bytes_each = session.compute_dtype.itemsize
-    whole = flat_numels(session)
-    largest = max(whole)
-    largest_sharded = max(flat.numel for unit in units for flat in unit.trained)
     buffers = session.request.model.buffers()
     return ModelProfile(
         unit_numels=tuple(sum(flat.numel for flat in unit.trained) for unit in units),
@@ -30,8 +27,8 @@ def model_profile(session: Session, state_bytes: float) -> ModelProfile:
             sum(flat.numel for flat in unit.flats if not flat.trained) for unit in units
         ),
         resident_units=tuple(number for number, unit in enumerate(units) if unit.resident),
-        largest_flat_numels=(largest, largest, largest, largest_sharded),
-        flat_numels=tuple(whole),
+        unit_buffers=tuple(map(_buffers, units)),
+        merged_buffers=tuple(map(_buffers, _trained_units(session, shards_parameters=False))),
         param_bytes=float(bytes_each),
         grad_bytes=float(bytes_each),
         optimizer_bytes=state_bytes + (0.0 if bytes_each == 4 else 4.0),
@@ -72,7 +69,11 @@ def linear_layers(session: Session, rows: Mapping[str, float]) -> tuple[LinearLa
 def flat_numels(session: Session) -> list[int]:
     """Elements of each flat buffer that is reduced at stages that replicate parameters."""
     units = _trained_units(session, shards_parameters=False)
-    return [flat.numel for unit in units for flat in unit.trained]
+    return [numel for unit in units for numel in _buffers(unit)]
+
+
+def _buffers(unit: Unit) -> tuple[int, ...]:
+    return tuple(flat.numel for flat in unit.trained)
 
 
 def trained_units(session: Session) -> list[TrainedUnit]:

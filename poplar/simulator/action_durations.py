@@ -1,4 +1,4 @@
-"""How long the actions of `planner.step_actions` take under a plan."""
+"""How long the actions of `step.actions` take under a plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from poplar.planner.collective_costs import CollectiveCost
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.factored_costs import Exchange
-from poplar.planner.step_actions import RANK_ACTIONS, Action, Compute, Issue
+from poplar.step.actions import RANK_ACTIONS, Action, Compute, Issue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +101,8 @@ class ActionDurations:
 
     def _unit_of(self, exchange: Exchange) -> int:
         """The number of the layer's unit in the layout."""
-        groups = self._layout.groups
-        return next(n for n, units in enumerate(groups) if exchange.layer.unit in units)
+        parts = self._layout.parts
+        return next(n for n, units in enumerate(parts) if exchange.layer.unit in units)
 
     @property
     def owns(self) -> list[tuple[bool, ...]]:
@@ -145,7 +145,9 @@ class ActionDurations:
         if action.unit is None:
             return seconds
         if action.what == "reduce":
-            return seconds * self._reduce_parts[action.unit] / self._layout.buffers(action.unit)
+            return (
+                seconds * self._reduce_parts[action.unit] / len(self._layout.buffers[action.unit])
+            )
         is_of_gradients = action.what == "all_gather_gradients"
         parts = self._gradient_gather_parts if is_of_gradients else self._gather_parts
         return seconds * parts[action.unit]

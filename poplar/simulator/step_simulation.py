@@ -1,6 +1,6 @@
 """Simulation of one step, unit by unit: the reference of the closed form in `planner.cost_model`.
 
-Every rank has a compute stream, which follows its actions (`planner.step_actions`), and a
+Every rank has a compute stream, which follows its actions (`step.actions`), and a
 communication stream, which runs its collectives one after the other. All ranks issue the same
 collectives in the same order, and what a rank does before it issues one depends only on earlier
 ones, so they are simulated in this order. A collective starts on a rank when the ranks that it
@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from poplar.planner.cost_model import costs_of
 from poplar.planner.prediction import predict
-from poplar.planner.step_actions import Compute, Issue
 from poplar.simulator.action_durations import ActionDurations, RankLoad
 from poplar.simulator.timeline import Span, Timeline
+from poplar.step.actions import Compute, Issue
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 

@@ -24,7 +24,7 @@ class Span(NamedTuple):
     stream: str
     """One of `STREAMS`."""
     what: str
-    """`forward`, `backward`, `optimizer`, or a collective (`step_actions.Issue`); `synchronization`
+    """`forward`, `backward`, `optimizer`, or a collective (`step.actions.Issue`); `synchronization`
     and `agreement` are measured seconds beyond collectives."""
     unit: int | None
     """None: the whole model. Before stage 3, small neighbouring units count as one."""

@@ -264,13 +264,12 @@ class ModelProfile:
     """Frozen elements of each unit, sharded and unsharded with its parameters. Empty: none."""
     resident_units: Annotated[tuple[Count, ...], _DIFFERENT] = ()
     """Units that stay unsharded until a pass is over, usually those outside of all blocks."""
-    largest_flat_numels: tuple[PositiveCount, ...] = ()
-    """By stage, elements of the largest buffer that is reduced at once. At stages 0 to 2
-    small units share a buffer of up to 32 MiB; a larger parameter has its own. Empty: units are
-    reduced in buffers of 32 MiB."""
-    flat_numels: tuple[PositiveCount, ...] = ()
-    """Elements of each buffer that is reduced at once at stages 0 to 2, in the order of the units,
-    resident ones first. Empty: small units share buffers as described above."""
+    unit_buffers: tuple[tuple[PositiveCount, ...], ...] = ()
+    """By unit, elements of each buffer that is reduced at once at stage 3. Empty: buffers have up
+    to 32 MiB."""
+    merged_buffers: tuple[tuple[PositiveCount, ...], ...] = ()
+    """The same at stages 0 to 2, where small units are merged: by merged unit, in the order of the
+    units, resident ones first. Empty: units are merged up to 32 MiB."""
     saved_without_last_unit: Fraction | None = None
     """Of the activation bytes that are saved by recomputing all units but resident ones: the part
     that is saved if the last one is not recomputed. None: in proportion to its elements."""
@@ -291,12 +290,12 @@ class ModelProfile:
             ("unit_frozen_numels", units),
             ("unit_forward_fraction", units),
             ("unit_backward_fraction", len(self.unit_forward_fraction)),
-            ("largest_flat_numels", len(STRATEGIES)),
         ):
             found = len(getattr(self, what))
             if found not in (0, entries):
                 raise ValueError(f"{what} must have {entries} entries or none, got {found}")
         self._check_fractions()
+        self._check_buffers()
         if max((layer.unit for layer in self.linear_layers), default=0) >= units:
             raise ValueError(f"linear_layers must be of units 0 to {units - 1}")
         if max(self.resident_units, default=0) >= units:
@@ -313,6 +312,16 @@ class ModelProfile:
             raise ValueError(
                 "unit_forward_fraction and unit_backward_fraction must sum to 1 together, each to "
                 f"more than 0, got {forward:.9g} and {backward:.9g}"
+            )
+
+    def _check_buffers(self) -> None:
+        sums = tuple(map(sum, self.unit_buffers))
+        if sums not in ((), self.unit_numels):
+            raise ValueError(f"unit_buffers must have the elements of their units, got {sums}")
+        merged = sum(map(sum, self.merged_buffers))
+        if merged not in (0, self.numel):
+            raise ValueError(
+                f"merged_buffers must have the {self.numel} elements of the units, got {merged}"
             )
 
     @property
@@ -412,7 +421,7 @@ class ClusterProfile(Document):
     """The input of the plan search."""
 
     _noun = "profile"
-    _versions = (1, 2)
+    _versions = (1, 2, 3)
     _remedy = "measure again"
 
     devices: Annotated[tuple[DeviceProfile, ...], Rule("at least one device", bool)]
@@ -487,9 +496,16 @@ class ClusterProfile(Document):
 
     @classmethod
     def _current_fields(cls, content: Any) -> dict[str, Any]:
-        """The fields in JSON content; format 1 has older names in `network`."""
+        """The fields in JSON content. Format 1 has older names in `network`. Before format 3,
+        `model` does not say to which units buffers belong.
+        """
         fields = super()._current_fields(content)
-        network = fields.get("network")
+        network, model = fields.get("network"), fields.get("model")
+        if content["version"] < 3 and isinstance(model, Mapping):
+            fields["model"] = {**model}
+            fields["model"].pop("largest_flat_numels", None)
+            buffers = fields["model"].pop("flat_numels", ())
+            fields["model"]["merged_buffers"] = [[numel] for numel in buffers]
         if content["version"] == 1 and isinstance(network, Mapping):
             names = {"meeting_seconds": "synchronization_seconds"}
             fields["network"] = {names.get(key, key): value for key, value in network.items()}

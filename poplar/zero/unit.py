@@ -14,24 +14,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from poplar.step.units import MAX_FLAT_BYTES, MERGED_UNIT_BYTES, cut, merged
 from poplar.zero.flat_parameter import PACKABLE, FlatParameter
-
-MAX_FLAT_BYTES = 32 << 20
-"""Size in fp32 of a flat parameter, unless the transport allows larger ones.
-
-A larger unit is split, but not inside a parameter; smaller units may share a flat parameter. (DDP's
-default bucket is 25 MiB.) See `Control.max_flat_bytes`.
-"""
-
-_NEGLIGIBLE = 1 / 16
-"""A flat parameter may exceed its limit by this part: a small tensor is not worth a collective."""
-
-MERGED_UNIT_BYTES = 2 << 20
-"""Consecutive blocks are merged into one unit up to this size, unless the user named the units.
-
-For smaller units the latency of a collective dominates (about 1 ms of CPU time on gloo, in which a
-core moves 3 MB; tens of microseconds on NCCL). Larger units cost memory while they are unsharded.
-"""
 
 ROOT = "root"
 
@@ -233,18 +217,14 @@ def _entry_modules(
 def _merge_small(
     batches: list[tuple[tuple[str, ...], list[Member]]], limit: int
 ) -> list[tuple[tuple[str, ...], list[Member]]]:
-    merged: list[tuple[tuple[str, ...], list[Member]]] = []
-    size = 0
-    for names, inside in batches:
-        numel = sum(member.numel for member in inside)
-        if merged and (size + numel) * 4 <= limit:
-            before, members = merged[-1]
-            merged[-1] = (before + names, members + inside)
-            size += numel
-        else:
-            merged.append((names, list(inside)))
-            size = numel
-    return merged
+    numels = [sum(member.numel for member in inside) for _, inside in batches]
+    return [
+        (
+            tuple(name for number in group for name in batches[number][0]),
+            [member for number in group for member in batches[number][1]],
+        )
+        for group in merged(numels, limit)
+    ]
 
 
 def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatParameter]:
@@ -257,7 +237,8 @@ def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatPara
             groups.setdefault(key, []).append(member)
     for (dtype, trained, is_local, _), members in groups.items():
         members.sort(key=lambda member: member.group)
-        for part in _cut_by_size(members, limit):
+        for numbers in cut([member.numel for member in members], limit):
+            part = [members[number] for number in numbers]
             flat = FlatParameter(
                 unit,
                 [(member.name, member.parameter) for member in part],
@@ -267,17 +248,3 @@ def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatPara
             )
             flat.is_local = is_local
             yield flat
-
-
-def _cut_by_size(members: Sequence[Member], limit: int) -> Iterator[list[Member]]:
-    part: list[Member] = []
-    size = 0
-    for member in members:
-        added = 4 * member.numel
-        if size > _NEGLIGIBLE * limit and size + added > (1 + _NEGLIGIBLE) * limit:
-            yield part
-            part, size = [], 0
-        part.append(member)
-        size += added
-    if part:
-        yield part

@@ -174,7 +174,7 @@ def test_a_hierarchical_transport_needs_memory_for_one_collective_on_its_host(ke
     model = dataclasses.replace(
         flat.model,
         unit_numels=(10**7,) * len(flat.model.unit_numels),
-        largest_flat_numels=(10**6,) * 4,
+        merged_buffers=((10**6,) * 10,) * len(flat.model.unit_numels),
     )
     network = dataclasses.replace(flat.network, receive_buffers=keeps)
     flat = dataclasses.replace(flat, model=model, network=network)

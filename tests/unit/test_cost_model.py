@@ -333,7 +333,7 @@ def test_large_units_are_reduced_in_several_buckets():
 
 
 def test_a_large_parameter_is_one_bucket():
-    model = ModelProfile(unit_numels=(64 * MIB,), largest_flat_numels=(1, 1, 40 * MIB, 1))
+    model = ModelProfile(unit_numels=(64 * MIB,), merged_buffers=((40 * MIB, 24 * MIB),))
     alive = 4 * 64 * (1 + 2 * 0.5) + 4 * 24 + 4 * 64  # 24 Mi elements are left for a second bucket
     expected = 64 * (4 + 8 * 0.5 + (4 + SQUARES) * 0.5) + alive + 40
     assert memory_needed(a_cluster(model=model), a_plan(2))[0] == expected * MIB
@@ -381,8 +381,9 @@ def test_frozen_parameters_are_sharded_and_unsharded_with_the_trained_ones():
     [
         ({"unit_frozen_numels": (1,)}, "unit_frozen_numels must have 2 entries or none, got 1"),
         ({"resident_units": (2,)}, "different numbers from 0 to 1"),
-        ({"largest_flat_numels": (1, 1, 0, 1)}, r"largest_flat_numels\[2\] must be at least 1"),
-        ({"largest_flat_numels": (1, 1)}, "largest_flat_numels must have 4 entries or none, got 2"),
+        ({"merged_buffers": ((11, 0),)}, r"merged_buffers\[0\]\[1\] must be at least 1"),
+        ({"merged_buffers": ((10,),)}, "must have the 11 elements of the units, got 10"),
+        ({"unit_buffers": ((5, 6),)}, r"must have the elements of their units, got \(11,\)"),
     ],
 )
 def test_an_invalid_model_raises(fields, message):

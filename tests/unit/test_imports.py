@@ -18,6 +18,7 @@ PACKAGE = Path(poplar.__file__).parent
 
 LAYERS = (
     {"values"},
+    {"step"},
     {"ops", "kernels", "system", "data"},
     {"comm", "planner", "simulator", "hardware"},
     {"zero", "checkpoint"},
@@ -43,6 +44,7 @@ INDEPENDENT = {
 
 WITHOUT_TORCH = (
     "values",
+    "step",
     "planner",
     "simulator",
     "hardware",

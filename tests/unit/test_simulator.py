@@ -24,7 +24,7 @@ import poplar
 from poplar import Plan, Timeline, predict, simulate
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import DoesNotFit
-from poplar.planner.step_actions import RANK_ACTIONS
+from poplar.step.actions import RANK_ACTIONS
 from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, UnitPlan
 from poplar.values.profile import (
     BatchPoint,

@@ -8,16 +8,12 @@ communication can overlap which compute.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
-from poplar.planner.memory_moments import BUCKET_ELEMENTS, merged_groups
-from poplar.values.profile import ModelProfile
+from poplar.step.units import StepUnits
 
 
 class Compute(NamedTuple):
@@ -49,95 +45,6 @@ class Wait(NamedTuple):
 Action = Compute | Issue | Wait
 
 
-_TICKS = 1 << 40
-"""Ticks of a forward whose units were timed."""
-_LEAST = 1e-6
-"""The part of a direction that a unit takes at least, so that no two units are at the same time."""
-
-
-@dataclass(frozen=True)
-class UnitLayout:
-    """The units of a model as one stage communicates them."""
-
-    numels: tuple[int, ...]
-    forward: tuple[int, ...]
-    """By unit, compute of its forward, in ticks. Whole numbers, so that sums are exact."""
-    backward: tuple[int, ...]
-    """By unit, compute of its backward, in ticks. As many in all as of the forward, whatever the
-    seconds of both are."""
-    resident: frozenset[int] = frozenset()
-    """Units that stay unsharded until the end of a pass and are reduced last."""
-    persistent: frozenset[int] = frozenset()
-    """Units that stay unsharded between the passes of a step."""
-    groups: tuple[tuple[int, ...], ...] = ()
-    """The units of the model in each of these."""
-
-    @classmethod
-    def of(
-        cls,
-        model: ModelProfile,
-        stage: int,
-        persistent: frozenset[int] = frozenset(),
-        *,
-        may_merge: bool = True,
-    ) -> UnitLayout:
-        """Stage 3 communicates unit by unit. Other stages merge small neighbouring units into
-        buffers, unless `may_merge` is False. Compute is in proportion to the elements if it was not
-        measured.
-        """
-        groups = [[unit] for unit in range(len(model.unit_numels))]
-        if stage < 3 and may_merge:
-            groups = merged_groups(model.unit_numels)
-        numels = tuple(sum(model.unit_numels[unit] for unit in units) for units in groups)
-        forward = backward = numels
-        if model.unit_forward_fraction:
-            forward = _ticks(model.unit_forward_fraction, groups)
-            backward = _ticks(model.unit_backward_fraction, groups)
-        if stage < 3:
-            return cls(numels, forward, backward, groups=tuple(map(tuple, groups)))
-        return cls(
-            numels,
-            forward,
-            backward,
-            frozenset(model.resident_units),
-            persistent,
-            tuple(map(tuple, groups)),
-        )
-
-    @property
-    def ticks(self) -> int:
-        """Compute of a forward, and of a backward."""
-        return sum(self.forward)
-
-    @property
-    def is_proportional(self) -> bool:
-        """Whether compute is in proportion to the elements."""
-        return self.forward == self.backward == self.numels
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole model."""
-        return sum(self.numels)
-
-    def buffers(self, unit: int) -> int:
-        """Number of buffers in which a unit is reduced."""
-        return -(-self.numels[unit] // BUCKET_ELEMENTS)
-
-    @property
-    def reductions_in_flight(self) -> int:
-        """Buffers that may be in flight at a time: all of a unit, and one of the next unit."""
-        return 1 + max(map(self.buffers, range(len(self.numels))))
-
-
-def _ticks(fractions: Sequence[float], groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The fractions of groups of units, scaled and rounded to `_TICKS` in all."""
-    least = _LEAST * math.fsum(fractions)
-    parts = [max(least, math.fsum(fractions[unit] for unit in units)) for units in groups]
-    total = math.fsum(parts)
-    ends = [min(_TICKS, round(_TICKS * end / total)) for end in accumulate(parts)]
-    return tuple(end - begin for begin, end in pairwise([0, *ends[:-1], _TICKS]))
-
-
 class RankActions(ABC):
     """The actions of one rank in one step."""
 
@@ -145,17 +52,17 @@ class RankActions(ABC):
     """Whether the backward waits while `reductions_in_flight` reductions are incomplete."""
 
     def __init__(
-        self, layout: UnitLayout, has_samples: Sequence[bool], *, synchronization: bool = False
+        self, units: StepUnits, has_samples: Sequence[bool], *, synchronization: bool = False
     ) -> None:
         """`has_samples` is by pass. With `synchronization`, each synchronization ends with an extra
         collective, for the measured seconds beyond its collectives.
         """
-        self.layout = layout
+        self._units = units
         self.has_samples = has_samples
-        self.units = range(len(layout.numels))
+        self.units = range(len(units.numels))
         self._synchronization = synchronization
         self._issued = 0
-        in_flight = layout.reductions_in_flight if self.limits_reductions else None
+        in_flight = units.reductions_in_flight if self.limits_reductions else None
         self._reductions: deque[int] = deque(maxlen=in_flight)
 
     def step(self) -> Iterator[Action]:
@@ -190,7 +97,7 @@ class RankActions(ABC):
             yield from self._synchronize(index)
 
     def reduce(self, unit: int, index: int | None) -> Iterator[Action]:
-        for _ in range(self.layout.buffers(unit)):
+        for _ in self._units.buffers[unit]:
             if len(self._reductions) == self._reductions.maxlen:
                 yield Wait(self._reductions[0])
             yield self._issue("reduce", unit, index)
@@ -259,8 +166,8 @@ class ShardedParameters(RankActions):
             yield from self._pass(index)
 
     def _pass(self, index: int) -> Iterator[Action]:
-        resident, computes = self.layout.resident, self.has_samples[index]
-        persistent = self.layout.persistent
+        resident, computes = self._units.resident, self.has_samples[index]
+        persistent = self._units.persistent
         again = [unit for unit in self.units if unit not in resident][-2::-1]
         left = deque((unit, index == 0 or unit not in persistent) for unit in self.units)
         left += [(unit, unit not in persistent) for unit in again]

@@ -22,19 +22,22 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
+from poplar.step.units import (
+    LEAST_IN_FLIGHT,
+    StepUnits,
+    merged_buffers,
+    ordered_units,
+    unit_buffers,
+)
 from poplar.values.profile import ModelProfile
 
 ACCUMULATOR_BYTES = 4.0
 """Per element: gradients are accumulated in fp32."""
 SQUARES_BYTES = 4.0 / 64
 """Per element: the reduction leaves an fp32 sum of squares for every 64 elements."""
-BUCKET_ELEMENTS = 32 * 2**20 // 4
-"""Larger units are reduced in several buckets of this many elements."""
-_IN_FLIGHT = 2
-"""Reductions at the same time, at least."""
 
 
 class Bytes(NamedTuple):
@@ -127,7 +130,7 @@ class Backward:
         turns = [*reversed(others), *resident[:1]]
         turn_of = {unit: turn for turn, unit in enumerate(reversed(others))}
         turn_of.update(dict.fromkeys(resident, len(others)))
-        in_order = [*resident, *others]
+        in_order = ordered_units(model)
         ends = [0, *accumulate(model.unit_numels[unit] for unit in in_order)]
         begins: dict[int, int] = {}
         for unit, low in zip(in_order, ends, strict=False):
@@ -135,7 +138,7 @@ class Backward:
         flats: list[Flat] = []
         held = [0.0] * len(turns)
         place = end = 0
-        for numel in _flat_numels(model, stage, in_order):
+        for numel in _flat_numels(model, stage):
             begin, end = end, end + numel
             inside = []
             while begin < end and place < len(in_order):
@@ -150,52 +153,24 @@ class Backward:
                 if turn < len(others):
                     for later in range(turn, last + 1):
                         held[later] += part
+        units = StepUnits.of(model, stage)
         flats.reverse()  # of those that are complete together, the last one comes first
         staying = sum(model.unit_numels[unit] for unit in resident)
-        counts = Counter(flat.turn for flat in flats)
         return cls(
             turns=tuple(turns),
             resident_turn=len(others) if resident else None,
             flats=tuple(sorted(flats, key=lambda flat: flat.turn)),
             pending=tuple(part + staying for part in held),
-            limit=max(_IN_FLIGHT, 1 + max(counts.values())) if stage >= 2 else _IN_FLIGHT,
+            limit=units.reductions_in_flight if stage >= 2 else LEAST_IN_FLIGHT,
         )
 
 
-def _flat_numels(model: ModelProfile, stage: int, units: Sequence[int]) -> Iterator[int]:
-    """Elements of the flats of a stage, in the order of these units."""
-    if stage < 3 and model.flat_numels:
-        yield from model.flat_numels
-        return
-    largest, merged = BUCKET_ELEMENTS, [model.unit_numels[unit] for unit in units]
-    if model.largest_flat_numels:
-        largest = model.largest_flat_numels[stage]
+def _flat_numels(model: ModelProfile, stage: int) -> Iterator[int]:
+    """Elements of the buffers of a stage, in the order of `ordered_units`."""
     if stage < 3:
-        merged = merged_units(merged)
-    for numel in merged:
-        yield from [largest] * (numel // largest)
-        if numel % largest:
-            yield numel % largest
-
-
-def merged_units(numels: Iterable[int]) -> list[int]:
-    """Elements after consecutive small units have been merged, where parameters are whole."""
-    sizes = list(numels)
-    return [sum(sizes[unit] for unit in units) for units in merged_groups(sizes)]
-
-
-def merged_groups(numels: Sequence[int]) -> list[list[int]]:
-    """The units of each merged unit."""
-    groups: list[list[int]] = []
-    size = 0
-    for unit, numel in enumerate(numels):
-        if groups and size + numel <= BUCKET_ELEMENTS:
-            groups[-1].append(unit)
-            size += numel
-        else:
-            groups.append([unit])
-            size = numel
-    return groups
+        return chain.from_iterable(merged_buffers(model))
+    buffers = unit_buffers(model)
+    return chain.from_iterable(buffers[unit] for unit in ordered_units(model))
 
 
 @dataclass

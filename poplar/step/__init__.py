@@ -1,0 +1,1 @@
+"""One description of a step, without torch and without durations: units, actions, bytes."""
