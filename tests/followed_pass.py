@@ -7,6 +7,7 @@ engine itself allocates.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,8 +47,10 @@ class FollowedPass:
         self.complete = [max(turn_of[unit] for unit in flat) for flat in self.flats]
         numbers = reversed(range(len(self.flats)))
         self.order = sorted(numbers, key=self.complete.__getitem__)
-        most = max(self.complete.count(turn) for turn in self.complete)
-        self.limit = 2 if self.stage < 2 else max(2, 1 + most)
+        # Buffers of each unit of the engine, of which all that is resident is one at stage 3.
+        one = frozenset(resident) if self.stage == 3 else frozenset()
+        of_units = Counter(one if one.issuperset(flat) else frozenset(flat) for flat in self.flats)
+        self.limit = 2 if self.stage < 2 else max(2, 1 + max(of_units.values()))
 
     @property
     def model(self) -> ModelProfile:

@@ -19,6 +19,7 @@ from ranks import Pool, RanksFailed
 from records import cluster
 from subset import choose
 from torch import Tensor, nn
+from training import STAGES
 
 import poplar
 from poplar import ClusterProfile, Plan
@@ -28,13 +29,16 @@ from poplar.profiler import batch_curves, links, trial_runs
 from poplar.profiler import session as sessions
 from poplar.profiler.batch_curves import TIMES_EACH, measure_curves, measure_points
 from poplar.profiler.memory import model_bytes, pass_bytes
+from poplar.profiler.model_profile import model_profile
 from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
 from poplar.profiler.trial_runs import PLAIN_PASSES, STEPS, measure_slowdowns
+from poplar.step.units import StepUnits
 from poplar.system import devices
 from poplar.values.errors import RankFailed
 from poplar.values.observation import Observation
+from poplar.zero import unit
 from poplar.zero.checks import model_checks
 
 QUICK = {"seconds": 0.5, "max_batch": 8, "progress": False}
@@ -152,6 +156,34 @@ def watched_session(
         allow_forward_state=False,
     )
     return Session(request, Group.of(harness.group(), None)), ran
+
+
+def buffers_of_units(max_flat_bytes: int) -> tuple[list[StepUnits], list[tuple[Any, int]]]:
+    """At each stage, the units of a step by the profile, and the buffers that the engine has, with
+    its limit of reductions in flight.
+    """
+    spec, described, built = ModelSpec(blocks=3), [], []
+    with mock.patch.object(unit, "MAX_FLAT_BYTES", max_flat_bytes):
+        session, _ = watched_session(spec)
+        profile = model_profile(session, 8.0)
+        for stage in STAGES:
+            optimizer = poplar.HeteroZeroOptimizer(
+                models.build(spec), torch.optim.SGD, stage=stage, process_group=harness.group()
+            )
+            engine = optimizer._engine
+            of_units = [tuple(flat.numel for flat in one.trained) for one in engine.units]
+            described.append(StepUnits.of(profile, stage))
+            built.append((tuple(filter(None, of_units)), engine.strategy.reductions.limit))
+    return described, built
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("max_flat_bytes", [1, 9000, unit.MAX_FLAT_BYTES])
+def test_step_is_described_with_the_buffers_of_the_engine(ranks: Pool, max_flat_bytes: int):
+    described, built = ranks.run(buffers_of_units, max_flat_bytes, ranks=1)[0]
+    for stage, units, (buffers, limit) in zip(STAGES, described, built, strict=True):
+        assert units.buffers == buffers
+        assert limit == (units.reductions_in_flight if stage >= 2 else 2)
 
 
 def new_points(batches: list[tuple[int, ...]], known: ClusterProfile) -> tuple[Any, list[int]]:
