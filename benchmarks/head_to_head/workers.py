@@ -55,13 +55,13 @@ class Workers:
         self,
         open_cluster: OpenCluster,
         name: str,
-        backend: str = "gloo",
         *,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         """
         Args:
-            backend: of the default process group, as `init_process_group` takes it.
+            open_cluster: its ranks, one process each.
+            name: of these workers in errors.
             grace_seconds: how long ranks may take to finish or fail after one rank has failed.
         """
         self.name = name
@@ -75,7 +75,7 @@ class Workers:
             channel, worker_channel = forkserver.Pipe()
             process = forkserver.Process(
                 target=_serve,
-                args=(rank, open_cluster, self._folder, backend, worker_channel),
+                args=(rank, open_cluster, self._folder, worker_channel),
                 name=f"{name}, rank {rank}",
                 daemon=True,
             )
@@ -166,23 +166,19 @@ def last_lines(failures: Sequence[str] | str, count: int = 1) -> str:
     return " ".join(text.strip().splitlines()[-count:])
 
 
-def _serve(
-    rank: int, open_cluster: OpenCluster, folder: str, backend: str, channel: Connection
-) -> None:
+def _serve(rank: int, open_cluster: OpenCluster, folder: str, channel: Connection) -> None:
     """One rank: join the process group, then run functions until the channel closes."""
     try:
         open_cluster.connect(rank)
         import torch
         import torch.distributed as dist
 
-        import poplar.comm  # noqa: F401 - registers cpu:poplar
-
         torch.set_num_threads(1)
         # What torchrun would set; some engines read it.
         size = open_cluster.cluster.size
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
         dist.init_process_group(
-            backend,
+            "gloo",
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=size,

@@ -18,13 +18,7 @@ SCRIPTS = [p.stem for p in BENCHMARKS.glob("*.py") if "ArgumentParser(" in p.rea
     ("script", "options", "rows"),
     [
         ("search", "--quick --rounds 1", 2),
-        ("backends", "--engines ddp --size tiny --samples 1 --rounds 1", 1),
         pytest.param(*("checkpoint", "--quick", 1), marks=pytest.mark.full),
-        pytest.param(*("integrations", "--quick --steps 2", 5), marks=pytest.mark.full),
-        pytest.param(
-            *("baselines", "--ranks 2 --size tiny --batch 1 --steps 5 --peers ddp", 2),
-            marks=pytest.mark.full,
-        ),
     ],
 )
 def test_script_prints_a_table_and_appends_rows(tmp_path, script, options, rows):
