@@ -8,7 +8,7 @@ for inputs and results; rows called zero-copy use buffers that all ranks can rea
     python benchmarks/allreduce.py --quick                 # two minutes
     python benchmarks/allreduce.py --show benchmarks/results/allreduce.jsonl
     python benchmarks/allreduce.py --link 1 --sizes 64MiB   # two hosts, 1 Gbit/s between them
-    python benchmarks/allreduce.py --output rows.jsonl --plot allreduce.png
+    python benchmarks/allreduce.py --output rows.jsonl
 """
 
 from __future__ import annotations
@@ -29,18 +29,26 @@ import torch.distributed as dist
 from collectives import mpi_provider
 from collectives.case import DTYPES, OPERATIONS
 from collectives.measure import ALGORITHMS, PROVIDERS, Request, measure, shares_of
-from collectives.row import Row, read_rows
-from collectives.table import tables_of, verdicts_table
-from collectives.targets import HEADLINE, verdicts
+from collectives.row import COLUMNS
+from collectives.targets import HEADLINE, targets
 from launch import LaunchError, run_ranks
 from network import EmulatedNetwork, EmulationUnavailable, Hosts
-from rich.console import Console
-from rows import write_rows
+from rows import (
+    Row,
+    at_least,
+    new_console,
+    new_parser,
+    print_targets,
+    read_rows,
+    table_of,
+    write_rows,
+)
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MiB", "256MiB")
 SHARES = ("70/10/10/10", "50/50/0/0", "90/10")
 ACROSS_HOSTS = ("gloo", "all-to-all", "process_group", "hierarchical")
 """Providers that do not need shared memory."""
+BENCHMARK = "allreduce"
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
 
 
@@ -48,7 +56,7 @@ def main() -> None:
     """Run the benchmark once per number of ranks, in separate processes; save the rows of each."""
     options = parse_options()
     if options.show:
-        show(options, read_rows(options.show))
+        show(read_rows(options.show, BENCHMARK))
         return
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread per rank, for all providers
     if options.rendezvous or "RANK" in os.environ:
@@ -59,11 +67,11 @@ def main() -> None:
         for ranks in options.ranks:
             output = Path(folder, f"{ranks}.jsonl")
             start(options, ranks, folder, output)
-            fresh = read_rows(output)
+            fresh = read_rows(output, BENCHMARK)
             rows += fresh
             if options.output:
                 write_rows(options.output, fresh)
-    show(options, rows)
+    show(rows)
 
 
 def start(options: argparse.Namespace, ranks: int, folder: str, output: Path) -> None:
@@ -117,27 +125,15 @@ def work(options: argparse.Namespace) -> None:
     if first and options.output:
         write_rows(options.output, rows)
     if first and not options.rendezvous and "RANK" in os.environ:
-        show(options, rows)
+        show(rows)
     dist.barrier()
 
 
-def show(options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Print tables and thresholds, and draw the plot if requested."""
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    for table in tables_of(rows):
-        console.print(table)
-    judged = list(verdicts(rows))
-    if judged:
-        console.print(verdicts_table(judged))
-    if options.plot:
-        from collectives.plot import draw
-
-        try:
-            draw(rows, options.plot)
-        except ValueError as error:
-            console.print(f"no {options.plot}: {error}")
-        else:
-            console.print(f"wrote {options.plot}")
+def show(rows: Sequence[Row]) -> None:
+    """Print a table and the targets."""
+    console = new_console()
+    console.print(table_of(rows, COLUMNS))
+    print_targets(targets(rows), console)
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -150,19 +146,21 @@ def request_of(options: argparse.Namespace) -> Request:
         dtypes=tuple(options.dtypes or (("fp32",) if quick else DTYPES)),
         shares=tuple(shares_of(text) for text in options.shares),
         headline=HEADLINE,
-        rounds=options.rounds or (5 if quick else 11),
+        rounds=options.rounds,
         link_gigabits=options.link,
     )
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__, rounds=11, quick="few sizes, 5 rounds", show=True)
     several = {"nargs": "+"}
     parser.add_argument(
-        "--ranks", type=int, **several, help="numbers of ranks, one run each (default: 2 4)"
+        "--ranks", type=at_least(2), default=[2, 4], **several, help="ranks, one run each"
     )
-    parser.add_argument("--operations", choices=OPERATIONS, **several, help="(default: all)")
+    parser.add_argument(
+        "--operations", choices=OPERATIONS, default=OPERATIONS, **several, help="collectives"
+    )
     parser.add_argument(
         "--providers",
         choices=PROVIDERS,
@@ -186,29 +184,16 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="GIGABITS",
         help="Gbit/s between two hosts (network namespaces) with half of the ranks each",
     )
-    parser.add_argument(
-        "--rounds", type=int, help="rounds of measurements (default: 11, with --quick: 5)"
-    )
-    parser.add_argument("--quick", action="store_true", help="few sizes and rounds")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
-    parser.add_argument(
-        "--show", type=Path, metavar="FILE", help="show the rows of a file without measuring"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against size")
     parser.add_argument("--verbose", action="store_true", help="print progress")
     parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.ranks = options.ranks or [2, 4]
-    options.operations = options.operations or OPERATIONS
+    if options.quick:
+        options.rounds = min(options.rounds, 5)
     on_one_host = [name for name in PROVIDERS if name not in ("hierarchical", *ALGORITHMS)]
     default = on_one_host if options.link is None else ACROSS_HOSTS
     options.providers = options.providers or default
     if options.link is not None and not options.link > 0:
         parser.error(f"--link must be above 0, got {options.link:g}")
-    if min(options.ranks) < 2:
-        parser.error(f"--ranks must be at least 2, got {min(options.ranks)}")
-    if options.rounds is not None and options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
     try:
         for text in options.shares:
             shares_of(text)

@@ -14,7 +14,6 @@ takes a third of the time.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import fcntl
 import mmap
 import os
@@ -25,25 +24,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-import provenance
 import torch
 import torch.distributed as dist
 from launch import LaunchError, run_ranks
-from memory_limits.process_memory import (
+from process_memory import (
     peak_resident_bytes,
     release_freed_memory,
     reset_peak,
     resident_bytes,
+    return_freed_memory,
 )
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rows import write_rows
+from rows import Column, Row, Target, new_console, new_parser, print_targets, table_of, write_rows
 from torch import nn
 
 import poplar
@@ -52,38 +47,24 @@ BLOCK = 1024
 CHUNK = 8 << 20
 TARGET = 0.8
 STALL = 0.05
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-KEPT_BYTES = 64 * 1024
-"""glibc returns larger blocks to the system while memory is measured."""
+MIB = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One stage; seconds are medians over rounds, of the slowest rank."""
-
-    benchmark: str
-    stage: int
-    ranks: int
-    bytes: int
-    write_seconds: float
-    """The yardstick: the same bytes, written and synced."""
-    save_seconds: float
-    read_seconds: float
-    """The yardstick: the same bytes, read into one small buffer."""
-    copy_out_seconds: float
-    """The same bytes, read and copied into new memory, as a load must do; one thread."""
-    load_seconds: float
-    copy_seconds: float
-    """Copying what a rank saves, as an asynchronous save does first."""
-    stall_seconds: float
-    """Until `CheckpointManager.save` returns, if it is asynchronous."""
-    save_peak_bytes: int
-    """Of the worst rank, above what it holds."""
-    unit_bytes: int
-    """The largest unit, unsharded."""
-    device: str
-    versions: str
-    commit: str
+COLUMNS = (
+    Column("stage", "stage"),
+    Column("MiB", lambda row: row["bytes"] / MIB, "{:.0f}"),
+    Column("write s", "write_seconds", "{:.2f}"),
+    Column("save s", "save_seconds", "{:.2f}"),
+    Column("of disk", lambda row: row["write_seconds"] / row["save_seconds"], "{:.0%}"),
+    Column("read s", "read_seconds", "{:.2f}"),
+    Column("new s", "copy_out_seconds", "{:.2f}"),
+    Column("load s", "load_seconds", "{:.2f}"),
+    Column("of disk", lambda row: row["read_seconds"] / row["load_seconds"], "{:.0%}"),
+    Column("copy s", "copy_seconds", "{:.3f}"),
+    Column("stall s", "stall_seconds", "{:.3f}"),
+    Column("peak MiB", lambda row: row["save_peak_bytes"] / MIB, "{:.1f}"),
+    Column("unit MiB", lambda row: row["unit_bytes"] / MIB, "{:.1f}"),
+)
 
 
 def main() -> None:
@@ -101,24 +82,15 @@ def main() -> None:
             rows.append(row_of(options, stage, times, memory))
     if options.output:
         write_rows(options.output, rows)
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    console.print(table(rows))
-    for row in rows:
-        console.print(verdict(row))
+    console = new_console()
+    console.print(table_of(rows, COLUMNS))
+    print_targets((target for row in rows for target in targets(row)), console)
 
 
 def row_of(options: argparse.Namespace, stage: int, times: Path, memory: Path) -> Row:
     """What the ranks have measured."""
     measured = {**torch.load(times), **torch.load(memory)}
-    return Row(
-        benchmark="checkpoint",
-        stage=stage,
-        ranks=options.ranks,
-        **measured,
-        device=provenance.device(),
-        versions=provenance.versions("torch"),
-        commit=provenance.commit(),
-    )
+    return Row.of("checkpoint", {"stage": stage, "ranks": options.ranks}, measured)
 
 
 def measure_times(options: argparse.Namespace, stage: int, folder: str, output: Path) -> None:
@@ -194,13 +166,6 @@ def measure_memory(options: argparse.Namespace, stage: int, folder: str, output:
     if rank == 0:
         unit = max(unit.unsharded_bytes for unit in optimizer._engine.units)
         torch.save({"save_peak_bytes": max(by_rank), "unit_bytes": unit}, output)
-
-
-def return_freed_memory() -> None:
-    """Let glibc return what is freed to the system at once, in this process."""
-    with suppress(OSError, AttributeError):  # not glibc
-        for setting in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-            ctypes.CDLL(None).mallopt(setting, KEPT_BYTES)
 
 
 def measure_asynchronous(
@@ -295,61 +260,31 @@ def drop_cache(path: Path) -> None:
     dist.barrier()
 
 
-def table(rows: list[Row]) -> Table:
-    """One line per stage."""
-    made = Table(box=SIMPLE_HEAD)
-    columns = ("stage", "MiB", "write s", "save s", "of disk", "read s", "new s", "load s")
-    for name in (*columns, "of disk", "copy s", "stall s", "peak MiB", "unit MiB"):
-        made.add_column(name, justify="right")
-    for row in rows:
-        made.add_row(
-            str(row.stage),
-            f"{row.bytes / 2**20:.0f}",
-            f"{row.write_seconds:.2f}",
-            f"{row.save_seconds:.2f}",
-            f"{row.write_seconds / row.save_seconds:.0%}",
-            f"{row.read_seconds:.2f}",
-            f"{row.copy_out_seconds:.2f}",
-            f"{row.load_seconds:.2f}",
-            f"{row.read_seconds / row.load_seconds:.0%}",
-            f"{row.copy_seconds:.3f}",
-            f"{row.stall_seconds:.3f}",
-            f"{row.save_peak_bytes / 2**20:.1f}",
-            f"{row.unit_bytes / 2**20:.1f}",
-        )
-    return made
-
-
-def verdict(row: Row) -> str:
-    """What of the targets is met."""
-    beyond = (row.stall_seconds - row.copy_seconds) / row.save_seconds
-    checks = {
-        f"saves at {TARGET:.0%} of the disk": row.write_seconds >= TARGET * row.save_seconds,
-        f"loads at {TARGET:.0%} of the disk": row.read_seconds >= TARGET * row.load_seconds,
-        "saving needs at most a unit": row.save_peak_bytes <= row.unit_bytes,
-        f"stalls {beyond:.1%} of a save beyond the copy, at most {STALL:.0%}": beyond <= STALL,
-    }
-    return f"stage {row.stage}: " + "; ".join(list(marked(checks)))
-
-
-def marked(checks: dict[str, bool]) -> Iterator[str]:
-    """The checks with yes or no."""
-    for text, met in checks.items():
-        yield f"{text}: {'yes' if met else 'no'}"
+def targets(row: Row) -> Iterator[Target]:
+    """Seconds of saving and loading against the disk's; the stall and the peak of saving."""
+    case = f"stage {row['stage']}"
+    saving = row["write_seconds"] / row["save_seconds"]
+    loading = row["read_seconds"] / row["load_seconds"]
+    beyond = (row["stall_seconds"] - row["copy_seconds"]) / row["save_seconds"]
+    units = row["save_peak_bytes"] / row["unit_bytes"]
+    yield Target(case=case, what="saves at the disk's speed", value=saving, wanted=TARGET)
+    yield Target(case=case, what="loads at the disk's speed", value=loading, wanted=TARGET)
+    for what, value, wanted in (
+        ("saving needs so many units", units, 1.0),
+        ("stalls beyond the copy, of a save", beyond, STALL),
+    ):
+        yield Target(case=case, what=what, value=value, wanted=wanted, at_most=True)
 
 
 def parse_options() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--parameters", type=int, default=64, help="millions (default: 64)")
-    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
+    parser = new_parser(__doc__, rounds=6, quick="8 million parameters, 2 rounds, stage 3")
+    parser.add_argument("--parameters", type=int, default=64, help="millions")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of this host")
     parser.add_argument(
-        "--stages", nargs="+", type=int, choices=range(4), default=[1, 3], help="default: 1 3"
+        "--stages", nargs="+", type=int, choices=range(4), default=[1, 3], help="stages"
     )
-    parser.add_argument("--rounds", type=int, default=6, help="default: 6")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
-    parser.add_argument("--quick", action="store_true", help="8 million parameters, 2 rounds")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
     options = parser.parse_args()
     if options.quick:
         options.parameters, options.rounds, options.stages = 8, 2, [3]

@@ -9,15 +9,12 @@ faster. Either way, cores do not enter idle states where that can be set (`idle_
         run_ranks(work, 3, ranks)          # work calls ranks.enter(dist.get_rank()) first
 
 The control groups are removed at the end of the `with` block, by a guard process if this process is
-killed, and by the next run if both are killed. `measured_speeds` measures what
-quotas really do, and so does
-
-    python benchmarks/emulation.py 1.0 0.5 0.25
+killed (this file as a program), and by the next run if both are killed. `measured_speeds` measures
+what quotas really do.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import re
@@ -384,17 +381,12 @@ def _start_of(pid: int) -> int | None:
 def _start_guard(groups: Sequence[Path]) -> subprocess.Popen[bytes]:
     """Start a process that removes the groups when this process ends for any reason."""
     return subprocess.Popen(
-        [sys.executable, "-S", "-E", __file__, "--guard", *map(str, groups)],
+        [sys.executable, "-S", "-E", __file__, *map(str, groups)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # not affected by Ctrl-C
     )
-
-
-def _guard(groups: Sequence[str]) -> None:
-    sys.stdin.buffer.read()  # returns when the parent process ends
-    remove([Path(group) for group in groups])
 
 
 def spin(seconds: float) -> float:
@@ -427,45 +419,6 @@ def measured_speeds(
     return tuple(speed / max(speeds) for speed in speeds)
 
 
-def _show_speeds(ranks: Ranks, fractions: Sequence[float], seconds: float) -> None:
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    ranks.enter(rank)
-    speeds = measured_speeds(seconds)
-    if rank == 0:
-        print("rank  quota  requested  measured")
-        for number, (fraction, speed) in enumerate(zip(fractions, speeds, strict=True)):
-            requested = fraction / max(fractions)
-            print(f"{number:>4}  {fraction:>5.2f}  {requested:>9.2f}  {speed:>8.3f}")
-
-
-def main() -> None:
-    """Compare requested quotas with measured speeds."""
-    parser = argparse.ArgumentParser(
-        description="Compare the speeds of processes under CPU quotas with the quotas.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "fractions", type=float, nargs="*", default=[1.0, 0.5], help="fractions of a core"
-    )
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long to spin")
-    parser.add_argument("--guard", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.guard:
-        _guard(options.guard)
-        return
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-    from launch import LaunchError, run_ranks
-
-    try:
-        with EmulatedCluster.quotas(options.fractions) as ranks:
-            count = len(options.fractions)
-            run_ranks(_show_speeds, count, ranks, options.fractions, options.seconds)
-    except (EmulationUnavailable, ValueError, LaunchError) as failure:
-        print(failure, file=sys.stderr)
-        raise SystemExit(1) from None
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # the guard
+    sys.stdin.buffer.read()  # returns when the parent process ends
+    remove([Path(name) for name in sys.argv[1:]])

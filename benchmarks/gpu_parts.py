@@ -71,20 +71,8 @@ def parts(output: Path, device: str) -> list[Part]:
         ),
         of_tests("operators", OPERATORS if cuda else ("unit/test_ops.py", "-k", "pack"), 90),
         step(output, device),
-        of_ranks("two ranks: gathers", ["gathers"], device, rows, 45),
         unequal(output, device),
         sanitizer(cuda),
-        Part(
-            name="kernels",
-            command=[
-                *(HERE / "kernels.py", "--device", device, "--no-peers"),
-                *("--output", output / "kernels.jsonl", "--rounds", "11" if cuda else "1"),
-                *(() if cuda else ("--tensors", "gpt-124m", "--operations", "pack")),
-            ],
-            seconds=90,
-            verdict=">= ",
-            spare=True,
-        ),
     ]
     return found
 

@@ -7,7 +7,6 @@ r"""Two unequal ranks on one GPU: training against one process, delays, failures
     late      a rank that comes after the deadline: the other one raises in time and lives on
     exits     a rank whose process ends: the other one raises in time and lives on
     memory    memory runs out at each allocation of a step: all ranks raise, and the next step works
-    gathers   seconds of the host per all-gather, by the call that is used
 
     python benchmarks/gpu_ranks.py exact delays --output rows.jsonl
     python benchmarks/gpu_ranks.py memory --device cpu --seconds 60
@@ -19,7 +18,6 @@ CPU the same code runs on gloo.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -29,17 +27,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
 import torch.distributed as dist
+from rows import Row, read_rows, write_rows
 from single_gpu import nccl, ranks
 from two_ranks.delays import delays
 from two_ranks.exact import exact
 from two_ranks.failures import exits, late, raises
-from two_ranks.gathers import gathers
 from two_ranks.memory import memory
-from two_ranks.rank import RANKS, ROWS, Rank, Row
+from two_ranks.rank import BENCHMARK, RANKS, ROWS, Rank
 from watchdog import Ended, watch
 
 TASKS: dict[str, Callable[[Rank], None]] = {
-    task.__name__: task for task in (exact, delays, raises, late, exits, memory, gathers)
+    task.__name__: task for task in (exact, delays, raises, late, exits, memory)
 }
 
 
@@ -77,24 +75,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 folder,
                 seconds=options.seconds,
             )
-            rows = folder / ROWS
-            lines = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
+            path = folder / ROWS
+            rows = read_rows(path, BENCHMARK) if path.exists() else []
             if options.output:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                with options.output.open("a", encoding="utf-8") as file:
-                    file.writelines(line + "\n" for line in lines)
-            failed += show(task, lines, ended)
+                write_rows(options.output, rows)
+            failed += show(task, rows, ended)
     print(f"{len(options.tasks) - len(set(failed))} of {len(options.tasks)} tasks passed")
     sys.exit(int(bool(failed)))
 
 
-def show(task: str, lines: Sequence[str], ended: Ended) -> list[str]:
+def show(task: str, rows: Sequence[Row], ended: Ended) -> list[str]:
     """Print the rows of a task; returns its name if it failed."""
-    rows = [Row(**json.loads(line)) for line in lines]
     for row in rows:
-        figures = ", ".join(f"{name} {value:.3g}" for name, value in row.figures.items())
-        print(f"{row.task}, {row.case}: {'ok' if row.ok else 'WRONG'}. {figures} {row.message}")
-    ok = ended.verdict == "ok" and bool(rows) and all(row.ok for row in rows)
+        numbers = {k: v for k, v in row.figures.items() if k not in ("ok", "message")}
+        figures = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+        verdict = "ok" if row["ok"] else "WRONG"
+        print(f"{row['task']}, {row['case']}: {verdict}. {figures} {row['message']}")
+    ok = ended.verdict == "ok" and bool(rows) and all(row["ok"] for row in rows)
     if ended.verdict != "ok":
         print(f"{task}: {ended.report}")
     return [] if ok else [task]

@@ -16,21 +16,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-import provenance
 from rich.console import Console
-from rows import write_rows
+from rows import Row, at_least, new_console, print_targets, read_rows, table_of, write_rows
 from single_gpu import ranks
 from single_gpu.cases import CASES
-from single_gpu.command import new_console, new_parser, require_device
+from single_gpu.command import gpu_parser, require_device
 from single_gpu.engines import WAYS
-from single_gpu.step_measure import measure
-from single_gpu.step_row import StepRow, load_rows
-from single_gpu.step_table import table_of, verdicts_table
-from single_gpu.step_targets import MEMORY_OF, verdicts
+from single_gpu.step_measure import measure, new_row
+from single_gpu.step_report import COLUMNS, MEMORY_OF, targets
 from watchdog import Ended, unused, watch
 
 MODES = ("eager", "compiled")
@@ -38,7 +34,7 @@ SIZES = ("350M", "1.1B", "85M", "350M x4")
 """The most important first: time may be up before the last."""
 LATE_SECONDS = 45.0
 """Given to the rank beyond its budget before it counts as hung; compilation takes long."""
-STEP, ROWS = "step", "rows.jsonl"
+STEP, ROWS, BENCHMARK = "step", "rows.jsonl", "gpu_step"
 
 
 def main() -> None:
@@ -49,7 +45,7 @@ def main() -> None:
         ranks.leave()
     console = new_console()
     if options.show:
-        show(load_rows(options.show), console)
+        show(read_rows(options.show, BENCHMARK), console)
         return
     require_device(options.device)
     with tempfile.TemporaryDirectory(prefix="poplar-step-") as name:
@@ -62,7 +58,7 @@ def main() -> None:
             seconds=options.seconds + LATE_SECONDS,
         )
         console.print((folder / "rank-0.log").read_text(encoding="utf-8"), markup=False, end="")
-        found = load_rows(folder / ROWS) if (folder / ROWS).exists() else []
+        found = read_rows(folder / ROWS, BENCHMARK) if (folder / ROWS).exists() else []
     if ended.verdict != "ok":
         found += rows_of_interrupted(found, ended, options)
     if options.output:
@@ -71,7 +67,7 @@ def main() -> None:
         show(found, console)
     if ended.verdict != "ok":
         console.print(ended.report, markup=False)
-    failed = [row for row in found if row.failed]
+    failed = [row for row in found if row["failed"]]
     asked = len(options.sizes) * len(options.modes) * len(options.ways)
     console.print(f"{len(found) - len(failed)} of {asked} ways measured")
     sys.exit(int(ended.verdict != "ok" or bool(failed) or not found))
@@ -103,8 +99,9 @@ def run_cases(options: argparse.Namespace) -> None:
         )
         write_rows(options.inside / ROWS, found)
         taken = time.monotonic() - began
-        longest = max(longest, taken / max(1, found[0].rounds))
-        print(f"{name}: {found[0].rounds} rounds in {taken:.0f} s")
+        rounds = found[0]["rounds"]
+        longest = max(longest, taken / max(1, rounds))
+        print(f"{name}: {rounds} rounds in {taken:.0f} s")
 
 
 def cases_of(options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -113,57 +110,41 @@ def cases_of(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def rows_of_interrupted(
-    found: Sequence[StepRow], ended: Ended, options: argparse.Namespace
-) -> list[StepRow]:
+    found: Sequence[Row], ended: Ended, options: argparse.Namespace
+) -> list[Row]:
     """Rows that say that the rank hung or failed in the first case that has no rows."""
-    done = {(row.case, "compiled" if row.compiled else "eager") for row in found}
-    for size, mode in cases_of(options):
-        if (size, mode) not in done:
-            return [
-                StepRow(
-                    case=size,
-                    compiled=mode == "compiled",
-                    way=way,
-                    ms=None,
-                    GiB=None,
-                    steps=0,
-                    failed=f"the rank ended with: {ended.verdict}",
-                    device=provenance.device(options.device),
-                    versions=provenance.versions("torch", "triton"),
-                    commit=provenance.commit(),
-                    day=date.today().isoformat(),
-                )
-                for way in options.ways
-            ]
-    return []
+    done = {(row["size"], "compiled" if row["compiled"] else "eager") for row in found}
+    left = [case for case in cases_of(options) if case not in done]
+    figures = dict.fromkeys(("ms", "GiB", "over_plain", "over_fsdp2", "loss"))
+    return [
+        new_row(
+            CASES[size],
+            way,
+            mode == "compiled",
+            options.device,
+            {**figures, "steps": 0, "failed": f"the rank ended with: {ended.verdict}"},
+        )
+        for size, mode in left[:1]
+        for way in options.ways
+    ]
 
 
-def show(rows: Sequence[StepRow], console: Console) -> None:
+def show(rows: Sequence[Row], console: Console) -> None:
     """Print the rows and how many targets they meet."""
-    console.print(table_of(rows))
-    judged = list(verdicts(rows))
-    if judged:
-        console.print(verdicts_table(judged))
-    met = sum(verdict.met for verdict in judged)
-    console.print(f"{met} of {len(judged)} targets met")
+    console.print(table_of(rows, COLUMNS))
+    print_targets(targets(rows), console)
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = new_parser((__doc__ or "").partition("\n")[0])
+    parser = gpu_parser(__doc__, rounds=3)
     several = {"nargs": "+"}
-    parser.add_argument(
-        "--sizes", choices=CASES, default=SIZES, help=f"(default: {' '.join(SIZES)})", **several
-    )
-    parser.add_argument("--modes", choices=MODES, default=MODES, help="(default: both)", **several)
-    parser.add_argument("--ways", choices=WAYS, default=WAYS, help="(default: all)", **several)
+    parser.add_argument("--sizes", choices=CASES, default=SIZES, help="models", **several)
+    parser.add_argument("--modes", choices=MODES, default=MODES, help="of the blocks", **several)
+    parser.add_argument("--ways", choices=WAYS, default=WAYS, help="engines", **several)
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile")
-    parser.add_argument("--rounds", type=int, default=3, help="at most (default: 3)")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for all cases (default: 600)")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
-    return options
+    parser.add_argument("--seconds", type=at_least(1.0), default=600.0, help="for all cases")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

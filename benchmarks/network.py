@@ -5,25 +5,18 @@
 
 Ranks of one host communicate within their namespace, at the speed of memory. Each host has a link
 to a switch: a veth whose two ends are shaped by `tc tbf`. Needs root and iproute2. The namespaces
-are removed at the end of the `with` block, or by a guard process if this process is killed. Always
-measure the rate:
-
-    python benchmarks/network.py --gigabits 1
+are removed at the end of the `with` block, or by a guard process if this process is killed: this
+file as a program.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import itertools
-import multiprocessing
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -42,7 +35,6 @@ INTERFACE = "poplar0"
 BRIDGE = "switch0"
 """The bridge that joins the links, in a namespace of its own."""
 CLONE_NEWNET = 0x40000000
-PORT = 29_400
 
 _SERIAL = itertools.count()
 
@@ -191,7 +183,7 @@ def run(*command: str) -> str:
 def _start_guard(names: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a process that removes the namespaces when this process has ended."""
     return subprocess.Popen(
-        [sys.executable, __file__, "--guard", *names],
+        [sys.executable, __file__, *names],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -199,72 +191,6 @@ def _start_guard(names: Sequence[str]) -> subprocess.Popen[bytes]:
     )
 
 
-def measured_rate(hosts: Hosts, seconds: float = 2.0) -> tuple[float, float]:
-    """Bits per second from host 0 to 1 and back, both at the same time, through plain sockets."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(2, maxtasksperchild=1) as pool:
-        ends = [pool.apply_async(_send_and_receive, (hosts, host, seconds)) for host in (0, 1)]
-        received = [end.get(timeout=60) for end in ends]
-    return received[1], received[0]
-
-
-def _send_and_receive(hosts: Hosts, host: int, seconds: float) -> float:
-    """Send at full speed and return the received bits per second."""
-    hosts.enter(host)
-    connection = _connect(hosts, host)
-    stop = time.monotonic() + seconds
-
-    def send() -> None:
-        block = bytes(1 << 20)
-        with suppress(OSError):
-            while time.monotonic() < stop:
-                connection.sendall(block)
-
-    sender = threading.Thread(target=send, daemon=True)
-    received, start = 0, time.monotonic()
-    sender.start()
-    while time.monotonic() < stop:
-        received += len(connection.recv(1 << 20))
-    return 8 * received / (time.monotonic() - start)
-
-
-def _connect(hosts: Hosts, host: int) -> socket.socket:
-    if host == 0:
-        with socket.create_server((hosts.address(0), PORT)) as server:
-            server.settimeout(30)
-            return server.accept()[0]
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            return socket.create_connection((hosts.address(0), PORT), timeout=30)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-
-
-def main() -> None:
-    """Measure the actual rate of a link on this machine."""
-    parser = argparse.ArgumentParser(description="Measure a shaped link between two namespaces.")
-    parser.add_argument(
-        "--gigabits", type=float, default=1.0, help="Gbit/s of the link (default: 1)"
-    )
-    parser.add_argument("--guard", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.guard:
-        sys.stdin.buffer.read()  # ends when the parent process closes its end or exits
-        remove(options.guard)
-        return
-    try:
-        with EmulatedNetwork(hosts=2, bits_per_second=1e9 * options.gigabits) as hosts:
-            forward, back = measured_rate(hosts)
-    except (EmulationUnavailable, ValueError) as failure:
-        print(failure, file=sys.stderr)
-        raise SystemExit(1) from None
-    print(
-        f"requested {options.gigabits:g}, measured {forward / 1e9:.3f} and {back / 1e9:.3f} Gbit/s"
-    )
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # the guard
+    sys.stdin.buffer.read()  # ends when the parent process closes its end or exits
+    remove(sys.argv[1:])

@@ -23,19 +23,14 @@ shape is ours. The A800 has the peak of an A100 and slower links.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import provenance
 import roofline_errors
-from rich.console import Console
-from rich.table import Table
-from rows import write_rows
+from rows import Column, Row, new_console, new_parser, table_of, write_rows
 
 from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.estimate import estimate, gain
@@ -104,38 +99,6 @@ class Case:
         return simulated_cluster(ClusterFile.from_dict(content), self.job)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One policy on one case. Speed-ups compare plans at the same stage."""
-
-    simulated: bool
-    cluster: str
-    strong: str
-    weak: str
-    strong_count: int
-    weak_count: int
-    links: str
-    model: str
-    sequence: int
-    stage: int
-    global_batch: int
-    policy: str
-    tflops: float | None
-    tflops_low: float | None
-    tflops_high: float | None
-    of_sum_of_speeds: float | None
-    over_even: float | None
-    over_even_low: float | None
-    over_even_high: float | None
-    over_flops: float | None
-    passes: int | None
-    """Largest number of passes of a rank."""
-    why_not: str
-    """Why no plan fits; else empty."""
-    day: str
-    commit: str
-
-
 def cases(
     clusters: Iterable[str],
     models: Iterable[str],
@@ -200,50 +163,43 @@ def _row(
         for name, other in others.items()
         if fits and isinstance(other, Plan)
     }
-    even, flops = gains.get("even"), gains.get("flops")
-    return Row(
-        simulated=True,
-        **asdict(case),
-        sequence=case.job.sequence,
-        global_batch=case.global_batch,
-        policy=policy,
-        tflops=worth.tflops.middle if worth else None,
-        tflops_low=worth.tflops.low if worth else None,
-        tflops_high=worth.tflops.high if worth else None,
-        of_sum_of_speeds=worth.of_sum_of_speeds.middle if worth else None,
-        over_even=even.middle if even else None,
-        over_even_low=even.low if even else None,
-        over_even_high=even.high if even else None,
-        over_flops=flops.middle if flops else None,
-        passes=max(map(len, plan.micro_batches)) if fits else None,
-        why_not="" if fits else plan,
-        day=time.strftime("%Y-%m-%d", time.gmtime()),
-        commit=provenance.commit(),
-    )
+    best = {"even": gains.get("even"), "flops": gains.get("flops")}
+    figures: dict[str, Any] = {"tflops": None, "tflops_low": None, "tflops_high": None}
+    if worth:
+        low, middle, high = worth.tflops.low, worth.tflops.middle, worth.tflops.high
+        figures = {"tflops": middle, "tflops_low": low, "tflops_high": high}
+    for name, one in best.items():
+        figures |= {
+            f"over_{name}": one.middle if one else None,
+            f"over_{name}_low": one.low if one else None,
+            f"over_{name}_high": one.high if one else None,
+        }
+    figures |= {
+        "of_sum_of_speeds": worth.of_sum_of_speeds.middle if worth else None,
+        # The largest number of passes of a rank.
+        "passes": max(map(len, plan.micro_batches)) if fits else None,
+        # Why no plan fits; else empty.
+        "why_not": "" if fits else plan,
+    }
+    what = {**asdict(case), "sequence": case.job.sequence, "global_batch": case.global_batch}
+    return Row.of("paper", {**what, "policy": policy}, figures, packages=())
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """The printed table, one line per policy."""
-    shown = Table(title="simulated", show_header=True)
-    for name in ("", "cluster", "links", "model", "stage", "policy", "TFLOP/s", "of the sum"):
-        shown.add_column(name)
-    for name in ("over even", "over flops", "passes"):
-        shown.add_column(name)
-    for row in rows:
-        shown.add_row(
-            "simulated",
-            f"{row.strong}:{row.weak} {row.strong_count}:{row.weak_count}",
-            row.links,
-            row.model,
-            str(row.stage),
-            row.policy,
-            _interval(row.tflops, row.tflops_low, row.tflops_high, ".0f") or "does not fit",
-            "" if row.of_sum_of_speeds is None else f"{100 * row.of_sum_of_speeds:.0f} %",
-            _interval(row.over_even, row.over_even_low, row.over_even_high, ".2f"),
-            "" if row.over_flops is None else f"{row.over_flops:.2f}",
-            "" if row.passes is None else str(row.passes),
-        )
-    return shown
+def _range(name: str, row: Row) -> tuple[float, float, float] | None:
+    if row[name] is None:
+        return None
+    return row[name], row[f"{name}_low"], row[f"{name}_high"]
+
+
+COLUMNS = (
+    Column("cluster", lambda row: _name(row)),
+    Column("policy", "policy"),
+    Column("TFLOP/s", partial(_range, "tflops"), "{:.0f} ({:.0f} to {:.0f})"),
+    Column("of sum of speeds", "of_sum_of_speeds", "{:.0%}"),
+    Column("over even", partial(_range, "over_even"), "{:.2f} ({:.2f} to {:.2f})"),
+    Column("over flops", "over_flops", "{:.2f}"),
+    Column("passes", "passes"),
+)
 
 
 def findings(rows: Sequence[Row]) -> Iterator[str]:
@@ -274,50 +230,17 @@ def findings(rows: Sequence[Row]) -> Iterator[str]:
             f"to {max(ratios):.2f}x. This does not measure the authors' code."
         )
     yield from _over_one_kind(rows)
-    yield from _only_exact(rows)
-    yield from _link_effects(rows)
-    yield from _largest_gain(rows)
-
-
-def _largest_gain(rows: Sequence[Row]) -> Iterator[str]:
-    """Whether the reconstruction reaches the published largest gain, or which ratio would."""
-    known = [row for row in rows if row.policy == "paper" and row.over_even is not None]
-    if not known:
-        return
-    most = max(known, key=lambda row: row.over_even or 0.0)
-    if (most.over_even or 0.0) >= PUBLISHED[1]:
-        yield "simulated: the reconstruction reaches the published largest gain."
-        return
-    strong, weak = most.strong_count, most.weak_count
-    needed = ((strong + weak) * PUBLISHED[1] - weak) / strong
-    yield (
-        f"simulated: the published largest gain over a baseline, {PUBLISHED[1]}x, is not reached "
-        f"over even ({most.over_even:.2f}x). If a device is k times as fast as another, a of the "
-        "first and b of the second gain (a k + b) / (a + b) by balance alone: "
-        f"{strong} and {weak} need k = {needed:.1f}, and {_name(most)} is simulated with "
-        f"k = {_ratio(rows, most)}. A slower weak device, other links or another baseline could "
-        "explain the difference."
-    )
-
-
-def _ratio(rows: Sequence[Row], of: Row) -> str:
-    """Speed of a strong device over a weak one, each device type alone."""
-    strong = _by_case(rows, "strong").get(_key(of))
-    weak = _by_case(rows, "weak").get(_key(of))
-    if strong is None or weak is None:
-        return "unknown (one device type alone does not fit)"
-    return f"{strong / of.strong_count / (weak / of.weak_count):.1f}"
 
 
 def _span(rows: Sequence[Row], policy: str, label: str) -> str:
-    known = [row for row in rows if row.policy == policy and row.over_even is not None]
+    known = [row for row in rows if row["policy"] == policy and row["over_even"] is not None]
     if not known:
         return f"simulated: {label} has no case in which it and even both fit."
-    least = min(known, key=lambda row: row.over_even or 0.0)
-    most = max(known, key=lambda row: row.over_even or 0.0)
+    least = min(known, key=lambda row: row["over_even"])
+    most = max(known, key=lambda row: row["over_even"])
     return (
-        f"simulated: {label} over even: {least.over_even:.2f}x ({_name(least)}) to "
-        f"{most.over_even:.2f}x ({_name(most)}); published {PUBLISHED[0]} to {PUBLISHED[1]}x "
+        f"simulated: {label} over even: {least['over_even']:.2f}x ({_name(least)}) to "
+        f"{most['over_even']:.2f}x ({_name(most)}); published {PUBLISHED[0]} to {PUBLISHED[1]}x "
         "over its baselines."
     )
 
@@ -333,7 +256,7 @@ def _over_one_kind(rows: Sequence[Row]) -> Iterator[str]:
                 f"to {max(ratios):.2f}x. The published range covers all baselines."
             )
     mixed, strong = _by_case(rows, "exact"), _by_case(rows, "strong")
-    for links in dict.fromkeys(row.links for row in rows):
+    for links in dict.fromkeys(row["links"] for row in rows):
         places = [key for key in mixed if key in strong and key[0] == links]
         lost = [key for key in places if strong[key] > mixed[key]]
         yield (
@@ -342,84 +265,40 @@ def _over_one_kind(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _only_exact(rows: Sequence[Row]) -> Iterator[str]:
-    keys = {policy: set(_by_case(rows, policy)) for policy in POLICIES}
-    more = keys["exact"] - keys["even"]
-    if more:
-        yield (
-            f"simulated: in {len(more)} cases the exact policy has a plan and even has none "
-            "(uneven shares); the speed-ups above do not include them."
-        )
-
-
-def _link_effects(rows: Sequence[Row]) -> Iterator[str]:
-    """By stage, the number of cases whose gain depends on the links by more than 10 %."""
-    links = list(dict.fromkeys(row.links for row in rows))
-    if len(links) < 2:
-        yield f"Links: {', '.join(links)} only; the effect of links on gains was not evaluated."
-        return
-    gains: dict[tuple[Any, ...], list[float]] = {}
-    for row in rows:
-        if row.policy == "exact" and row.over_even is not None:
-            _, *place = _key(row)
-            gains.setdefault(tuple(place), []).append(row.over_even)
-    for stage in sorted({place[-1] for place in gains}):
-        changes = [
-            max(values) / min(values) - 1.0
-            for place, values in gains.items()
-            if place[-1] == stage and len(values) > 1
-        ]
-        affected = sum(change > 0.1 for change in changes)
-        if changes:
-            yield (
-                f"simulated: stage {stage}: the exact policy's gain over even changes by more than "
-                f"10 % with the links ({', '.join(links)}) in {affected} of {len(changes)} cases, "
-                f"at most by {100 * max(changes):.0f} %."
-            )
-
-
 def _key(row: Row) -> tuple[Any, ...]:
-    return (
-        row.links,
-        row.cluster,
-        row.strong_count,
-        row.weak_count,
-        row.model,
-        row.stage,
-    )
+    names = ("links", "cluster", "strong_count", "weak_count", "model", "stage")
+    return tuple(row[name] for name in names)
 
 
 def _by_case(rows: Sequence[Row], policy: str) -> dict[tuple[Any, ...], float]:
     """TFLOP/s of one policy by case."""
     return {
-        _key(row): row.tflops for row in rows if row.policy == policy and row.tflops is not None
+        _key(row): row["tflops"]
+        for row in rows
+        if row["policy"] == policy and row["tflops"] is not None
     }
 
 
 def _name(row: Row) -> str:
     return (
-        f"{row.strong_count} {row.strong} + {row.weak_count} {row.weak}, {row.model}, "
-        f"stage {row.stage}, {row.links}"
+        f"{row['strong_count']} {row['strong']} + {row['weak_count']} {row['weak']}, "
+        f"{row['model']}, stage {row['stage']}, {row['links']}"
     )
-
-
-def _interval(middle: float | None, low: float | None, high: float | None, form: str) -> str:
-    if middle is None:
-        return ""
-    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 def main() -> None:
     """Run all cases and print the table and the findings."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, help="append rows as JSON lines")
-    parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES)
-    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
-    parser.add_argument(
-        "--quick", action="store_true", help="one device count and one type of links"
-    )
+    parser = new_parser(__doc__, quick="one device count and one type of links")
+    for name, choices in (
+        ("clusters", list(CLUSTERS)),
+        ("models", MODELS),
+        ("stages", STAGES),
+        ("links", list(LINKS)),
+    ):
+        kind = type(choices[0])
+        parser.add_argument(
+            f"--{name}", nargs="+", type=kind, choices=choices, default=choices, help=name
+        )
     arguments = parser.parse_args()
     links, counts = arguments.links, COUNTS
     if arguments.quick:
@@ -430,10 +309,10 @@ def main() -> None:
         print(f"\r{number} of {len(wanted)}", end="", file=sys.stderr, flush=True)
         rows += rows_of(case)
     print(file=sys.stderr)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(table(rows))
+    console = new_console()
+    console.print(table_of(rows, COLUMNS, "simulated"))
     for line in findings(rows):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, markup=False)
     if arguments.output is not None:
         write_rows(arguments.output, rows)
 

@@ -27,15 +27,12 @@ and settings with their sources. `hap-8` is the whole cluster of HAP, `hap-1` on
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 
 from published_clusters.published import EVALUATIONS
-from published_clusters.row import Row, rows_of
-from published_clusters.table import findings, markdown, table
-from rich.console import Console
-from rows import write_rows
+from published_clusters.row import rows_of
+from published_clusters.table import COLUMNS, findings, markdown
+from rows import Row, new_console, new_parser, read_rows, table_of, write_rows
 
 MODELS = tuple(dict.fromkeys(model for one in EVALUATIONS.values() for model in one.models))
 QUICK = ("hap-1", "heterog")
@@ -44,12 +41,11 @@ QUICK = ("hap-1", "heterog")
 
 def main() -> None:
     """Run all cases and print the tables and the findings."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, help="append rows as JSON lines")
-    parser.add_argument("--cluster", nargs="+", choices=EVALUATIONS, default=list(EVALUATIONS))
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--quick", action="store_true", help="two clusters with one model each")
-    parser.add_argument("--show", type=Path, help="print these rows instead of simulating")
+    parser = new_parser(__doc__, quick="two clusters with one model each", show=True)
+    parser.add_argument(
+        "--cluster", nargs="+", choices=EVALUATIONS, default=list(EVALUATIONS), help="clusters"
+    )
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS, help="models")
     parser.add_argument("--markdown", action="store_true", help="print one Markdown table")
     arguments = parser.parse_args()
     rows = _shown(arguments) if arguments.show else _simulated(parser, arguments)
@@ -62,9 +58,11 @@ def main() -> None:
 
 
 def _shown(arguments: argparse.Namespace) -> list[Row]:
-    lines = arguments.show.read_text("utf-8").splitlines()
-    rows = [Row(**json.loads(line)) for line in lines]
-    return [r for r in rows if r.cluster in arguments.cluster and r.model in arguments.model]
+    return [
+        row
+        for row in read_rows(arguments.show, "per_tensor")
+        if row["cluster"] in arguments.cluster and row["model"] in arguments.model
+    ]
 
 
 def _simulated(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Row]:
@@ -86,11 +84,12 @@ def _simulated(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
 
 
 def _print(rows: list[Row]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for name in dict.fromkeys(row.cluster for row in rows):
-        console.print(table([row for row in rows if row.cluster == name]))
+    console = new_console()
+    for name in dict.fromkeys(row["cluster"] for row in rows):
+        own = [row for row in rows if row["cluster"] == name]
+        console.print(table_of(own, COLUMNS, f"simulated: {name}: {own[0]['hosts']}"))
     for line in findings(rows):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, markup=False)
 
 
 if __name__ == "__main__":

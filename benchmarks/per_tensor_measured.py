@@ -13,11 +13,11 @@ of each cluster and model. "plan" in the column of programmes: none was predicte
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from rows import NOTHING, Row, markdown_table, read_rows
 
 ROWS = Path(__file__).parent / "results/per_tensor_measured.jsonl"
 HEADINGS = (
@@ -34,14 +34,11 @@ HEADINGS = (
     "over the best peer",
 )
 
-JsonRow = Mapping[str, Any]
 
-
-def read_cases(path: Path) -> dict[tuple[str, str], list[JsonRow]]:
+def read_cases(path: Path) -> dict[tuple[str, str], list[Row]]:
     """Rows by cluster and model, of their latest run, in the order of the file."""
-    cases: dict[tuple[str, str], list[JsonRow]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    cases: dict[tuple[str, str], list[Row]] = {}
+    for row in read_rows(path, "train"):
         own = cases.setdefault((row["cluster"], row["model"]), [])
         if own and own[0]["run"] != row["run"]:
             own.clear()
@@ -50,7 +47,7 @@ def read_cases(path: Path) -> dict[tuple[str, str], list[JsonRow]]:
     return cases
 
 
-def fastest(rows: Sequence[JsonRow], provider: str, *policies: str) -> float | None:
+def fastest(rows: Sequence[Row], provider: str, *policies: str) -> float | None:
     """Samples per second at the faster stage; None if nothing ran."""
     return max(
         (
@@ -62,20 +59,20 @@ def fastest(rows: Sequence[JsonRow], provider: str, *policies: str) -> float | N
     )
 
 
-def without_factors(rows: Sequence[JsonRow]) -> float | None:
+def without_factors(rows: Sequence[Row]) -> float | None:
     """Of Poplar's plans: where factors were chosen, of the plan that must not use them."""
     factored = {row["stage"] for row in rows if row["policy"] == "unfactored"}
     plain = [row for row in rows if row["policy"] != "exact" or row["stage"] not in factored]
     return fastest(plain, "poplar", "exact", "unfactored")
 
 
-def with_factors(rows: Sequence[JsonRow]) -> float | None:
+def with_factors(rows: Sequence[Row]) -> float | None:
     """Of Poplar's plans that send factors; None if none does."""
     factored = {row["stage"] for row in rows if row["policy"] == "unfactored"}
     return fastest([row for row in rows if row["stage"] in factored], "poplar", "exact")
 
 
-def cells(rows: Sequence[JsonRow]) -> list[str]:
+def cells(rows: Sequence[Row]) -> list[str]:
     """One line of the table, without cluster and model."""
     peers = [
         fastest(rows, "ddp", "even"),
@@ -85,14 +82,14 @@ def cells(rows: Sequence[JsonRow]) -> list[str]:
     programme = fastest(rows, "poplar", "programme")
     own = [without_factors(rows), with_factors(rows), programme]
     speeds = [*peers, fastest(rows, "poplar", "even"), fastest(rows, "poplar", "flops"), *own]
-    texts = ["–" if speed is None else f"{speed:.0f}" for speed in speeds]
+    texts = [NOTHING if speed is None else f"{speed:.0f}" for speed in speeds]
     if programme is None:
         texts[-1] = "plan"
     known, best = ([s for s in group if s is not None] for group in (peers, own))
-    return [*texts, f"{max(best) / max(known):.2f}x" if known and best else "–"]
+    return [*texts, f"{max(best) / max(known):.2f}x" if known and best else NOTHING]
 
 
-def errors(rows: Sequence[JsonRow], *policies: str) -> list[float]:
+def errors(rows: Sequence[Row], *policies: str) -> list[float]:
     """Of predicted step times, relative to measured ones."""
     return [
         abs(row["prediction_error"])
@@ -101,12 +98,9 @@ def errors(rows: Sequence[JsonRow], *policies: str) -> list[float]:
     ]
 
 
-def markdown(cases: Mapping[tuple[str, str], Sequence[JsonRow]]) -> Iterator[str]:
+def markdown(cases: Mapping[tuple[str, str], Sequence[Row]]) -> Iterator[str]:
     """The table, and how far predictions were off."""
-    yield "| " + " | ".join(HEADINGS) + " |"
-    yield "|" + " --- |" * len(HEADINGS)
-    for (cluster, model), rows in cases.items():
-        yield "| " + " | ".join([cluster, model, *cells(rows)]) + " |"
+    yield from markdown_table(HEADINGS, ([*case, *cells(rows)] for case, rows in cases.items()))
     every = [row for rows in cases.values() for row in rows]
     yield ""
     for name, policies in (

@@ -33,10 +33,10 @@ import torch.distributed as dist
 from emulation import EmulatedCluster, EmulationUnavailable, Ranks, measured_speeds
 from prediction_models import SUBJECTS, Batch, Subject
 from prediction_plans import part_unprofiled, plans_for
-from prediction_rows import Measurement, Row, regrets, regrets_table, summary, table_of
+from prediction_report import COLUMNS, REGRET_COLUMNS, Measurement, regrets, row_of, summary
 from prediction_yardstick import Turn, Yardstick
 from rich.console import Console
-from rows import write_rows
+from rows import Row, at_least, new_console, new_parser, read_rows, table_of, write_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from launch import LaunchError, run_ranks
@@ -90,8 +90,7 @@ def main() -> None:
     # Freed memory that is returned to the system causes page faults in every step.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
-    # Tables may wrap on a terminal, but not in a file.
-    console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=True, highlight=False)
+    console = new_console()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for cluster, model in pairs(options.clusters, options.models, quick=options.quick):
@@ -100,11 +99,12 @@ def main() -> None:
             except (LaunchError, EmulationUnavailable, ValueError) as failure:
                 print(failure, file=sys.stderr)
                 raise SystemExit(1) from None
-            console.print(table_of(found))
+            console.print(table_of(found, COLUMNS))
             if options.output:  # now, because a later pair may fail after minutes
                 write_rows(options.output, found)
             rows += found
-    console.print(regrets_table(regrets(rows)))
+    title = "chosen plan over the best other one"
+    console.print(table_of(regrets(rows), REGRET_COLUMNS, title))
     print(json.dumps(summary(rows)), flush=True)
 
 
@@ -126,7 +126,7 @@ def run_pair(cluster: str, model: str, options: argparse.Namespace, folder: Path
     result = folder / f"{model}-{cluster.replace(':', '-')}.jsonl"
     with EmulatedCluster.quotas(fractions) as ranks:
         run_ranks(measure_pair, len(fractions), ranks, cluster, model, options, str(result))
-    return [Row(**json.loads(line)) for line in result.read_text().splitlines()]
+    return read_rows(result, "prediction")
 
 
 def quotas_of(cluster: str) -> tuple[float, ...]:
@@ -173,15 +173,15 @@ def measure_pair(
         simulated = {kind: simulate(profile, plan).step_seconds for kind, plan in plans.items()}
         measured = run_in_turns(SUBJECTS[model], profile, plans, options.rounds, options.steps)
         rows += [
-            Row.of(
+            row_of(
                 plan,
                 predicted[kind],
                 simulated[kind],
                 measured[kind],
-                lambda slowness, plan=plan: expected_seconds(profile, plan, slowness),
+                lambda slowness, own=plan: expected_seconds(profile, own, slowness),
                 cluster=cluster,
                 model=model,
-                kind=kind,
+                plan=kind,
                 unprofiled=part_unprofiled(plan, profile),
             )
             for kind, plan in plans.items()
@@ -280,39 +280,28 @@ def take_turn(
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description="Choose and predict plans from a saved profile, run them under CPU quotas, and "
-        "compare.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), help="relative speeds")
-    parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help=" ")
-    parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
+    parser = new_parser(__doc__, quick="fewer steps and fewer pairs of model and cluster")
+    several = {"nargs": "+"}
+    parser.add_argument("--clusters", **several, default=list(CLUSTERS), help="relative speeds")
     parser.add_argument(
-        "--global-batch",
-        type=int,
-        default=32,
-        help="largest global batch of a configuration",
+        "--models", **several, choices=SUBJECTS, default=list(SUBJECTS), help="models"
     )
-    parser.add_argument("--max-batch", type=int, default=16, help="largest batch that is profiled")
-    parser.add_argument("--seconds", type=float, help="time budget of a profile (40, quick: 20)")
-    parser.add_argument("--rounds", type=int, help="turns of each plan (3, quick: 2)")
-    parser.add_argument("--steps", type=int, help="timed steps of a turn (3, quick: 2)")
-    parser.add_argument("--profiles", default="build/profiles", metavar="FOLDER", help=" ")
-    parser.add_argument("--output", metavar="FILE", help="append one JSON row per plan")
     parser.add_argument(
-        "--quick", action="store_true", help="fewer steps and fewer pairs of model and cluster"
+        "--stages", **several, type=int, choices=range(4), default=[0, 1, 2, 3], help="stages"
     )
+    parser.add_argument(
+        "--global-batch", type=at_least(12), default=32, help="the largest of a configuration"
+    )
+    parser.add_argument("--max-batch", type=at_least(1), default=16, help="largest in a profile")
+    parser.add_argument("--seconds", type=at_least(0.1), help="budget of a profile (40, quick: 20)")
+    parser.add_argument("--rounds", type=at_least(2), help="turns of each plan (3, quick: 2)")
+    parser.add_argument("--steps", type=at_least(1), help="timed steps of a turn (3, quick: 2)")
+    parser.add_argument("--profiles", default="build/profiles", metavar="FOLDER", help="profiles")
     options = parser.parse_args(arguments)
     defaults = {"seconds": (40.0, 20.0), "rounds": (3, 2), "steps": (3, 2)}
     for name, (full, quick) in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else full)
-    least = {"global_batch": 12, "max_batch": 1, "seconds": 0.1, "rounds": 2, "steps": 1}
-    for name, bound in least.items():
-        if getattr(options, name) < bound:
-            option = f"--{name.replace('_', '-')}"
-            parser.error(f"{option} must be at least {bound}, got {getattr(options, name)}")
     for cluster in options.clusters:
         try:
             quotas_of(cluster)

@@ -16,14 +16,8 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
 
-import provenance
-from rich.console import Console
-from rich.table import Table
-from rows import write_rows
+from rows import Column, Row, Target, new_console, new_parser, print_targets, table_of, write_rows
 
 from poplar.planner.branch_and_bound import fastest_plan
 from poplar.planner.cost_model import StageCosts
@@ -52,41 +46,29 @@ SMALL = ((4, 2), (8, 4))
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One case."""
-
-    benchmark: str
-    ranks: int
-    groups: int
-    memory_gib: tuple[int, int]
-    """Of the smallest and the largest device."""
-    global_batch: int
-    seconds: float
-    """Median."""
-    stage: int
-    """Of the fastest plan."""
-    optimality_gap: float
-    """Of the search without preference for simple plans; the largest of all stages."""
-    heuristic_slowdown: float
-    """Step time without branch and bound over that with it, minus 1; the largest of all stages."""
-    rounds: int
-    device: str
-    versions: str
-    commit: str
-    day: str
+COLUMNS = (
+    Column("ranks", "ranks", "{:,}"),
+    Column("groups", "groups"),
+    Column("GiB", lambda row: tuple(row["memory_gib"]), "{}-{}"),
+    Column("global batch", "global_batch", "{:,}"),
+    Column("seconds", "seconds", "{:.3f}"),
+    Column("stage", "stage"),
+    Column("gap", "optimality_gap", "{:.2%}"),
+    Column("without branch and bound", "heuristic_slowdown", "{:+.2%}"),
+)
 
 
 def main() -> None:
     """Measure all cases and print a table."""
     options = parse_options()
-    console = Console()
+    console = new_console()
     rows = []
     for case in cases(options.quick):
         rows.append(measure(*case, options.rounds))
         if options.output:
             write_rows(options.output, rows[-1:])
-    console.print(table_of(rows))
+    console.print(table_of(rows, COLUMNS))
+    print_targets(targets(rows), console)
 
 
 def cases(quick: bool) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
@@ -118,21 +100,19 @@ def measure(ranks: int, groups: int, batch: int, memory_gib: tuple[int, int], ro
         plans = alternatives(drawn, global_batch=batch)
         seconds.append(time.perf_counter() - began)
     exact = alternatives(drawn, global_batch=batch, preference=0.0)
-    return Row(
-        benchmark="search",
-        ranks=ranks,
-        groups=groups,
-        memory_gib=memory_gib,
-        global_batch=batch,
-        seconds=statistics.median(seconds),
-        stage=plans[0].stage,
-        optimality_gap=max(plan.prediction["optimality_gap"] for plan in exact),
-        heuristic_slowdown=heuristic_slowdown(drawn, batch, [plan.stage for plan in exact]),
-        rounds=rounds,
-        device=provenance.device(),
-        versions=provenance.versions(),
-        commit=provenance.commit(),
-        day=date.today().isoformat(),
+    return Row.of(
+        "search",
+        {"ranks": ranks, "groups": groups, "memory_gib": memory_gib, "global_batch": batch},
+        {
+            "seconds": statistics.median(seconds),
+            # Of the fastest plan.
+            "stage": plans[0].stage,
+            # Of the search without preference for simple plans; the largest of all stages.
+            "optimality_gap": max(plan.prediction["optimality_gap"] for plan in exact),
+            "heuristic_slowdown": heuristic_slowdown(drawn, batch, [plan.stage for plan in exact]),
+            "rounds": rounds,
+        },
+        packages=(),
     )
 
 
@@ -188,36 +168,19 @@ def cluster(ranks: int, groups: int, memory_gib: tuple[int, int] = AMPLE_MEMORY)
     )
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """The rows, formatted."""
-    table = Table(
-        *("ranks", "groups", "GiB", "global batch", "seconds", "target", "stage", "gap"),
-        "without branch and bound",
-    )
+def targets(rows: Sequence[Row]) -> Iterator[Target]:
+    """The most seconds of some cases."""
     for row in rows:
-        target = TARGETS.get((row.ranks, row.groups, row.global_batch))
-        verdict = "" if target is None or row.seconds <= target else " (missed)"
-        table.add_row(
-            f"{row.ranks:,}",
-            str(row.groups),
-            f"{row.memory_gib[0]}-{row.memory_gib[1]}",
-            f"{row.global_batch:,}",
-            f"{row.seconds:.3f}",
-            "" if target is None else f"<= {target:g}{verdict}",
-            str(row.stage),
-            f"{100 * row.optimality_gap:.2f} %",
-            f"{100 * row.heuristic_slowdown:+.2f} %",
-        )
-    return table
+        wanted = TARGETS.get((row["ranks"], row["groups"], row["global_batch"]))
+        if wanted is not None:
+            case = f"{row['ranks']:,} ranks, {row['groups']} groups"
+            seconds = row["seconds"]
+            yield Target(case=case, what="seconds", value=seconds, wanted=wanted, at_most=True)
 
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="two small clusters")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append rows as JSON lines")
-    return parser.parse_args()
+    return new_parser(__doc__, rounds=3, quick="two small clusters").parse_args()
 
 
 if __name__ == "__main__":

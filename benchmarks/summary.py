@@ -9,72 +9,64 @@ Reads the rows that `benchmarks/train.py --output` appended. All runs count, not
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+from head_to_head.row import is_plan
+from rows import NOTHING, Row, markdown_table, read_rows
 
 ROWS = Path(__file__).parent / "results/train.jsonl"
 STAGES = (0, 1, 2, 3)
 FACTORS = ("balance", "transport", "engine")
 
-JsonRow = Mapping[str, Any]
-Cases = dict[str, dict[int, list[JsonRow]]]
+Cases = dict[str, dict[int, list[Row]]]
 """Rows of Poplar's plan by cluster and stage, one per run."""
 
 
 def read_cases(path: Path) -> Cases:
     """Rows of the `exact` policy on all ranks and on Poplar's own transport."""
     cases: Cases = defaultdict(lambda: defaultdict(list))
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        is_plan = row["provider"] == "poplar" and row["policy"] == "exact"
-        uses_all_ranks = len(row["ranks"]) == len(row["calibrated_speeds"])
-        if is_plan and uses_all_ranks and not row["over_gloo"] and not row["absent"]:
+    for row in read_rows(path, "train"):
+        if is_plan(row, "exact") and not row["absent"]:
             cases[row["cluster"]][row["stage"]].append(row)
     return cases
 
 
-def speedup(rows: Sequence[JsonRow]) -> str:
+def speedup(rows: Sequence[Row]) -> str:
     """Over the fastest peer: lowest to highest run; of a single run its 90 % interval."""
     ratios = [row["over_best_peer_of_stage"] for row in rows if row["over_best_peer_of_stage"]]
     if not ratios:
-        return "–"
+        return NOTHING
     medians = [median for median, _, _ in ratios]
     low, high = (min(medians), max(medians)) if len(ratios) > 1 else ratios[0][1:]
     return f"{low:.2f}–{high:.2f}x"
 
 
-def factor(rows: Sequence[JsonRow], name: str) -> str:
+def factor(rows: Sequence[Row], name: str) -> str:
     """The lowest and the highest value of one of `FACTORS`, over runs and stages."""
     values = [row[name] for row in rows if row[name] is not None]
-    return f"{min(values):.2f}–{max(values):.2f}x" if values else "–"
+    return f"{min(values):.2f}–{max(values):.2f}x" if values else NOTHING
 
 
-def fraction_of_sum(rows: Sequence[JsonRow]) -> tuple[float, float]:
+def fraction_of_sum(rows: Sequence[Row]) -> str:
     """Lowest and highest fraction of the sum of speeds."""
     values = [row["of_sum_of_speeds"] for row in rows]
-    return min(values), max(values)
+    return f"{100 * min(values):.0f}–{100 * max(values):.0f} %"
 
 
 def markdown(cases: Cases) -> Iterator[str]:
     """The table, line by line."""
     by_stage = [f"stage {stage}" for stage in STAGES]
     headings = ["ranks", "runs", *by_stage, *FACTORS, "of the sum of speeds"]
-    yield "| " + " | ".join(headings) + " |"
-    yield "|" + "---|" * len(headings)
+    lines = []
     for cluster, stages in sorted(cases.items()):
         rows = [row for rows in stages.values() for row in rows]
-        low, high = fraction_of_sum(rows)
-        cells = [
-            cluster,
-            str(len({row["run"] for row in rows})),
-            *(speedup(stages[stage]) for stage in STAGES),
-            *(factor(rows, name) for name in FACTORS),
-            f"{100 * low:.0f}–{100 * high:.0f} %",
-        ]
-        yield "| " + " | ".join(cells) + " |"
+        runs = str(len({row["run"] for row in rows}))
+        speedups = [speedup(stages[stage]) for stage in STAGES]
+        factors = [factor(rows, name) for name in FACTORS]
+        lines.append([cluster, runs, *speedups, *factors, fraction_of_sum(rows)])
+    return markdown_table(headings, lines)
 
 
 def provenance(cases: Cases) -> str:

@@ -24,15 +24,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from emulation import EmulationUnavailable
 from head_to_head.clusters import CLUSTERS, Cluster, find_cluster
-from head_to_head.outcome import Comparison
-from head_to_head.row import Row, rows_of
+from head_to_head.columns import COLUMNS, title_of
+from head_to_head.figures import rows_of
+from head_to_head.row import in_order
 from head_to_head.runner import Settings, compare
-from head_to_head.table import summary_of, table_of
+from head_to_head.targets import targets
 from head_to_head.task import MODELS, Task
 from head_to_head.workers import WorkersFailed
 from head_to_head.workloads import WORKLOADS
 from rich.console import Console
-from rows import write_rows
+from rows import Row, new_console, new_parser, print_targets, table_of, write_rows
 
 QUICK = Settings(
     policies=("even", "exact"),
@@ -52,42 +53,21 @@ def main() -> None:
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
     os.environ["OMP_NUM_THREADS"] = "1"  # more threads would share the rank's quota
-    # Wide tables may wrap in a terminal, but not in a file.
-    console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=True, highlight=False)
-    comparisons: list[Comparison] = []
+    console = new_console()
     rows: list[Row] = []
+    skipped = []
     for cluster in options.clusters:
-        comparison = attempt(cluster, options, console)
-        if comparison is None:
-            continue
-        comparisons.append(comparison)
-        fresh = rows_of(comparison)
+        fresh = attempt(cluster, options, console)
         rows += fresh
-        if options.output:
-            write_rows(options.output, fresh)
-        console.print(table_of(fresh))
-        for note in comparison.notes:
-            console.print(f"  {note}")
-    if not comparisons:
-        raise SystemExit(1)
-    console.print(summary_of(rows))
-    done = {comparison.cluster for comparison in comparisons}
-    skipped = [cluster.name for cluster in options.clusters if cluster.name not in done]
-    if options.page:
-        from head_to_head.page import write_page
-
-        try:
-            write_page(comparisons, options.page)
-        except ImportError as missing:
-            console.print(f"no {options.page}: {missing}")
-        else:
-            console.print(f"report written to {options.page}")
+        if not fresh:
+            skipped.append(cluster.name)
+    print_targets(targets(rows), console)
     if skipped:
         raise SystemExit(f"skipped: {', '.join(skipped)} (see above)")
 
 
-def attempt(cluster: Cluster, options: argparse.Namespace, console: Console) -> Comparison | None:
-    """One comparison, or None and a printed line that says why not."""
+def attempt(cluster: Cluster, options: argparse.Namespace, console: Console) -> list[Row]:
+    """The rows of one comparison, written and printed; none if it was skipped, with a reason."""
     task = replace(options.task, global_batch=options.samples * cluster.size)
     start = time.perf_counter()
     console.print(f"\n{cluster.name}: {cluster}; global batch {task.global_batch}")
@@ -100,17 +80,23 @@ def attempt(cluster: Cluster, options: argparse.Namespace, console: Console) -> 
         comparison = compare(cluster, task, options.settings, log)
     except (EmulationUnavailable, WorkersFailed, ValueError) as failure:
         console.print(f"{cluster.name} was skipped: {failure}", style="bold", markup=False)
-        return None
+        return []
+    rows = rows_of(comparison)
+    if options.output:
+        write_rows(options.output, rows)
+    console.print(table_of(in_order(rows), COLUMNS, title_of(rows[0])))
+    for note in comparison.notes:
+        console.print(f"  {note}")
     console.print(f"{cluster.name} took {time.perf_counter() - start:.0f} s")
-    return comparison
+    return rows
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        epilog=f"Clusters: {', '.join(CLUSTERS)}, or relative speeds by quota, as 3:2:2; with "
-        "links between hosts of one rank each, as 3:2:2@1G or 3:2:2@100M.",
+    parser = new_parser(__doc__, quick="few steps, about two minutes")
+    parser.epilog = (
+        f"Clusters: {', '.join(CLUSTERS)}, or relative speeds by quota, as 3:2:2; with "
+        "links between hosts of one rank each, as 3:2:2@1G or 3:2:2@100M."
     )
     several = {"nargs": "+"}
     parser.add_argument("--clusters", **several, help="(default: all; quick: 2:1:1)")
@@ -135,11 +121,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="counted steps of each (default: 50, quick: 5)")
     parser.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
     parser.add_argument("--no-parts", action="store_true", help="skip strong and weak ranks only")
-    parser.add_argument("--quick", action="store_true", help="few steps, about two minutes")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="append one JSON row per configuration"
-    )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML report")
     parser.add_argument("--verbose", action="store_true", help="print progress")
     options = parser.parse_args(arguments)
     if options.context < 1:

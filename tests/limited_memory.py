@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from memory_limits.process_memory import private_bytes, reset_peak
+from process_memory import private_bytes, reset_peak
 
 __all__ = [
     "limit_to",

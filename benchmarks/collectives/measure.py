@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from rows import Row
 
 from collectives import deepspeed_provider, mpi_provider
 from collectives.case import Case, cases
 from collectives.floor import Floor
 from collectives.poplar_providers import PoplarProvider
 from collectives.provider import Prepared, Provider
-from collectives.row import Row, rows_of
+from collectives.row import rows_of
 from collectives.timing import time_turns
 from collectives.torch_providers import AllToAll, Native
 from poplar.comm import Group, connect

@@ -67,13 +67,10 @@ class DeepSpeed(Engine):
         assert batch is not None, f"{self.configuration.name}: every rank has samples"
         sizes = self.configuration.plan.micro_batches[self.rank]
         total = 0.0
-        for number, part in enumerate(micro_batches(batch, sizes), start=1):
-            with self.trace.span("pass", f"forward of pass {number}"):
-                loss = self.task.loss_fn(self.engine, part)
-            with self.trace.span("pass", f"backward of pass {number}"):
-                self.engine.backward(loss)
-            with self.trace.span("optimizer", "the update"):
-                self.engine.step()
+        for part in micro_batches(batch, sizes):
+            loss = self.task.loss_fn(self.engine, part)
+            self.engine.backward(loss)
+            self.engine.step()
             total += float(loss.detach()) / len(sizes)
         return total
 

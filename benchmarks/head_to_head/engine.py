@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from head_to_head.task import Batch, Task
 from poplar import Plan
 from poplar.programmes.graph.programme import Programme
-from poplar.system.trace import Span, Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +46,6 @@ class Engine(ABC):
 
     def __init__(self, task: Task, configuration: Configuration, rank: int) -> None:
         self.task, self.configuration, self.rank = task, configuration, rank
-        self.trace = Trace()
 
     @abstractmethod
     def step(self, batch: Batch | None) -> float:
@@ -56,12 +53,6 @@ class Engine(ABC):
 
         Reading the loss is free on the CPU; on a GPU it would synchronize the device.
         """
-
-    @contextmanager
-    def traced(self) -> Iterator[list[Span]]:
-        """Record the spans of the steps in the `with` block: passes, waits, the optimizer."""
-        with self.trace.record() as spans:
-            yield spans
 
     def close(self) -> None:
         """Free memory and remove hooks."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from head_to_head.engine import Configuration
 from head_to_head.task import Task
-from poplar.system.trace import Span
 
 MicroBatches = tuple[tuple[int, ...], ...]
 """Samples of each pass, by rank."""
@@ -27,8 +26,6 @@ class Outcome:
     """Mean loss of the global batch at every step, warm-up included."""
     predicted_seconds: float | None = None
     """Step time predicted before the first step ran; None for peers."""
-    spans: tuple[tuple[Span, ...], ...] = ()
-    """Spans of one typical step, by rank that takes part."""
     peak_memory: tuple[int, ...] = ()
     """Bytes above what the process held before the engine was built, by rank that takes part."""
     absent: str = ""
@@ -63,11 +60,6 @@ class Calibration:
     """fp32 operations per second in large matrix products, by rank."""
     spins: tuple[float, ...]
     """Rounds per second of an empty loop, by rank."""
-
-    @property
-    def peak_flops(self) -> float:
-        """Of all ranks together."""
-        return sum(self.rank_flops)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

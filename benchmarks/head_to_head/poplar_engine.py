@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 
 from head_to_head.engine import Configuration, Engine
 from head_to_head.task import Batch, Task
 from poplar import HeteroZeroOptimizer, distribute
-from poplar.system.trace import Span
 
 
 class Poplar(Engine):
@@ -42,12 +38,6 @@ class Poplar(Engine):
         )
         return float(self.optimizer.train_step(self.task.loss_fn, batch).loss)
 
-    @contextmanager
-    def traced(self) -> Iterator[list[Span]]:
-        assert self.optimizer is not None
-        with self.optimizer.trace() as spans:
-            yield spans
-
     def close(self) -> None:
         if self.optimizer is not None:
             self.optimizer.release()
@@ -73,11 +63,6 @@ class PoplarProgramme(Engine):
 
     def step(self, batch: Batch | None) -> float:
         return float(self.training.train_step(batch).loss)
-
-    @contextmanager
-    def traced(self) -> Iterator[list[Span]]:
-        with self.training.optimizer.trace() as spans:
-            yield spans
 
     def close(self) -> None:
         self.training.release()

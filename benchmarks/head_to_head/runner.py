@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -21,7 +21,6 @@ from head_to_head.task import Task
 from head_to_head.worker_calls import Turn
 from head_to_head.workers import Workers, WorkersFailed, last_lines
 from poplar import Plan
-from poplar.system.trace import Span
 
 WARMUP_STEPS = 3
 """Steps that are not counted: first allocations, DDP's new buckets, Poplar's collective order."""
@@ -53,7 +52,6 @@ class Trial:
     predicted: float | None = None
     step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    spans: tuple[tuple[Span, ...], ...] = ()
     peak_memory: tuple[int, ...] = ()
     absent: str = ""
 
@@ -64,7 +62,6 @@ class Trial:
             step_seconds=tuple(self.step_seconds),
             losses=tuple(self.losses),
             predicted_seconds=self.predicted,
-            spans=self.spans,
             peak_memory=self.peak_memory,
             absent=self.absent,
         )
@@ -104,11 +101,6 @@ def _timed(
             _attempt(trial, lambda trial=trial: _build(trial, task))
         splits = dict.fromkeys(_splits(cluster, task, trials))
         turns, in_step = _run_rounds(groups["plain"], task, settings, trials, splits, before, log)
-        log("one step of each, traced")
-        for trial in trials:
-            if not trial.absent:
-                with suppress(WorkersFailed):  # only its timeline is missing then
-                    _trace(trial)
         after = _calibrate(groups, task, settings, log)
     comparison = replace(
         _collected(cluster, task, (before, after), trials, settings, began),
@@ -280,11 +272,6 @@ def mean_losses(configuration: Configuration, turns: Sequence[Turn | None]) -> l
         sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / total
         for losses in steps
     ]
-
-
-def _trace(trial: Trial) -> None:
-    spans = trial.workers.call(worker_calls.trace_step, trial.configuration.name)
-    trial.spans = tuple(spans[rank] for rank in trial.configuration.ranks)
 
 
 def _collected(

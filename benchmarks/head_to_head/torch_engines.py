@@ -56,14 +56,11 @@ class TorchEngine(Engine):
         total = 0.0
         for number, part in enumerate(micro_batches(batch, sizes), start=1):
             with self.synchronized(last=number == len(sizes)):
-                with self.trace.span("pass", f"forward of pass {number}"):
-                    loss = self.task.loss_fn(self.model, part)
-                with self.trace.span("pass", f"backward of pass {number}"):
-                    (loss * self.loss_weight(sizes[number - 1])).backward()
+                loss = self.task.loss_fn(self.model, part)
+                (loss * self.loss_weight(sizes[number - 1])).backward()
             total += float(loss.detach()) * sizes[number - 1]
-        with self.trace.span("optimizer", "the update"):
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return total / sum(sizes)
 
 

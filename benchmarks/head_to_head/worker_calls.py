@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
@@ -12,12 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import process_memory
 import torch.distributed as dist
 
 from head_to_head.engine import Configuration, Engine
 from head_to_head.task import Batch, Task
 from head_to_head.workers import WorkerContext
-from poplar.system.trace import Span
 
 MEMORY_STEPS = 3
 
@@ -101,18 +100,6 @@ def take_turn(context: WorkerContext, name: str, steps: int) -> Turn | None:
     return Turn(start, tuple(ends), tuple(losses))
 
 
-def trace_step(context: WorkerContext, name: str) -> tuple[Span, ...]:
-    """Run two more steps and return the spans of the second."""
-    loaded: LoadedEngine = context.engines[name]
-    if context.rank not in loaded.engine.configuration.ranks:
-        return ()
-    loaded.engine.step(next(loaded.batches))
-    batch = next(loaded.batches)
-    with loaded.engine.traced() as spans:
-        loaded.engine.step(batch)
-    return tuple(spans)
-
-
 def drop(context: WorkerContext, name: str) -> None:
     """Close an engine and free its memory."""
     context.engines.pop(name).engine.close()
@@ -126,18 +113,19 @@ def peak_memory(context: WorkerContext, task: Task, configuration: Configuration
     what the host needs. An engine with a tiny model runs first, so that one-time imports and
     set-up do not count. Linux only: the peak is that of resident memory.
     """
-    give_memory_back_at_once()
+    process_memory.return_freed_memory()  # costs a third of the speed
+    os.environ["POPLAR_MEMORY_CACHE"] = "off"
     twin = load_engine(context, replace(task, size="tiny"), configuration)
     _step(context, twin, MEMORY_STEPS)
     _let_go(twin)
-    trim_heap()
-    before = _status("VmRSS")
+    process_memory.release_freed_memory()
+    before = process_memory.status("VmRSS")
     loaded = load_engine(context, task, configuration)
     # Every engine starts from the whole model on every rank; later steps count.
     _step(context, loaded, 1)
-    Path("/proc/self/clear_refs").write_text("5")
+    process_memory.reset_peak()
     _step(context, loaded, MEMORY_STEPS)
-    peak = _status("VmHWM") - _counted_elsewhere()
+    peak = process_memory.status("VmHWM") - _counted_elsewhere()
     dist.barrier()  # until all ranks have read their peak, shared memory stays mapped
     _let_go(loaded)
     return peak - before
@@ -166,27 +154,3 @@ def _counted_elsewhere() -> int:
         elif shared and name in ("Rss:", "Pss:"):
             total += int(values[0]) * 1024 * (1 if name == "Rss:" else -1)
     return total
-
-
-def give_memory_back_at_once() -> None:
-    """Disable the caches of freed memory in glibc and Poplar: resident memory is then live tensors.
-
-    It costs a third of the speed, so never call it in a process that is timed.
-    """
-    os.environ["POPLAR_MEMORY_CACHE"] = "off"
-    mmap_threshold = -3
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(mmap_threshold, 128 * 1024)
-
-
-def trim_heap() -> None:
-    """Return freed small allocations to the system, so that the next engine cannot reuse them."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {name}")

@@ -10,15 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 
-import provenance
+from rows import Row
 
 from host.collective_count import CollectiveCount
 from host.engines import Engine, fsdp2_engine, plain_engine, poplar_engine
 from host.fake_ranks import fake_ranks
 from host.modelled_bytes import bytes_sent
-from host.row import Row
 from host.scaled_model import Shape
 
 WARMUP_STEPS = 4
@@ -140,25 +138,28 @@ class Measured:
         """The row of one engine."""
         case, ordered = self.case, sorted(seconds)
         p20, p50, p80 = (ordered[round(part * (len(ordered) - 1))] for part in (0.2, 0.5, 0.8))
-        return Row(
-            benchmark="host_overhead",
-            provider=provider,
-            model=case.shape.name,
-            divisor=case.shape.divisor,
-            layers=case.shape.config(full=True).layers,
-            ranks=case.ranks,
-            stage=case.stage,
-            max_norm=case.max_norm,
-            calls=dict(counted.calls),
-            sent_bytes=sent_bytes,
-            modelled_bytes=self.modelled_bytes,
-            p20_seconds=p20,
-            p50_seconds=p50,
-            p80_seconds=p80,
-            passes_seconds=self.passes_seconds,
-            steps=len(ordered),
-            device=provenance.device(),
-            versions=provenance.versions("torch"),
-            commit=provenance.commit(),
-            day=date.today().isoformat(),
-        )
+        what = {
+            "provider": provider,
+            "model": case.shape.name,
+            # Of every width of the model.
+            "divisor": case.shape.divisor,
+            "layers": case.shape.config(full=True).layers,
+            "ranks": case.ranks,
+            "stage": case.stage,
+            "max_norm": case.max_norm,
+        }
+        figures = {
+            # Of a step, by operator of torch.distributed, the control channel included.
+            "calls": dict(counted.calls),
+            "total_calls": sum(counted.calls.values()),
+            # By one rank in a step at full size; None for FSDP2, whose padding depends on widths.
+            "sent_bytes": sent_bytes,
+            "modelled_bytes": self.modelled_bytes,
+            # CPU seconds of a step, and of the forward and the backward without an engine.
+            "p20_seconds": p20,
+            "p50_seconds": p50,
+            "p80_seconds": p80,
+            "passes_seconds": self.passes_seconds,
+            "steps": len(ordered),
+        }
+        return Row.of("host_overhead", what, figures)

@@ -112,10 +112,3 @@ LEFT_OUT = (
     "HeteroG's ResNet200, InceptionV3, MobileNetV2, NasNet, Transformer and XLNet-large: the "
     "examples have no such models"
 )
-
-PROFILED_COLLECTIVES = {
-    "all_reduce": 476774816,
-    "all_gather": 815418707,
-    "reduce_scatter": 876490907,
-}
-"""Bytes per second of collectives on HAP's 64 GPUs, in its master.py."""

@@ -7,23 +7,16 @@ import sys
 from pathlib import Path
 
 import torch
-from rich.console import Console
+from rows import new_parser
 
 
-def new_parser(description: str) -> argparse.ArgumentParser:
+def gpu_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     """A parser with the options that both commands have."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
+    parser = new_parser(description, rounds=rounds, show=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep output and stacks here")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="show rows of an earlier run")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     return parser
-
-
-def new_console() -> Console:
-    """A console whose tables are whole where stdout is a file."""
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def require_device(kind: str) -> None:

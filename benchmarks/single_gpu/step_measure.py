@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import date
+from typing import Any
 
-import provenance
 import torch
 from llama import next_byte_loss
+from rows import Row
 from torch import nn
 
 import poplar
@@ -34,8 +34,7 @@ from single_gpu.engines import (
     make_engine,
     read,
 )
-from single_gpu.step_row import StepRow
-from single_gpu.step_targets import MEMORY_OF
+from single_gpu.step_report import MEMORY_OF
 
 WARMUP_STEPS = 4
 """Compilation, first allocations, the collective order."""
@@ -68,7 +67,7 @@ def measure(
     seconds: float,
     predict: bool,
     log: Log,
-) -> list[StepRow]:
+) -> list[Row]:
     """One row per way.
 
     Args:
@@ -199,35 +198,44 @@ def _row(
     compiler: str,
     device: torch.device,
     predicted: float | None,
-) -> StepRow:
+) -> Row:
     own = measured[way]
     steps = sorted(1e3 * seconds for turn in own.seconds for seconds in turn)
     done = bool(steps) and not own.failed
-    return StepRow(
-        case=case.name,
-        compiled=bool(compiler),
-        way=way,
-        ms=statistics.median(steps) if done else None,
-        p20_ms=steps[len(steps) // 5] if done else None,
-        p80_ms=steps[len(steps) * 4 // 5] if done else None,
-        GiB=_gib(own.allocated),
-        GiB_reserved=_gib(own.reserved),
-        GiB_predicted=_gib(predicted) if way == MEMORY_OF[1] else None,
-        over_plain=_ratio(own, measured.get(PLAIN)),
-        over_fsdp2=_ratio(measured.get(PEER), own),
-        loss=own.loss,
-        steps=len(steps),
-        rounds=len(own.seconds),
-        failed=own.failed,
-        parameters=sum(p.numel() for p in case.new_model(torch.device("meta")).parameters()),
-        batch=case.batch,
-        passes=case.passes,
-        context=case.model.context,
-        device=provenance.device(device.type),
-        versions=provenance.versions("torch", "triton"),
-        commit=provenance.commit(),
-        day=date.today().isoformat(),
-    )
+    figures = {
+        "ms": statistics.median(steps) if done else None,
+        "p20_ms": steps[len(steps) // 5] if done else None,
+        "p80_ms": steps[len(steps) * 4 // 5] if done else None,
+        "GiB": _gib(own.allocated),
+        # The peak of what the allocator holds, and what the plan says without what others hold.
+        "GiB_reserved": _gib(own.reserved),
+        "GiB_predicted": _gib(predicted) if way == MEMORY_OF[1] else None,
+        # Time over that of plain autocast, and speed over that of FSDP2: medians over rounds.
+        "over_plain": _ratio(own, measured.get(PLAIN)),
+        "over_fsdp2": _ratio(measured.get(PEER), own),
+        "loss": own.loss,
+        "steps": len(steps),
+        "rounds": len(own.seconds),
+        "failed": own.failed,
+    }
+    return new_row(case, way, bool(compiler), device.type, figures)
+
+
+def new_row(case: Case, way: str, is_compiled: bool, device: str, figures: dict[str, Any]) -> Row:
+    """The row of one way."""
+    model = case.new_model(torch.device("meta"))
+    what = {
+        "size": case.name,
+        "compiled": is_compiled,
+        "way": way,
+        # Rows of the same run were measured in turns.
+        "run": 1,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "batch": case.batch,
+        "passes": case.passes,
+        "context": case.model.context,
+    }
+    return Row.of("gpu_step", what, figures, packages=("torch", "triton"), device=device)
 
 
 def _ratio(above: Measured | None, below: Measured | None) -> float | None:

@@ -6,13 +6,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
-import provenance
 import torch
 import torch.distributed as dist
 from llama import Llama, next_byte_loss
+from rows import Row
 from speed import Speed, control_group, measure_speeds, sum_of_speeds
 from torch import Tensor, nn
 
@@ -30,15 +29,12 @@ from single_gpu.engines import (
     Poplar,
     read,
 )
-from single_gpu.unequal_row import UnequalRow
 
 SPEED_SECONDS = 8.0
 """For the plain passes, before and after the turns."""
 WARMUP_STEPS = 3
 TURN_SECONDS = 1.5
 """Of one engine, by default."""
-START_SAMPLES = 8
-"""Of each rank, where only starts are counted."""
 MEMORY = 0.9
 """Of the GPU, for the allocators of all ranks together."""
 GIB = 2**30
@@ -65,7 +61,7 @@ class Settings:
         return self.case.batch * dist.get_world_size()
 
 
-def compare(settings: Settings, device: torch.device) -> UnequalRow:
+def compare(settings: Settings, device: torch.device) -> Row:
     """Tune, then run the even and the planned step and the peers in turns. Collective."""
     case, group = settings.case, control_group()
     limit = _limit_memory(settings, device)
@@ -97,42 +93,31 @@ def compare(settings: Settings, device: torch.device) -> UnequalRow:
     after = _plain_speeds(settings, device, group)
     best = max(before, after, key=sum_of_speeds)
     config = case.model
-    return UnequalRow(
-        ranks=dist.get_world_size(),
-        mps_percent=None if settings.percent is None else list(settings.percent),
-        backend=f"nccl {nccl.text_of(nccl.loaded_version())}" if settings.nccl else "gloo",
-        model=f"llama width {config.width}, {config.layers} layers, context {config.context}",
-        global_batch=settings.global_batch,
-        stage_chosen=tuned.plan.stage,
-        samples=[tuned.plan.samples(rank) for rank in range(dist.get_world_size())],
-        even_ms=1e3 * turns["even"],
-        planned_ms=1e3 * turns["planned"],
-        predicted_ms=1e3 * poplar.predict(tuned.profile, tuned.plan).step_seconds,
-        tune_seconds=tune_seconds,
-        ideal_ms=1e3 * settings.global_batch / sum_of_speeds(best),
-        speeds=[speed.samples_per_second for speed in best],
-        peers_ms={name: 1e3 * turns[name] for name in turns.keys() & PEERS.keys()},
-        absent=absent,
-        peak_GiB=[peak / GIB for peak in _gather(_peak(device), group) if peak],
-        rounds=settings.rounds,
-        device=provenance.device(device.type),
-        versions=provenance.versions("torch"),
-        commit=provenance.commit(),
-        day=date.today().isoformat(),
-    )
-
-
-def start(settings: Settings, device: torch.device, stage: int) -> None:
-    """A few steps at a stage, for counting the starts that hang. Collective."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    plan = Plan.even(ranks, START_SAMPLES * ranks, START_SAMPLES, stage)
-    engine = Poplar(settings.case.new_model(device), plan, rank)
-    batch = settings.case.new_batch(START_SAMPLES, device, seed=rank)
-    for _ in range(WARMUP_STEPS):
-        loss = read(engine.step(batch))
-    assert loss == loss, "the loss is not a number"
-    engine.close()
-    dist.barrier(group=control_group())
+    what = {
+        "ranks": dist.get_world_size(),
+        # Of the GPU's multiprocessors, by rank; on the CPU of the cores. None: not limited.
+        "mps_percent": settings.percent,
+        "backend": f"nccl {nccl.loaded_version()}" if settings.nccl else "gloo",
+        "model": f"llama width {config.width}, {config.layers} layers, context {config.context}",
+        "global_batch": settings.global_batch,
+    }
+    figures = {
+        "stage_chosen": tuned.plan.stage,
+        "samples": [tuned.plan.samples(rank) for rank in range(dist.get_world_size())],
+        "even_ms": 1e3 * turns["even"],
+        "planned_ms": 1e3 * turns["planned"],
+        "predicted_ms": 1e3 * poplar.predict(tuned.profile, tuned.plan).step_seconds,
+        "tune_seconds": tune_seconds,
+        # At the sum of the ranks' speeds in plain passes, which all of them run at once.
+        "ideal_ms": 1e3 * settings.global_batch / sum_of_speeds(best),
+        "speeds": [speed.samples_per_second for speed in best],
+        # DDP and FSDP2 with even batches on the same ranks, and why one has no result.
+        "peers_ms": {name: 1e3 * turns[name] for name in turns.keys() & PEERS.keys()},
+        "absent": absent,
+        "peak_GiB": [peak / GIB for peak in _gather(_peak(device), group) if peak],
+        "rounds": settings.rounds,
+    }
+    return Row.of("gpu_unequal", what, figures, device=device.type)
 
 
 def run_turns(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -17,7 +16,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import emulation
-import idle_states
 from emulation import EmulatedCluster, EmulationUnavailable, Ranks
 
 BENCHMARKS = Path(emulation.__file__).parent
@@ -54,56 +52,6 @@ def test_rank_gets_its_quota():
         pending = [pool.apply_async(enter_and_spin, (ranks, rank)) for rank in (0, 1)]
         for quota, each in zip(quotas, pending, strict=True):
             assert each.get(timeout=60) < quota * 1.06
-
-
-def test_idle_states_are_prevented_during_the_block(tmp_path, monkeypatch):
-    requests = tmp_path / "cpu_dma_latency"
-    requests.touch()
-    monkeypatch.setattr(idle_states, "REQUESTS", requests)
-    core = min(os.sched_getaffinity(0))
-    with EmulatedCluster.core_sharing((core, core)):
-        assert requests.read_bytes() == struct.pack("i", 0)
-        assert requests in [Path(os.readlink(file)) for file in open_files()]
-    assert requests not in [Path(os.readlink(file)) for file in open_files()]
-
-
-def open_files() -> list[Path]:
-    return [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-
-
-def test_ranks_run_where_idle_states_cannot_be_prevented(tmp_path, monkeypatch):
-    monkeypatch.setattr(idle_states, "REQUESTS", tmp_path / "there is none")
-    core = min(os.sched_getaffinity(0))
-    with EmulatedCluster.core_sharing((core, core)) as ranks:
-        assert len(ranks.placements) == 2
-
-
-@needs_quotas
-def test_groups_are_removed_at_the_end():
-    with EmulatedCluster.quotas((0.5, 0.5)) as ranks:
-        groups = [placement.group for placement in ranks.placements]
-        assert all(group.is_dir() for group in groups)
-    assert not any(group.exists() for group in groups)
-
-
-def fail_beside_a_process_in_its_group(process: subprocess.Popen) -> None:
-    with EmulatedCluster.quotas((0.5,)) as ranks:
-        group = ranks.placements[0].group
-        (group / "cgroup.procs").write_text(str(process.pid))
-        raise KeyError(str(group))
-
-
-@needs_quotas
-def test_groups_are_removed_after_an_exception_and_processes_continue():
-    sleeper = subprocess.Popen(["sleep", "60"])
-    try:
-        with pytest.raises(KeyError) as raised:
-            fail_beside_a_process_in_its_group(sleeper)
-        assert not Path(raised.value.args[0]).exists()
-        assert sleeper.poll() is None
-    finally:
-        sleeper.kill()
-        sleeper.wait()
 
 
 @needs_quotas
@@ -152,14 +100,6 @@ def test_next_run_removes_groups_of_ended_processes_only():
         emulation.remove([stale, reused_id, elsewhere, alive])
 
 
-@needs_quotas
-def test_entering_after_the_block_is_an_error():
-    with EmulatedCluster.quotas((0.5,)) as ranks:
-        pass
-    with pytest.raises(EmulationUnavailable, match=r"rank 0 could not enter.*must still be open"):
-        ranks.enter(0)
-
-
 def bind_with_a_second_thread(core: int) -> set[frozenset[int]]:
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
@@ -195,38 +135,11 @@ def test_impossible_fractions_are_errors(fractions, complaint):
         EmulatedCluster.quotas(fractions)
 
 
-@pytest.mark.parametrize("cores", [(), (0, 100_000)])
-def test_forbidden_cores_are_errors(cores):
-    with pytest.raises(ValueError, match="give one core per rank, out of"):
-        EmulatedCluster.core_sharing(cores)
-
-
-def test_unknown_rank_is_an_error():
-    with pytest.raises(ValueError, match="rank 2: this emulated cluster has ranks 0 to 1"):
-        Ranks((emulation.CorePlacement(0), emulation.CorePlacement(0))).enter(2)
-
-
 def fake_machine(folder: Path, mounts: str, groups: str) -> Path:
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/mounts").write_text(mounts)
     (folder / "proc/self/cgroup").write_text(groups)
     return folder / "proc"
-
-
-def test_error_without_cgroups_names_alternatives(tmp_path):
-    proc = fake_machine(tmp_path, "proc /proc proc rw 0 0\n", "0::/\n")
-    with pytest.raises(EmulationUnavailable, match=r"no cgroup tree is mounted.*core_sharing"):
-        emulation.find_hierarchy(tmp_path / "nothing", proc)
-
-
-def test_error_names_the_tree_that_is_not_writable(tmp_path):
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    (tree / "cgroup.controllers").write_text("cpu memory\n")
-    (tree / "cgroup.subtree_control").mkdir()  # writing fails, for root too
-    proc = fake_machine(tmp_path, f"cgroup2 {tree} cgroup2 rw,relatime 0 0\n", "0::/\n")
-    with pytest.raises(EmulationUnavailable, match=f"{tree}: Is a directory"):
-        emulation.find_hierarchy(tree, proc)
 
 
 def test_both_cgroup_versions_are_found_own_group_first(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import fork_server
 import pytest
@@ -25,11 +23,9 @@ import gpu
 import gpu_parts
 import gpu_ranks
 from gpu import Part
+from rows import read_rows
 
 TESTS = Path(__file__).parents[1]
-
-
-# The run of all parts
 
 
 def part(name: str, program: str = "print('2 passed')", **others) -> Part:
@@ -81,12 +77,6 @@ def test_failed_part_shows_its_log_and_the_next_part_runs(run_parts):
     assert set(files) == {"gpu/bad-one.log", "gpu/next.log"}
 
 
-def test_part_without_its_verdict_fails(run_parts):
-    status, output, _ = run_parts(part("skipped", "print('3 skipped')"))
-    assert status == 1
-    assert "exit status 0, but no line matches 'passed'" in output
-
-
 def test_part_beyond_its_limit_is_ended_with_the_stacks_of_its_processes(run_parts):
     program = (
         "import multiprocessing, time\n"
@@ -102,21 +92,6 @@ def test_part_beyond_its_limit_is_ended_with_the_stacks_of_its_processes(run_par
     assert "not over after 4 s" in output
     assert "in rank_that_waits" in files["gpu/slow.log"]
     assert "in parent_that_waits" in files["gpu/slow.log"]
-
-
-def test_part_without_time_is_left_out_but_spare_ones_are_not_missed(run_parts):
-    too_short = 0.9 * gpu.LEAST_SECONDS / 60
-    status, output, _ = run_parts(part("first"), part("extra", spare=True), minutes=too_short)
-    assert status == 1
-    assert "first: LEFT OUT" in output
-    assert "extra: not run (0 s). no time was left" in output
-    assert output.endswith("failed or left out: first\n")
-
-
-def test_part_that_cannot_run_here_is_reported_and_not_failed(run_parts):
-    status, output, _ = run_parts(part("elsewhere", needs="no such tool"), part("here"))
-    assert status == 0
-    assert "elsewhere: not run (0 s). no such tool" in output
 
 
 STOPPED = """
@@ -155,9 +130,6 @@ def test_stopped_run_leaves_an_archive_of_what_it_has_done(tmp_path, number):
         ]
 
 
-# The list of parts
-
-
 def named(name: str, device: str = "cuda") -> Part:
     (found,) = (one for one in gpu_parts.parts(Path("out"), device) if one.name == name)
     return found
@@ -173,16 +145,6 @@ def test_parts_are_the_same_on_every_device():
         "two ranks: failures",
         "two ranks: short memory",
     ]
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_ranks_and_their_parts_have_the_same_options(device):
-    for one in gpu_parts.parts(Path("out"), device):
-        if one.command[0] == Path(gpu_ranks.__file__):
-            options = gpu_ranks.parse_options([str(word) for word in one.command[1:]])
-            assert options.device == device
-            limit = options.seconds * len(options.tasks)
-            assert limit < one.seconds, "a hang is reported with its stacks"
 
 
 @pytest.fixture(scope="module")
@@ -218,19 +180,11 @@ def test_few_tests_of_each_kernel_run_under_the_sanitizer(collected_tests):
         assert any(word in name for name in found), f"no test is called {word!r}"
 
 
-def test_host_synchronization_tests_are_found(collected_tests):
-    found = collected_tests(named("no host synchronization"))
-    assert sum("for_a_gpu" in name for name in found) == 17
-
-
-# Two ranks
-
-
 @pytest.mark.every_combination
 @pytest.mark.parametrize(
     "task",
     [
-        *("exact", "delays", "raises", "exits", "memory", "gathers"),
+        *("exact", "delays", "raises", "exits", "memory"),
         pytest.param("late", marks=pytest.mark.full),  # it waits for deadlines
     ],
 )
@@ -239,7 +193,7 @@ def test_task_of_two_ranks_passes_on_the_cpu(tmp_path, task):
     options = [task, "--device", "cpu", "--seconds", "200", "--tries", "4", "--output", str(output)]
     done = torchrun.run([gpu_ranks.__file__, *options])
     assert done.stdout.endswith("1 of 1 tasks passed\n"), done.stdout + done.stderr
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    rows = read_rows(output, "gpu_ranks")
     assert rows
     assert all(row["ok"] and row["commit"] and "torch" in row["versions"] for row in rows)
 
@@ -253,11 +207,3 @@ def test_hanging_rank_is_reported_with_its_stacks(tmp_path, monkeypatch, capsys)
     output = capsys.readouterr().out
     assert re.search(r"(?s)still running: ranks 0, 1.*hangs", output)
     assert output.endswith("0 of 1 tasks passed\n")
-
-
-def test_ranks_pass_for_hosts_of_nccl():
-    with mock.patch.object(gpu_ranks, "watch") as watch, pytest.raises(SystemExit):
-        gpu_ranks.main(["exact"])
-    environments = watch.call_args.args[2]
-    assert [one["NCCL_HOSTID"] for one in environments] == ["rank0", "rank1"]
-    assert all(one["NCCL_MAX_CTAS"] == "2" for one in environments)

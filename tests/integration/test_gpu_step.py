@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,37 +13,29 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_step
 import watchdog
+from rows import Row, read_rows
 from single_gpu import step_measure
 from single_gpu.cases import CASES
-from single_gpu.clock import StepClock
-from single_gpu.engines import OURS, PEER, PLAIN, WAYS
-from single_gpu.step_row import StepRow, load_rows
-from single_gpu.step_targets import verdicts
+from single_gpu.engines import PEER, PLAIN, WAYS
+from single_gpu.step_report import targets
 
 CPU = torch.device("cpu")
-BENCHMARKS = Path(gpu_step.__file__).parent
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return torchrun.run([gpu_step.__file__, *arguments])
 
 
 def test_all_ways_are_measured_and_agree(tmp_path):
     output = tmp_path / "rows.jsonl"
-    done = run(
-        *("--device", "cpu", "--sizes", "tiny x2", "--modes", "eager", "--rounds", "1"),
-        *("--output", str(output)),
-    )
+    options = ["--device", "cpu", "--sizes", "tiny x2", "--modes", "eager", "--rounds", "1"]
+    done = torchrun.run([gpu_step.__file__, *options, "--output", output])
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("4 of 4 targets met\n7 of 7 ways measured\n")
-    rows = load_rows(output)
-    assert [row.way for row in rows] == list(WAYS)
+    rows = read_rows(output, gpu_step.BENCHMARK)
+    assert [row["way"] for row in rows] == list(WAYS)
     for row in rows:
-        assert row.loss == pytest.approx(rows[0].loss, rel=1e-3)
-        assert row.steps == step_measure.TURN_STEPS
-        assert (row.case, row.compiled, row.batch, row.passes) == ("tiny x2", False, 4, 2)
-        assert row.commit
-        assert row.ms > 0
+        assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-3)
+        assert row["steps"] == step_measure.TURN_STEPS
+        case = [row[name] for name in ("size", "compiled", "batch", "passes")]
+        assert case == ["tiny x2", False, 4, 2]
+        assert row["ms"] > 0
 
 
 def test_hang_is_reported_and_is_a_row_of_each_way(monkeypatch, capsys, tmp_path):
@@ -66,9 +56,9 @@ def test_hang_is_reported_and_is_a_row_of_each_way(monkeypatch, capsys, tmp_path
     printed = capsys.readouterr().out
     assert printed.startswith("350M, eager: 1 round\n")
     assert printed.endswith("0 of 8 targets met\n[stacks]\n0 of 56 ways measured\n")
-    rows = load_rows(output)
-    assert [row.way for row in rows] == list(WAYS)
-    assert {(row.case, row.failed) for row in rows} == {("350M", "the rank ended with: hang")}
+    rows = read_rows(output, gpu_step.BENCHMARK)
+    assert [row["way"] for row in rows] == list(WAYS)
+    assert {(row["size"], row["failed"]) for row in rows} == {("350M", "the rank ended with: hang")}
 
 
 def test_compiled_blocks_run_compiled():
@@ -101,12 +91,16 @@ def test_way_that_fails_is_a_row_and_the_others_are_measured(monkeypatch):
         predict=False,
         log=print,
     )
-    assert (failed.failed, failed.ms, failed.steps) == ("RuntimeError: out of luck", None, 0)
-    assert plain.rounds == other.rounds == 2
-    assert other.over_plain is not None
-    assert other.over_fsdp2 is None
-    (verdict,) = verdicts([plain, failed, other])
-    assert (verdict.what, verdict.met) == ("loss off plain's", True)
+    assert (failed["failed"], failed["ms"], failed["steps"]) == (
+        "RuntimeError: out of luck",
+        None,
+        0,
+    )
+    assert plain["rounds"] == other["rounds"] == 2
+    assert other["over_plain"] is not None
+    assert other["over_fsdp2"] is None
+    (target,) = targets([plain, failed, other])
+    assert (target.what, target.met) == ("loss off plain's", True)
 
 
 class Nothing:
@@ -119,37 +113,10 @@ class Nothing:
         pass
 
 
-def test_rounds_stop_when_the_time_is_up(monkeypatch):
-    monkeypatch.setattr(step_measure, "make_engine", lambda way, model, plan: Nothing())
-    (row,) = step_measure.measure(
-        CASES["tiny"],
-        (PLAIN,),
-        CPU,
-        compiler="",
-        rounds=1000,
-        seconds=0.0,
-        predict=False,
-        log=print,
-    )
-    assert row.rounds == 1
-
-
-def test_clock_gives_the_seconds_between_marks():
-    clock = StepClock(CPU)
-    assert clock.seconds() == []
-    for _ in range(4):
-        clock.mark()
-    assert len(clock.seconds()) == 3
-    assert min(clock.seconds()) >= 0.0
-
-
-# Rows and targets
-
-
-def row(way: str, **values) -> StepRow:
-    return StepRow(
-        **{"case": "1.1B", "compiled": False, "way": way, "ms": 100.0, "GiB": 1.0} | values
-    )
+def row(way: str, **values: object) -> Row:
+    case = {"size": "1.1B", "compiled": False, "way": way, "run": 1}
+    figures = {"ms": 100.0, "over_plain": None, "over_fsdp2": None, "loss": None}
+    return Row.of("gpu_step", case, figures | values)
 
 
 @pytest.mark.parametrize(
@@ -168,31 +135,5 @@ def row(way: str, **values) -> StepRow:
     ],
 )
 def test_targets(values, what, met):
-    judged = verdicts([row(PLAIN, loss=3.0), row("poplar 3", **values)])
-    assert {verdict.what: verdict.met for verdict in judged}[what] is met
-
-
-def test_targets_are_for_the_large_sizes():
-    assert not list(verdicts([row("poplar 0", case="85M", over_plain=2.0)]))
-
-
-def test_rows_measured_before_the_script_are_read(tmp_path):
-    lines = [
-        {"case": "350M", "compiled": True, "way": way, "ms": ms, "GiB": 1.0, "run": run}
-        for run, own in ((1, (100.0, 150.0, 102.0)), (2, (50.0, 60.0, 40.0)))
-        for way, ms in zip((PLAIN, PEER, "poplar 2"), own, strict=True)
-    ]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ours = [row for row in load_rows(file) if row.way in OURS]
-    assert [row.over_plain for row in ours] == [1.02, 0.8]
-    assert [row.over_fsdp2 for row in ours] == pytest.approx([150 / 102, 1.5])
-
-
-def test_saved_rows_are_shown(monkeypatch, capsys):
-    saved = BENCHMARKS / "results" / "h100" / "overhead.jsonl"
-    monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--show", str(saved)])
-    gpu_step.main()
-    printed = capsys.readouterr().out
-    assert "350M" in printed
-    assert "targets met" in printed
+    found = targets([row(PLAIN, loss=3.0), row("poplar 3", **values)])
+    assert {target.what: target.met for target in found}[what] is met

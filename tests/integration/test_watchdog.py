@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from pathlib import Path
 
@@ -86,15 +85,6 @@ def test_rank_that_hangs_is_reported_with_its_stacks_and_killed(watch, tmp_path)
     assert not is_running(int((tmp_path / "pid-1").read_text()))
 
 
-def test_rank_that_is_stopped_is_reported_without_stacks(watch, monkeypatch):
-    monkeypatch.setattr(watchdog, "DUMP_SECONDS", 0.2)
-    ended = watch(
-        "import signal\nif rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\n", seconds=3.0
-    )
-    assert (ended.verdict, ended.hung) == ("hang", (0,))
-    assert "no stacks: it is stopped" in ended.report
-
-
 def test_failed_rank_ends_the_others_after_a_grace_period(watch):
     ended = watch(
         "if rank == 1:\n    raise ValueError('no such thing')\ntime.sleep(1000)\n", grace=0.2
@@ -130,19 +120,3 @@ def test_flight_recorder_is_asked_for_a_dump(watch):
     assert "NCCL: 1 collectives completed, 1 not" in ended.report
     assert "last completed: nccl:all_gather 7 of group 0, sizes [[64]]" in ended.report
     assert "started: nccl:all_reduce 8 of group 0, sizes [[3, 5]]" in ended.report
-
-
-def test_flight_record_that_cannot_be_read_is_reported(tmp_path):
-    assert watchdog.describe_flight_record(tmp_path / "absent") == []
-    (tmp_path / "half").write_bytes(pickle.dumps(RECORD)[:20])
-    (line,) = watchdog.describe_flight_record(tmp_path / "half")
-    assert "cannot be read" in line
-
-
-def test_folder_of_an_earlier_start_is_not_used_again(tmp_path):
-    folder = tmp_path / "step"
-    names = []
-    for _ in range(3):
-        names.append(watchdog.unused(folder).name)
-        watchdog.unused(folder).mkdir()
-    assert names == ["step", "step-2", "step-3"]

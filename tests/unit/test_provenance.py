@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,19 +55,3 @@ def test_enclosing_repository_is_ignored(repository, monkeypatch):
 def test_environment_variable_overrides_git(repository, monkeypatch):
     monkeypatch.setenv("POPLAR_COMMIT", "abc1234")
     assert provenance.commit() == "abc1234"
-
-
-def test_machine_without_git_has_an_unknown_commit(monkeypatch):
-    def missing(*_: object, **__: object) -> None:
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(subprocess, "run", missing)
-    assert provenance.commit() == "unknown"
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [((), ""), (("no-such-package",), "no no-such-package, ")],
-)
-def test_versions_name_packages_and_python(names, expected):
-    assert provenance.versions(*names) == f"{expected}python {platform.python_version()}"

@@ -15,7 +15,7 @@ from published_clusters import data_parallel, graphs, hap, heterog, models, popl
 from published_clusters import programme_search as programmes
 from published_clusters.cluster import GTX_1080_TI, P100_PCIE_16, V100_SXM2, Cluster, Host
 from published_clusters.costs import CALL_SECONDS, Costs, seconds_of
-from published_clusters.decision import Decision, Decisions
+from published_clusters.decision import Decisions
 from published_clusters.layer import groups
 from published_clusters.models import linear
 from published_clusters.simulation import simulate
@@ -61,12 +61,6 @@ def test_hap_finds_the_fastest_programme(of, layers):
     assert found == pytest.approx(min(hap.predicted(costs, one) for one in every))
 
 
-def test_hap_divides_wide_layers_on_a_slow_network():
-    found = hap.hap(Costs(SLOW), WIDE, BATCH)
-    assert [one.compute for one in found.decisions[:2]] != ["batch", "batch"]
-    assert seconds(SLOW, found) < seconds(SLOW, data_parallel.even(Costs(SLOW), WIDE, BATCH))
-
-
 def test_ratios_are_those_of_a_grid_search():
     costs, batch = Costs(FAST), 4000
     even = [1 / 4] * 4
@@ -101,13 +95,6 @@ def test_heterog_finds_the_fastest_decisions(of, layers):
     assert found == pytest.approx(min(seconds(of, one) for one in every), rel=0.02)
 
 
-def test_heterog_is_not_slower_than_data_parallelism():
-    costs = Costs(FAST)
-    found = seconds(FAST, heterog.heterog(costs, LONG, BATCH))
-    for decide in (data_parallel.even, data_parallel.by_flops, heterog.even_servers):
-        assert found <= seconds(FAST, decide(costs, LONG, BATCH)) * (1 + 1e-9)
-
-
 def part(forward, backward, **more):
     ranks = len(forward)
     return Part(forward=forward, backward=backward, update=(0.0,) * ranks, **more)
@@ -125,48 +112,12 @@ def test_gradients_move_during_the_backward_of_earlier_layers():
     assert simulate(half, Step(parts=(first, second))) == pytest.approx(10.0)
 
 
-def test_activations_stop_compute():
-    two = cluster((V100_SXM2, 1, 1e9), (V100_SXM2, 1, 1e9))
-    moved = part((1.0, 1.0), (2.0, 2.0), before=((0.5,) * 4,))
-    assert simulate(two, Step(parts=(moved,))) == pytest.approx(4.0)
-
-
-def test_transfers_in_opposite_directions_move_at_the_same_time():
-    two = cluster((V100_SXM2, 1, 1e9), (V100_SXM2, 1, 1e9))
-    leaving, arriving = (3.0, 0.0, 0.0, 3.0), (0.0, 3.0, 3.0, 0.0)
-    step = Step(parts=tuple(part((0.0,) * 2, (0.0,) * 2, gradient=g) for g in (leaving, arriving)))
-    assert simulate(two, step) == pytest.approx(3.0)
-
-
-def test_the_longest_transfer_first():
-    two = cluster((V100_SXM2, 1, 1e9), (V100_SXM2, 1, 1e9), overlap=1.0)
-    lengths = (4.0, 1.0, 1.0)  # of gradients, of which the last one is ready first
-    parts = tuple(part((0.0,) * 2, (0.5,) * 2, gradient=(length,) * 4) for length in lengths)
-    in_order, longest = (simulate(two, Step(parts=parts, largest_first=f)) for f in (False, True))
-    assert in_order == longest == pytest.approx(0.5 + 6.0)
-
-
 def test_an_all_reduce_moves_the_buffer_twice_through_each_network():
     costs = Costs(cluster(*[(V100_SXM2, 8, 1.3e9)] * 8))
     network = 2 * 1e9 * 7 / 8 / 1.3e9
     links = 2 * 1e9 * (1 - 1 / 8) * 1.0 / 150e9
     expected = (network + links) / 0.75 + 4 * CALL_SECONDS
     assert seconds_of(costs.all_reduce(1e9)) == pytest.approx(expected, rel=1e-3)
-
-
-def test_padding_costs_the_largest_part_and_grouping_its_calls():
-    costs = Costs(SLOW)
-    even, uneven = (1 / 3,) * 3, (0.5, 0.25, 0.25)
-    assert seconds_of(costs.padded(1e8, even)) < seconds_of(costs.padded(1e8, uneven))
-    assert seconds_of(costs.padded(1e8, even)) < seconds_of(costs.grouped(1e8, even))
-    skewed = (0.98, 0.01, 0.01)
-    assert seconds_of(costs.grouped(1e8, skewed)) < seconds_of(costs.padded(1e8, skewed))
-
-
-def test_nothing_moves_if_shares_stay():
-    costs = Costs(SLOW)
-    assert not any(costs.redistribute(1e8, (0.5, 0.25, 0.25), (0.5, 0.25, 0.25)))
-    assert any(costs.redistribute(1e8, (0.5, 0.25, 0.25), (0.25, 0.5, 0.25)))
 
 
 @pytest.mark.parametrize("of", [SLOW, FAST], ids=["slow", "fast"])
@@ -177,16 +128,6 @@ def test_plans_take_as_long_as_in_the_simulator_of_plans(of):
     ours = seconds(of, poplar_plan.decisions_of(plan, layers, BATCH))
     assert ours == pytest.approx(seconds(of, data_parallel.even(Costs(of), layers, BATCH)))
     assert ours == pytest.approx(simulate_plan(profile, plan).step_seconds, rel=0.1)
-
-
-def test_server_and_sharded_parameters_need_less_memory():
-    costs = Costs(SLOW)
-    even = data_parallel.even(costs, WIDE, BATCH)
-    sharded = Decision(
-        batch=even.decisions[0].batch, parameters="sharded", shares=(1 / 3,) * 3, call="padded"
-    )
-    other = replace(even, decisions=(sharded,) * 3)
-    assert other.missing_bytes(costs) < even.missing_bytes(costs)
 
 
 @pytest.mark.parametrize(

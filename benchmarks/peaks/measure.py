@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import process_memory
 import torch
 import torch.distributed as dist
+from emulation import Ranks
+from head_to_head.clusters import Cluster, OpenCluster
 from head_to_head.workers import WorkerContext, Workers
+from rows import Row
 
-from memory_limits import process_memory
-from memory_limits.clusters import open_cluster
-from memory_limits.row import PeakRow
-from memory_limits.subjects import SUBJECTS, Subject
+from peaks.subjects import SUBJECTS, Subject
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.comm import Group
 from poplar.planner.prediction import memory_needed
@@ -48,21 +49,45 @@ def cases_of(stage: int, batch: int) -> list[Case]:
     return [Case("even", even), Case("uneven", uneven)]
 
 
-def measure_model(name: str, stages: Sequence[int], batches: Sequence[int]) -> Iterator[PeakRow]:
+def measure_model(name: str, stages: Sequence[int], batches: Sequence[int]) -> Iterator[Row]:
     """A row per stage, batch, plan and rank."""
-    with Workers(open_cluster("profile", RANKS), f"profile of {name}") as workers:
+    with Workers(open_cluster("profile"), f"profile of {name}") as workers:
         sizes = sorted({*batches, *(2 * batch for batch in batches)})
         profile: ClusterProfile = workers.call(_profile, name, sizes)[0]
     for stage in stages:
         cases = [(batch, case) for batch in batches for case in cases_of(stage, batch)]
-        with Workers(open_cluster("peaks", RANKS), f"{name}, stage {stage}") as workers:
+        with Workers(open_cluster("peaks"), f"{name}, stage {stage}") as workers:
             for batch, case in cases:
                 needed = memory_needed(profile, case.plan)
                 peaks = workers.call(_peak, name, case.plan)
                 for rank in range(RANKS):
-                    yield PeakRow.of(
-                        name, case.name, case.plan, batch, rank, needed[rank], peaks[rank]
-                    )
+                    yield _row(name, case, batch, rank, needed[rank], peaks[rank])
+
+
+def open_cluster(name: str) -> OpenCluster:
+    """Ranks that share all cores of this machine."""
+    return OpenCluster(Cluster(name=name, cores=(0,) * RANKS), Ranks(()), None)
+
+
+def _row(model: str, case: Case, batch: int, rank: int, predicted: int, measured: int) -> Row:
+    plan = case.plan
+    return Row.of(
+        "memory peaks",
+        {
+            "model": model,
+            "stage": plan.stage,
+            "plan": case.name,
+            "batch": batch,
+            "rank": rank,
+            "micro_batch": max(plan.micro_batches[rank], default=0),
+            "share": plan.shares[rank],
+        },
+        {
+            "predicted_bytes": predicted,
+            "measured_bytes": measured,
+            "error": predicted / measured - 1,
+        },
+    )
 
 
 def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> ClusterProfile | None:

@@ -1,13 +1,4 @@
-"""Memory of this process: what it holds, its peak, and a limit that the kernel enforces.
-
-[Note: enforced limits]
-`RLIMIT_DATA` limits private writable memory: what malloc and torch allocate, and stacks of threads.
-Memory that is shared between processes does not count, so all engines communicate by gloo, whose
-buffers are private. Freed memory must return to the system at once (`MALLOC`), else a limit would
-depend on what glibc keeps. The limit is set above a baseline, which is read after a model of two
-blocks has been trained with the same engine: by then modules are imported, ranks connected, threads
-started and the buffers of matrix products allocated. Stacks of threads that start later count, so
-they are small (`THREAD_STACK_BYTES`).
+"""Memory of this process: what it holds and its peak.
 
 [Note: mapped files]
 The code of libraries is mapped from their files, shared by all processes, and resident from when it
@@ -21,9 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 MALLOC = {
@@ -33,32 +22,28 @@ MALLOC = {
     "POPLAR_MEMORY_CACHE": "off",
 }
 """Environment variables with which glibc and Poplar return freed memory to the system."""
-_M_PERTURB = -6
-THREAD_STACK_BYTES = 2 << 20
-"""Instead of 8 MiB."""
+_M_PERTURB, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -6, -1, -3
 _STATUS = Path("/proc/self/status")
 
 
 def prepare_rank_processes() -> None:
     """Set what the C library reads when a process starts. Call it before the first `Workers`."""
     os.environ.update(MALLOC)
-    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (THREAD_STACK_BYTES, hard))
 
 
 def private_bytes() -> int:
     """Private writable memory, resident or not: what `RLIMIT_DATA` counts."""
-    return _status("VmData")
+    return status("VmData")
 
 
 def resident_bytes() -> int:
     """Resident memory, without mapped files. See [Note: mapped files]."""
-    return _status("VmRSS") - _status("RssFile")
+    return status("VmRSS") - status("RssFile")
 
 
 def peak_resident_bytes() -> int:
     """Largest resident memory since `reset_peak`, without the files that are mapped now."""
-    return _status("VmHWM") - _status("RssFile")
+    return status("VmHWM") - status("RssFile")
 
 
 def reset_peak() -> None:
@@ -76,6 +61,13 @@ def write_to_allocated_memory() -> None:
         ctypes.CDLL(None).mallopt(_M_PERTURB, 165)
 
 
+def return_freed_memory() -> None:
+    """Let glibc return what is freed to the system at once, in this process."""
+    with suppress(OSError, AttributeError):  # not glibc
+        for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            ctypes.CDLL(None).mallopt(setting, int(MALLOC["MALLOC_TRIM_THRESHOLD_"]))
+
+
 def release_freed_memory() -> None:
     """Collect garbage and return freed memory to the system."""
     gc.collect()
@@ -83,18 +75,8 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-@contextmanager
-def limited_to(nbytes: int) -> Iterator[None]:
-    """Allow this process so much private memory more than it has; beyond it allocations fail."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (private_bytes() + nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-def _status(name: str) -> int:
+def status(name: str) -> int:
+    """Bytes of a line of `/proc/self/status`."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

@@ -1,1 +1,0 @@
-"""What `benchmarks/memory.py` runs: memory predictions, and the largest model under limits."""

@@ -1,1 +1,0 @@
-"""The parts of `kernels.py`: tensor lists, tasks, timing, rows and tables."""

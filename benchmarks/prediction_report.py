@@ -1,0 +1,170 @@
+"""Rows of `prediction.py`, one per plan, and summaries of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prediction_plans import CHOSEN
+from prediction_yardstick import Turn, steadied
+from rows import Column, Row
+
+from poplar import Plan
+from poplar.planner.prediction import Prediction
+
+ACCEPTED_REGRET = 0.02
+"""The summary counts configurations with a larger regret."""
+CONFIGURATION = ("cluster", "model", "stage")
+"""Rows that are equal in these are alternatives for a user."""
+COLUMNS = (
+    *(Column(name, name) for name in (*CONFIGURATION, "plan")),
+    Column("samples", lambda row: " ".join(str(sum(p)) for p in row["micro_batches"])),
+    Column("passes", lambda row: max(map(len, row["micro_batches"]))),
+    Column("new sizes", "unprofiled", "{:.0%}"),
+    Column("predicted s", "predicted_seconds", "{:.3f}"),
+    Column("simulated s", "simulated_seconds", "{:.3f}"),
+    *(Column(f"{part} s", f"{part}_seconds", "{:.3f}") for part in ("p20", "p50", "p80")),
+    Column("timed error", "timed_error", "{:+.1%}"),
+    Column("steady s", "steady_seconds", "{:.3f}"),
+    Column("error", "error", "{:+.1%}"),
+    Column("of simulated", "simulated_error", "{:+.1%}"),
+    Column("others", "bystanders", "{:.1f}"),
+)
+REGRET_COLUMNS = (
+    *(Column(name, name) for name in CONFIGURATION),
+    Column("regret", "regret", "{:+.1%}"),
+    Column("best other", "best"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Steps of one plan."""
+
+    turns: tuple[Turn, ...]
+    bystanders: float
+    """Cores that other programs used during the turns."""
+
+
+def row_of(
+    plan: Plan,
+    predicted: Prediction,
+    simulated_seconds: float,
+    measured: Measurement,
+    expected: Callable[[Sequence[float]], float],
+    /,
+    **case: Any,
+) -> Row:
+    """A row from prediction and measurement.
+
+    `expected` gives the seconds of a step for slowdowns of the ranks; `case` has the cluster, the
+    model, the name of the plan, and which part of its micro-batches has no point in the profile.
+    """
+    seconds = [turn.seconds for turn in measured.turns]
+    low, *_, high = statistics.quantiles(seconds, n=5, method="inclusive")
+    median, steady = statistics.median(seconds), steadied(measured.turns, expected)
+    return Row.of(
+        "prediction",
+        {
+            **case,
+            "stage": plan.stage,
+            "micro_batches": plan.micro_batches,
+            "shares": plan.shares,
+        },
+        {
+            "predicted_seconds": predicted.step_seconds,
+            "simulated_seconds": simulated_seconds,
+            "p20_seconds": low,
+            "p50_seconds": median,
+            "p80_seconds": high,
+            # The median at the speeds of the profile: see `prediction_yardstick.steadied`.
+            "steady_seconds": steady,
+            "timed_error": predicted.step_seconds / median - 1,
+            "error": predicted.step_seconds / steady - 1,
+            "simulated_error": simulated_seconds / steady - 1,
+            # What bounds the step, from the prediction.
+            "bound": predicted.bound,
+            "bystanders": measured.bystanders,
+        },
+    )
+
+
+def regrets(rows: Sequence[Row], seconds: str = "steady_seconds") -> list[Row]:
+    """The regret of each configuration that has a chosen plan and another plan.
+
+    It is the seconds per sample of the chosen plan over those of the fastest other plan, minus 1.
+    """
+
+    def per_sample(row: Row) -> float:
+        return row[seconds] / sum(map(sum, row["micro_batches"]))
+
+    configurations: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        configurations.setdefault(tuple(row[name] for name in CONFIGURATION), []).append(row)
+    found = []
+    for configuration, own in configurations.items():
+        chosen = [row for row in own if row["plan"] == CHOSEN]
+        others = [row for row in own if row["plan"] != CHOSEN]
+        if chosen and others:
+            best = min(others, key=per_sample)
+            regret = per_sample(chosen[0]) / per_sample(best) - 1
+            case = dict(zip(CONFIGURATION, configuration, strict=True))
+            found.append(Row.of("regret", case, {"regret": regret, "best": best["plan"]}))
+    return found
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Errors of both predictions, in total and by stage, cluster and model; and regrets."""
+    return {
+        "plans": len(rows),
+        "unprofiled": round(statistics.mean(row["unprofiled"] for row in rows), 3),
+        "closed_form": _by_part(rows, "error"),
+        "simulated": _by_part(rows, "simulated_error"),
+        "regret": of_regrets(regrets(rows)),
+        "as_timed": {
+            "closed_form": errors([row["timed_error"] for row in rows]),
+            "regret": of_regrets(regrets(rows, "p50_seconds")),
+        },
+    }
+
+
+def _by_part(rows: Sequence[Row], error: str) -> dict[str, Any]:
+    found: dict[str, Any] = errors([row[error] for row in rows])
+    for name in CONFIGURATION:
+        found[f"by_{name}"] = {
+            str(part): errors([row[error] for row in rows if row[name] == part])
+            for part in dict.fromkeys(row[name] for row in rows)
+        }
+    return found
+
+
+def errors(signed: Sequence[float]) -> dict[str, float]:
+    """Median, 90th percentile and maximum of the absolute relative errors."""
+    sizes = [abs(error) for error in signed]
+    return {
+        "median": round(statistics.median(sizes), 4),
+        "p90": round(_p90(sizes), 4),
+        "worst": round(max(sizes), 4),
+    }
+
+
+def of_regrets(found: Sequence[Row]) -> dict[str, Any]:
+    """Median, 90th percentile and maximum of the regrets, and how many are above 2 %."""
+    values = [one["regret"] for one in found]
+    if not values:
+        return {"configurations": 0}
+    return {
+        "configurations": len(values),
+        "median": round(statistics.median(values), 4),
+        "p90": round(_p90(values), 4),
+        "worst": round(max(values), 4),
+        "above_2_percent": sum(value > ACCEPTED_REGRET for value in values),
+    }
+
+
+def _p90(values: Sequence[float]) -> float:
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=10, method="inclusive")[8]

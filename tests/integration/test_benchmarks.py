@@ -1,0 +1,166 @@
+"""Every script in `benchmarks/` runs with its smallest options, and its rows can be read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torchrun
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import per_tensor_measured
+from published_clusters.policies import POLICIES
+from published_clusters.published import EVALUATIONS
+from rows import Row, read_rows, write_rows
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MEASURING = {
+    "allreduce": "--ranks 2 --operations reduce_scatter --providers gloo shared_memory "
+    "--sizes 4KiB --dtypes fp32 --shares --rounds 1",
+    "checkpoint": "--quick",
+    "gpu_unequal": "--device cpu --case tiny_ranks --percent 50 50 --stage 1 --rounds 1 "
+    "--seconds 0.5 --speed-seconds 0.2 --turn-seconds 0.1",
+    "host_overhead": "--models llama-1.1b --ranks 4 --stages 3 --layers 2 --rounds 1 --steps 1",
+    "memory": "--models convolutional --stages 3 --batches 1",
+    "paper": "--quick --clusters A --models bert-large --stages 1",
+    "per_tensor": "--quick",
+    "prediction": "--quick --clusters 2:1 --models encoder --stages 1 --seconds 2 --steps 1",
+    "search": "--quick --rounds 1",
+    "train": "--quick --clusters 1:1:1 --size tiny --context 16 --samples 2 --stages 1 "
+    "--policies even --peers ddp --steps 3",
+}
+"""Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
+SLOW = {"checkpoint", "gpu_unequal", "memory", "prediction", "train"}
+"""Only with --full: they profile, or run several engines. Tests of their parts run always."""
+SHOWING = {
+    "allreduce": "--show allreduce.jsonl",
+    "gpu_step": "--show h100/overhead.jsonl",
+    "gpu_unequal": "--show h100/unequal.jsonl",
+    "per_tensor": "--show per_tensor.jsonl --markdown",
+    "per_tensor_measured": "",
+    "results": "",
+    "roofline_errors": "",
+    "summary": "",
+}
+"""Options of the scripts that print saved rows, or need none."""
+TESTED_ELSEWHERE = {"emulation", "gpu", "gpu_build", "gpu_ranks", "network", "watchdog"}
+"""Or no commands: guard processes and starts of ranks."""
+
+
+def run(script: str, options: str, *more: Any) -> str:
+    """What a script prints."""
+    words = [word.replace("tiny_ranks", "tiny ranks") for word in options.split()]
+    done = torchrun.run([BENCHMARKS / f"{script}.py", *words, *more], timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(s, marks=[pytest.mark.full] if s in SLOW else []) for s in sorted(MEASURING)],
+)
+def test_script_prints_a_table_and_appends_rows(tmp_path, script):
+    if script == "prediction" and os.geteuid():
+        pytest.skip("CPU quotas need root")
+    output = tmp_path / "rows.jsonl"
+    printed = run(script, MEASURING[script], "--output", output)
+    found = [Row(**json.loads(line)) for line in output.read_text("utf-8").splitlines()]
+    assert found
+    for row in found:
+        assert row["commit"]
+        assert not row.get("absent"), row["absent"]
+        assert all(map(math.isfinite, numbers(row.figures))), row
+    assert len(printed.splitlines()) > 3
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers within figures."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict):
+        yield from numbers(list(value.values()))
+    elif isinstance(value, list):
+        for part in value:
+            yield from numbers(part)
+
+
+@pytest.mark.parametrize("script", sorted(SHOWING))
+def test_saved_rows_are_shown(script):
+    words = [
+        str(BENCHMARKS / "results" / word) if word.endswith(".jsonl") else word
+        for word in SHOWING[script].split()
+    ]
+    printed = run(script, "", *words)
+    assert len(printed.splitlines()) > 3
+
+
+def test_every_script_is_run_by_a_test():
+    scripts = {
+        path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text("utf-8")
+    }
+    assert scripts == {*MEASURING, *SHOWING, *TESTED_ELSEWHERE}
+
+
+def test_results_page_is_what_its_command_prints():
+    page = (BENCHMARKS / "RESULTS.md").read_text("utf-8")
+    assert run("results", "") == page
+
+
+def test_simulated_rows_have_ranges_and_sources():
+    found = read_rows(BENCHMARKS / "results" / "per_tensor.jsonl", "per_tensor")
+    assert {row["policy"] for row in found} == set(POLICIES)
+    for row in found:
+        own = row["policy"] == EVALUATIONS[row["cluster"]].system
+        assert bool(row["published"]) == bool(row["published_source"]) == own
+        assert row["reconstructed"] == (row["policy"] in ("HAP", "HeteroG"))
+        if row["samples_per_second"] is None:
+            assert row["why_not"]
+        else:
+            assert row["samples_per_second_low"] <= row["samples_per_second"]
+            assert row["samples_per_second"] <= row["samples_per_second_high"]
+
+
+def measured(policy: str, speed: float, **more: Any) -> Row:
+    """A row of `train.py`, with the values that the table reads."""
+    case = {"run": "first", "cluster": "2:1@1G", "model": "vgg", "over_gloo": False, "stage": 0}
+    figures = {"absent": "", "p50_speed": speed, "prediction_error": None}
+    case |= {"provider": "poplar", "policy": policy}
+    for name, value in more.items():
+        (case if name in case else figures)[name] = value
+    return Row.of("train", case, figures)
+
+
+def test_measured_decisions_are_shown_by_their_faster_stage(tmp_path):
+    rows = [
+        measured("exact", 200.0, run="an earlier one"),
+        measured("even", 40.0, prediction_error=0.1),
+        measured("even", 400.0, over_gloo=True),
+        measured("flops", 45.0, stage=1, prediction_error=-0.02),
+        measured("exact", 80.0, prediction_error=-0.04),
+        measured("unfactored", 50.0, prediction_error=0.05),
+        measured("exact", 60.0, stage=1),
+        measured("programme", 90.0, stage=1, prediction_error=-0.3),
+        measured("even", 41.0, provider="ddp"),
+        measured("uneven", 45.0, provider="ddp"),
+        measured("even", 30.0, provider="deepspeed"),
+        measured("even", 35.0, provider="deepspeed", stage=1, absent="no memory"),
+        measured("exact", 70.0, model="vit"),
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    cases = per_tensor_measured.read_cases(tmp_path / "rows.jsonl")
+    text = list(per_tensor_measured.markdown(cases))
+    assert text[2:4] == [
+        "| 2:1@1G | vgg | 41 | 30 | 45 | 40 | 45 | 60 | 80 | 90 | 2.00x |",
+        "| 2:1@1G | vit | – | – | – | – | – | 70 | – | plan | – |",
+    ]
+    assert text[5] == (
+        "- step times of plans and programmes were predicted within 5 % in the median, 30 % at "
+        "most, of 5"
+    )
