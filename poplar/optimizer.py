@@ -262,10 +262,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._state = OptimizerState(self._engine, self._update)
         forward_state = ForwardStateCheck(
             model,
-            self._engine.flats,
-            self._engine.strategy,
             self._control,
             allowed=allow_forward_state,
+            flats=self._engine.flats,
+            strategy=self._engine.strategy,
         )
         self._step = Step(self._engine, self._update, self._replicas, forward_state, on_nonfinite)
         self._calls = CollectiveCalls(self._group, self._step.stop, self._engine.abort)

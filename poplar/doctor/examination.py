@@ -22,7 +22,7 @@ from poplar.doctor.facts import RankFacts, collect_facts, own_device, own_world_
 from poplar.doctor.report import Report
 from poplar.values.errors import CollectiveTimeout
 from poplar.values.formatting import format_ranks
-from poplar.values.schema import from_fields, to_json_types
+from poplar.values.schema import from_fields, parse_json, to_json_types
 
 _TIMEOUT = timedelta(seconds=60)
 _GRACE = timedelta(seconds=5)
@@ -61,7 +61,7 @@ def _exchange(own: RankFacts, timeout: timedelta) -> tuple[RankFacts, ...]:
             f"{timeout.total_seconds():g} s; check their logs, and whether they can reach "
             "MASTER_ADDR"
         )
-    reports = [from_fields(RankFacts, json.loads(store.get(str(rank)))) for rank in world]
+    reports = [from_fields(RankFacts, parse_json(store.get(str(rank)))) for rank in world]
     _wait_for_readers(store, own.rank)
     return tuple(reports)
 

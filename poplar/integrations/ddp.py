@@ -53,8 +53,8 @@ class UnequalPasses(_UnequalPasses):
         model: a `DistributedDataParallel`, possibly compiled. `find_unused_parameters`,
             `gradient_as_bucket_view` and communication hooks work; `static_graph` does not.
         plan: of stage 0, for as many ranks as DDP has.
-        allow_forward_state: accept BatchNorm in training mode, whose statistics are those of a
-            micro-batch.
+        allow_forward_state: accept buffers that forwards write and that differ between ranks, as
+            the statistics of BatchNorm in training mode do: they are those of a micro-batch.
         timeout: how long a rank waits for other ranks before a backward; default: 5 minutes.
 
     Raises:

@@ -87,8 +87,8 @@ class UnequalPasses(_UnequalPasses):
         model: to which, and to whose blocks, `fully_shard` was applied, over a mesh of one
             dimension; possibly compiled.
         plan: of stage 1, 2 or 3, with even shares, for as many ranks as the mesh has.
-        allow_forward_state: accept BatchNorm in training mode, whose statistics are those of a
-            micro-batch.
+        allow_forward_state: accept buffers that forwards write and that differ between ranks, as
+            the statistics of BatchNorm in training mode do: they are those of a micro-batch.
         timeout: how long a rank waits for other ranks before a backward; default: 5 minutes.
 
     Raises:

@@ -25,6 +25,7 @@ from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, raise_on_any_error
 from poplar.zero.checks import model_checks
 from poplar.zero.checks.first_batch import FirstBatchCheck
+from poplar.zero.checks.forward_state import ForwardStateCheck
 from poplar.zero.checks.loss_mean import FirstLossCheck
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, Weight
@@ -58,6 +59,9 @@ class UnequalPasses:
         every_pass = not self._may_differ_in_passes()
         self._splitter = BatchSplitter(plan, synchronizes_every_pass=every_pass)
         self._batch_norms = [] if allow_forward_state else model_checks.batch_norms(self._model)
+        self._forward_state = ForwardStateCheck(
+            self._inner_model(), self._control, allowed=allow_forward_state
+        )
         self._first_batches = FirstBatchCheck(self._control)
         looking = max(range(plan.world_size), key=plan.samples)
         self._first_loss = FirstLossCheck(looks=self._group.rank == looking)
@@ -130,7 +134,8 @@ class UnequalPasses:
         Raises:
             RankFailed: another rank failed before its last backward.
             ValueError, TypeError, RuntimeError: this rank's batch is wrong, a loop body called
-                `backward` of the loss itself, or not at all.
+                `backward` of the loss itself, or not at all. At the end of one of the first loops:
+                forwards have written other values into a buffer of the model on other ranks.
         """
         step = UserStep(
             Trained(
@@ -197,6 +202,8 @@ class UnequalPasses:
             self._forget_step()
             for parameter in self._model.parameters():
                 parameter.grad = None
+        else:
+            self._forward_state.look()
 
     # Checks.
 

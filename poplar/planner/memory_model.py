@@ -174,7 +174,7 @@ def rank_memory(
     """The memory of `rank` at `stage`; `persistent` units stay unsharded between passes."""
     device, model = cluster.devices[rank], cluster.model
     ranks, keeps = cluster.world_size, cluster.network.receive_buffers
-    always = Bytes(_relayed(cluster, stage) + model.frozen_bytes + device.held_bytes)
+    always = _relayed(cluster, stage).plus(Bytes(model.frozen_bytes + device.held_bytes))
     return RankMemory(
         device=device,
         state=_state(model, stage).plus(always),
@@ -233,22 +233,26 @@ def _state(model: ModelProfile, stage: int) -> Bytes:
     return Bytes(0.0, trained + frozen + optimizer)
 
 
-def _relayed(cluster: ClusterProfile, stage: int) -> float:
+def _relayed(cluster: ClusterProfile, stage: int) -> Bytes:
     """What the hierarchical transport adds: a collective's buffer in the order of the host's ranks.
 
     One collective at a time: a bucket, the sums that it sends on, and gathered parameters. Devices
     allocate all of a reduction before its first call: beside the bucket, what the host's ranks send
     of the slice that this rank sums for its host, and those sums in fp32 and as they are sent on.
-    A rank of the smallest host sums the most; equal devices on other hosts count as much.
+    A rank of the smallest host sums the most; equal devices on other hosts count as much. A rank
+    receives the sums of its slice from every other host. From three hosts on, it also copies the
+    slice of parameters that it sends, once for each of them.
     """
     model, hosts = cluster.model, cluster.network.hosts
     if not hosts:
-        return 0.0
+        return Bytes()
     largest = max(flat.numel for flat in _backward(model, stage).flats)
-    reduced = 2.0 * model.wire_bytes
+    reduced, own = 2.0 * model.wire_bytes, 0.0
     if cluster.network.receive_buffers == "freed":
         on_host = min(map(hosts.count, set(hosts)))
         received = model.wire_bytes if on_host > 1 else 0.0
         sums = (ACCUMULATOR_BYTES + model.wire_bytes) / on_host
         reduced = model.wire_bytes + received + sums
-    return (reduced + model.param_bytes) * largest
+        others = len(set(hosts)) - 1
+        own = others * (model.wire_bytes + (model.param_bytes if others > 1 else 0.0))
+    return Bytes(reduced + model.param_bytes, own).times(largest)

@@ -29,7 +29,8 @@ class AbsentValues(Tensor):
             name = func.__name__.partition(".")[0]  # an operator may have ".overload"
             written = next(_written(name, args, kwargs), None)
             if written is not None:
-                raise RuntimeError(_message(written, f"{name} writes to"))
+                verb = "shares the memory of" if name in _SHARES_MEMORY else "writes to"
+                raise RuntimeError(_message(written, f"{name} {verb}"))
             result = func(*args, **kwargs)
             if not _is_recorded(result):
                 return _with_marked_views(name, result, list(_absent(args)))
@@ -80,6 +81,8 @@ _ASSIGNMENTS = {f"__i{name}__" for name in ("add", "and", "floordiv", "lshift", 
     *(f"__i{name}__" for name in ("or", "pow", "rshift", "sub", "truediv", "xor")),
     "__setitem__",
 }
+_SHARES_MEMORY = {"numpy", "__array__", "__dlpack__"}
+"""Other libraries could write to their results without a check."""
 _WRITES_NO_VALUE = {"detach_", "requires_grad_", "rename_", "share_memory_"}
 
 
@@ -88,7 +91,7 @@ def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     if name == "copy_" and args[0] is args[1]:
         return  # `load_state_dict` does, after the engine has loaded what this rank stores
     is_method = name.endswith("_") and not name.endswith("__") and name not in _WRITES_NO_VALUE
-    if is_method or name in _ASSIGNMENTS:
+    if is_method or name in _ASSIGNMENTS or name in _SHARES_MEMORY:
         yield from _absent(args[:1] or list(kwargs.values())[:1])
     if "out" in kwargs:
         yield from _absent((kwargs["out"],))

@@ -40,8 +40,7 @@ class Evaluation:
         self._control: Control = engine.control
         self._loss_fn = loss_fn
         self._weight = weight
-        self._total = 0.0
-        self._count = 0.0
+        self._total = self._count = torch.zeros((), dtype=torch.float64, device="cpu")
         self._error: Exception | None = None
 
     def run(self, loader: Iterable[Any]) -> float:
@@ -64,7 +63,7 @@ class Evaluation:
         finally:
             self._error = self._error or caught(partial(_restore, modes))
         raise_on_any_error(self._control, self._error, doing="evaluate()")
-        sums = torch.tensor([self._total, self._count], dtype=torch.float64, device="cpu")
+        sums = torch.stack([self._total.cpu(), self._count.cpu()])
         by_rank = self._control.exchange(sums, what="the result of evaluate()")()
         total, count = torch.stack(by_rank).sum(0).tolist()
         if count == 0:
@@ -117,15 +116,19 @@ class Evaluation:
 
     def _evaluate(self, batch: Any) -> None:
         try:
-            counts = (
-                pytree.samples_in(batch) if self._weight is None else float(self._weight(batch))
-            )
-            self._total += float(self._loss_fn(self._engine.model, batch)) * counts
-            self._count += counts
+            weight = pytree.samples_in if self._weight is None else self._weight
+            counts = _scalar(weight(batch))
+            self._total = self._total + _scalar(self._loss_fn(self._engine.model, batch)) * counts
+            self._count = self._count + counts
         except CollectiveTimeout:
             raise
         except Exception as error:
             self._error = error
+
+
+def _scalar(value: Any) -> Tensor | float:
+    """A number in float64. The host does not wait for one on a device."""
+    return value.detach().double().reshape(()) if isinstance(value, Tensor) else float(value)
 
 
 def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:

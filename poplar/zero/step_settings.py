@@ -84,12 +84,16 @@ class StepSettings:
             for key, value in group.items():
                 if key not in _OWN and _number(value) not in (_OTHER, _TENSOR):
                     named[_name(key, index)] = value
-        texts = {name: repr(value) for name, value in named.items()}
-        return texts | {name: repr(value.tolist()) for name, value in self.tensors}
+        return {name: repr(_plain(value)) for name, value in [*named.items(), *self.tensors]}
 
 
 def _name(key: str, group: int) -> str:
     return f"{key} of param group {group}"
+
+
+def _plain(value: Any) -> Any:
+    """The Python numbers in a value of PyTorch or NumPy."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _number(value: Any) -> Any:
@@ -104,4 +108,6 @@ def _number(value: Any) -> Any:
         return zlib.crc32(value.encode())
     if isinstance(value, (tuple, list)):
         return tuple(map(_number, value))
-    return _TENSOR if isinstance(value, Tensor) else _OTHER
+    if isinstance(value, Tensor):
+        return _TENSOR
+    return _number(_plain(value)) if hasattr(value, "tolist") else _OTHER

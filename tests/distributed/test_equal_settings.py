@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import ranks as harness
 import torch
@@ -50,7 +51,10 @@ DIFFERENT: dict[str, tuple[Callable[[HeteroZeroOptimizer], dict], str]] = {
         "loss scaler is False on rank(s) [0, 2], True on rank(s) [1]",
     ),
     "scale": (scaled, "the loss scale is 8.0 on rank(s) [0, 2], 16.0 on rank(s) [1]"),
-    "lr": (set_group("lr", 0.1, 0.2), "lr of param group 0 is 0.1 on rank(s) [0, 2], 0.2"),
+    "lr": (
+        set_group("lr", np.float32(0.5), np.float32(0.25)),
+        "lr of param group 0 is 0.5 on rank(s) [0, 2], 0.25 on rank(s) [1]",
+    ),
     "tensor lr": (
         lambda optimizer: set_group("lr", torch.tensor(0.5), torch.tensor(0.25))(optimizer),
         "lr of param group 0 is 0.5 on rank(s) [0, 2], 0.25 on rank(s) [1]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import ranks as harness
 import torch
@@ -133,6 +134,7 @@ def test_values_written_between_steps_are_kept(ranks: Pool, stage: int, write) -
 VIEWS = (
     *(lambda w: w.chunk(2)[0], lambda w: w.split(1)[0], lambda w: w.unbind()[0]),
     *(Tensor.diagonal, lambda w: w.mT, Tensor.ravel, Tensor.contiguous),
+    *(Tensor.numpy, np.asarray, lambda w: torch.from_dlpack(w)),
     *(lambda w: w[:1], lambda w: w.as_strided((1,), (1,)), lambda w: w.expand(1, *w.shape)),
 )
 

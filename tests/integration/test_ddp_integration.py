@@ -404,6 +404,34 @@ def test_backward_outside_the_loop_is_averaged_as_ddp_does(ranks: Pool) -> None:
         torch.testing.assert_close(gradients, expected)
 
 
+class Normalizing(training.Tagger):
+    """Its scale is a moving average over samples."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.scale.lerp_(1.0 + input_ids.float().mean() / training.VOCABULARY, 0.1)
+        return super().forward(input_ids, labels)
+
+
+def train_with_a_moving_average(job: Job) -> list[list[Failure]]:
+    """What the first step raises without and with `allow_forward_state`."""
+    failures = []
+    for allowed in (False, True):
+        model = training.wrap(job, Normalizing())
+        passes = job.engine.UnequalPasses(model, job.plan, allow_forward_state=allowed)
+        with harness.catching() as caught:
+            training.step_with(job, model, training.optimizer_of(job, model), passes, 0)
+        failures.append(caught)
+    return failures
+
+
+def test_buffers_that_forwards_write_from_samples_raise_unless_allowed(ranks: Pool) -> None:
+    for plan in (UNEQUAL, replace(UNEQUAL, stage=1)):  # of DDP and of FSDP2
+        job = Job("tagger", plan)
+        for refused, allowed in ranks.run(train_with_a_moving_average, job, ranks=3):
+            assert "buffer 'scale' differs" in refused[0].message
+            assert allowed == []
+
+
 def wrong_constructions() -> list[str]:
     """The messages of wrong models and plans."""
     wrapped = training.wrap(Job("tagger", UNEQUAL))

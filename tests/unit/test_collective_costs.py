@@ -180,12 +180,18 @@ def test_a_hierarchical_transport_needs_memory_for_one_collective_on_its_host(ke
     flat = dataclasses.replace(flat, model=model, network=network)
     network = dataclasses.replace(network, hosts=(0, 0, 1, 1))
     over_hosts = dataclasses.replace(flat, network=network)
-    more = rank_memory(over_hosts, 2, 0).needed(Caps(0), 0.0) - rank_memory(flat, 2, 0).needed(
-        Caps(0), 0.0
-    )
+
+    def more(share: float) -> float:
+        with_hosts, without = rank_memory(over_hosts, 2, 0), rank_memory(flat, 2, 0)
+        return with_hosts.needed(Caps(0), share) - without.needed(Caps(0), share)
+
     # Devices also allocate the sums of half the bucket before the first call, in fp32 and as sent.
     sums = (4 + model.wire_bytes) / 2 if keeps == "freed" else 0.0
-    assert more == pytest.approx((2 * model.wire_bytes + sums + model.param_bytes) * 10**6)
+    needed = 2 * model.wire_bytes + sums + model.param_bytes
+    assert more(0.0) == pytest.approx(needed * 10**6)
+    # They receive the sums of their own slice from the other host.
+    received = 0.5 * model.wire_bytes if keeps == "freed" else 0.0
+    assert more(0.5) == pytest.approx((needed + received) * 10**6)
 
 
 @pytest.mark.parametrize("seed", range(12))

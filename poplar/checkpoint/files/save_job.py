@@ -39,6 +39,7 @@ from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.comm import Control
 from poplar.values.errors import RankFailed
 from poplar.values.formatting import printable
+from poplar.values.schema import parse_json
 from poplar.zero.agreement import raise_on_all_ranks
 
 PLAN = "plan.json"
@@ -242,7 +243,7 @@ def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
         path = job.aside / _LIST.format(rank=rank)
         _wait_for(path, rank, job, is_stopped)
         file = replace(job, rank=rank).data_file
-        files[file] = [Part(*part) for part in json.loads(path.read_bytes())]
+        files[file] = [Part(*part) for part in parse_json(path.read_bytes())]
         for index, part in zip(job.items[rank], files[file], strict=True):
             storage[index] = _StorageInfo(file, part.offset, part.length)
         path.unlink()

@@ -11,6 +11,7 @@ from typing import Any
 
 from poplar.programmes.graph.placement import PARTIAL, Placement, from_json, to_json
 from poplar.values.regular_files import read_regular
+from poplar.values.schema import parse_json
 
 _KIND = "poplar programme"
 _TOLERANCE = 1e-9
@@ -100,11 +101,11 @@ class Programme:
             ValueError: it is not the file of a programme.
         """
         try:
-            content = json.loads(read_regular(path).decode())
+            content = parse_json(read_regular(path).decode())
             if content.pop("kind", None) != _KIND:
                 raise ValueError("it has another kind")
             return cls.from_dict(content)
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(
                 f"{path} is not a programme: {error}; write one with Programme.to_json"
             ) from error

@@ -41,24 +41,36 @@ class ForwardStateCheck:
     def __init__(
         self,
         model: nn.Module,
-        flats: Sequence[FlatParameter],
-        strategy: Strategy,
         control: Control,
         *,
         allowed: bool,
+        flats: Sequence[FlatParameter] = (),
+        strategy: Strategy | None = None,
     ) -> None:
-        """`allowed`: ranks may have state of their own; it must still not be lost."""
+        """
+        Args:
+            model: whose buffers are compared.
+            control: the control channel of the ranks.
+            allowed: ranks may have state of their own; it must still not be lost.
+            flats: parameters, which are compared too.
+            strategy: has their values; None: another engine has the parameters.
+        """
         self._model, self._flats = model, [flat for flat in flats if not flat.is_local]
         self._strategy, self._control = strategy, control
         self._compares = not allowed and control.group.size > 1
-        self._steps = FIRST_STEPS if self._compares or strategy.shards_parameters else 0
+        self._shards = strategy is not None and strategy.shards_parameters
+        self._steps = FIRST_STEPS if self._compares or self._shards else 0
         self._before = _on_host(model) if self._compares else {}
-        strategy.notes_writes = self._steps > 0
+        self._note_writes(self._steps > 0)
 
     def skip(self) -> None:
         """Compare nothing."""
         self._steps, self._before = 0, {}
-        self._strategy.notes_writes = False
+        self._note_writes(False)
+
+    def _note_writes(self, notes: bool) -> None:
+        if self._strategy is not None:
+            self._strategy.notes_writes = notes
 
     def look(self) -> None:
         """Compare the state after the passes of a step. Collective in the first steps.
@@ -68,7 +80,7 @@ class ForwardStateCheck:
         """
         if not self._steps:
             return
-        lost = self._strategy.take_noted_writes()
+        lost = [] if self._strategy is None else self._strategy.take_noted_writes()
         now = _on_host(self._model) if self._compares else {}
         changes = {name: _change(self._before.get(name), value) for name, value in now.items()}
         mine = (lost, {name: change for name, change in changes.items() if change}, self._sums())
@@ -90,7 +102,7 @@ class ForwardStateCheck:
         In the first step only: later differences may come from an update.
         """
         is_first = self._steps == FIRST_STEPS
-        if not self._compares or not is_first or self._strategy.shards_parameters:
+        if not self._compares or not is_first or self._shards or self._strategy is None:
             return []
         self._strategy.updated.finish()
         return [int(checksum([flat.values])) for flat in self._flats]

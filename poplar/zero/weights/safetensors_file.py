@@ -20,6 +20,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from poplar.values.regular_files import open_regular
+from poplar.values.schema import parse_json
 
 _NAMES: Mapping[torch.dtype, str] = {
     torch.complex64: "C64",
@@ -80,7 +81,7 @@ class SafetensorsFile:
                 with safe_open(path, framework="np"):
                     pass
                 header_bytes = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(header_bytes))
+                header = parse_json(file.read(header_bytes))
         except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(
                 f"cannot read {path} as safetensors ({error}); it is missing, truncated or of "

@@ -7,7 +7,6 @@ read, so that a wrong file changes nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from poplar.values.formatting import format_names
 from poplar.values.regular_files import read_regular
+from poplar.values.schema import parse_json
 from poplar.zero.weights.safetensors_file import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
@@ -140,8 +140,8 @@ def _contents(file: Path) -> Mapping[Path, list[str] | None]:
     if file.suffix != ".json":
         return {file: None}
     try:
-        pairs = list(json.loads(read_regular(file, _INDEX_BYTES))["weight_map"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        pairs = list(parse_json(read_regular(file, _INDEX_BYTES))["weight_map"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"cannot read {file} as an index of safetensors files ({type(error).__name__}: {error})"
         ) from error
