@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, default_collate
 from train_llama import Batch, epochs, progress, warmup_then_cosine
 
 import poplar
-from poplar import ClusterProfile, HeteroBatchSampler, HeteroZeroOptimizer, Plan, report
+from poplar import ClusterProfile, HeteroBatchSampler, HeteroZeroOptimizer, Plan, monitoring
 
 RANKS = 4
 SEED = 0
@@ -92,7 +92,7 @@ def compare(options: argparse.Namespace) -> None:
     other_load = load.fraction()
 
     after = measure(text, options.measure_seconds)
-    record = report.RunRecord(
+    record = monitoring.RunRecord(
         title="A small Llama on four unequal CPU ranks",
         profile=profile,
         runs=tuple(run.to_report() for run in runs),
@@ -133,7 +133,7 @@ class Run:
     """Loss of the global batch, one per step."""
     seconds: list[float] = field(default_factory=list)
     """Seconds per step on this rank, with data loading."""
-    spans: list[list[report.Span]] = field(default_factory=list)
+    spans: list[list[monitoring.Span]] = field(default_factory=list)
     """Trace of this rank, one list per step."""
 
     def __post_init__(self) -> None:
@@ -158,13 +158,13 @@ class Run:
         self.losses.append(float(result.loss))
         self.spans.append(spans)
 
-    def to_report(self) -> report.Run:
+    def to_report(self) -> monitoring.Run:
         """Results of all ranks, with the trace of the median step. Every rank must call it."""
         seconds = slowest_rank(self.seconds)
         typical = seconds.index(statistics.median_low(seconds)) + 1
-        spans: list[list[report.Span]] = [[]] * RANKS
+        spans: list[list[monitoring.Span]] = [[]] * RANKS
         dist.all_gather_object(spans, self.spans[typical])
-        return report.Run(
+        return monitoring.Run(
             name=self.name,
             plan=self.plan,
             losses=tuple(self.losses),
@@ -207,7 +207,7 @@ def samples_of(text: ByteWindows, indices: range) -> Batch:
 
 def measure_similar_plans(
     run: Run, profile: ClusterProfile, count: int, console: Console
-) -> tuple[report.SimilarPlan, ...] | None:
+) -> tuple[monitoring.SimilarPlan, ...] | None:
     """Time the chosen plan and up to `count` similar ones in turns. Every rank must call it."""
     if not count:
         return None
@@ -222,7 +222,7 @@ def measure_similar_plans(
             run.optimizer, plans, one_step, rounds=SIMILAR_PLAN_ROUNDS, after_turn=advance
         )
     return tuple(
-        report.SimilarPlan(plan=plan, step_seconds=each)
+        monitoring.SimilarPlan(plan=plan, step_seconds=each)
         for plan, each in zip(plans, seconds, strict=True)
     )
 
@@ -245,12 +245,12 @@ def slowest_rank(seconds: Sequence[float]) -> list[float]:
     return steps.tolist()
 
 
-def write_outputs(console: Console, record: report.RunRecord, folder: Path) -> None:
+def write_outputs(console: Console, record: monitoring.RunRecord, folder: Path) -> None:
     """Write `run.json`, `report.html` and the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     record.to_json(folder / "run.json")
     try:
-        report.write_report(record, folder / "report.html", folder)
+        monitoring.write_report(record, folder / "report.html", folder)
     except ImportError as error:
         console.print(f"no report.html: {error}")
     else:
@@ -258,7 +258,7 @@ def write_outputs(console: Console, record: report.RunRecord, folder: Path) -> N
 
 
 def summarize(
-    console: Console, record: report.RunRecord, noise_warnings: Sequence[str] = ()
+    console: Console, record: monitoring.RunRecord, noise_warnings: Sequence[str] = ()
 ) -> None:
     """Print the results, then one line of JSON for programs.
 
@@ -297,7 +297,7 @@ def summarize(
 
 
 def outcome_of(
-    record: report.RunRecord, max_loss_difference: float, noise_warnings: Sequence[str]
+    record: monitoring.RunRecord, max_loss_difference: float, noise_warnings: Sequence[str]
 ) -> dict[str, Any]:
     """The results in JSON types."""
     even, planned = record.runs
@@ -317,7 +317,7 @@ def outcome_of(
     return outcome if ratio is None else outcome | {"best_similar_plan_ratio": rounded(ratio)}
 
 
-def table_of(record: report.RunRecord) -> Table:
+def table_of(record: monitoring.RunRecord) -> Table:
     """One line per plan: predicted and measured seconds per step, and speeds."""
     stage = record.chosen.plan.stage
     table = Table(
@@ -346,7 +346,7 @@ def table_of(record: report.RunRecord) -> Table:
     return table
 
 
-def best_similar_plan_ratio(record: report.RunRecord) -> float | None:
+def best_similar_plan_ratio(record: monitoring.RunRecord) -> float | None:
     """Speed of the chosen plan over the fastest similar plan; above 1 it is the fastest."""
     if record.similar_plans is None or len(record.similar_plans) < 2:
         return None

@@ -17,7 +17,8 @@ from html import escape
 from pathlib import Path
 
 import poplar
-from poplar import ClusterProfile, Plan, Timeline
+from poplar import ClusterProfile, Plan
+from poplar.simulator.timeline import Timeline
 
 CLUSTER = Path(__file__).parents[1] / "docs/assets/cluster.toml"
 MODEL = "opt-350m"

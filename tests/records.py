@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from poplar.report import Run, RunRecord, SimilarPlan, Span
+from poplar.monitoring import Run, RunRecord, SimilarPlan, Span
 from poplar.values.plan import Plan
 from poplar.values.profile import (
     BatchPoint,

@@ -142,7 +142,7 @@ def _decision(
         parameters="sharded_optimizer" if plan.stage < 3 else "sharded",
         shares=(unit and unit.shares) or plan.shares,
         factored=factored,
-        gathers_again=plan.stage == 3 and not (unit and unit.keep_gathered),
+        gathers_again=plan.stage == 3 and not (unit and unit.persistent),
     )
 
 

@@ -81,7 +81,7 @@ Function = Annotated[
     str,
     typer.Argument(
         metavar="FILE.py:FUNCTION",
-        help="A function that returns a poplar.Workload, or (model, loss_fn, batch).",
+        help="A function that returns a poplar.cli.workload.Workload, or (model, loss_fn, batch).",
     ),
 ]
 ProfileFile = Annotated[

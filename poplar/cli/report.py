@@ -24,7 +24,7 @@ def report(
 ) -> None:
     """Write the report of a run as one HTML file, which opens without a network."""
     with command_output(as_json=as_json, debug=debug) as result:
-        from poplar.report import RunRecord, write_report
+        from poplar.monitoring import RunRecord, write_report
 
         write_report(RunRecord.from_json(run), output, pictures)
         result.document = {

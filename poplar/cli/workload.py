@@ -2,7 +2,7 @@
 
     # train.py
     def workload():
-        return poplar.Workload(model, loss_fn, example_batch)
+        return Workload(model, loss_fn, example_batch)
 
     poplar profile train.py:workload -o cluster.json
 
@@ -95,7 +95,7 @@ def load(address: str) -> Workload:
     if isinstance(returned, tuple) and len(returned) == 3:
         return Workload(*returned)
     raise ValueError(
-        f"{address} must return a poplar.Workload or the tuple (model, loss_fn, "
+        f"{address} must return a poplar.cli.workload.Workload or the tuple (model, loss_fn, "
         f"example_batch), got {type(returned).__name__}"
     )
 

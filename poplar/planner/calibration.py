@@ -87,7 +87,7 @@ def plans_to_observe(
         found = search(cluster, global_batch=sum(sizes), stages=(stage,))
         sizes, shares = [max(passes, default=0) for passes in found.micro_batches], found.shares
         recomputed = (unit for unit in found.units if unit.recomputed_on)
-        units = tuple(replace(unit, keep_gathered=False) for unit in recomputed)
+        units = tuple(replace(unit, persistent=False) for unit in recomputed)
     plans = [
         Plan.manual(sizes, stage=stage, passes=passes, shares=shares) for passes in PASSES_OBSERVED
     ]

@@ -38,7 +38,7 @@ from poplar.planner.memory_model import Caps, RankMemory, rank_memory
 from poplar.planner.recomputed_curves import with_recomputed_units
 from poplar.step.moments import elements_of
 from poplar.step.units import StepUnits
-from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, STRATEGIES, Plan
+from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, Plan
 from poplar.values.profile import ClusterProfile
 
 T = TypeVar("T")
@@ -387,9 +387,8 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
     """The cost model of a plan's stage and units.
 
     Raises:
-        ValueError: the plan is for another number of ranks, gives units their own strategy or
-            transport, names units that the profile does not have, or recomputes units without
-            measurements of that.
+        ValueError: the plan is for another number of ranks, names units that the profile does not
+            have, or recomputes units without measurements of that.
     """
     if plan.world_size != cluster.world_size:
         raise ValueError(
@@ -398,14 +397,8 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
         )
     known = {name: unit for unit, name in enumerate(cluster.model.unit_names)}
     for unit in plan.units:
-        if unit.strategy != STRATEGIES[plan.stage] or unit.transport is not None:
-            raise ValueError(
-                f"unit {unit.name!r} has its own strategy or transport, but the cost model needs "
-                "units that follow the plan; set only shares, keep_gathered and recomputed_on in "
-                "Plan.units"
-            )
         is_different = unit.shares not in (None, plan.shares)
-        needs_unit = is_different or unit.keep_gathered or unit.recomputed_on
+        needs_unit = is_different or unit.persistent or unit.recomputed_on
         if unit.name not in known and (known or needs_unit):
             raise ValueError(
                 f"the plan names unit {unit.name!r}, which the profile does not have; it has "
@@ -416,7 +409,7 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
                 f"unit {unit.name!r} cannot be recomputed: it holds what is outside of the "
                 "repeated blocks; leave its recomputed_on empty"
             )
-    persistent = frozenset(known[unit.name] for unit in plan.units if unit.keep_gathered)
+    persistent = frozenset(known[unit.name] for unit in plan.units if unit.persistent)
     recomputed: list[set[int]] = [set() for _ in cluster.devices]
     for unit in plan.units:
         for rank in unit.recomputed_on:

@@ -20,7 +20,7 @@ from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_model import RankMemory
 from poplar.planner.memory_shortfall import memory_shortfall, shortfall_of
 from poplar.planner.request import Request
-from poplar.values.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.plan import Plan, UnitPlan
 from poplar.values.profile import ModelProfile
 
 _MOST_CUTS = 12
@@ -57,8 +57,7 @@ def unit_plans(costs: StageCosts) -> tuple[UnitPlan, ...]:
     return tuple(
         UnitPlan(
             names[unit],
-            STRATEGIES[costs.stage],
-            keep_gathered=unit in costs.persistent,
+            persistent=unit in costs.persistent,
             recomputed_on=tuple(r for r, units in enumerate(costs.recomputed) if unit in units),
         )
         for unit in sorted(costs.persistent.union(*costs.recomputed))

@@ -293,4 +293,4 @@ class _Ladder:
 
 def _persistent(cluster: ClusterProfile, plan: Plan) -> frozenset[int]:
     names = cluster.model.unit_names
-    return frozenset(names.index(unit.name) for unit in plan.units if unit.keep_gathered)
+    return frozenset(names.index(unit.name) for unit in plan.units if unit.persistent)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.simulator.step_simulation import simulate
-from poplar.values.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.plan import Plan, UnitPlan
 from poplar.values.profile import ClusterProfile
 
 WORTHWHILE = 0.02
@@ -86,7 +86,7 @@ def _with_owners(cluster: ClusterProfile, plan: Plan, owners: Mapping[int, int])
     units = {unit.name: unit for unit in plan.units}
     for unit, owner in sorted(owners.items()):
         name = model.unit_names[unit]
-        own = units.get(name, UnitPlan(name, STRATEGIES[plan.stage]))
+        own = units.get(name, UnitPlan(name))
         units[name] = dataclasses.replace(own, shares=_only(owner, plan))
     return dataclasses.replace(plan, shares=shares, units=tuple(units.values()), prediction=None)
 

@@ -52,15 +52,12 @@ class UnitPlan:
     """The settings of one unit: parameters that are unsharded and reduced together."""
 
     name: str
-    strategy: Annotated[str, Rule(f"one of {', '.join(STRATEGIES)}", STRATEGIES.__contains__)]
     _: KW_ONLY
     shares: _Shares | None = None
     """Fraction of this unit owned by each rank; None: the plan's shares."""
-    keep_gathered: bool = False
+    persistent: bool = False
     """At stage 3: unshard the parameters once per step, in the first pass, instead of twice per
     pass. Costs their memory between passes."""
-    transport: str | None = None
-    """Transport of this unit; None: the fastest one that was measured."""
     recomputed_on: Annotated[
         tuple[Count, ...], Rule("all different", lambda ranks: len(set(ranks)) == len(ranks))
     ] = ()
@@ -70,12 +67,6 @@ class UnitPlan:
     def __post_init__(self) -> None:
         check_fields(self)
         object.__setattr__(self, "recomputed_on", tuple(sorted(self.recomputed_on)))
-        shards_parameters = STRATEGIES[FIRST_STAGE_SHARDING_PARAMETERS]
-        if self.keep_gathered and self.strategy != shards_parameters:
-            raise ValueError(
-                f"unit {self.name!r}: keep_gathered with strategy {self.strategy!r}, which does "
-                f"not shard parameters; use it only with {shards_parameters!r} (stage 3)"
-            )
 
 
 _PREDICTED: Mapping[str, Any] = {
@@ -156,6 +147,11 @@ class Plan(Document):
                     "per rank, 0 for a rank without state"
                 )
         for unit in self.units:
+            if unit.persistent and self.stage < FIRST_STAGE_SHARDING_PARAMETERS:
+                raise ValueError(
+                    f"unit {unit.name!r} is persistent at stage {self.stage}, where all parameters "
+                    "are; use it at stage 3 only"
+                )
             if max(unit.recomputed_on, default=0) >= self.world_size:
                 raise ValueError(
                     f"unit {unit.name!r} is recomputed on ranks {unit.recomputed_on}, but the plan "
@@ -166,8 +162,7 @@ class Plan(Document):
     @property
     def synchronizes_every_pass(self) -> bool:
         """Whether ranks wait for each other at every pass, not only once per step."""
-        stages = [self.stage, *(STRATEGIES.index(unit.strategy) for unit in self.units)]
-        return max(stages) >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
+        return self.stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS
 
     def _check_passes(self) -> None:
         if not self.synchronizes_every_pass:
@@ -305,6 +300,15 @@ class Plan(Document):
         if not self.factored:
             del content["factored"]
         return content
+
+    @classmethod
+    def _current_fields(cls, content: Any) -> dict[str, Any]:
+        """The fields in JSON content; units of older plans repeat the stage and the transport."""
+        fields = super(Plan, cls)._current_fields(content)
+        units = fields.get("units")
+        if isinstance(units, (list, tuple)):
+            fields["units"] = [_current_unit(unit, fields.get("stage")) for unit in units]
+        return fields
 
     @property
     def world_size(self) -> int:
@@ -444,12 +448,12 @@ class Plan(Document):
         ]
         if self.transport:
             lines.append(f"transport {self.transport}")
-        persistent = sum(unit.keep_gathered for unit in self.units)
+        persistent = sum(unit.persistent for unit in self.units)
         if persistent:
             lines.append(f"{persistent} persistent unit{'s' if persistent > 1 else ''}")
         if self.factored:
             lines.append(f"gradients sent as factors: {format_layers(self.factored)}")
-        others = sum(not (unit.keep_gathered or unit.recomputed_on) for unit in self.units)
+        others = sum(not (unit.persistent or unit.recomputed_on) for unit in self.units)
         if others:
             lines.append(f"units with their own settings: {others}")
         return "\n".join([*lines, *plan_table.summary(prediction)])
@@ -481,3 +485,22 @@ def _parse_sizes(text: str) -> list[int]:
         raise ValueError(
             f"expected one whole number per rank, as in '2,2,2,15', got {text!r}"
         ) from None
+
+
+def _current_unit(unit: Any, stage: Any) -> Any:
+    """The fields of a unit in the names of today, if it follows the plan of this stage.
+
+    Raises:
+        ValueError: an older plan whose unit has another stage than the plan, or a transport.
+    """
+    if not isinstance(unit, Mapping):
+        return unit
+    fields = {"persistent" if name == "keep_gathered" else name: unit[name] for name in unit}
+    followed = STRATEGIES[stage : stage + 1] if isinstance(stage, int) else ()
+    strategy, transport = fields.pop("strategy", None), fields.pop("transport", None)
+    if transport is not None or strategy not in (None, *followed):
+        raise ValueError(
+            f"unit {unit.get('name')!r} has the strategy {strategy!r} and the transport "
+            f"{transport!r}, but units follow the plan, of stage {stage}; make the plan again"
+        )
+    return fields

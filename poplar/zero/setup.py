@@ -32,7 +32,6 @@ from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
 from poplar.zero.unit_plans import (
     check_unit_names,
-    check_unit_plans,
     persistent_units,
     shares_by_unit,
 )
@@ -148,8 +147,6 @@ def check_request(
     target = _device_for(found, device, default_device)
     _check_dtype("compute_dtype", compute_dtype, allowed=("auto",))
     _check_dtype("reduce_dtype", reduce_dtype)
-    if plan is not None:
-        check_unit_plans(plan)
     factored = factored_layers(model, plan.factored if plan is not None else (), set(group_of))
     _check_local(local, model, chosen)
     options = _check_optimizer(factory, options, groups, target)

@@ -4,31 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from poplar.values.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.plan import Plan, UnitPlan
 from poplar.zero.recomputation import blocks_of
 from poplar.zero.unit import Unit
 
 Shares = tuple[float, ...]
-
-
-def check_unit_plans(plan: Plan) -> None:
-    """Check that the engine supports each `UnitPlan`.
-
-    Raises:
-        ValueError: a unit has another stage, or its own transport.
-    """
-    expected = STRATEGIES[plan.stage]
-    for unit in plan.units:
-        if unit.strategy != expected:
-            raise ValueError(
-                f"unit {unit.name!r}: strategy {unit.strategy!r} under a stage-{plan.stage} plan; "
-                f"units of different stages are not supported yet, use {expected!r}"
-            )
-        if unit.transport is not None:
-            raise ValueError(
-                f"unit {unit.name!r}: its own transport ({unit.transport!r}) is not supported "
-                "yet; leave it out, or give the plan a transport"
-            )
 
 
 def check_unit_names(plan: Plan | None, units: Sequence[Unit], blocks: Sequence[str]) -> None:
@@ -60,7 +40,7 @@ def check_unit_names(plan: Plan | None, units: Sequence[Unit], blocks: Sequence[
 
 def is_only_recomputed(unit: UnitPlan) -> bool:
     """Whether the entry sets nothing but the ranks that recompute the unit."""
-    return bool(unit.recomputed_on) and not unit.keep_gathered and unit.shares is None
+    return bool(unit.recomputed_on) and not unit.persistent and unit.shares is None
 
 
 def check_plan_change(
@@ -72,7 +52,6 @@ def check_plan_change(
         ValueError: a unit gets its own shares that it does not have now, or does not exist, or
             other layers are factored.
     """
-    check_unit_plans(new)
     factored = old.factored if old is not None else ()
     if new.factored != factored:
         raise ValueError(
@@ -84,8 +63,8 @@ def check_plan_change(
     for name, shares in after.items():
         if before.get(name) != shares:
             raise ValueError(
-                f"unit {name!r}: apply_plan can change which units are persistent (keep_gathered) "
-                f"or recomputed, but not give a unit its own shares; got {shares}, now it has "
+                f"unit {name!r}: apply_plan can change which units are persistent or "
+                f"recomputed, but not give a unit its own shares; got {shares}, now it has "
                 f"{before.get(name, 'none')}. Leave its shares out, or build a new optimizer for "
                 "this plan"
             )
@@ -101,5 +80,5 @@ def shares_by_unit(plan: Plan | None) -> Mapping[str, Shares]:
 def persistent_units(plan: Plan | None, units: Sequence[Unit]) -> frozenset[Unit]:
     """The units that stay unsharded between the passes of a step."""
     named = plan.units if plan is not None else ()
-    names = {unit.name for unit in named if unit.keep_gathered}
+    names = {unit.name for unit in named if unit.persistent}
     return frozenset(unit for unit in units if unit.name in names)

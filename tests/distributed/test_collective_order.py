@@ -16,7 +16,8 @@ from reference import Recipe, Steering
 from torch import Tensor, nn
 from training import STAGES, Run, assert_exact, assert_same
 
-from poplar import HeteroZeroOptimizer, OutOfOrder, Plan, PoplarError
+from poplar import HeteroZeroOptimizer, Plan, PoplarError
+from poplar.values.errors import OutOfOrder
 
 SHARES = (0.55, 0.25, 0.0, 0.2)
 

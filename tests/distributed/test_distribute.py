@@ -32,6 +32,7 @@ from torch.nn import functional as F
 import poplar
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.search.decision import ProgrammeDecision
+from poplar.programmes.training.training import DistributedTraining
 from poplar.programmes.training.trials import Comparison, _Turn, compare
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -101,7 +102,7 @@ def test_models_without_a_programme_are_trained_by_the_plan(ranks: Pool, kind: s
         close(values, by_rank[0][2])
 
 
-def distributed(task: str, programme: Programme | Path) -> poplar.DistributedTraining:
+def distributed(task: str, programme: Programme | Path) -> DistributedTraining:
     torch.manual_seed(harness.rank())
     model = new_model(task) if harness.rank() == 0 else TASKS[task][0](TASKS[task][1])
     return poplar.distribute(

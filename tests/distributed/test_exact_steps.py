@@ -29,7 +29,6 @@ from training import STAGES, Run, assert_exact, assert_same, train_many
 
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
 from poplar.comm import Group, connect, host_topology
-from poplar.values.plan import STRATEGIES
 
 EVEN = (0.25,) * 4
 UNEVEN = (0.55, 0.25, 0.15, 0.05)
@@ -179,7 +178,7 @@ def random_run(stage: int, seed: int) -> Run:
         global_batch=total,
         micro_batches=tuple(micro_batches),
         shares=shares,
-        units=tuple(UnitPlan(name, STRATEGIES[stage], keep_gathered=True) for name in persistent),
+        units=tuple(UnitPlan(name, persistent=True) for name in persistent),
     )
     return Run(recipe, plan, open_form)
 

@@ -36,6 +36,7 @@ from poplar.checkpoint.conversion import convert
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.cli.app import app
 from poplar.hardware.cluster_file import ClusterFile
+from poplar.values.errors import DamagedCheckpoint
 from poplar.values.formatting import printable
 from poplar.values.profile import ClusterProfile
 from poplar.zero.weights.weight_files import WeightFiles
@@ -72,7 +73,7 @@ def nothing_waits() -> Iterator[None]:
 
 def refused(folder: Path, file: str) -> str:
     """What is said of a damaged checkpoint; it names the file."""
-    with pytest.raises(poplar.DamagedCheckpoint) as caught:
+    with pytest.raises(DamagedCheckpoint) as caught:
         OpenedCheckpoint(folder).verify()
     assert file in str(caught.value)
     return str(caught.value)

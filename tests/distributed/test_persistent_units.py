@@ -59,7 +59,7 @@ def with_persistent(plan: Plan, *names: str) -> Plan:
     """The plan with these persistent units."""
     return replace(
         plan,
-        units=tuple(UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in names),
+        units=tuple(UnitPlan(name, persistent=True) for name in names),
     )
 
 
@@ -533,7 +533,7 @@ def test_new_plan_may_change_persistent_units(ranks: Pool) -> None:
 
 def test_new_persistent_units_keep_unit_shares(ranks: Pool) -> None:
     recipe = Recipe(batches=(12, 12))
-    own = UnitPlan("blocks.1", "sharded_parameters", shares=(0, 0, 0.9, 0.1))
+    own = UnitPlan("blocks.1", shares=(0, 0, 0.9, 0.1))
     plan = replace(plan_of(), units=(own,))
     later = replace(plan_of("blocks.0", shares=EVEN))
     later = replace(later, units=(*later.units, own))
@@ -551,7 +551,7 @@ def apply(run: Run, plan: Plan) -> tuple[Failure | None, dict[str, Tensor]]:
     return (caught or [None])[0], training.whole_parameters(model, optimizer)
 
 
-OWN_SHARES = UnitPlan("blocks.1", "sharded_parameters", shares=EVEN)
+OWN_SHARES = UnitPlan("blocks.1", shares=EVEN)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from records import cluster as measured_cluster
 from torch import Tensor, nn
 
 import poplar
-from poplar import ClusterProfile, DeviceProfile, Plan
+from poplar import ClusterProfile, Plan
 from poplar.comm import Group
 from poplar.planner.search import search
 from poplar.profiler import batch_curves
@@ -37,6 +37,7 @@ from poplar.profiler.request import Request
 from poplar.system import devices, host_limits
 from poplar.tuning import autotune
 from poplar.tuning.profile_cluster import _folder
+from poplar.values.profile import DeviceProfile
 
 SMALL = ModelSpec(kind="mlp", blocks=1)
 GLOBAL_BATCH = 8

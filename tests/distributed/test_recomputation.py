@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from training import STAGES, Run, assert_exact, assert_raised, assert_same, train_many
 
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
-from poplar.values.plan import STRATEGIES
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 UNMERGED = {"units": list(BLOCKS)}
@@ -42,8 +41,7 @@ def plan_of(stage: int, recomputed: dict[str, tuple[int, ...]], *persistent: str
         units=tuple(
             UnitPlan(
                 name,
-                STRATEGIES[stage],
-                keep_gathered=name in persistent,
+                persistent=name in persistent,
                 recomputed_on=recomputed.get(name, ()),
             )
             for name in names

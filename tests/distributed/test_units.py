@@ -19,18 +19,9 @@ from reference import Recipe
 from torch import nn
 from training import STAGES, Run, assert_close
 
-from poplar import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    ModelProfile,
-    NetworkProfile,
-    Plan,
-    UnitPlan,
-    search,
-)
+from poplar import ClusterProfile, Plan, UnitPlan, search
 from poplar.comm import Group
-from poplar.values.plan import STRATEGIES
+from poplar.values.profile import BatchPoint, DeviceProfile, ModelProfile, NetworkProfile
 from poplar.zero import unit as units
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.sharded_gradients import ShardedGradients
@@ -174,8 +165,8 @@ def test_parameters_of_one_group_are_adjacent() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_unit_may_have_its_own_shares(ranks: Pool, stage: int) -> None:
     own = (
-        UnitPlan("blocks.1", STRATEGIES[stage], shares=(0.0, 0.0, 0.9, 0.1)),
-        UnitPlan("root", STRATEGIES[stage], shares=(1.0, 0.0, 0.0, 0.0)),
+        UnitPlan("blocks.1", shares=(0.0, 0.0, 0.9, 0.1)),
+        UnitPlan("root", shares=(1.0, 0.0, 0.0, 0.0)),
     )
     plan = Plan(stage=stage, global_batch=12, micro_batches=((3,),) * 4, shares=EVEN, units=own)
     recipe = Recipe(max_norm=0.5)

@@ -109,8 +109,7 @@ def test_two_units_and_persistent_ones_are_unsharded_at_most(
             micro_batches=((1,) * passes,) * RANKS,
             shares=(0.4, 0.3, 0.3, 0.0),
             units=tuple(
-                UnitPlan(name, "sharded_parameters", keep_gathered=names.index(name) in persistent)
-                for name in names
+                UnitPlan(name, persistent=names.index(name) in persistent) for name in names
             ),
         )
         optimizer = optimizer_of(model, plan, names)

@@ -489,7 +489,7 @@ def test_doctor_compares_launched_ranks():
 
 def test_a_recorded_run_becomes_a_report(tmp_path):
     pytest.importorskip("matplotlib")
-    from poplar.report import Run, RunRecord
+    from poplar.monitoring import Run, RunRecord
 
     chosen = Plan.manual("3,1", stage=1)
     record = RunRecord(

@@ -13,7 +13,7 @@ from records import SPEEDS, cluster, synthetic_record
 from rich.console import Console
 
 from poplar import predict, search
-from poplar.report import RunRecord
+from poplar.monitoring import RunRecord
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 

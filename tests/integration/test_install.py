@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from readme import patched, save_quickstart
 
 from poplar import ops
-from poplar.report import RunRecord
+from poplar.monitoring import RunRecord
 
 if sys.version_info >= (3, 11):
     import tomllib

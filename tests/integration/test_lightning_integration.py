@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import poplar
-from poplar.callbacks import JsonLines
 from poplar.integrations.lightning import PoplarMonitor, PoplarStrategy, to_lightning_checkpoint
 from poplar.integrations.lightning.batches import EvenBatchSampler
+from poplar.monitoring import JsonLines
 
 SAMPLES, GLOBAL_BATCH, WIDTH = 46, 8, 32
 STEPS = 20

@@ -16,8 +16,7 @@ from test_checkpoint_guide import ROOT, launch
 from torch import nn
 
 import poplar
-from poplar.callbacks import JsonLines, Monitor, Progress, RunFile, TensorBoard, WandB
-from poplar.report import RunRecord
+from poplar.monitoring import JsonLines, Monitor, Progress, RunFile, RunRecord, TensorBoard, WandB
 from poplar.values.errors import RankFailed
 
 PLAN = poplar.Plan(

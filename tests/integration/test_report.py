@@ -16,10 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import synthetic_record
 
-from poplar.planner.explain import explain
-from poplar.planner.search import search
-from poplar.report import Run, RunRecord, SimilarPlan, Span, write_report
-from poplar.report.activity import (
+from poplar.monitoring import Run, RunRecord, SimilarPlan, Span, write_report
+from poplar.monitoring.activity import (
     COMMUNICATION,
     COMPUTE,
     OPTIMIZER,
@@ -28,10 +26,11 @@ from poplar.report.activity import (
     seconds_by_activity,
     stretches,
 )
-from poplar.report.differences import difference
-from poplar.report.draw_steps import draw_steps
-from poplar.report.reasons import reasons
-from poplar.report.theme import spread
+from poplar.monitoring.differences import difference
+from poplar.monitoring.reasons import reasons
+from poplar.monitoring.steps import draw_steps
+from poplar.planner.explain import explain
+from poplar.planner.search import search
 from poplar.values.plan import Plan, UnitPlan
 
 VOID_ELEMENTS = {"meta", "link", "img", "input", "br"}
@@ -186,23 +185,6 @@ class TestActivity:
             assert all(a.stop <= b.start for a, b in pairwise(parts))
 
 
-class TestLabels:
-    def test_labels_that_do_not_overlap_stay(self):
-        assert spread([5.0, 1.0, 9.0], 2.0, 0.0, 10.0) == [5.0, 1.0, 9.0]
-
-    def test_overlapping_labels_move_equally_far(self):
-        assert spread([5.0, 5.0], 2.0, 0.0, 10.0) == [4.0, 6.0]
-
-    @settings(max_examples=100, deadline=None)
-    @given(st.lists(st.floats(0, 100), min_size=1, max_size=8))
-    def test_labels_neither_overlap_nor_leave_the_axes(self, preferred):
-        placed = spread(preferred, 10.0, 0.0, 100.0)
-        ordered = sorted(placed)
-        assert all(b - a >= 10.0 - 1e-6 for a, b in pairwise(ordered))
-        assert ordered[0] >= -1e-6
-        assert ordered[-1] <= 100.0 + 1e-6
-
-
 class TestDifferences:
     CHOSEN = Plan(stage=1, global_batch=12, micro_batches=((4, 4), (2, 2)), shares=(0.5, 0.5))
 
@@ -215,7 +197,7 @@ class TestDifferences:
             ({"micro_batches": ((3, 5), (2, 2))}, "rank 0 in 1x3 + 1x5"),
             ({"shares": (0.75, 0.25)}, "shares 75 25"),
             (
-                {"units": (UnitPlan("a", "sharded_optimizer", recomputed_on=(1,)),)},
+                {"units": (UnitPlan("a", recomputed_on=(1,)),)},
                 "recomputed units 0 1",
             ),
         ],
@@ -440,26 +422,33 @@ class TestUnusualRuns:
         write_report(dataclasses.replace(record, runs=(run,)), tmp_path / "report.html")
 
 
-def test_without_matplotlib_the_error_says_what_to_install(record, tmp_path, monkeypatch):
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_without_a_package_the_error_says_what_to_install(package, record, tmp_path, monkeypatch):
     real = builtins.__import__
 
     def missing(name, *args, **kwargs):
-        if name.partition(".")[0] == "matplotlib":
+        if name.partition(".")[0] == package:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return real(name, *args, **kwargs)
 
-    for module in [name for name in sys.modules if name.startswith("poplar.report.")]:
+    for module in [name for name in sys.modules if name.startswith("poplar.monitoring.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match=r"pip install 'poplar-zero\[report\]'"):
+    with pytest.raises(ImportError, match=rf"need {package}.*pip install 'poplar-zero\[report\]'"):
         write_report(record, tmp_path / "report.html")
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("old", ["callbacks", "report"])
+def test_the_old_packages_work_with_a_warning(old):
+    with pytest.warns(DeprecationWarning, match=rf"poplar\.{old} is now poplar\.monitoring"):
+        exec(f"from poplar.{old} import RunFile")
+
+
 def test_records_need_neither_torch_nor_matplotlib():
     program = (
-        "import sys; sys.modules['torch'] = sys.modules['matplotlib'] = None\n"
-        "from poplar.report import RunRecord"
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'matplotlib', 'jinja2')))\n"
+        "from poplar.monitoring import RunRecord"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -43,7 +43,6 @@ from transformers import (
 )
 
 import poplar
-from poplar.callbacks import JsonLines
 from poplar.data.length_balance import deal
 from poplar.integrations.transformers import (
     PoplarArguments,
@@ -51,7 +50,7 @@ from poplar.integrations.transformers import (
     PoplarTrainerMixin,
 )
 from poplar.integrations.transformers.trainer import RUN_FILE
-from poplar.report import RunRecord
+from poplar.monitoring import JsonLines, RunRecord
 from poplar.zero.step_result import Stopwatch
 
 

@@ -31,19 +31,14 @@ from records import cluster as measured_cluster
 from torch import Tensor, nn
 
 import poplar
-from poplar import (
-    ClusterProfile,
-    HeteroZeroOptimizer,
-    Plan,
-    Tuned,
-)
+from poplar import ClusterProfile, HeteroZeroOptimizer, Plan
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import fits, predict
 from poplar.planner.search import POLICIES, alternatives
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning import autotune
-from poplar.tuning.autotune import Tuner
+from poplar.tuning.autotune import Tuned, Tuner
 from poplar.values.observation import Observation
 from poplar.values.profile import BatchPoint
 

@@ -720,7 +720,7 @@ def test_calling_a_block_between_backwards_keeps_gradients(
 ) -> None:
     """At stage 3 that call unshards the block, which must be resharded again."""
     recipe = Recipe(batches=(12,) * 4, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)))
-    units = [UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in persistent]
+    units = [UnitPlan(name, persistent=True) for name in persistent]
     plan = replace(one_pass_each(3), units=tuple(units))
     model = models.build(recipe.spec)
     alone = recipe.optimizer_class(model.parameters(), **dict(recipe.options))

@@ -18,7 +18,7 @@ from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import describe, memory_needed, predict
-from poplar.values.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.plan import Plan, UnitPlan
 from poplar.values.profile import (
     BatchPoint,
     ClusterProfile,
@@ -152,9 +152,7 @@ def test_persistent_units_cost_the_same_as_in_the_oracle(seed):
     passes = draw.randint(1, 3)
     plan = dataclasses.replace(
         Plan.even(cluster.world_size, passes * cluster.world_size, 1, 3),
-        units=tuple(
-            UnitPlan(names[unit], STRATEGIES[3], keep_gathered=True) for unit in sorted(persistent)
-        ),
+        units=tuple(UnitPlan(names[unit], persistent=True) for unit in sorted(persistent)),
     )
     oracle, prediction = Oracle(cluster, 3, persistent), predict(cluster, plan)
     assert prediction.step_seconds == pytest.approx(
@@ -414,10 +412,7 @@ def test_a_batch_larger_than_measured_raises():
 def test_plans_for_other_ranks_or_with_unit_settings_raise():
     with pytest.raises(ValueError, match="the plan is for 1 ranks, but the profile has 2"):
         predict(a_cluster(), Plan.manual("4", stage=0))
-    own = UnitPlan("layers.0", STRATEGIES[0])
-    with pytest.raises(ValueError, match=r"unit 'layers.0' has its own strategy"):
-        predict(a_cluster(), a_plan(2, units=(own,)))
-    same = UnitPlan("layers.0", STRATEGIES[2], shares=(0.5, 0.5))
+    same = UnitPlan("layers.0", shares=(0.5, 0.5))
     assert predict(a_cluster(), a_plan(2, units=(same,))) == predict(a_cluster(), a_plan(2))
 
 

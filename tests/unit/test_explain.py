@@ -290,7 +290,8 @@ def test_explanations_are_frozen_values():
 
 def test_explain_is_public():
     assert poplar.explain is explain
-    assert poplar.Explanation is Explanation
+    with pytest.warns(DeprecationWarning, match=r"import it from poplar\.planner\.explain"):
+        assert poplar.Explanation is Explanation
 
 
 # Device groups

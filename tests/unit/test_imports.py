@@ -24,7 +24,7 @@ LAYERS = (
     {"zero", "checkpoint"},
     {"optimizer"},
     {"profiler"},
-    {"tuning", "programmes", "report", "doctor", "callbacks"},
+    {"tuning", "programmes", "monitoring", "doctor", "callbacks", "report"},
     {"cli", "integrations", "__main__"},
 )
 """Packages and top-level modules, from the bottom up. Imports point down or stay within a layer.

@@ -24,7 +24,7 @@ from poplar.profiler.memory import pass_bytes
 from poplar.profiler.model_profile import model_profile, trained_units
 from poplar.profiler.passes import Passes
 from poplar.profiler.unit_memory import TrainedUnit, UnitBytes
-from poplar.values.plan import STRATEGIES, UnitPlan
+from poplar.values.plan import UnitPlan
 from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
 from poplar.zero import setup
 from poplar.zero import unit as units
@@ -166,8 +166,7 @@ def test_persistent_units_stay_beside_everything_else() -> None:
     profile = profile_of(subject)
     for persistent in ((1,), (0, 2), (0, 1, 2)):
         staying = tuple(
-            UnitPlan(profile.model.unit_names[unit], STRATEGIES[3], keep_gathered=True)
-            for unit in persistent
+            UnitPlan(profile.model.unit_names[unit], persistent=True) for unit in persistent
         )
         plan = plans(3, subject.batch)[1]
         compare(subject, profile, dataclasses.replace(plan, units=staying))
@@ -184,7 +183,7 @@ def test_units_with_their_own_shares_take_memory_on_their_owners(stage: int) -> 
         profile = profile_of(subject)
         names = profile.model.unit_names
         owners = ((0, (0.0, 1.0, 0.0, 0.0)), (2, (1.0, 0.0, 0.0, 0.0)))
-        own = tuple(UnitPlan(names[u], STRATEGIES[stage], shares=shares) for u, shares in owners)
+        own = tuple(UnitPlan(names[u], shares=shares) for u, shares in owners)
         plan = dataclasses.replace(plans(stage, subject.batch)[0], units=own)
         predicted = memory_needed(profile, plan)
         measured = lone_rank.peaks_of_ranks(

@@ -28,7 +28,7 @@ def named(cluster: ClusterProfile) -> ClusterProfile:
 
 
 def persistent_of(plan: Plan) -> frozenset[int]:
-    return frozenset(int(unit.name.split()[1]) for unit in plan.units if unit.keep_gathered)
+    return frozenset(int(unit.name.split()[1]) for unit in plan.units if unit.persistent)
 
 
 def small_memory(*, megabytes: int, communication: float = 0.05) -> ClusterProfile:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poplar.values.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.plan import Plan, UnitPlan
 
 STAGES = (0, 1, 2, 3)
 
@@ -95,7 +95,7 @@ def test_different_plans_have_different_digests():
         spelled_out(stage=3),
         spelled_out(micro_batches=((1, 4), (3, 2), (0, 2))),
         spelled_out(shares=(0.5, 0.25, 0.25)),
-        spelled_out(units=(UnitPlan("layers.0", "replicated"),)),
+        spelled_out(units=(UnitPlan("layers.0"),)),
     ]
     assert len({plan.digest() for plan in different}) == len(different)
     assert spelled_out(shares=(0.5, 0.5, -0.0)).digest() == spelled_out().digest()
@@ -146,52 +146,34 @@ def test_before_stage_2_ranks_may_have_different_numbers_of_passes(stage):
     assert [plan.passes(rank) for rank in range(3)] == [3, 1, 0]
 
 
-def test_a_unit_may_have_its_own_strategy_and_shares():
-    unit = UnitPlan("layers.0", "sharded_parameters", shares=[0, 0.5, 0.5], keep_gathered=True)
-    assert spelled_out(units=[unit]).units == (unit,)
+def test_a_unit_may_be_persistent_and_have_its_own_shares():
+    unit = UnitPlan("layers.0", shares=[0, 0.5, 0.5], persistent=True)
+    assert spelled_out(stage=3, units=[unit]).units == (unit,)
     assert unit.shares == (0, 0.5, 0.5)
-
-
-def test_units_that_synchronize_every_pass_need_equal_passes_at_any_stage():
-    micro_batches = ((1, 4, 4), (3,), ())
-    with pytest.raises(ValueError, match="rank 1 has 1 passes"):
-        spelled_out(
-            stage=0, micro_batches=micro_batches, units=(UnitPlan("a", "sharded_parameters"),)
-        )
 
 
 @pytest.mark.parametrize(
     ("make", "error", "complaint"),
     [
+        (lambda: UnitPlan(3), TypeError, "must be a string, got 3"),
         (
-            lambda: UnitPlan("a", "sharded"),
-            ValueError,
-            "strategy must be one of rep.*, got 'sharded'",
-        ),
-        (lambda: UnitPlan(3, "replicated"), TypeError, "must be a string, got 3"),
-        (
-            lambda: UnitPlan("a", "replicated", shares=(1, 1)),
+            lambda: UnitPlan("a", shares=(1, 1)),
             ValueError,
             "UnitPlan.shares must be numbers that sum to 1",
         ),
-        (lambda: UnitPlan("a", "replicated", keep_gathered=1), TypeError, "True or False, got 1"),
+        (lambda: UnitPlan("a", persistent=1), TypeError, "True or False, got 1"),
         (
-            lambda: UnitPlan("a", "sharded_gradients", keep_gathered=True),
+            lambda: spelled_out(units=(UnitPlan("a", persistent=True),)),
             ValueError,
-            r"keep_gathered with strategy 'sharded_gradients'.*'sharded_parameters' \(stage 3\)",
+            "unit 'a' is persistent at stage 2, where all parameters are",
         ),
         (
-            lambda: UnitPlan("a", "replicated", transport=1),
-            TypeError,
-            "transport must be a string, got 1",
-        ),
-        (
-            lambda: spelled_out(units=(UnitPlan("a", "replicated", shares=(1,)),)),
+            lambda: spelled_out(units=(UnitPlan("a", shares=(1,)),)),
             ValueError,
             "unit 'a' has 1 shares for 3 ranks",
         ),
         (
-            lambda: spelled_out(units=(UnitPlan("a", "replicated"),) * 2),
+            lambda: spelled_out(units=(UnitPlan("a"),) * 2),
             ValueError,
             "unit 'a' has two entries",
         ),
@@ -374,14 +356,25 @@ def test_json_round_trip(plan):
 
 def test_file_round_trip(tmp_path):
     units = (
-        UnitPlan("layers.0", STRATEGIES[3], keep_gathered=True),
-        UnitPlan("layers.1", STRATEGIES[3], shares=(0.5, 0.25, 0.25), transport="direct"),
+        UnitPlan("layers.0", persistent=True),
+        UnitPlan("layers.1", shares=(0.5, 0.25, 0.25)),
     )
-    plan = spelled_out(units=units, prediction={"step_seconds": 1.5})
+    plan = spelled_out(stage=3, units=units, prediction={"step_seconds": 1.5})
     plan.to_json(tmp_path / "plan.json")
     again = Plan.from_json(tmp_path / "plan.json")
     assert again == plan
     assert again.prediction == {"step_seconds": 1.5}
+
+
+def test_units_of_older_plans_follow_the_plan():
+    unit = UnitPlan("layers.0", persistent=True)
+    plan = spelled_out(stage=3, units=(unit,))
+    old = {"name": "layers.0", "strategy": "sharded_parameters", "shares": None}
+    old |= {"keep_gathered": True, "transport": None, "recomputed_on": []}
+    assert Plan.from_dict({**plan.to_dict(), "units": [old]}) == plan
+    for changed in ({"strategy": "replicated"}, {"transport": "direct"}):
+        with pytest.raises(ValueError, match=r"unit 'layers\.0' has the strategy .* make the plan"):
+            Plan.from_dict({**plan.to_dict(), "units": [{**old, **changed}]})
 
 
 def test_factored_layers_are_written_only_if_there_are_any():
@@ -406,7 +399,7 @@ def test_factored_layers_are_written_only_if_there_are_any():
         ({"sharess": [1]}, "sharess is unknown; expected stage, global_batch"),
         ({"micro_batches": 3}, "micro_batches must be a sequence, got 3"),
         ({"global_batch": "12"}, "global_batch must be a whole number, got '12'"),
-        ({"units": [{"name": "a"}]}, r"units\[0\]\.strategy is missing"),
+        ({"units": [{"shares": None}]}, r"units\[0\]\.name is missing"),
         ({"units": ["a"]}, r"units\[0\] must be a UnitPlan or a table of its fields, got 'a'"),
         ({"units": 3}, "units must be a sequence, got 3"),
         ({"prediction": 3}, "prediction must be a mapping, got 3"),

@@ -24,7 +24,7 @@ from poplar.planner.recomputed_curves import saved_part
 from poplar.planner.search import search
 from poplar.simulator.step_simulation import simulate
 from poplar.values.observation import Observation
-from poplar.values.plan import STRATEGIES, Plan, UnitPlan
+from poplar.values.plan import Plan, UnitPlan
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 
 MB = 10**6
@@ -246,7 +246,7 @@ def parts_of(cluster: ClusterProfile, plan: Plan) -> tuple[float, ...]:
 
 def persistent_of(cluster: ClusterProfile, plan: Plan) -> frozenset[int]:
     names = cluster.model.unit_names
-    return frozenset(names.index(unit.name) for unit in plan.units if unit.keep_gathered)
+    return frozenset(names.index(unit.name) for unit in plan.units if unit.persistent)
 
 
 CASES = choose(quick=8, full=30)
@@ -322,7 +322,7 @@ def test_recomputation_is_never_slower_and_searches_are_few(stage, monkeypatch):
 
 
 def recomputing_plan(**changes) -> Plan:
-    unit = UnitPlan("blocks.0", STRATEGIES[1], recomputed_on=(1,))
+    unit = UnitPlan("blocks.0", recomputed_on=(1,))
     plan = Plan.manual("4,4", stage=1, passes=2)
     return dataclasses.replace(plan, units=(unit,), **changes)
 
@@ -335,7 +335,7 @@ def two_devices() -> ClusterProfile:
 def test_seconds_and_bytes_are_between_none_and_all_units():
     cluster, plan = two_devices(), recomputing_plan()
     plain = dataclasses.replace(plan, units=())
-    every = tuple(UnitPlan(n, STRATEGIES[1], recomputed_on=(1,)) for n in MODEL.unit_names[1:])
+    every = tuple(UnitPlan(n, recomputed_on=(1,)) for n in MODEL.unit_names[1:])
     one, none, all_units = (
         predict(cluster, each) for each in (plan, plain, dataclasses.replace(plan, units=every))
     )
@@ -452,6 +452,4 @@ def test_a_profile_with_recomputed_passes_as_json():
 )
 def test_invalid_ranks_raise(ranks, complaint):
     with pytest.raises(ValueError, match=complaint):
-        dataclasses.replace(
-            recomputing_plan(), units=(UnitPlan("a", STRATEGIES[1], recomputed_on=ranks),)
-        )
+        dataclasses.replace(recomputing_plan(), units=(UnitPlan("a", recomputed_on=ranks),))

@@ -21,9 +21,10 @@ from planning_oracle import STAGES
 from subset import choose
 
 import poplar
-from poplar import Plan, Timeline, predict, simulate
+from poplar import Plan, predict, simulate
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import DoesNotFit
+from poplar.simulator.timeline import Timeline
 from poplar.step.actions import RANK_ACTIONS
 from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, UnitPlan
 from poplar.values.profile import (
@@ -183,7 +184,7 @@ def test_stage_3_gathers_persistent_units_once_per_step():
     cluster = a_cluster(units=(FULL,) * 4, gather=0.08, reduce=0.0, overlap=0.0)
     model = dataclasses.replace(cluster.model, unit_names=("a", "b", "c", "d"))
     cluster = dataclasses.replace(cluster, model=model)
-    persistent = tuple(UnitPlan(name, "sharded_parameters", keep_gathered=True) for name in "bd")
+    persistent = tuple(UnitPlan(name, persistent=True) for name in "bd")
     for last in (4, 0):
         plan = dataclasses.replace(a_plan(3, (4, 4), (4, last)), units=persistent)
         timeline = simulate(cluster, plan)

@@ -10,7 +10,7 @@ from test_simulator import FULL, a_cluster, a_device, a_plan, any_case, spans_of
 
 from poplar import Plan, predict, simulate
 from poplar.planner.prediction import memory_needed
-from poplar.values.plan import STRATEGIES, UnitPlan
+from poplar.values.plan import UnitPlan
 from poplar.values.profile import ClusterProfile
 
 SHARDED = (1, 2, 3)
@@ -24,10 +24,7 @@ def a_named_cluster(*units: int, **changes) -> ClusterProfile:
 
 def with_units(plan: Plan, **shares: tuple[float, ...]) -> Plan:
     """The plan in which `unit_0=(1.0, 0.0)` gives unit 0 to rank 0."""
-    units = (
-        UnitPlan(name.replace("_", " "), STRATEGIES[plan.stage], shares=own)
-        for name, own in shares.items()
-    )
+    units = (UnitPlan(name.replace("_", " "), shares=own) for name, own in shares.items())
     return dataclasses.replace(plan, units=tuple(units))
 
 
@@ -38,7 +35,7 @@ def test_shares_equal_to_the_plans_change_nothing(stage):
         names = tuple(f"unit {number}" for number in range(len(cluster.model.unit_numels)))
         model = dataclasses.replace(cluster.model, unit_names=names)
         cluster = dataclasses.replace(cluster, model=model)
-        units = tuple(UnitPlan(name, STRATEGIES[plan.stage], shares=plan.shares) for name in names)
+        units = tuple(UnitPlan(name, shares=plan.shares) for name in names)
         same = dataclasses.replace(plan, units=units)
         assert predict(cluster, same) == predict(cluster, plan)
         assert simulate(cluster, same) == simulate(cluster, plan)

@@ -1,4 +1,4 @@
-"""`PoplarMonitor`: `poplar.callbacks.Monitor` as a callback of Lightning."""
+"""`PoplarMonitor`: `poplar.monitoring.Monitor` as a callback of Lightning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from poplar.callbacks import Logger, Monitor
+from poplar.monitoring import Logger, Monitor
 from poplar.values.profile import ClusterProfile
 
 
@@ -17,7 +17,7 @@ class PoplarMonitor(pl.Callback):
         Trainer(strategy="poplar", callbacks=[PoplarMonitor([JsonLines("progress.jsonl")])])
 
     Args:
-        loggers: see `poplar.callbacks`.
+        loggers: see `poplar.monitoring`.
         every: steps per report.
         profile: default: that of the strategy, if it has made the plan.
     """

@@ -166,7 +166,7 @@ class PoplarStrategy(DistributedStrategy):
 
     @property
     def last_result(self) -> StepResult:
-        """The result of the last step, for `poplar.callbacks.Monitor`."""
+        """The result of the last step, for `poplar.monitoring.Monitor`."""
         if self._result is None:
             raise RuntimeError("PoplarStrategy has a result once a step has ended")
         return self._result

@@ -30,7 +30,6 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
-from poplar.callbacks import Logger, Monitor, Progress, RunFile
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import start_save
 from poplar.comm import Control, Group
@@ -55,6 +54,7 @@ from poplar.integrations.transformers.loss import (
     own_mean_weight,
 )
 from poplar.integrations.transformers.optimizer import TrainerOptimizer
+from poplar.monitoring import Logger, Monitor, Progress, RunFile
 from poplar.tuning.autotune import Tuned, tune
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
@@ -89,7 +89,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     Args:
         *args: as for the trainer class.
         poplar: the options of Poplar.
-        loggers: of `poplar.callbacks`, beside the reporters of `TrainingArguments`; they get the
+        loggers: of `poplar.monitoring`, beside the reporters of `TrainingArguments`; they get the
             steps since the last log. The same on all ranks, used on rank 0.
         **kwargs: as for the trainer class.
 

@@ -70,7 +70,7 @@ def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
             description=description,
             plan=found,
             # Not the plan's own prediction, which trial runs may have changed.
-            prediction=_predicted(profile, found),
+            prediction=predicted(profile, found),
             is_chosen=is_chosen,
         )
 
@@ -81,7 +81,7 @@ def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
     policies = tuple(
         alternative(name, POLICY_DESCRIPTIONS[name], chosen.stage, name) for name in POLICIES
     )
-    prediction = _stored_prediction(chosen) or _predicted(profile, chosen)
+    prediction = _stored_prediction(chosen) or predicted(profile, chosen)
     sentences = tuple(_sentences(profile, chosen, prediction))
     return Reasons(prediction=prediction, sentences=sentences, stages=stages, policies=policies)
 
@@ -95,11 +95,12 @@ def _stored_prediction(plan: Plan) -> Prediction | None:
     return from_fields(Prediction, {name: stored[name] for name in names})
 
 
-def _predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:
+def predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:
+    """The prediction; None for a plan beyond what was measured, or that does not fit."""
     try:
         return predict(profile, plan)
     except ValueError:
-        return None  # a manual plan with batches that were not measured
+        return None
 
 
 def _sentences(

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from poplar.callbacks.progress import Progress
 from poplar.hardware.estimate import sum_of_speeds
+from poplar.monitoring.loggers import Logger
+from poplar.monitoring.progress import Progress
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.step_result import StepResult
-
-
-class Logger(Protocol):
-    """Where progress goes. Its methods are called on rank 0 only."""
-
-    def start(self, plan: Plan | None, profile: ClusterProfile | None) -> None:
-        """Called before the first report."""
-
-    def log(self, progress: Progress) -> None:
-        """Called once per report."""
-
-    def close(self) -> None:
-        """Called when training has ended."""
 
 
 class Monitor:
@@ -63,7 +49,7 @@ class Monitor:
         if every < 1:
             raise ValueError(f"Monitor(every={every}); report every step or less often")
         self._optimizer, self._every, self._profile = optimizer, every, profile
-        self._control = optimizer.training_parts().engine.control
+        self._control = optimizer.control
         self._loggers = tuple(loggers) if self._control.group.rank == 0 else ()
         self._sum_of_speeds = None if profile is None else _sum_of_speeds(profile)
         self._pending: list[StepResult] = []

@@ -79,7 +79,7 @@ class SimilarPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(Document):
-    """The content of a report; see `poplar.report.write_report`."""
+    """The content of a report; see `poplar.monitoring.write_report`."""
 
     _noun = "recorded run"
     _versions = (2,)

@@ -1,15 +1,28 @@
-"""Loggers of `Monitor`: a file with JSON lines, TensorBoard, Weights & Biases."""
+"""Loggers of `Monitor`: what they are, JSON lines, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
-from poplar.callbacks.progress import Progress
+from poplar.monitoring.progress import Progress
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
+
+
+class Logger(Protocol):
+    """Where progress goes. Its methods are called on rank 0 only."""
+
+    def start(self, plan: Plan | None, profile: ClusterProfile | None) -> None:
+        """Called before the first report."""
+
+    def log(self, progress: Progress) -> None:
+        """Called once per report."""
+
+    def close(self) -> None:
+        """Called when training has ended."""
 
 
 class JsonLines:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.text import Text
 
-from poplar.report.activity import COMMUNICATION, COMPUTE, OPTIMIZER, WAITING
-from poplar.values.curve import pooled
+from poplar.monitoring.activity import COMMUNICATION, COMPUTE, OPTIMIZER, WAITING
 
 WIDTH = 10.0
 """Inches: 960 pixels of the page, so that font sizes match the text of the page."""
@@ -63,7 +60,6 @@ _STYLE: Any = {
     "axes.titlepad": 10.0,
     "axes.titlecolor": INK,
     "axes.labelcolor": MUTED,
-    "axes.labelsize": FONT_POINTS,
     "axes.edgecolor": GRID,
     "axes.facecolor": PAPER,
     "axes.spines.top": False,
@@ -71,27 +67,22 @@ _STYLE: Any = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": GRID,
-    "grid.linewidth": 0.7,
     "xtick.color": GRID,
     "ytick.color": GRID,
     "xtick.labelcolor": MUTED,
     "ytick.labelcolor": MUTED,
-    "xtick.labelsize": FONT_POINTS - 0.5,
-    "ytick.labelsize": FONT_POINTS - 0.5,
     "text.color": INK,
     "figure.facecolor": PAPER,
     "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
     "legend.frameon": False,
     "legend.labelcolor": MUTED,
-    "hatch.linewidth": 0.6,
     "svg.fonttype": "path",
     "svg.hashsalt": "poplar",
 }
 
 
 @contextmanager
-def style() -> Iterator[None]:
+def applied() -> Iterator[None]:
     """A context for drawing that neither uses nor changes the caller's matplotlib settings."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -101,67 +92,34 @@ def style() -> Iterator[None]:
 
 def new_figure(height: float, width: float = WIDTH) -> Figure:
     """An empty figure of this size in inches, which pyplot does not keep."""
-    padding = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.06)
-    figure = Figure(figsize=(width, height), layout=padding)
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def points_of(axes: Axes) -> tuple[float, float]:
-    """Width and height of the axes in points, after `settle`."""
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    box = axes.get_position()
-    width, height = figure.get_size_inches()
-    return 72 * width * box.width, 72 * height * box.height
-
-
-def write_beside(axes: Axes, height: float, text: str, **style: Any) -> Text:
+def write_beside(axes: Axes, height: float, text: str, color: str) -> None:
     """Write at the right edge of the axes, centered at `height` in data coordinates."""
     place = axes.get_yaxis_transform()
-    return axes.text(1.012, height, text, transform=place, verticalalignment="center", **style)
-
-
-def settle(figure: Figure) -> None:
-    """Compute the layout now and freeze it, so that later changes do not move anything."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-
-
-def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Move labels as little as possible (least squares) so that adjacent ones are `gap` apart.
-
-    Args:
-        positions: preferred position of each label, in any order.
-        gap: least distance between two labels.
-        low: lower limit, unless the labels do not fit.
-        high: upper limit.
-    """
-    order = sorted(range(len(positions)), key=positions.__getitem__)
-    # Labels are far enough apart if the position of the i-th one minus `i * gap` does not fall.
-    wishes = pooled([positions[label] - i * gap for i, label in enumerate(order)])
-    highest = high - gap * (len(positions) - 1)
-    placed = [min(max(wish, low), highest) + i * gap for i, wish in enumerate(wishes)]
-    return [placed[order.index(label)] for label in range(len(positions))]
+    axes.text(1.012, height, text, transform=place, verticalalignment="center", color=color)
 
 
 def write_png(figure: Figure, path: Path) -> None:
     """Write a PNG on white."""
-    with style():
+    with applied():
         figure.savefig(path, format="png", dpi=PNG_DOTS_PER_INCH, metadata={"Software": None})
 
 
 def to_svg(figure: Figure, name: str) -> str:
     """An `<svg>` element whose colors are CSS variables and whose ids begin with `name`."""
     buffer = io.StringIO()
-    with style():
+    with applied():
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    text = re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", text, count=1)
-    text = re.sub(r'<svg([^>]*?) height="[^"]*"', r"<svg\1", text, count=1)
+    for size in ("width", "height"):
+        text = re.sub(rf'<svg([^>]*?) {size}="[^"]*"', r"<svg\1", text, count=1)
     for color, variable in CSS_VARIABLES.items():
         text = text.replace(color, f"var(--{variable})")
     return text

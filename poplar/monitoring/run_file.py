@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from poplar.callbacks.progress import Progress
-from poplar.report.record import Run, RunRecord
+from poplar.monitoring.progress import Progress
+from poplar.monitoring.record import Run, RunRecord
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 

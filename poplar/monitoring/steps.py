@@ -8,16 +8,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from poplar.report import theme
-from poplar.report.activity import (
+from poplar.monitoring import style
+from poplar.monitoring.activity import (
     ACTIVITIES,
     COMPUTE,
     OPTIMIZER,
-    Stretch,
     seconds_by_activity,
     stretches,
 )
-from poplar.report.record import Run
+from poplar.monitoring.record import Run
 from poplar.values.formatting import format_percent, format_seconds
 
 _MOST_LABELLED_RANKS = 16
@@ -31,18 +30,17 @@ _SEAM_POINTS = 0.25
 
 def draw_steps(runs: Sequence[Run]) -> Figure | None:
     """Draw one panel per traced run, on one time scale; None if no run was traced."""
-    traced = [run for run in runs if run.spans and any(run.spans)]
+    traced = [run for run in runs if any(run.spans)]
     if not traced:
         return None
-    with theme.style():
+    with style.applied():
         panels = [min(_TALLEST_PANEL, _INCHES_OF_A_RANK * len(run.spans) + 0.45) for run in traced]
-        figure = theme.new_figure(height=sum(panels) + 0.7 * len(traced) + 0.75)
+        figure = style.new_figure(height=sum(panels) + 0.7 * len(traced) + 0.75)
         grid = figure.subplots(len(traced), 1, sharex=True, squeeze=False, height_ratios=panels)
         figure.legend(
-            handles=[Patch(color=theme.ACTIVITY[name], label=name) for name in ACTIVITIES],
+            handles=[Patch(color=style.ACTIVITY[name], label=name) for name in ACTIVITIES],
             loc="outside upper left",
             ncols=len(ACTIVITIES),
-            handlelength=1.2,
         )
         ends = [_panel(axes, run) for axes, run in zip(grid[:, 0], traced, strict=True)]
         grid[-1, 0].set_xlim(0.0, 1.03 * max(ends))
@@ -60,40 +58,27 @@ def _panel(axes: Axes, run: Run) -> float:
             axes.broken_barh(
                 [(part.start, part.seconds) for part in row if part.activity == activity],
                 (rank - 0.36, 0.72),
-                facecolor=theme.ACTIVITY[activity],
-                edgecolor=theme.ACTIVITY[activity],
+                color=style.ACTIVITY[activity],
                 linewidth=_SEAM_POINTS,
             )
-    _label_ranks(axes, rows, end)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.grid(axis="y", visible=False)
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="both", length=0, labelbottom=True)
-    if run.predicted_step_seconds is not None:
-        _mark_prediction(axes, run.predicted_step_seconds)
-    return max(end, run.predicted_step_seconds or 0.0)
-
-
-def _label_ranks(axes: Axes, rows: Sequence[Sequence[Stretch]], end: float) -> None:
-    stride = -(-len(rows) // _MOST_LABELLED_RANKS)
-    shown = range(0, len(rows), stride)
+    shown = range(0, len(rows), -(-len(rows) // _MOST_LABELLED_RANKS))
     axes.set_yticks(list(shown), [f"rank {rank}" for rank in shown])
     for rank in shown:
         totals = seconds_by_activity(rows[rank])
         busy = (totals[COMPUTE] + totals[OPTIMIZER]) / end if end else 0.0
-        theme.write_beside(axes, rank, f"busy {format_percent(busy)}", color=theme.MUTED)
-
-
-def _mark_prediction(axes: Axes, predicted: float) -> None:
-    axes.axvline(predicted, color=theme.INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=5)
-    axes.annotate(
-        f"predicted {format_seconds(predicted)}",
-        (predicted, 1),
-        xycoords=axes.get_xaxis_transform(),
-        xytext=(0, 3),
-        textcoords="offset points",
-        horizontalalignment="center",
-        verticalalignment="bottom",
-        fontsize=theme.FONT_POINTS - 0.5,
-        color=theme.INK,
-    )
+        style.write_beside(axes, rank, f"busy {format_percent(busy)}", style.MUTED)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="both", length=0, labelbottom=True)
+    predicted = run.predicted_step_seconds
+    if predicted is not None:
+        axes.axvline(predicted, color=style.INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=5)
+        axes.annotate(
+            f"predicted {format_seconds(predicted)}",
+            (predicted, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, 3),
+            textcoords="offset points",
+            horizontalalignment="center",
+        )
+    return max(end, predicted or 0.0)

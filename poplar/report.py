@@ -1,0 +1,18 @@
+"""Deprecated name of `poplar.monitoring`, for one release."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from poplar import monitoring
+
+
+def __getattr__(name: str) -> Any:
+    value = getattr(monitoring, name)
+    warnings.warn(
+        f"poplar.report is now poplar.monitoring; import {name} from there",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return value
