@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from poplar.hardware.device_catalog import REFERENCE
+from published_curves import CURVES, REFERENCE, SOURCE
+
 from poplar.hardware.gpu_specifications import find_device
 from poplar.hardware.model_shapes import TrainingJob, architecture
-from poplar.hardware.published_curves import CURVES, SOURCE
 from poplar.hardware.roofline import pass_seconds
 
 

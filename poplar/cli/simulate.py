@@ -133,10 +133,7 @@ def _document(
         "model": job.architecture.name,
         "sequence": job.sequence,
         "checkpointing": job.checkpointing,
-        "devices": {
-            "roofline_only": list(simulated.calculated),
-            "measured_curve": list(simulated.measured),
-        },
+        "assumed_speed_errors": dict(simulated.spreads),
         "plan": plan.to_dict(),
         "estimate": to_json_types(figures),
         "gain_over": to_json_types(gains),
@@ -158,12 +155,8 @@ def _shown(
         f"parameters), samples of {job.sequence} tokens{recomputing}; nothing was measured here"
     )
     shown: list[Table | Text] = [Text(title, "bold")]
-    if simulated.calculated:
-        errors = [f"{gpu} (±{100 * error:.0f} %)" for gpu, error in simulated.calculated.items()]
-        shown.append(Text(f"roofline only: {', '.join(errors)}", "yellow"))
-    if simulated.measured:
-        devices = ", ".join(simulated.measured)
-        shown.append(Text(f"published curves of this model, their ratios only: {devices}"))
+    errors = [f"{gpu} (±{100 * error:.0f} %)" for gpu, error in simulated.spreads.items()]
+    shown.append(Text(f"roofline only: {', '.join(errors)}", "yellow"))
     shown += [Text(str(plan)), _figures(simulated, figures, gains), Text(_ABOUT_INTERVALS)]
     if figures.may_not_fit:
         warning = f"this plan may not fit if passes need more memory: {figures.may_not_fit}"

@@ -17,14 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from poplar.hardware.cluster_file import ClusterFile, HostEntry
-from poplar.hardware.device_catalog import SPREAD, device_profile, published_seconds, spread
+from poplar.hardware.device_catalog import SPREAD, device_profile, spread
 from poplar.hardware.gpu_specifications import Specification
 from poplar.hardware.model_shapes import TrainingJob
 from poplar.values.host_traffic import is_hierarchical, link_traffic, network_traffic
 from poplar.values.profile import ClusterProfile, ModelProfile, NetworkProfile
 
-MEASURED_SPREAD = 0.1
-"""Assumed relative error of the ratio of two devices that both have a published curve."""
 OVERLAP = 0.6
 """Default overlap; assumed."""
 LINK_EFFICIENCY = 0.75
@@ -45,10 +43,8 @@ class SimulatedCluster:
     pessimistic: ClusterProfile
     tilted: tuple[ClusterProfile, ...]
     """For each type of device: this type slower, the others faster. Empty with one type."""
-    calculated: Mapping[str, float]
-    """Types of device estimated by the roofline alone, and the assumed relative error."""
-    measured: tuple[str, ...]
-    """Types of device with a published curve of this model."""
+    spreads: Mapping[str, float]
+    """By type of device, the assumed relative error of its speed."""
 
     @property
     def outlooks(self) -> tuple[ClusterProfile, ...]:
@@ -69,16 +65,13 @@ def simulated_cluster(
     """
     types = vary or described.device_types
     spreads = {one.gpu: spread(one) for one in types}
-    measured = tuple(one.gpu for one in types if published_seconds(one, job) is not None)
-    of_ratios = {**spreads, **dict.fromkeys(measured, MEASURED_SPREAD)}
 
     def all_at(outlook: int) -> ClusterProfile:
         speeds = {gpu: 1 + outlook * error for gpu, error in spreads.items()}
         return _profile(described, job, speeds, outlook)
 
     def tilted(slower: str) -> ClusterProfile:
-        """Each type by the spread of its ratio to other types."""
-        speeds = {gpu: 1 - e if gpu == slower else 1 + e for gpu, e in of_ratios.items()}
+        speeds = {gpu: 1 - e if gpu == slower else 1 + e for gpu, e in spreads.items()}
         return _profile(described, job, speeds)
 
     return SimulatedCluster(
@@ -88,8 +81,7 @@ def simulated_cluster(
         optimistic=all_at(1),
         pessimistic=all_at(-1),
         tilted=tuple(map(tilted, spreads)) if len(spreads) > 1 else (),
-        calculated={gpu: error for gpu, error in spreads.items() if gpu not in measured},
-        measured=measured,
+        spreads=spreads,
     )
 
 

@@ -63,12 +63,6 @@ def test_output_is_labelled_simulated_and_lists_roofline_devices(described):
     assert "samples per USD" in shown.stdout
 
 
-def test_devices_with_a_published_curve_are_named(described):
-    shown = run(described)
-    assert "published curves of this model, their ratios only: A100-SXM-80" in shown.stdout
-    assert "roofline only" not in shown.stdout
-
-
 def test_json_has_the_plan_and_every_interval(described):
     document = json.loads(run(described, "--json", "--stage", "1").stdout)
     assert document["simulated"] is True

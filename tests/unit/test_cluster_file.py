@@ -63,8 +63,7 @@ def test_ranks_are_numbered_in_file_order(tmp_path):
     ]
     assert [device.host for device in simulated.middle.devices] == ["big"] * 4 + ["host1"] * 2
     assert simulated.middle.devices[4].memory_bytes == 29 << 29
-    assert simulated.calculated == {"A100-SXM-80": 0.3, "T4": 0.5, "V100-PCIe-16": 0.3}
-    assert simulated.measured == ()
+    assert simulated.spreads == {"A100-SXM-80": 0.3, "T4": 0.5, "V100-PCIe-16": 0.3}
     assert simulated.middle.overlap == OVERLAP
     assert "simulated" in simulated.middle.notes[0]
 
@@ -166,13 +165,6 @@ def test_a_given_overlap_is_the_same_in_all_outlooks(tmp_path):
 
 def test_one_type_of_device_has_no_tilted_profiles(tmp_path):
     assert simulated_cluster(read(tmp_path, ALONE), JOB).tilted == ()
-
-
-def test_devices_with_published_curves_are_listed_separately(tmp_path):
-    described = read(tmp_path, TWO_HOSTS)
-    simulated = simulated_cluster(described, TrainingJob(architecture=architecture("opt-350m")))
-    assert simulated.measured == ("A100-SXM-80",)
-    assert list(simulated.calculated) == ["T4", "V100-PCIe-16"]
 
 
 def test_profiles_of_a_described_cluster_can_be_saved(tmp_path):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poplar.hardware.published_curves import CURVES
 from poplar.values.curve import MonotoneCurve, pooled, straightened
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from published_curves import CURVES
 
 DEVICES = 80
 

@@ -1,15 +1,16 @@
-"""Published pass times of real devices, used instead of the roofline for their models.
+"""Published pass times of real devices, to which `poplar.hardware.roofline` was calibrated.
 
 Curves are seconds of a pass of a whole model against the micro-batch, on one device, from the
 profiles that eth-easl/sailor publishes (MIT licence, Copyright ETH Zurich; "Sailor", SOSP 2025).
-They state neither precision nor sequence length, so only their ratios are used: `device_catalog`
-scales them.
+They state neither precision nor sequence length, so only their ratios are used.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+REFERENCE = "A100-SXM-40"
+"""Curves are compared with this device; every model with a curve has one of it."""
 SOURCE = "eth-easl/sailor (MIT), one forward and one backward pass"
 
 
