@@ -50,8 +50,9 @@ def draw_similar_plans(
         axes.set_title("Plans similar to the chosen one: median seconds of a step, fastest first")
         for row, near in enumerate(ordered):
             color = style.CHOSEN if near.plan == chosen else style.EVEN
-            prediction = predicted(profile, near.plan)
-            _row(axes, row, near.step_seconds, prediction and prediction.step_seconds, color)
+            found = predicted(profile, near.plan)
+            prediction = None if found is None else found.step_seconds
+            _row(axes, row, near.step_seconds, prediction, color)
         _finish(figure, axes, [difference(near.plan, chosen) for near in ordered], {})
         for label, near in zip(axes.get_yticklabels(), ordered, strict=True):
             if near.plan == chosen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import poplar
 from poplar.monitoring.activity import ACTIVITIES, seconds_by_activity, stretches
@@ -37,16 +37,7 @@ def write_report(
         from poplar.monitoring.style import write_png
 
         figures = _draw(record)
-        page = render_page(
-            "report.html",
-            figures,
-            record=record,
-            why=reasons(record.profile, record.chosen.plan),
-            activities=ACTIVITIES,
-            about_losses=_compared_losses(record),
-            notes=_notes(record.profile),
-            facts=_facts(record.profile),
-        )
+        page = _render(record, figures)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("matplotlib", "jinja2"):
@@ -65,33 +56,30 @@ def write_report(
             write_png(figure, folder / f"{name}.png")
 
 
-def render_page(
-    template: str, figures: Mapping[str, Figure], *, folder: Path = _TEMPLATES, **values: Any
-) -> str:
-    """Render a page in the style of reports.
-
-    Args:
-        template: name of a file in `folder`, which may extend `base.html` and import `macros.html`.
-        figures: by name; `pictures` has them as SVG.
-        folder: of the template.
-        values: what the template uses. Text in it is escaped.
-    """
+def _render(record: RunRecord, figures: Mapping[str, Figure]) -> str:
+    """The page; its text is escaped, and a section whose figure is missing is left out."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     from poplar.monitoring.style import to_svg
 
     environment = Environment(
-        loader=FileSystemLoader([folder, _TEMPLATES]),
+        loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters.update(_FILTERS)
-    pictures = {name: Markup(to_svg(figure, name)) for name, figure in figures.items()}
-    return environment.get_template(template).render(
-        pictures=pictures, version=poplar.__version__, **values
+    return environment.get_template("report.html").render(
+        record=record,
+        pictures={name: Markup(to_svg(figure, name)) for name, figure in figures.items()},
+        why=reasons(record.profile, record.chosen.plan),
+        activities=ACTIVITIES,
+        about_losses=_compared_losses(record),
+        notes=_notes(record.profile),
+        facts=_facts(record.profile),
+        version=poplar.__version__,
     )
 
 
