@@ -216,9 +216,9 @@ class UnequalPasses:
                 "of its gradient; build the model again and load a checkpoint"
             )
         model_checks.reject_batch_norm(self._batch_norms)
-        if batch is None:
+        if batch is None or pytree.samples_in(batch) == 0:
             raise ValueError(
-                "got no batch; a rank without samples in the plan passes one sample, as "
+                "got no samples; a rank without samples in the plan passes one sample, as "
                 f"HeteroBatchSampler gives it, because {self.engine} needs a pass of every rank"
             )
 

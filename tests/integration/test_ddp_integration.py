@@ -144,6 +144,13 @@ def has_a_batch_of_another_size(job: Job, model: Any, passes: Any) -> None:
     list(passes(batch, weight=job.weight))
 
 
+def has_an_empty_batch(job: Job, model: Any, passes: Any) -> None:
+    batch = training.part_of(job, 0)
+    if not job.plan.samples(harness.rank()):
+        batch = {name: tensor[:0] for name, tensor in batch.items()}
+    list(passes(batch, weight=job.weight))
+
+
 def has_a_loss_that_is_no_scalar(job: Job, model: Any, passes: Any) -> None:
     for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
         loss = training.loss_fn(model, micro_batch)
@@ -163,6 +170,7 @@ LOOPS = {
         drops_gradients_before_each_backward,
         drops_gradients_after_each_backward,
         has_a_batch_of_another_size,
+        has_an_empty_batch,
         has_a_loss_that_is_no_scalar,
     )
 }
@@ -177,6 +185,7 @@ MESSAGES = {
     "drops_gradients_before_each_backward": "rank 0 left the loop over its passes",
     "drops_gradients_after_each_backward": "call step() and zero_grad() after the loop",
     "has_a_batch_of_another_size": "but the plan gives this rank 3",
+    "has_an_empty_batch": "a rank without samples in the plan passes one sample",
     "has_a_loss_that_is_no_scalar": "rank 0 left the loop over its passes",
 }
 
