@@ -1,9 +1,10 @@
 """Fixtures and options of the whole suite: the pool of ranks, property tests, `--full`.
 
 `make test` runs a representative subset. Tests marked `full` are left out. Of a test with several
-parameters, it runs as many combinations as `covering_subset` needs, unless the test is marked
-`every_combination`. Random tests draw fewer cases. `make test-all` passes `--full` and runs
-everything. The last line of a run says how many tests were left out.
+parameters, it runs as many combinations as `covering_subset` needs. Of a parameter `stage`, it
+covers two values (`stages_of`). A test marked `every_combination` runs all of them. Random tests
+draw fewer cases. `make test-all` passes `--full` and runs everything. The last line of a run says
+how many tests were left out.
 
 With `-n 2` (pytest-xdist), as `make test` passes, one worker runs tests/distributed, one test after
 the other, because they share a pool of ranks. The other one runs all other files, until both share
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import fork_server
 from ranks import Pool
-from subset import FULL_VARIABLE, covering_subset
+from subset import FULL_VARIABLE, covering_subset, stages_of
 
 # Ranks share few cores with everything else on the machine, so neither an example nor drawing it
 # has a time limit.
@@ -73,10 +74,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("every_combination") is None:
             by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for combinations in by_test.values():
+    for test, combinations in by_test.items():
         # The same object in every combination, so its identity says which value it is.
         cases = [{k: id(v) for k, v in item.callspec.params.items()} for item in combinations]
-        chosen = covering_subset(cases)
+        stages = {item.callspec.params.get("stage") for item in combinations}
+        if all(isinstance(stage, int) for stage in stages):
+            covered = stages_of(test, stages)
+            chosen = covering_subset(cases, [("stage", id(stage)) for stage in stages - covered])
+        else:
+            chosen = covering_subset(cases)
         selected -= {id(item) for number, item in enumerate(combinations) if number not in chosen}
     left_out = [item for item in items if id(item) not in selected]
     items[:] = [item for item in items if id(item) in selected]

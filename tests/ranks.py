@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -50,11 +51,14 @@ from poplar.zero import unit
 WORLD = 4
 """Ranks in the pool; a call may use fewer."""
 
-GRACE_SECONDS = 20.0
+CALL_SECONDS = 240.0
+"""Deadline of a call: far longer than any takes on a machine with other load."""
+
+GRACE_SECONDS = 60.0
 """After one rank has failed, the other ranks have at most this long to finish or fail."""
 
-GROUP_SECONDS = 300.0
-"""Timeout of process groups: longer than any deadline, so that reports of a hang include stacks."""
+GROUP_SECONDS = 600.0
+"""Timeout of process groups: longer than deadlines, so that reports of a hang include stacks."""
 
 SAMPLE_SECONDS = 0.01
 """Length of the shortest sample of the profiler on ranks: a tenth of the usual."""
@@ -119,6 +123,25 @@ def _full_name(kind: type) -> str:
 
 
 # In a worker process
+
+
+class _Gloo(distributed_c10d.ProcessGroupGloo):
+    """Gloo with one device for all groups of a process.
+
+    torch makes a device for each group. Its thread wakes up a hundred times a second, and tests
+    leave hundreds of groups in a worker, which took most of the time of all cores.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = self._Options()
+        options._devices = [_gloo_device()]
+        options._timeout = timeout
+        super().__init__(store, rank, size, options)
+
+
+@functools.cache
+def _gloo_device() -> Any:
+    return _Gloo.create_default_device()
 
 
 class _Worker:
@@ -216,6 +239,7 @@ def _run_worker(
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
+    distributed_c10d.ProcessGroupGloo = _Gloo
     # Test models are tiny; otherwise all their blocks would form one unit.
     unit.MERGED_UNIT_BYTES = 0
     # Their passes take a millisecond and no quota stops them.
@@ -303,7 +327,7 @@ class _World:
                 os.environ.pop(name, None)
                 if value is not None:
                     os.environ[name] = value
-        self._collect(range(size), time.monotonic() + 120, "start the workers")
+        self._collect(range(size), time.monotonic() + CALL_SECONDS, "start the workers")
 
     def call(self, call: _Call, timeout: float, lost: Sequence[int] = ()) -> list[Any]:
         """One answer per rank of the call: a value, a `Failure`, or a `Silent` for `lost` ranks."""
@@ -389,7 +413,7 @@ class Pool:
         self,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = CALL_SECONDS,
         ranks: int | None = None,
         **kwargs: Any,
     ) -> list[Any]:
@@ -413,7 +437,7 @@ class Pool:
         self,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = CALL_SECONDS,
         ranks: int | None = None,
         **kwargs: Any,
     ) -> list[Failure]:
@@ -479,7 +503,7 @@ def one_off(
     function: Callable[..., Any],
     *args: Any,
     lost: Sequence[int] = (),
-    timeout: float = 60.0,
+    timeout: float = CALL_SECONDS,
     **kwargs: Any,
 ) -> list[Any]:
     """Call a function on new ranks that end with the call: for tests that kill or stop ranks.

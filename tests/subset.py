@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import TypeVar
 
@@ -19,11 +20,25 @@ def choose(*, quick: T, full: T) -> T:
     return full if os.environ.get(FULL_VARIABLE) == "1" else quick
 
 
-def covering_subset(cases: Sequence[Mapping[str, int]]) -> set[int]:
+def stages_of(test: str, stages: Collection[int]) -> set[int]:
+    """The stages that the subset covers of a test: the highest, and one that its name chooses.
+
+    Names choose evenly, so the tests of one subject together cover all stages.
+    """
+    *others, highest = sorted(stages)
+    if not others:
+        return {highest}
+    return {highest, others[zlib.crc32(test.encode()) % len(others)]}
+
+
+def covering_subset(
+    cases: Sequence[Mapping[str, int]], optional: Collection[tuple[str, int]] = ()
+) -> set[int]:
     """Positions of a few cases that still cover the values of all parameters.
 
     Args:
         cases: a number for each parameter's value, by the parameter's name.
+        optional: names and values that need not be covered.
 
     With three parameters or more, every pair of values that occurs in `cases` occurs in the subset;
     with two, every value; with one, all cases are selected. Greedy: the case that adds most comes
@@ -33,7 +48,7 @@ def covering_subset(cases: Sequence[Mapping[str, int]]) -> set[int]:
     cases = _without_duplicates(cases)
     strength = min(2, max(1, len(cases[0]) - 1))
     parts = [set(combinations(sorted(case.items()), strength)) for case in cases]
-    missing = set().union(*parts)
+    missing = {part for part in set().union(*parts) if not any(v in optional for v in part)}
     used: Counter[tuple[str, int]] = Counter()
     selected: set[int] = set()
     while missing:

@@ -174,7 +174,7 @@ def sleep() -> None:
 def test_the_survivors_of_an_exchange_name_the_lost_rank(
     lose: Callable[[], None], size: int
 ) -> None:
-    answers = one_off(size, exchange_until, lose, lost=[LOST], timeout=60)
+    answers = one_off(size, exchange_until, lose, lost=[LOST])
     for rank, failure in enumerate(answers):
         if rank != LOST:
             assert_names_lost_rank(failure)
@@ -187,7 +187,7 @@ def assert_names_lost_rank(failure: Failure | None) -> None:
 
 
 def test_a_slow_rank_is_named_and_learns_that_it_was_late() -> None:
-    answers = one_off(3, exchange_until, sleep, timeout=60)
+    answers = one_off(3, exchange_until, sleep)
     for rank, failure in enumerate(answers):
         if rank != LOST:
             assert_names_lost_rank(failure)
@@ -208,7 +208,7 @@ def fail_before_an_exchange() -> Failure | None:
 
 
 def test_the_reason_of_a_rank_that_gave_up_is_told_on_all_ranks_before_the_deadline() -> None:
-    for failure in one_off(3, fail_before_an_exchange, timeout=60):
+    for failure in one_off(3, fail_before_an_exchange):
         assert failure is not None, "the exchange returned"
         assert failure.is_a(CollectiveTimeout), failure
         assert f"rank {LOST} is out of memory" in failure.message, failure
@@ -224,6 +224,6 @@ def make_a_group_alone() -> Failure | None:
 
 
 def test_a_rank_that_does_not_build_an_optimizer_is_named() -> None:
-    answers = one_off(3, make_a_group_alone, timeout=60)
+    answers = one_off(3, make_a_group_alone)
     for rank in (0, 1):
         assert_names_lost_rank(answers[rank])

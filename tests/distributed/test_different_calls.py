@@ -92,7 +92,7 @@ def test_different_calls_raise_on_all_ranks(
     pairs = [p for p in pairs if p not in (loops, loops[::-1])]
     pairs = [p for p in pairs if stage == 3 or "full_parameters()" not in p]
     pairs = random.Random(stage).sample(pairs, choose(quick=4, full=len(pairs)))
-    answers = ranks.run(make_different_calls, stage, transport, pairs, str(tmp_path), timeout=200)
+    answers = ranks.run(make_different_calls, stage, transport, pairs, str(tmp_path))
     wrong = []
     for (ours, theirs), failures in zip(pairs, zip(*answers, strict=True), strict=True):
         for rank, failure in enumerate(failures):

@@ -94,7 +94,7 @@ def train_without(kind: str) -> tuple[str, bool, list[Tensor]]:
 
 @pytest.mark.parametrize("kind", WITHOUT)
 def test_models_without_a_programme_are_trained_by_the_plan(ranks: Pool, kind: str) -> None:
-    by_rank = ranks.run(train_without, kind, ranks=2, timeout=120)
+    by_rank = ranks.run(train_without, kind, ranks=2)
     for reason, has_programme, values in by_rank:
         assert not has_programme
         assert WITHOUT[kind][2] in reason
@@ -189,9 +189,7 @@ SLOWER = Comparison(first_seconds=0.3, second_seconds=0.2, ratio=1.5)
 def test_a_programme_that_computes_something_else_is_not_used(ranks: Pool) -> None:
     programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
     measured = replace(FASTER, difference="the loss of a first step was 1 by the programme")
-    for explained, by_programme, _, _ in ranks.run(
-        train_found, programme, measured, ranks=2, timeout=120
-    ):
+    for explained, by_programme, _, _ in ranks.run(train_found, programme, measured, ranks=2):
         assert not by_programme
         assert "computes something else (the loss of a first step was 1 by" in explained
 
@@ -209,9 +207,7 @@ def test_all_ranks_train_by_what_was_faster_in_trials(ranks: Pool, is_faster: bo
     programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
     expected = train_in_one_process("mixture")["results"]
     measured = FASTER if is_faster else SLOWER
-    for explained, by_programme, results, _ in ranks.run(
-        train_found, programme, measured, ranks=2, timeout=120
-    ):
+    for explained, by_programme, results, _ in ranks.run(train_found, programme, measured, ranks=2):
         assert by_programme == is_faster
         took = (
             "measured in trials: 0.1 s per step, and 0.2 s with data parallelism"
@@ -226,7 +222,7 @@ def test_trials_leave_the_model_as_it_was(ranks: Pool) -> None:
     """Training afterwards is that of one process, whichever was faster."""
     programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
     expected = train_in_one_process("mixture")["results"]
-    outcomes = ranks.run(train_found, programme, None, ranks=2, timeout=120)
+    outcomes = ranks.run(train_found, programme, None, ranks=2)
     for explained, by_programme, results, trials in outcomes:
         assert trials == 1
         assert (explained, by_programme) == outcomes[0][:2]
@@ -239,9 +235,7 @@ def train_without_trials(programme: Programme) -> tuple[str, bool, list[Any], in
 
 def test_without_trials_the_prediction_decides(ranks: Pool) -> None:
     programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
-    for explained, by_programme, _, trials in ranks.run(
-        train_without_trials, programme, ranks=2, timeout=120
-    ):
+    for explained, by_programme, _, trials in ranks.run(train_without_trials, programme, ranks=2):
         assert by_programme
         assert trials == 0
         assert "2.00 times as fast as data parallelism" in explained

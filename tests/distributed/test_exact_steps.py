@@ -186,7 +186,7 @@ def random_run(stage: int, seed: int) -> Run:
 @pytest.mark.parametrize("stage", STAGES)
 def test_random_plans_equal_one_process_on_the_whole_batch(ranks: Pool, stage: int) -> None:
     runs = [random_run(stage, seed) for seed in range(choose(quick=6, full=20))]
-    trained = ranks.run(train_many, runs, timeout=120)
+    trained = ranks.run(train_many, runs)
     for index, run in enumerate(runs):
         assert_exact([by_run[index] for by_run in trained], run.recipe, f"{index}: {run}")
 

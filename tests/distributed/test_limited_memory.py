@@ -90,8 +90,8 @@ CASES = [
 @pytest.mark.parametrize(("stage", "communicator"), choose(quick=CASES[1::2], full=CASES))
 def test_training_goes_on_after_a_real_shortage(stage: int, communicator: str) -> None:
     plan = Plan(stage=stage, global_batch=10, micro_batches=((3, 1), (1, 5)), shares=(0.5, 0.5))
-    outcomes = one_off(2, train, plan, communicator, True, timeout=120)
-    undisturbed = one_off(2, train, plan, communicator, False, timeout=120)
+    outcomes = one_off(2, train, plan, communicator, True)
+    undisturbed = one_off(2, train, plan, communicator, False)
     for outcome, expected in zip(outcomes, undisturbed, strict=True):
         assert not isinstance(outcome, harness.Failure), outcome
         assert outcome.losses == pytest.approx(expected.losses, rel=1e-5)

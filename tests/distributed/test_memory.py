@@ -119,7 +119,7 @@ def test_state_bytes_match_the_formula(ranks: Pool, stage: int, dtype: torch.dty
     plan = Plan(stage=stage, global_batch=4, micro_batches=BATCHES, shares=SHARES)
     recipe = Recipe(spec=spec, batches=(4, 4))
     engine = {"compute_dtype": dtype}
-    counted = ranks.run(count_bytes, Run(recipe, plan, engine=engine), timeout=120)
+    counted = ranks.run(count_bytes, Run(recipe, plan, engine=engine))
     for rank, (count, share) in enumerate(zip(counted, SHARES, strict=True)):
         expected = elements * bytes_per_element(stage, share, dtype.itemsize)
         # An empty share leaves a few kilobytes of counters and scalars.
@@ -211,7 +211,7 @@ def test_stage_3_never_unshards_the_whole_model(ranks: Pool) -> None:
     unit = 4 * sum(p.numel() for p in model.blocks[0].parameters())
     plan = Plan(stage=3, global_batch=4, micro_batches=BATCHES, shares=SHARES)
     run = Run(Recipe(spec=spec, batches=(4, 4)), plan)
-    for most, rank in ranks.run(peak_of_unsharded_units, run, timeout=120):
+    for most, rank in ranks.run(peak_of_unsharded_units, run):
         # unsharded: 2 units and the small root; gradients: 1; packed and received: 2 of (1 + 4 p)
         bound = (2 + 0.1 + 1 + 2 * (1 + 4 * SHARES[rank])) * unit
         bound += 4 * elements * SHARES[rank]  # the accumulator may be allocated in a step

@@ -47,7 +47,7 @@ def measure(failing: Collection[int], passes_before: int) -> Failure | None:
 @pytest.mark.parametrize("passes_before", [0, 1])
 @pytest.mark.parametrize("first", range(1, ONE_PASS + 1))
 def test_all_ranks_learn_that_a_pass_did_not_fit(first: int, passes_before: int) -> None:
-    failures = one_off(3, measure, {first}, passes_before, timeout=120)
+    failures = one_off(3, measure, {first}, passes_before)
     for failure in failures:
         assert failure is not None
         assert MESSAGE in failure.message
@@ -59,7 +59,7 @@ def test_all_ranks_learn_that_a_pass_cannot_even_be_completed(
     first: int, passes_before: int
 ) -> None:
     failing = range(first, first + 3)  # also when the pass is completed without gradients
-    for rank, failure in enumerate(one_off(3, measure, failing, passes_before, timeout=120)):
+    for rank, failure in enumerate(one_off(3, measure, failing, passes_before)):
         assert failure is not None
         assert failure.is_a(PoplarError if rank == SHORT else CollectiveTimeout), failure
         assert f"rank {SHORT} is out of memory and cannot complete a pass" in failure.message

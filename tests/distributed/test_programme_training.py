@@ -342,16 +342,14 @@ def test_a_rank_that_fails_is_named_by_the_others(
     """After an error before the backward pass, the training goes on as if there was none."""
     programme = experts_divided(exported_loss("mixture", new_model("mixture")), (1, 1, 1))
     if fault == "backward":
-        failures = ranks.run_expecting_errors(
-            fail, programme, transport, fault, ranks=3, timeout=60.0
-        )
+        failures = ranks.run_expecting_errors(fail, programme, transport, fault, ranks=3)
         assert own in failures[1].message
         for failure in (failures[0], failures[2]):
             assert failure.type == "CollectiveTimeout"
             assert "rank 1" in failure.message
         return
     expected = [loss for loss, _, _ in train_in_one_process("mixture")["results"]]
-    outcomes = ranks.run(fail, programme, transport, fault, ranks=3, timeout=60.0)
+    outcomes = ranks.run(fail, programme, transport, fault, ranks=3)
     for rank, ((message,), losses) in enumerate(outcomes):
         if rank == 1:
             assert own in message

@@ -57,7 +57,7 @@ def profiled_and_real(memory_limit: int) -> tuple[ClusterProfile, list[int], int
 def test_predicted_peaks_are_never_below_real_ones_and_close(ranks: Pool) -> None:
     if ranks.backend == "nccl":
         pytest.skip("the allocator of a GPU rounds more than such a small model takes")
-    ((profile, peaks, batch),) = ranks.run(profiled_and_real, 4 * MIB, ranks=1, timeout=120)
+    ((profile, peaks, batch),) = ranks.run(profiled_and_real, 4 * MIB, ranks=1)
     names = profile.model.unit_names
     units = [names.index(block) for block in BLOCKS]
     assert profile.devices[0].recomputed_points[0].batch == 1

@@ -252,7 +252,7 @@ def kill_rank_after_claiming_a_chunk() -> str:
 
 
 def test_rank_killed_after_claiming_a_chunk_is_named():
-    answers = harness.one_off(WORLD, kill_rank_after_claiming_a_chunk, lost=[2], timeout=50.0)
+    answers = harness.one_off(WORLD, kill_rank_after_claiming_a_chunk, lost=[2])
     assert "a sum failed, waiting for rank(s) 2" in answers[0]
     assert "its process has exited" in answers[0]
 
@@ -366,7 +366,7 @@ def lose_a_rank(seconds: float, how: int) -> str | None:
     ],
 )
 def test_killed_or_stopped_rank_is_named(how, seconds, cause):
-    answers = harness.one_off(WORLD, lose_a_rank, seconds, int(how), lost=[2], timeout=50.0)
+    answers = harness.one_off(WORLD, lose_a_rank, seconds, int(how), lost=[2])
     for rank in (0, 1, 3):
         assert f"rank {rank}: the second failed, waiting for rank(s) 2" in answers[rank]
         assert cause in answers[rank]
@@ -392,7 +392,7 @@ def continue_after_a_timeout(seconds: float) -> list[str]:
 
 
 def test_no_collective_runs_after_a_failed_one():
-    answers = harness.one_off(WORLD, continue_after_a_timeout, 1.0, timeout=50.0)
+    answers = harness.one_off(WORLD, continue_after_a_timeout, 1.0)
     for rank in (0, 2, 3):
         first, second = answers[rank]
         assert f"rank {rank}: the second failed, waiting for rank(s) 1" in first
@@ -423,7 +423,7 @@ def use_different_layouts(operation: str) -> list[str]:
 
 @pytest.mark.parametrize("operation", ["all_gather", "all_reduce"])
 def test_tensors_of_different_sizes_raise_on_all_ranks(operation):
-    answers = harness.one_off(WORLD, use_different_layouts, operation, timeout=50.0)
+    answers = harness.one_off(WORLD, use_different_layouts, operation)
     assert "the two are at different collectives, or their tensors differ" in answers[3][0]
     assert "an earlier collective did not finish" in answers[3][1]
     for rank in (0, 1, 2):
@@ -500,7 +500,7 @@ def read_data_of_an_exited_rank() -> float:
 
 
 def test_data_of_an_exited_rank_can_be_read():
-    answers = harness.one_off(WORLD, read_data_of_an_exited_rank, lost=[0], timeout=50.0)
+    answers = harness.one_off(WORLD, read_data_of_an_exited_rank, lost=[0])
     assert answers[1:] == [1.0] * (WORLD - 1)
 
 

@@ -286,7 +286,7 @@ def fail_inside(transport: str, seconds: float) -> float:
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_a_rank_that_raises_is_named_by_the_others(ranks: Pool, transport: str) -> None:
-    failures = ranks.run_expecting_errors(fail_inside, transport, 5.0, timeout=30.0)
+    failures = ranks.run_expecting_errors(fail_inside, transport, 5.0)
     assert failures[1].type == "ArithmeticError"
     for failure in (failures[0], *failures[2:]):
         assert failure.type == "CollectiveTimeout"

@@ -295,7 +295,7 @@ def test_a_rank_that_fails_is_named_by_the_others(
     exported, whole = trained("attention", 6)
     programme = tensor_parallel(exported, (1, 1, 1))
     failures = ranks.run_expecting_errors(
-        fail_in_a_node, transport, exported, programme, whole, fault, ranks=3, timeout=30.0
+        fail_in_a_node, transport, exported, programme, whole, fault, ranks=3
     )
     assert failures[1].type != "CollectiveTimeout"
     for failure in (failures[0], failures[2]):

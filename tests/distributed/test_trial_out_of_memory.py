@@ -151,7 +151,7 @@ def run_without_any_memory() -> Failure | None:
 
 
 def test_a_trial_ends_on_all_ranks_if_dropping_the_state_is_not_enough() -> None:
-    for failure in one_off(3, run_without_any_memory, timeout=120):
+    for failure in one_off(3, run_without_any_memory):
         assert isinstance(failure, Failure), failure
         assert failure.is_a(CollectiveTimeout), failure
         assert f"rank {SHORT} is out of memory and cannot complete a pass" in failure.message
@@ -190,7 +190,7 @@ def test_all_ranks_learn_before_the_deadline_that_a_pass_cannot_be_completed(
     communicator: str,
 ) -> None:
     for rank, failure in enumerate(
-        one_off(3, train_until_a_pass_cannot_be_completed, communicator, timeout=120)
+        one_off(3, train_until_a_pass_cannot_be_completed, communicator)
     ):
         assert failure is not None, "the step returned"
         assert failure.is_a(PoplarError if rank == SHORT else CollectiveTimeout), failure

@@ -48,7 +48,7 @@ def test_losses_are_those_of_one_process(ranks: Pool) -> None:
         Job("tagger", ONE_WITHOUT_SAMPLES, ddp={"gradient_as_bucket_view": True}),
         Job("tagger", ONE_WITHOUT_SAMPLES, ddp={"find_unused_parameters": True}, optimizer="SGD"),
     ]
-    by_rank = ranks.run(training.train_many, jobs, ranks=3, timeout=200)
+    by_rank = ranks.run(training.train_many, jobs, ranks=3)
     for number, job in enumerate(jobs):
         assert_equal_losses([losses[number] for losses in by_rank], job)
 
@@ -58,7 +58,7 @@ def test_what_scripts_use_with_ddp_still_works(ranks: Pool) -> None:
     variants = ("checkpointing", "reentrant checkpointing", "compiled", "scaler")
     jobs = [replace(plain, variant=variant) for variant in variants]
     jobs.append(replace(plain, optimizer="Muon"))
-    by_rank = ranks.run(training.train_many, jobs, ranks=3, timeout=200)
+    by_rank = ranks.run(training.train_many, jobs, ranks=3)
     for number, job in enumerate(jobs):
         assert_equal_losses([losses[number] for losses in by_rank], job)
 

@@ -234,7 +234,7 @@ def test_blocks_traced_by_dynamo_are_exact(ranks: Pool, stage: int, checkpointin
     spec = ModelSpec(compiled="aot_eager", checkpointing=checkpointing, blocks=2)
     recipe = replace(RECIPE, spec=spec)
     plan = Plan.manual("8,4", stage=stage, shares=(0.3, 0.7))
-    assert_exact(ranks.run(training.train, Run(recipe, plan), ranks=2, timeout=150), recipe)
+    assert_exact(ranks.run(training.train, Run(recipe, plan), ranks=2), recipe)
 
 
 def train_compiled(run: Run) -> Trajectory:

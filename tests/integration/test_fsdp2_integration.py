@@ -44,7 +44,7 @@ def test_losses_are_those_of_one_process(ranks: Pool, stage: int, model: str) ->
     jobs = [Job("tagger", plan_of(WITHOUT_SAMPLES[stage], stage), max_norm=0.1)]
     job = Job("tagger", plan_of(PLANS[stage], stage))
     jobs += [replace(job, model=model, steps=20), replace(job, optimizer="SGD")]
-    by_rank = ranks.run(training.train_many, jobs, ranks=3, timeout=200)
+    by_rank = ranks.run(training.train_many, jobs, ranks=3)
     for number, job in enumerate(jobs):
         assert_equal_losses([losses[number] for losses in by_rank], job)
 
@@ -54,7 +54,7 @@ def test_what_scripts_use_with_fsdp2_still_works(ranks: Pool) -> None:
     jobs = [replace(plain, variant=variant) for variant in ("checkpointing", "scaler")]
     jobs.append(replace(plain, optimizer="Muon"))
     jobs.append(Job("tagger", plan_of(WITHOUT_SAMPLES[1], 1), variant="checkpointing"))
-    by_rank = ranks.run(training.train_many, jobs, ranks=3, timeout=200)
+    by_rank = ranks.run(training.train_many, jobs, ranks=3)
     for number, job in enumerate(jobs):
         assert_equal_losses([losses[number] for losses in by_rank], job)
 

@@ -33,4 +33,4 @@ def test_losses_are_those_of_one_process(ranks: Pool, model: str, stage: int) ->
     micro_batches = ((3, 3), (1, 2), (0, 1))
     plan = Plan(stage=stage, global_batch=10, micro_batches=micro_batches, shares=shares)
     job = Job(model, plan, steps=20)
-    assert_equal_losses(ranks.run(train, job, ranks=3, timeout=200), job)
+    assert_equal_losses(ranks.run(train, job, ranks=3), job)

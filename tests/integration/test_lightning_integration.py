@@ -142,7 +142,7 @@ def train(folder: Path, plan: Any) -> dict[str, Any]:
 def test_losses_and_logged_values_are_those_of_one_process(ranks, tmp_path, stage):
     reference, module = in_one_process(tmp_path)
     assert len(module.losses) == STEPS
-    for found in ranks.run(train, tmp_path, plan_of(stage), timeout=120):
+    for found in ranks.run(train, tmp_path, plan_of(stage)):
         torch.testing.assert_close(found["losses"], module.losses, rtol=1e-4, atol=1e-6)
         expected = numbers(reference.callback_metrics)
         assert found["logged"].keys() == expected.keys()
@@ -165,7 +165,7 @@ def test_lengths_divide_global_batches_without_another_loss(ranks, tmp_path):
     reference, module = trainer(tmp_path, devices=1, max_steps=8), model()
     reference.fit(module, data(batch_size=GLOBAL_BATCH))
     lengths = [1 + 7 * at % 11 for at in range(SAMPLES)]
-    for losses in ranks.run(train_by_length, tmp_path, lengths, timeout=120):
+    for losses in ranks.run(train_by_length, tmp_path, lengths):
         torch.testing.assert_close(losses, module.losses, rtol=1e-4, atol=1e-6)
 
 
@@ -210,7 +210,7 @@ def stop_and_resume(folder: Path, stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", choose(quick=(3,), full=(0, 1, 2, 3)))
 def test_stop_resume_evaluate_save_and_load(ranks, tmp_path, stage):
-    found = ranks.run(stop_and_resume, tmp_path, stage, timeout=240)
+    found = ranks.run(stop_and_resume, tmp_path, stage)
     assert len(found[0]["whole"]) == 10
     for of_rank in found:
         torch.testing.assert_close(of_rank["rest"], of_rank["whole"][6:], rtol=1e-6, atol=0)
@@ -276,10 +276,10 @@ def meet_a_nonfinite_loss(folder: Path, choice: str) -> tuple[str, list[bool]]:
 
 
 def test_a_nonfinite_loss_is_applied_on_no_rank(ranks, tmp_path):
-    for message, skipped in ranks.run(meet_a_nonfinite_loss, tmp_path, "raise", timeout=120):
+    for message, skipped in ranks.run(meet_a_nonfinite_loss, tmp_path, "raise"):
         assert "rank 0: the loss is nan in pass 2 of 2" in message
         assert skipped == [False, False]
-    for message, skipped in ranks.run(meet_a_nonfinite_loss, tmp_path, "skip", timeout=120):
+    for message, skipped in ranks.run(meet_a_nonfinite_loss, tmp_path, "skip"):
         assert message == ""
         assert skipped == [False, False, True, False]
 
@@ -343,7 +343,7 @@ def test_mistakes_are_named(ranks, tmp_path):
     expected = {name: message for name, (_, _, message) in MISTAKES.items()}
     expected.update({"sampler": "HeteroBatchSampler", "list": "it is a list, not a DataLoader"})
     in_a_pass = expected.pop("no loss")
-    found = ranks.run(make_mistakes, tmp_path, timeout=120)
+    found = ranks.run(make_mistakes, tmp_path)
     assert in_a_pass in found[0]["no loss"]
     for messages in found:
         assert messages["no loss"]
@@ -363,7 +363,7 @@ def train_without_a_plan(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_without_a_plan_ranks_are_profiled_and_the_global_batch_is_kept(ranks, tmp_path):
-    found = ranks.run(train_without_a_plan, tmp_path, ranks=4, timeout=240)
+    found = ranks.run(train_without_a_plan, tmp_path, ranks=4)
     reference = model()
     trainer(tmp_path, devices=1).fit(reference, data(batch_size=12))
     for of_rank in found:
@@ -384,7 +384,7 @@ def test_bf16_mixed_is_autocast(ranks, tmp_path):
     reference = model(total=12)
     alone = trainer(tmp_path, precision="bf16-mixed", devices=1, max_steps=5)
     alone.fit(reference, data(batch_size=GLOBAL_BATCH))
-    for losses in ranks.run(train_in_bf16, tmp_path, timeout=120):
+    for losses in ranks.run(train_in_bf16, tmp_path):
         torch.testing.assert_close(losses, reference.losses, rtol=1e-2, atol=0)
 
 

@@ -104,7 +104,7 @@ def test_losses_over_tokens_are_those_of_one_process(ranks, tmp_path, kind, stag
     reference = LanguageModel(kind)
     alone = trainer(tmp_path, devices=1, max_steps=STEPS)
     alone.fit(reference, DataLoader(samples(), batch_size=GLOBAL_BATCH))
-    for found in ranks.run(train, tmp_path, kind, stage, timeout=180):
+    for found in ranks.run(train, tmp_path, kind, stage):
         torch.testing.assert_close(found["losses"], reference.losses, rtol=1e-4, atol=1e-5)
         assert found["samples"] == float(alone.callback_metrics["samples"])
 
@@ -122,7 +122,7 @@ def warnings_without_a_weight(folder: Path) -> tuple[list[str], float]:
 
 
 def test_a_mean_over_tokens_without_its_weight_warns_once(ranks, tmp_path):
-    (first, seen), *others = ranks.run(warnings_without_a_weight, tmp_path, timeout=120)
+    (first, seen), *others = ranks.run(warnings_without_a_weight, tmp_path)
     assert len(first) == 1
     assert "pass weight=poplar.tokens() to PoplarStrategy" in first[0]
     assert seen == 2 * GLOBAL_BATCH

@@ -180,7 +180,7 @@ def train_alone(name: str, folder: Path, **changes: Any) -> Any:
 @pytest.mark.parametrize("stage", PLANS)
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_losses_equal_those_of_one_process(three, tmp_path, name, stage):
-    here = three.run(train_on_ranks, name, PLANS[stage], str(tmp_path), {}, timeout=120)
+    here = three.run(train_on_ranks, name, PLANS[stage], str(tmp_path), {})
     alone = train_alone(name, tmp_path)
     assert len(alone) == 20
     for each in here:
@@ -189,7 +189,7 @@ def test_losses_equal_those_of_one_process(three, tmp_path, name, stage):
 
 def test_balanced_lengths_change_no_loss(three, tmp_path):
     options = {"balance_lengths": True}
-    here = three.run(train_on_ranks, "llama", PLANS[2], str(tmp_path), {}, timeout=120, **options)
+    here = three.run(train_on_ranks, "llama", PLANS[2], str(tmp_path), {}, **options)
     alone = train_alone("llama", tmp_path)
     for each in here:
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
@@ -279,7 +279,7 @@ def test_stop_resume_evaluate_predict_save_load(three, tmp_path, stage):
     alone.train()
     expected = alone.predict(Fixed()).predictions
 
-    here = three.run(save_and_resume, PLANS[stage], str(tmp_path / "here"), timeout=180)[0]
+    here = three.run(save_and_resume, PLANS[stage], str(tmp_path / "here"))[0]
 
     close = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(torch.tensor(here["first"]), torch.tensor(logged(alone)), **close)
@@ -302,7 +302,7 @@ def test_stop_resume_evaluate_predict_save_load(three, tmp_path, stage):
 @pytest.mark.parametrize("stage", PLANS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_train_with_equal_losses(three, tmp_path, feature, stage):
-    here = three.run(train_with_feature, feature, PLANS[stage], str(tmp_path), timeout=120)
+    here = three.run(train_with_feature, feature, PLANS[stage], str(tmp_path))
     fresh_state()
     torch._dynamo.reset()
     alone = trained(Trainer, feature, str(tmp_path), {})
@@ -350,7 +350,7 @@ def fine_tune_on_ranks(plan: poplar.Plan, folder: str, packed: bool) -> Any:
 @pytest.mark.parametrize("stage", PLANS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_supervised_fine_tuning_of_trl(three, tmp_path, stage, packed):
-    here = three.run(fine_tune_on_ranks, PLANS[stage], str(tmp_path), packed, timeout=120)
+    here = three.run(fine_tune_on_ranks, PLANS[stage], str(tmp_path), packed)
     fresh_state()
     changes = {"padding_free": packed, "per_device_train_batch_size": BATCH}
     alone = fine_tuned(trl.SFTTrainer, str(tmp_path), changes)
@@ -382,7 +382,7 @@ def fine_tune_with_little_memory(folder: str) -> Any:
 
 
 def test_a_step_that_ran_out_of_memory_counts_once_in_metrics_and_tokens(three, tmp_path):
-    here = three.run(fine_tune_with_little_memory, str(tmp_path), timeout=120)
+    here = three.run(fine_tune_with_little_memory, str(tmp_path))
     fresh_state()
     changes = {"per_device_train_batch_size": BATCH, **COUNTED}
     alone = fine_tuned(trl.SFTTrainer, str(tmp_path), changes)
@@ -453,7 +453,7 @@ def test_only_logs_wait_for_the_device_and_have_speeds_and_waits(three, tmp_path
     )
     alone.train()
     expected = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
-    here = three.run(watch_the_device, str(tmp_path / "here"), timeout=120)
+    here = three.run(watch_the_device, str(tmp_path / "here"))
     for rank, (waits, history, warned) in enumerate(here):
         assert waits == [False, False, False, True, False, False]
         of_lengths = [message for message in warned if "balance_lengths=True" in message]
@@ -512,7 +512,7 @@ def test_without_a_plan_the_ranks_are_measured(three, tmp_path, balanced):
         train_dataset=Sentences(40),
     )
     alone.train()
-    here = three.run(plan_and_train, str(tmp_path), balanced, timeout=120)
+    here = three.run(plan_and_train, str(tmp_path), balanced)
     for plan, measured, losses, history in here:
         assert plan.global_batch == BATCH
         assert measured
@@ -549,7 +549,7 @@ def a_saved_model(name: str, folder: str) -> dict[str, torch.Tensor]:
 @pytest.mark.every_combination
 @pytest.mark.parametrize("name", ["bert", "gpt2", "adapters"])
 def test_tied_weights_and_adapters_are_saved_at_stage_3(three, tmp_path, name):
-    expected = three.run(a_saved_model, name, str(tmp_path), timeout=120)[0]
+    expected = three.run(a_saved_model, name, str(tmp_path))[0]
     if name == "adapters":
         loaded = peft.PeftModel.from_pretrained(model_of("llama"), tmp_path / "saved")
         found = peft.get_peft_model_state_dict(loaded)
@@ -593,7 +593,7 @@ def generate(folder: str) -> Any:
 
 
 def test_ranks_that_generate_wait_for_the_longest_text(three, tmp_path):
-    for predictions in three.run(generate, str(tmp_path), timeout=120):
+    for predictions in three.run(generate, str(tmp_path)):
         assert len(predictions) >= len(Fixed())  # the last batch is filled up
 
 
@@ -624,7 +624,7 @@ def test_a_stream_and_a_loss_scale_go_on_where_they_were(three, tmp_path):
         train_dataset=Stream(),
     )
     alone.train()
-    for first, again in three.run(resume_a_stream, PLANS[2], str(tmp_path / "here"), timeout=120):
+    for first, again in three.run(resume_a_stream, PLANS[2], str(tmp_path / "here")):
         assert again == first
         torch.testing.assert_close(
             torch.tensor(first[0]), torch.tensor(logged(alone)), rtol=1e-4, atol=1e-5
@@ -654,7 +654,7 @@ def test_goes_on_from_a_checkpoint_of_trainer(three, tmp_path, stage):
         train_dataset=Sentences(60),
     )
     alone.train()
-    for each in three.run(resume_from_trainer, PLANS[stage], str(tmp_path), timeout=120):
+    for each in three.run(resume_from_trainer, PLANS[stage], str(tmp_path)):
         torch.testing.assert_close(
             torch.tensor(each), torch.tensor(logged(alone)), rtol=1e-4, atol=1e-5
         )
@@ -752,7 +752,7 @@ def train_on_samples_on_ranks(folder: str) -> Any:
 
 
 def test_loss_weight_of_the_user_replaces_the_items_that_the_trainer_counts(three, tmp_path):
-    here = three.run(train_on_samples_on_ranks, str(tmp_path), timeout=120)
+    here = three.run(train_on_samples_on_ranks, str(tmp_path))
     fresh_state()
     alone = train_on_samples(AloneMeanOverSamples, str(tmp_path), {})
     for each in here:

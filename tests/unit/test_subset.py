@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from subset import FULL_VARIABLE, choose, covering_subset
+from subset import FULL_VARIABLE, choose, covering_subset, stages_of
 
 
 def groups(case: dict[str, int], size: int) -> set[object]:
@@ -37,6 +37,21 @@ def test_names_of_one_parametrize_count_as_one_parameter():
     assert covering_subset([{"a": 0, "b": 0}, {"a": 1, "b": 1}]) == {0, 1}
     cases = [{"a": i, "b": i, "stage": s} for i in range(3) for s in range(3)]
     assert len(covering_subset(cases)) == 3
+
+
+def test_optional_values_are_covered_only_where_other_values_need_them():
+    cases = [{"stage": stage} for stage in range(4)]
+    optional = [("stage", 1), ("stage", 2)]
+    assert covering_subset(cases, optional) == {0, 3}
+    cases = [{"stage": 0, "what": 0}, {"stage": 1, "what": 1}, {"stage": 2, "what": 1}]
+    assert len(covering_subset(cases, optional)) == 2
+
+
+def test_two_stages_of_a_test_are_covered_and_all_of_many_tests():
+    chosen = [stages_of(f"test_{number}", range(4)) for number in range(100)]
+    assert all(len(stages) == 2 and 3 in stages for stages in chosen)
+    assert set().union(*chosen) == {0, 1, 2, 3}
+    assert stages_of("test", [2]) == {2}
 
 
 def test_subset_of_combinations_with_holes_covers_every_pair():
