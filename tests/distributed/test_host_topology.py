@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from subset import choose
 
 from poplar.comm import host_topology as hosts_module
 from poplar.comm.host_topology import Hosts
@@ -18,7 +19,7 @@ def test_hosts_are_ordered_by_their_first_rank():
     assert hosts.by_rank == (0, 1, 0, 2)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(choose(quick=15, full=50)))
 def test_each_remote_element_is_relayed_once_and_evenly(seed, monkeypatch):
     draw = random.Random(seed)
     size = draw.randint(1, 9)

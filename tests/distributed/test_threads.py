@@ -24,7 +24,7 @@ OPERATORS = torch.ops.poplar
 pytestmark = pytest.mark.skipif(not ops.native, reason="the C++ library is not in use")
 
 
-@pytest.fixture(params=choose(quick=[3, 16], full=[2, 3, 16]))
+@pytest.fixture(params=choose(quick=[16], full=[2, 3, 16]))
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -47,7 +47,7 @@ def run(folder: Path, ends: str) -> list[tuple[int, str]]:
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]  # far below the deadline
+        errors = [rank.communicate(timeout=240)[1] for rank in ranks]  # below the deadline
     finally:
         for rank in ranks:
             rank.kill()

@@ -196,7 +196,7 @@ def check(lines: list[Line]) -> None:
 
 def test_job_goes_on_without_a_host_that_was_killed(tmp_path: Path) -> None:
     steps = 80  # more than an epoch
-    with running(tmp_path, least=2, hosts=3, steps=steps) as job:
+    with running(tmp_path, least=2, hosts=3, steps=steps, last_call=10) as job:
         job.wait_for_steps(world_size=3, count=random.Random(0).randrange(10, 30))
         job.kill_host(2)
         job.wait_for(lambda: not any(agent.is_alive() for agent in job.agents), "end of the job")

@@ -127,7 +127,7 @@ def test_built_libraries_are_used(device):
         pytest.skip(f"plain PyTorch is compared with itself here: {ops.describe()}")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(choose(quick=6, full=20)))
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pack_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate, seed):
@@ -226,7 +226,7 @@ def test_large_pack_gives_the_same_bits(device, dtype, numel):
         assert_same_bits(bucket, expected)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(choose(quick=6, full=20)))
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rank_sum_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate, seed):
@@ -255,7 +255,7 @@ def test_large_rank_sum_gives_the_same_bits(device, dtype, shift):
     assert_same_bits(whole[shift:], expected)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(choose(quick=4, full=10)))
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rank_sum_each_rounds_once(device, dtype, out_dtype, seed):
