@@ -92,16 +92,6 @@ def test_sizes_and_shares_are_parsed():
         shares_of("50/40")
 
 
-def test_ratios_to_gloo_and_to_the_floor():
-    case = Case("reduce_scatter", HEADLINE, "fp32", EVEN)
-    gloo, ours = rows(case, gloo=100.0, ours=20.0)
-    assert (gloo["ratio_to_gloo"], ours["ratio_to_gloo"]) == (1.0, 5.0)
-    floor = 1e3 * case.least_bytes / 35e9
-    assert ours["ratio_to_floor"] == pytest.approx(20.0 / floor)
-    (alone,) = rows(case, ours=20.0)
-    assert alone["ratio_to_gloo"] is None
-
-
 def met_targets(found: Sequence[Row]) -> dict[str, bool]:
     return {target.what: target.met for target in targets(found)}
 

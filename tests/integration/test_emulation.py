@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -100,26 +99,6 @@ def test_next_run_removes_groups_of_ended_processes_only():
         emulation.remove([stale, reused_id, elsewhere, alive])
 
 
-def bind_with_a_second_thread(core: int) -> set[frozenset[int]]:
-    done = threading.Event()
-    thread = threading.Thread(target=done.wait)
-    thread.start()
-    with EmulatedCluster.core_sharing((core,)) as ranks:
-        ranks.enter(0)
-    found = {
-        frozenset(os.sched_getaffinity(int(t.name))) for t in Path("/proc/self/task").iterdir()
-    }
-    done.set()
-    thread.join()
-    return found
-
-
-def test_core_sharing_binds_every_thread():
-    core = max(os.sched_getaffinity(0))
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(bind_with_a_second_thread, (core,)) == {frozenset({core})}
-
-
 @pytest.mark.parametrize(
     ("fractions", "complaint"),
     [
@@ -133,34 +112,6 @@ def test_core_sharing_binds_every_thread():
 def test_impossible_fractions_are_errors(fractions, complaint):
     with pytest.raises(ValueError, match=complaint):
         EmulatedCluster.quotas(fractions)
-
-
-def fake_machine(folder: Path, mounts: str, groups: str) -> Path:
-    (folder / "proc/self").mkdir(parents=True)
-    (folder / "proc/self/mounts").write_text(mounts)
-    (folder / "proc/self/cgroup").write_text(groups)
-    return folder / "proc"
-
-
-def test_both_cgroup_versions_are_found_own_group_first(tmp_path):
-    v1, v2 = tmp_path / "cpu,cpuacct", tmp_path / "unified"
-    (v1 / "docker/abc").mkdir(parents=True)
-    (v2 / "user.slice").mkdir(parents=True)
-    (v2 / "cgroup.controllers").write_text("cpuset cpu io\n")
-    proc = fake_machine(
-        tmp_path,
-        f"cgroup {v1} cgroup rw,cpu,cpuacct 0 0\ncgroup {tmp_path} cgroup rw,cpuset 0 0\n"
-        f"cgroup2 {v2} cgroup2 rw 0 0\n",
-        "3:cpu,cpuacct:/docker/abc\n0::/user.slice/hidden\n",
-    )
-    found = list(emulation._candidates(tmp_path, proc))
-    assert found == [
-        emulation.Version1(v1 / "docker/abc"),
-        emulation.Version1(v1 / "docker"),
-        emulation.Version1(v1),
-        emulation.Version2(v2 / "user.slice"),
-        emulation.Version2(v2),
-    ]
 
 
 def test_quota_files_of_each_cgroup_version(tmp_path):

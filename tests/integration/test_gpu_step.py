@@ -61,19 +61,6 @@ def test_hang_is_reported_and_is_a_row_of_each_way(monkeypatch, capsys, tmp_path
     assert {(row["size"], row["failed"]) for row in rows} == {("350M", "the rank ended with: hang")}
 
 
-def test_compiled_blocks_run_compiled():
-    compiled = []
-
-    def compiler(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    case = CASES["tiny"]
-    model = step_measure.compiled(case.new_model(CPU), compiler)
-    model(case.new_batch(2, CPU)["input"])
-    assert len(compiled) == 1, "one graph for all blocks"
-
-
 def test_way_that_fails_is_a_row_and_the_others_are_measured(monkeypatch):
     def make(way, model, plan):
         if way == PEER:

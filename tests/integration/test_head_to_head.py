@@ -14,9 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import train
 from head_to_head import configurations, runner, targets, worker_calls
-from head_to_head.clusters import Cluster, find_cluster
+from head_to_head.clusters import Cluster
 from head_to_head.engine import Configuration
 from head_to_head.figures import rows_of
 from head_to_head.ideal import ideals
@@ -87,28 +86,6 @@ def test_peers_get_the_largest_even_micro_batch_that_all_ranks_hold():
     for peer in configurations.peers(capped, replace(TINY, global_batch=64), (0, 3)):
         assert peer.plan.micro_batches == ((4,) * 8,) * 2
         assert peer.stage in (0, 3)
-
-
-def test_unequal_ranks_add_configurations_of_strong_and_of_weak_ranks_only():
-    cluster = Cluster(name="x", quotas=(0.8, 0.4, 0.2))
-    strong, weak = configurations.subset_configurations(cluster, TINY, (80.0, 41.0, 19.0))
-    assert strong.ranks == (0, 1)
-    assert weak.ranks == (2,)
-    assert weak.samples(2) == 8
-    assert weak.samples(0) == 0
-    assert (
-        list(
-            configurations.subset_configurations(Cluster(name="x", cores=(1, 1)), TINY, (1.0, 1.0))
-        )
-        == []
-    )
-
-
-def test_relative_speeds_define_a_cluster():
-    assert find_cluster("3:2:2").size == 3
-    for name in ("fast", "3", "3:0", "3:-1", "3:2@", "3:2@2G"):
-        with pytest.raises(ValueError, match="relative speeds with colons"):
-            find_cluster(name)
 
 
 def who(context: WorkerContext, text: str) -> str:
@@ -204,10 +181,6 @@ def test_losses_of_every_engine_equal_one_process(members):
             workers_.call(worker_calls.drop, member.name)
 
 
-UNEVEN = Task(size="tiny", context=16, global_batch=32)
-SPEEDS = (2.5, 1.0, 1.2)
-
-
 def test_step_time_is_that_of_the_slowest_rank():
     turns = [Turn(10.0, (11.0, 13.5), ()), Turn(10.2, (12.0, 13.0), ())]
     assert runner.durations(turns) == pytest.approx([1.8, 1.5])
@@ -217,18 +190,6 @@ def test_losses_are_weighted_by_samples():
     one = configuration("x", "poplar", Plan.manual("3,0,1", stage=0))
     turns = [Turn(0, (1,), (1.0,)), Turn(0, (1,), (math.nan,)), Turn(0, (1,), (2.0,))]
     assert runner.mean_losses(one, turns) == pytest.approx([1.25])
-
-
-def test_rounds_alternate_order_and_skip_failed_trials():
-    trials = [
-        runner.Trial(configuration(name, "ddp", Plan.even(2, 8, 4, 0)), None) for name in "abc"
-    ]
-    trials[1].absent = "failed"
-    rounds = runner.rounds(trials, 12)
-    turns_run = [
-        (trial.configuration.name, round_.steps) for round_ in rounds for trial in round_.trials
-    ]
-    assert turns_run == [("a", 5), ("c", 5), ("c", 5), ("a", 5), ("a", 2), ("c", 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -354,18 +315,3 @@ def test_ideal_includes_the_transfer_time_of_a_slow_link():
     linked = Cluster(name="x", quotas=(0.6, 0.2), hosts=(0, 1))
     large = comparison(parameters=10**9)
     assert 1.0 < ideals(linked, large)[1] < plain
-
-
-@pytest.mark.parametrize(
-    ("arguments", "texts"),
-    [
-        (["--clusters", "slow"], "relative speeds with colons"),
-        (["--size", "huge"], "huge"),
-        (["--steps", "1"], "at least 3"),
-        (["--context", "0"], "context"),
-    ],
-)
-def test_wrong_options_are_reported(arguments, texts, capsys):
-    with pytest.raises(SystemExit):
-        train.parse_options(arguments)
-    assert texts in capsys.readouterr().err

@@ -66,14 +66,6 @@ def profile(*speeds: float) -> ClusterProfile:
 CLUSTERS = {"2:1": profile(2, 1), "4:2:1": profile(4, 2, 1), "3:3:1:1": profile(3, 3, 1, 1)}
 
 
-def test_quotas_are_proportional_to_speeds(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    assert prediction.quotas_of("2:1") == (0.8, 0.4)
-    assert prediction.quotas_of("4:2:1") == pytest.approx((0.8, 0.4, 0.2))
-    assert prediction.quotas_of("1:1:1:1") == pytest.approx((0.4,) * 4), "two cores for four"
-    assert sum(prediction.quotas_of("3:3:1:1")) == pytest.approx(1.6)
-
-
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_plans_of_a_configuration_have_the_same_global_batch(cluster, stage):

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from published_clusters import data_parallel, graphs, hap, heterog, models, poplar_plan
 from published_clusters import programme_search as programmes
 from published_clusters.cluster import GTX_1080_TI, P100_PCIE_16, V100_SXM2, Cluster, Host
-from published_clusters.costs import CALL_SECONDS, Costs, seconds_of
+from published_clusters.costs import Costs
 from published_clusters.decision import Decisions
 from published_clusters.layer import groups
 from published_clusters.models import linear
@@ -110,14 +110,6 @@ def test_gradients_move_during_the_backward_of_earlier_layers():
     half = replace(two, overlap=0.5)
     # For 2 seconds the backward of the first layer runs at half its speed.
     assert simulate(half, Step(parts=(first, second))) == pytest.approx(10.0)
-
-
-def test_an_all_reduce_moves_the_buffer_twice_through_each_network():
-    costs = Costs(cluster(*[(V100_SXM2, 8, 1.3e9)] * 8))
-    network = 2 * 1e9 * 7 / 8 / 1.3e9
-    links = 2 * 1e9 * (1 - 1 / 8) * 1.0 / 150e9
-    expected = (network + links) / 0.75 + 4 * CALL_SECONDS
-    assert seconds_of(costs.all_reduce(1e9)) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("of", [SLOW, FAST], ids=["slow", "fast"])
