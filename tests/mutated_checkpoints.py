@@ -62,12 +62,9 @@ def sign(folder: Path, content: dict[str, Any] | None = None) -> None:
     """Write a manifest with right checksums for the files as they are, as a forger does."""
     if content is None:
         content = json.loads((folder / MANIFEST).read_text())
-        for name, parts in content["files"].items():
+        for name, stored in content["files"].items():
             data = (folder / name).read_bytes()
-            if len(parts) == 1:
-                parts[0][1] = len(data)
-            for part in parts:
-                part[2] = crc32c(data[part[0] : part[0] + part[1]])
+            stored[:] = len(data), crc32c(data)
     content.pop("crc32c", None)
     text = json.dumps(content, sort_keys=True)
     (folder / MANIFEST).write_text(f'{{"crc32c": {crc32c(text.encode())}, {text[1:]}\n')
@@ -150,7 +147,6 @@ def outcome(folder: Path) -> str:
     try:
         opened = OpenedCheckpoint(folder)
         opened.verify()
-        opened.close()
         with tempfile.TemporaryDirectory() as scratch:
             convert(folder, Path(scratch, "all.pt"), "torch")
             convert(folder, Path(scratch, "weights.safetensors"), "safetensors")

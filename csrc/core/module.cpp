@@ -11,7 +11,6 @@
 
 #include "buffers.h"
 #include "crc32c.h"
-#include "disk_bindings.h"
 #include "gather.h"
 #include "partition.h"
 #include "passes.h"
@@ -192,10 +191,9 @@ void gather(const py::buffer& target, const std::vector<py::buffer>& sources,
 PYBIND11_MODULE(_core, module) {
   module.doc() =
       "Partitions of flat buffers, pass allocation, linear programs, the shared-memory "
-      "rendezvous, and files with checksums.";
+      "rendezvous, and checksums.";
 
   define_rendezvous(module);
-  poplar::define_disk_files(module);
 
   module.def(
       "fail_at_exit",

@@ -56,13 +56,10 @@ def convert(
     if output.exists():
         raise FileExistsError(f"{output} exists; choose another name, or remove it first")
     opened = OpenedCheckpoint(folder, weights_only=weights_only)
-    try:
-        opened.verify()
-        if to == "torch":
-            return _to_torch(opened, output, dtype)
-        return _to_safetensors(opened, output, dtype, shard_bytes if to == "huggingface" else None)
-    finally:
-        opened.close()
+    opened.verify()
+    if to == "torch":
+        return _to_torch(opened, output, dtype)
+    return _to_safetensors(opened, output, dtype, shard_bytes if to == "huggingface" else None)
 
 
 def _to_torch(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> list[Path]:
@@ -207,5 +204,5 @@ def _value(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> Any:
     if found is None:
         return opened.value(name)
     value = opened.empty(name, _dtype(opened, name, dtype))
-    opened.read_into(opened.reads([(name, value)]))
+    opened.read_into({name: value})
     return value

@@ -2,12 +2,8 @@
 
 [Note: a load]
 All that can fail comes first: names, shapes and groups are compared, new optimizer state is
-allocated and read, files are verified. The ranks agree after each part. Only then do values change.
-
-Every rank verifies what it reads, while it is read into new memory: optimizer state, and values,
-which are copied into place at the end. Until then this needs host memory for the values that the
-rank owns, as many bytes as their gradients. Each rank then verifies a share of what no rank reads
-as a whole; such values are read in place, after that.
+allocated, each rank verifies a share of the files, optimizer state is read. The ranks agree after
+each part. Only then do values change, which are read in place.
 """
 
 from __future__ import annotations
@@ -86,25 +82,16 @@ def load_checkpoint(
 
     def prepare() -> Load:
         check_idle(parts, "load_checkpoint()")
-        opened = OpenedCheckpoint(path, weights_only=weights_only)
-        try:
-            load = Load(parts, opened, wanted)
-            load.read_optimizer_state()
-            return load
-        except BaseException:
-            opened.close()
-            raise
+        return Load(parts, OpenedCheckpoint(path, weights_only=weights_only), wanted)
 
     load = run_on_all_ranks(control, prepare, doing=doing)
-    try:
-        load.verify_rest(doing)
-        load.set_objects(doing)
-        changing = f"{doing} after values had changed; load a checkpoint again before training"
-        run_on_all_ranks(control, load.read_values, doing=changing)
-        load.finish()
-        run_on_all_ranks(control, load.set_rest, doing=changing)
-    finally:
-        load.opened.close()
+    run_on_all_ranks(control, load.verify, doing=doing)
+    run_on_all_ranks(control, load.read_optimizer_state, doing=doing)
+    load.set_objects(doing)
+    changing = f"{doing} after values had changed; load a checkpoint again before training"
+    run_on_all_ranks(control, load.read_values, doing=changing)
+    load.finish()
+    run_on_all_ranks(control, load.set_rest, doing=changing)
     return load.values
 
 
@@ -133,6 +120,9 @@ class Load:
             shared = self._shared.get(canonical(run.flat.names[run.first]))
             if shared is not None:
                 self._states[run] = new_run_state(run, layouts[run.group], shared)
+        self._values = dict(self._value_targets())
+        opened.check_complete(self._values)
+        opened.check_complete(dict(self._optimizer_targets()))
         self._read_further_values(wanted, values.keys() - self._model.keys())
 
     def _read_further_values(self, wanted: Mapping[str, Any], extra_states: Iterable[str]) -> None:
@@ -174,19 +164,13 @@ class Load:
             )
 
     def read_optimizer_state(self) -> None:
-        """Read this rank's part of the optimizer state, and of the values aside. Local."""
-        of_values = self.opened.reads(self._value_targets())
-        of_optimizer = self.opened.reads(self._optimizer_targets())
-        self._read_later = [read for read in of_values if not read.is_whole]
-        self._aside = [read.aside() for read in of_values if read.is_whole]
-        self.opened.read_into([*of_optimizer, *(read for read, _ in self._aside)])
+        """Read this rank's part of the optimizer state, which is not used yet. Local."""
+        self.opened.read_into(dict(self._optimizer_targets()))
 
-    def verify_rest(self, doing: str) -> None:
-        """Verify what no rank has verified so far. Collective."""
-        control, opened = self.parts.engine.control, self.opened
-        verified = set().union(*control.exchange_objects(opened.verified, what=doing))
-        rank, size = control.group.rank, control.group.size
-        run_on_all_ranks(control, lambda: opened.verify(verified, rank, size), doing=doing)
+    def verify(self) -> None:
+        """Verify this rank's share of the files. Local."""
+        group = self.parts.engine.control.group
+        self.opened.verify(group.rank, group.size)
 
     def set_objects(self, doing: str) -> None:
         """Give the user's objects their state; if one raises, all keep theirs. Collective."""
@@ -209,10 +193,7 @@ class Load:
         strategy = self.parts.engine.strategy
         for flat in self.parts.engine.flats:
             strategy.wait_for_readers(flat)
-        while self._aside:
-            read, target = self._aside.pop()
-            target.copy_(read.wanted)
-        self.opened.read_into(self._read_later)
+        self.opened.read_into(self._values)
         for flat in self.parts.engine.flats:
             if flat.trained and flat.shard is not flat.master:
                 flat.shard.copy_(flat.master)

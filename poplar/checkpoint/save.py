@@ -127,12 +127,12 @@ def start_save(
             if (device := parts.engine.flats[0].device).type == "cuda":
                 torch.cuda.synchronize(device)  # the thread that writes has another stream
             own = dict(entries.values)
-            items = agreement.items(control.group.rank)
+            items = agreement.by_rank[control.group.rank]
             written = {item.index: _resolve(own, item) for item in items}
             job = SaveJob(
                 folder=path,
                 rank=control.group.rank,
-                items=agreement.indices,
+                items=agreement.by_rank,
                 values=written if copy is None else copy(written),
                 metadata=agreement.metadata,
                 aliases=entries.aliases,
@@ -202,15 +202,10 @@ class Agreement:
         self._by_rank: list[tuple[list[WriteItem], Mapping[str, Any]]] = []
         self._plans: list[SavePlan] = []
 
-    def items(self, rank: int) -> Sequence[WriteItem]:
-        """What a rank writes."""
-        items: Sequence[WriteItem] = self._plans[rank].items
-        return items
-
     @property
-    def indices(self) -> list[list[MetadataIndex]]:
+    def by_rank(self) -> list[Sequence[WriteItem]]:
         """By rank, what it writes."""
-        return [[item.index for item in plan.items] for plan in self._plans]
+        return [plan.items for plan in self._plans]
 
     def agree(self, control: Control, content: Content, name: str, doing: str) -> None:
         """Exchange what has changed, and set `content.own_buffers`. Collective.

@@ -113,7 +113,7 @@ def _document(opened: OpenedCheckpoint, verified: bool) -> dict[str, Any]:
 
 def _file_sizes(opened: OpenedCheckpoint) -> dict[str, int]:
     assert opened.manifest is not None
-    return {n: sum(p.length for p in parts) for n, parts in opened.manifest.files.items()}
+    return {name: stored.length for name, stored in opened.manifest.files.items()}
 
 
 def _show(output: Output, opened: OpenedCheckpoint, every_tensor: bool) -> None:

@@ -372,13 +372,13 @@ def snapshot(folder: str) -> None:
     values = values_of(model, optimizer)
     started, go_on = threading.Event(), threading.Event()
 
-    def slow(self: DataFile, value: Any) -> Any:
+    def slow(self: DataFile, *arguments: Any) -> Any:
         started.set()
         go_on.wait()
-        return write_item(self, value)
+        return write_items(self, *arguments)
 
-    write_item = DataFile.write_item
-    with mock.patch.object(DataFile, "write_item", slow):
+    write_items = DataFile.write_items
+    with mock.patch.object(DataFile, "write_items", slow):
         manager.save(1)
         started.wait()
         train(optimizer, 1, 2)  # changes what the thread has not written yet

@@ -27,7 +27,7 @@ manager.wait()
 if rank == 1 and ends == "full disk":
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 if rank == 1 and ends == "killed":
-    poplar.checkpoint.files.data_file.DataFile.write_item = lambda *_: os._exit(3)
+    poplar.checkpoint.files.data_file.DataFile.write_items = lambda *_: os._exit(3)
 manager.save(2)
 if ends == "raises":
     raise ValueError("the program is wrong")

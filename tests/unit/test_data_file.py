@@ -1,74 +1,84 @@
-"""A data file has, item by item, the bytes that `torch.save` writes."""
+"""A data file has the items that it was given, and a checksum of all that was written."""
 
 from __future__ import annotations
 
-import io
+import errno
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from poplar._core import crc32c
-from poplar.checkpoint.files.data_file import DataFile
+from poplar.checkpoint.files.data_file import Cancelled, DataFile, Stored, checksum
+from poplar.values.errors import DamagedCheckpoint
 
-LARGE = 40_000
-"""Elements of which even 16 bits take more than what describes a tensor."""
+WHOLE = torch.randn(3, 40_000)
 
 
-def as_saved(value) -> bytes:
-    buffer = io.BytesIO()
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
+def write(folder, values, is_stopped=lambda: False):
+    """Write values by name; the places of the items, and the file."""
+    items = create_default_local_save_plan(values, True).items
+    file = DataFile(folder / "__0_0.distcp", is_stopped)
     try:
-        torch.save(value, buffer)
+        own = {item.index: values[item.index.fqn] for item in items}
+        places = file.write_items(items, own)
     finally:
-        torch.serialization.set_crc32_options(before)
-    return buffer.getvalue()
+        file.close()
+    return dict(zip((item.index.fqn for item in items), places, strict=True)), file
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("shape", [(LARGE,), (4, LARGE // 4), (LARGE + 1, 1), (3,), (0, 5), ()])
-def test_items_of_equal_shape_have_the_bytes_of_torch_save(tmp_path, dtype, shape):
-    values = [torch.full(shape, number).to(dtype) for number in (0, 1, 7, 7)]
-    values += [torch.randn(shape).mul(100).to(dtype) for _ in range(2)]
-    values.insert(3, torch.arange(5.0))  # another kind in between
-    check(tmp_path, values)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_items_are_what_was_given_without_the_rest_of_their_storage(tmp_path, dtype):
+    tensors = {"row": WHOLE[1], "column": WHOLE.t()[:5], "empty": WHOLE[:0], "one": WHOLE[0, 0]}
+    values = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    if dtype is torch.complex64:
+        values["conjugate"] = values["row"].conj()
+    places, file = write(tmp_path, {**values, "other": {"step": 3}})
+    data = file.path.read_bytes()
+    assert sum(length for _, length in places.values()) == len(data) < 3 * WHOLE[0].to(dtype).nbytes
+    for name, value in values.items():
+        offset, length = places[name]
+        (tmp_path / "item").write_bytes(data[offset : offset + length])
+        assert torch.equal(torch.load(tmp_path / "item"), value)
 
 
-def test_views_and_other_values_have_the_bytes_of_torch_save(tmp_path):
-    whole = torch.randn(3, LARGE)
-    check(tmp_path, [whole[1].clone(), {"step": 3}, whole[2].clone(), whole.t().contiguous()])
-
-
-def check(folder, values) -> None:
-    file = DataFile(folder / "data", lambda: False)
-    parts = [file.write_item(value) for value in values]
-    file.close()
-    data = (folder / "data").read_bytes()
-    assert sum(part.length for part in parts) == len(data)
-    for part, value in zip(parts, values, strict=True):
-        item = data[part.offset : part.offset + part.length]
-        assert item == as_saved(value)
-        assert part.crc32c == crc32c(item, 0)
-        if isinstance(value, torch.Tensor) and value.numel():
-            start = part.values - part.offset
-            own = bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist())
-            assert item[start : start + value.nbytes] == own
-
-
-def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path):
-    whole = torch.randn(3, LARGE)
-    file = DataFile(tmp_path / "data", lambda: False)
-    parts = [file.write_item(whole[row]) for row in range(3)]
-    file.close()
-    data = (tmp_path / "data").read_bytes()
-    for row, part in enumerate(parts):
-        assert part.length < whole.nbytes / 2
-        item = io.BytesIO(data[part.offset : part.offset + part.length])
-        assert torch.equal(torch.load(item), whole[row])
+def test_checksum_is_of_all_that_was_written(tmp_path):
+    _, file = write(tmp_path, {"a": WHOLE, "b": [1, 2]})
+    data = file.path.read_bytes()
+    assert file.written == Stored(len(data), crc32c(data)) == checksum(tmp_path, file.path.name)
+    file.path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert checksum(tmp_path, file.path.name) != file.written
+    with pytest.raises(DamagedCheckpoint, match="missing"):
+        checksum(tmp_path, "other")
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path):
-    (tmp_path / "data").write_bytes(b"kept")
+    (tmp_path / "__0_0.distcp").write_bytes(b"kept")
     with pytest.raises(FileExistsError):
-        DataFile(tmp_path / "data", lambda: False)
-    assert (tmp_path / "data").read_bytes() == b"kept"
+        write(tmp_path, {})
+    assert (tmp_path / "__0_0.distcp").read_bytes() == b"kept"
+
+
+def test_cancelled_save_ends_in_the_middle_of_a_tensor(tmp_path):
+    looks = iter([False, False])
+    with pytest.raises(Cancelled):
+        write(tmp_path, {"a": torch.zeros(20 << 20)}, lambda: next(looks, True))
+    assert 0 < (tmp_path / "__0_0.distcp").stat().st_size < 80 << 20
+
+
+def test_error_of_the_disk_names_the_file(tmp_path):
+    with limited_file_size(100_000), pytest.raises(OSError, match=r"__0_0\.distcp") as caught:
+        write(tmp_path, {"a": WHOLE})
+    assert caught.value.errno == errno.EFBIG
+
+
+@contextmanager
+def limited_file_size(size):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,41 +1,52 @@
-"""Writes the data files of a checkpoint: sequences of items, each item what `torch.save` writes.
+"""Data files of a checkpoint: `torch.distributed.checkpoint` writes and reads their items.
 
-`torch.distributed.checkpoint.FileSystemReader` reads them. Tensors are written from where they are:
-on the CPU by small buffers, on other devices one at a time.
+Poplar adds what it lacks: a checksum of each file, a stop when another rank has failed, and that
+only regular files of the folder are opened, because a checkpoint may come from a stranger.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import io
-import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from poplar._core import DiskWriter, crc32c
-from poplar.checkpoint.files.manifest import Part
-from poplar.system.storage import with_own_storage
+from poplar._core import crc32c
+from poplar.checkpoint.files.metadata_file import METADATA
+from poplar.checkpoint.files.stored_files import open_stored
+from poplar.values.errors import DamagedCheckpoint
 
 _CHUNK = 16 << 20
 """Bytes between two looks at whether the save has been cancelled."""
 
-_DESCRIPTION_BYTES = 1 << 16
-"""More than `torch.save` writes at a time to describe a tensor."""
-
-_SCALAR_BYTES = 16
-"""Tensors of at most so many bytes, such as step counters, mostly have equal values."""
-
 
 class Cancelled(Exception):
     """Another rank has failed, so the file will not be used."""
+
+
+class Stored(NamedTuple):
+    """What was written into a file."""
+
+    length: int
+    """Bytes."""
+    crc32c: int
 
 
 class Pickled(NamedTuple):
@@ -51,141 +62,202 @@ class Pickled(NamedTuple):
         return cls(buffer.getbuffer())
 
 
-class DataFile:
-    """Writes one file, item by item, with their checksums. Nothing else may write to it.
+class DataFile(io.RawIOBase):
+    """A new file that computes the checksum of what is written. Nothing else may write to it.
 
     Raises:
         OSError: from all methods; names the file.
-        Cancelled: `is_stopped()` is true, from `write_item`.
+        Cancelled: `is_stopped()` is true, from `write_items`.
     """
 
     def __init__(self, path: Path, is_stopped: Callable[[], bool]) -> None:
-        self._path = path
+        super().__init__()
+        self.path = path
         self._is_stopped = is_stopped
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._lock = _Lock(descriptor)
-        try:
-            self._file = DiskWriter(descriptor)
-        except BaseException:
-            self._lock.release()
-            raise
-        self._crc = 0
-        self._values: int | None = None
-        self._elements: Tensor | None = None
-        self._around: tuple[list[bytes], list[bytes]] = [], []
-        """What `torch.save` has written before and after the elements of a tensor; of a scalar,
-        all of it."""
-        self._known: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
-        """The same of an earlier tensor, by dtype and shape, on which alone it depends."""
-        self._scalars: dict[tuple[torch.dtype, torch.Size, bytes], tuple[bytes, int | None]] = {}
-        """All that `torch.save` has written of a tensor, by its elements, and where they are."""
+        self._file = path.open("xb", buffering=0)
+        self._lock = _Lock(self._file.fileno())
         self._failure: Exception | None = None
-        self.bytes_written = 0
+        self.written = Stored(0, 0)
+        """So far."""
 
-    def write_item(self, value: Any) -> Part:
-        """Write a tensor, or any other picklable value."""
-        start, self._crc, self._values = self.bytes_written, 0, None
-        self._elements = _own_storage(value) if isinstance(value, Tensor) else None
+    def write_items(
+        self, items: Sequence[WriteItem], values: Mapping[MetadataIndex, Any]
+    ) -> list[tuple[int, int]]:
+        """Write all items and bring them to the disk; the first byte and the bytes of each."""
+        writer = FileSystemWriter(self.path.parent, sync_files=True)
+        writer.fs = _OnlyFile(self)
+        prefix = self.path.name.removesuffix("0.distcp")  # the writer adds its number of the file
+        plan = SavePlan(list(items), storage_data=_StoragePrefix(prefix))
         try:
-            if isinstance(value, Pickled):
-                self.write(value.data)
-            elif self._elements is not None:
-                self._write_tensor(self._elements)
-            else:
-                self._save(value)
-        except RuntimeError:
+            with _without_checksum_of_torch():
+                results = writer.write_data(plan, _GivenValues(values)).wait()
+        except Exception as error:
             if self._failure is not None:  # torch.save raises another error while it unwinds
                 raise self._failure from None
+            if isinstance(error, OSError):
+                raise _with_path(error, self.path) from error
             raise
-        finally:
-            self._elements = None  # it may be a copy
-        return Part(start, self.bytes_written - start, self._crc, self._values)
+        places = {result.index: result.storage_data for result in results}
+        return [(places[item.index].offset, places[item.index].length) for item in items]
 
-    def _write_tensor(self, tensor: Tensor) -> None:
-        if tensor.nbytes <= _SCALAR_BYTES:
-            self._write_scalar(tensor)
-            return
-        key = tensor.dtype, tensor.shape
-        if key in self._known:
-            before, after = self._known[key]
-            self._write(memoryview(before))
-            self._values = self.bytes_written
-            self._write(memoryview(memory_of(tensor)).cast("B"))
-            self._write(memoryview(after))
-            return
-        self._around = [], []
-        self._save(tensor)
-        if tensor.nbytes > _DESCRIPTION_BYTES:  # else they could be mistaken for another part
-            before, after = (b"".join(parts) for parts in self._around)
-            self._known[key] = before, after
-
-    def _write_scalar(self, tensor: Tensor) -> None:
-        key = tensor.dtype, tensor.shape, bytes(memory_of(tensor))
-        start = self.bytes_written
-        if key in self._scalars:
-            data, values = self._scalars[key]
-            self._values = None if values is None else start + values
-            self._write(memoryview(data))
-            return
-        self._around = [], []
-        self._save(tensor)
-        values = None if self._values is None else self._values - start
-        self._scalars[key] = b"".join(itertools.chain(*self._around)), values
-
-    def _save(self, value: Any) -> None:
-        with _without_checksum_of_torch():
-            torch.save(value, self)  # type: ignore[arg-type]
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
-        """Write bytes; `torch.save` calls it."""
         view = memoryview(data).cast("B")
-        is_elements = self._is_elements(view)
-        if is_elements:
-            self._values = self.bytes_written
-        if self._elements is not None and (not is_elements or len(view) <= _SCALAR_BYTES):
-            self._around[self._values is not None].append(bytes(view))
-        self._write(view)
-        return len(view)
-
-    def _write(self, view: memoryview) -> None:
         for start in range(0, len(view), _CHUNK):
             self._write_chunk(view[start : start + _CHUNK])
+        return len(view)
 
-    def _is_elements(self, view: memoryview) -> bool:
-        """Whether `torch.save` now writes the elements of the tensor, not what describes it."""
-        elements = self._elements
-        if elements is None or len(view) != elements.nbytes:
-            return False
-        return len(view) > _DESCRIPTION_BYTES or view == memoryview(memory_of(elements)).cast("B")
+    def _write_chunk(self, chunk: memoryview) -> None:
+        try:
+            if self._is_stopped():
+                raise Cancelled
+            left = chunk
+            while left:
+                left = left[self._file.write(left) :]
+        except Exception as error:
+            is_os_error = isinstance(error, OSError)
+            self._failure = _with_path(error, self.path) if is_os_error else error  # type: ignore[arg-type]
+            raise self._failure from error
+        length, crc = self.written
+        self.written = Stored(length + len(chunk), crc32c(chunk, crc))
 
-    def flush(self) -> None:
-        """Nothing is buffered; `torch.save` calls it."""
+    def tell(self) -> int:
+        return self.written.length
+
+    def fileno(self) -> int:
+        return self._file.fileno()
 
     def close(self) -> None:
-        """Close the file once its content is on the disk."""
-        try:
+        if not self.closed:
             self._file.close()
-        except OSError as error:
-            raise _with_path(error, self._path) from error
-
-    def abandon(self) -> None:
-        """Close the file without waiting for the disk."""
-        self._file.abandon()
+        super().close()
 
     def release(self) -> None:
         """Say that this process has done all that it does with the file; see `has_writer`."""
         self._lock.release()
 
-    def _write_chunk(self, chunk: memoryview) -> None:
-        if self._is_stopped():
-            self._failure = Cancelled()
-            raise self._failure
+
+class _OnlyFile(FileSystem):
+    """A writer's file system, in which one file is open."""
+
+    def __init__(self, file: DataFile) -> None:
+        self._file = file
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert Path(path) == self._file.path
+        yield self._file
+
+
+class _GivenValues(DefaultSavePlanner):
+    """Says what a writer writes."""
+
+    def __init__(self, values: Mapping[MetadataIndex, Any]) -> None:
+        super().__init__()
+        self._values = values
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        value = self._values[write_item.index]
+        if isinstance(value, Tensor):
+            return value.detach().contiguous().resolve_conj().resolve_neg()
+        pickled = value if isinstance(value, Pickled) else Pickled.of(value)
+        return io.BytesIO(pickled.data)
+
+
+class DataFiles:
+    """Reads items of the data files of a checkpoint.
+
+    Raises:
+        DamagedCheckpoint: from all methods, if the content is not what was expected.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata, *, weights_only: bool) -> None:
+        """`weights_only`: as of `torch.load`, for values."""
+        self._folder = folder
+        self._weights_only = weights_only
+        self._reader = FileSystemReader(folder)
+        self._reader.fs = _StoredFiles(folder)
+        self._reader.set_up_storage_reader(metadata, False)
+
+    def read(self, items: Sequence[ReadItem], targets: Mapping[str, Tensor]) -> None:
+        """Read into the memory of tensors, by name."""
+        ordered = sorted(items, key=lambda item: self._place(item.storage_index)[:2])
         try:
-            self._crc = self._file.append(chunk, self._crc)
-        except OSError as error:
-            self._failure = _with_path(error, self._path)
-            raise self._failure from error
-        self.bytes_written += len(chunk)
+            self._reader.read_data(LoadPlan(ordered), _GivenTargets(targets)).wait()
+        except (OSError, DamagedCheckpoint):
+            raise
+        except Exception as error:  # torch raises many types for content that it cannot read
+            names = ", ".join(sorted({item.storage_index.fqn for item in items}))[:200]
+            raise DamagedCheckpoint(
+                self._folder, f"its files do not have the elements of {names}: {error}"
+            ) from error
+
+    def value(self, index: MetadataIndex) -> Any:
+        """A value that is no tensor.
+
+        Raises:
+            ValueError: it contains an object of a class, and only weights may be loaded.
+        """
+        file_name, offset, length = self._place(index)
+        path = self._folder / file_name
+        with os.fdopen(open_stored(self._folder, file_name), "rb") as file:
+            if offset + length > os.fstat(file.fileno()).st_size:
+                raise DamagedCheckpoint(path, f"it has no byte {offset + length - 1}")
+            file.seek(offset)
+            item = io.BytesIO(file.read(length))
+        try:
+            return torch.load(item, map_location="cpu", weights_only=self._weights_only)
+        except Exception as error:  # torch raises many types for content that it cannot read
+            if classes := _refused_classes(item):
+                raise ValueError(
+                    f"{path}: the value at byte {offset} needs {classes}, which may run any "
+                    "code. If you trust the checkpoint, register these classes with "
+                    "torch.serialization.add_safe_globals, or load it with weights_only=False"
+                ) from error
+            raise DamagedCheckpoint(path, f"the item at byte {offset}: {error}") from error
+
+    def _place(self, index: MetadataIndex) -> tuple[str, int, int]:
+        """File, first byte and bytes of an item."""
+        place = self._reader.storage_data.get(index)
+        if place is None:
+            raise DamagedCheckpoint(self._folder / METADATA, f"it has no place for {index.fqn!r}")
+        return place.relative_path, place.offset, place.length
+
+
+class _StoredFiles(FileSystem):
+    """A reader's file system: the regular files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        name = os.path.relpath(path, self._folder)
+        with os.fdopen(open_stored(self._folder, name), "rb") as file:
+            yield file
+
+
+class _GivenTargets(DefaultLoadPlanner):
+    """Says where a reader puts what it reads."""
+
+    def __init__(self, targets: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.state_dict = dict(targets)
+
+
+def checksum(folder: Path, name: str) -> Stored:
+    """What is in a file now.
+
+    Raises:
+        DamagedCheckpoint: as `open_stored`.
+    """
+    buffer, length, crc = bytearray(_CHUNK), 0, 0
+    with os.fdopen(open_stored(folder, name), "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            length, crc = length + count, crc32c(memoryview(buffer)[:count], crc)
+    return Stored(length, crc)
 
 
 class _Lock:
@@ -213,13 +285,13 @@ def has_writer(path: Path) -> bool:
     return False
 
 
-def write_whole(path: Path, data: bytes) -> Part:
+def write_whole(path: Path, data: bytes) -> Stored:
     """Write a small file to the disk."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return Part(0, len(data), crc32c(data))
+    return Stored(len(data), crc32c(data))
 
 
 def sync_folder(folder: Path) -> None:
@@ -242,18 +314,14 @@ def _without_checksum_of_torch() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _own_storage(tensor: Tensor) -> Tensor:
-    """A CPU tensor whose storage has no other elements, because `torch.save` writes all of it."""
-    tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return with_own_storage(tensor)
-
-
-def memory_of(tensor: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor as a buffer, without NumPy."""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-
-
 def _with_path(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, error.strerror, str(path))
+
+
+def _refused_classes(item: Any) -> str:
+    """What a pickled item names that is not allowed; empty if it is none or is damaged."""
+    item.seek(0)
+    try:
+        return ", ".join(sorted(get_unsafe_globals_in_checkpoint(item)))
+    except Exception:
+        return ""

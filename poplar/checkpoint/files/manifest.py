@@ -1,39 +1,31 @@
-"""`poplar.json`: what a checkpoint contains, with a checksum for every part of every file.
+"""`poplar.json`: what a checkpoint contains, with a checksum for every file.
 
 [Note: format version]
-Later versions of Poplar read every version up to their own; an unknown, newer version is refused.
-Files of version 1 are those of `torch.distributed.checkpoint`, which needs no `poplar.json`.
+An unknown version is refused. The files are those of `torch.distributed.checkpoint`, which needs no
+`poplar.json`. (Version 1, with checksums of parts of files, was never released.)
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from poplar._core import crc32c
+from poplar.checkpoint.files.data_file import Stored
+from poplar.checkpoint.files.metadata_unpickler import is_count
 from poplar.checkpoint.files.stored_files import open_stored, read_stored
 from poplar.values.errors import DamagedCheckpoint
 from poplar.values.schema import Count, PositiveCount, from_fields, parse_json
 
 NAME = "poplar.json"
-VERSION = 1
+VERSION = 2
 """See [Note: format version]."""
-
-
-class Part(NamedTuple):
-    """A range of bytes of a file, with its checksum (CRC-32C)."""
-
-    offset: int
-    length: int
-    crc32c: int
-    values: int | None = None
-    """Of a tensor: where its elements start, contiguous and in row-major order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +45,21 @@ class Manifest:
     """By parameter that is not stored in the dtype in which the model computes, that dtype."""
     state: tuple[str, ...]
     """Names of what the caller added to the training state."""
-    files: Mapping[str, Sequence[Part]] = field(default_factory=dict)
-    """By file name, its parts; they cover the file."""
+    files: Mapping[str, Stored] = field(default_factory=dict)
+    """By file name, what was written."""
 
     def to_text(self) -> str:
         """The content of the file."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
         content["versions"], content["computes_in"] = dict(self.versions), dict(self.computes_in)
-        content["files"] = {name: list(parts) for name, parts in self.files.items()}
+        content["files"] = {name: list(stored) for name, stored in self.files.items()}
         text = _sorted_text(content)
         return f'{{"crc32c": {crc32c(text.encode())}, {text[1:]}\n'
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(part.length for parts in self.files.values() for part in parts)
+        return sum(stored.length for stored in self.files.values())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -75,22 +67,23 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedCheckpoint: the manifest, or a file that it names, is missing, incomplete or changed.
-        ValueError: the checkpoint has a newer format.
+        ValueError: the checkpoint has another format.
     """
     path, data = folder / NAME, read_stored(folder, NAME)
     try:
         content = parse_json(data)
         version, crc = content["version"], content.pop("crc32c")
-        is_newer = version > VERSION
+        if not is_count(version):
+            raise TypeError(f"version must be a number, got {version!r}")
         changed = crc != crc32c(_sorted_text(content).encode())
     except Exception as error:  # json and content of other types raise many
         raise DamagedCheckpoint(
             path, f"it is not a manifest of a checkpoint ({type(error).__name__}: {error})"
         ) from error
-    if is_newer:
+    if version != VERSION:
         raise ValueError(
-            f"{path} has format version {version}, but this version of Poplar reads versions up to "
-            f"{VERSION}; update Poplar"
+            f"{path} has format version {version}, but this version of Poplar reads version "
+            f"{VERSION}; use the version of Poplar that wrote it, or update Poplar"
         )
     if changed:
         raise DamagedCheckpoint(path, "its checksum does not match its content")
@@ -108,16 +101,15 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     Raises:
         DamagedCheckpoint: one is missing, has another size, or is no regular file in the folder.
     """
-    for name, parts in manifest.files.items():
-        expected = sum(part.length for part in parts)
+    for name, stored in manifest.files.items():
         descriptor = open_stored(folder, name)
         try:
             found = os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
-        if found != expected:
+        if found != stored.length:
             raise DamagedCheckpoint(
-                folder / name, f"it has {found} bytes, but {expected} were written"
+                folder / name, f"it has {found} bytes, but {stored.length} were written"
             )
 
 
@@ -130,22 +122,15 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
     for name, dtype in manifest.computes_in.items():
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"computes_in[{name!r}] must be a dtype, got {dtype!r}")
-    files = {name: _parts(name, entries) for name, entries in manifest.files.items()}
+    files = {name: _stored(name, entry) for name, entry in manifest.files.items()}
     return replace(manifest, files=files)
 
 
-def _parts(file: str, entries: Any) -> list[Part]:
-    parts, end = [], 0
-    for entry in entries:
-        part = Part(*entry)
-        offset, length, crc, values = part
-        if not {type(offset), type(length), type(crc)} == {int} or offset != end or length < 1:
-            raise ValueError(f"the parts of {file!r} do not follow each other")
-        end = offset + length
-        if values is not None and (type(values) is not int or not offset <= values <= end):
-            raise ValueError(f"the elements of a part of {file!r} are outside of it")
-        parts.append(part)
-    return parts
+def _stored(file: str, entry: Any) -> Stored:
+    stored = Stored(*entry)
+    if not all(is_count(number) for number in stored):
+        raise ValueError(f"files[{file!r}] must be bytes and a checksum, got {entry!r}")
+    return stored
 
 
 def _sorted_text(content: Mapping[str, Any]) -> str:

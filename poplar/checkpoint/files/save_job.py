@@ -1,9 +1,9 @@
 """What each rank writes of a checkpoint, in a thread and without communication.
 
 [Note: a save]
-Every rank writes its data file into `NAME.incomplete`, and beside it a list of the parts of the
-file. The first rank waits for all lists, adds the metadata, and renames the folder to `NAME`. All
-that is renamed is on the disk by then, so `NAME` is either absent or complete.
+Every rank writes its data file into `NAME.incomplete`, and beside it a list of the places of items
+in the file. The first rank waits for all lists, adds the metadata, and renames the folder to
+`NAME`. All that is renamed is on the disk by then, so `NAME` is either absent or complete.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 
 from poplar import _core
 from poplar.checkpoint.files import manifest as manifest_file
 from poplar.checkpoint.files.data_file import (
     Cancelled,
     DataFile,
+    Stored,
     has_writer,
     sync_folder,
     write_whole,
 )
-from poplar.checkpoint.files.manifest import Manifest, Part
+from poplar.checkpoint.files.manifest import Manifest
 from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.comm import Control
 from poplar.values.errors import RankFailed
@@ -54,7 +56,7 @@ class SaveJob:
 
     folder: Path
     rank: int
-    items: Sequence[Sequence[MetadataIndex]]
+    items: Sequence[Sequence[WriteItem]]
     """By rank, what it writes, in this order."""
     values: Mapping[MetadataIndex, Any]
     """By item of this rank, the tensor or value; a tensor is a view of the training state or of a
@@ -144,7 +146,7 @@ class PendingSave:
         while True:
             self._thread.join(min(_STATUS_SECONDS, timeout / 4))
             done, error = not self._thread.is_alive(), self._error
-            status = [float(done), float(error is not None), float(self._file.bytes_written)]
+            status = [float(done), float(error is not None), float(self._file.written.length)]
             values = torch.tensor(status, dtype=torch.float64, device="cpu")
             ranks = self._control.exchange(values, what=self._doing)()
             if any(bool(rank[1]) for rank in ranks):
@@ -193,7 +195,7 @@ class PendingSave:
         print(f"poplar: {printable(text)}", file=sys.stderr, flush=True)
 
     def _close(self) -> None:
-        self._file.abandon()
+        self._file.close()
         self._file.release()
 
     def _finish(self) -> None:
@@ -215,11 +217,10 @@ class PendingSave:
 
     def _write(self) -> None:
         job = self.job
-        parts = [self._file.write_item(job.values[item]) for item in job.items[job.rank]]
-        self._file.close()
+        places = self._file.write_items(job.items[job.rank], job.values)
         path = job.aside / _LIST.format(rank=job.rank)
         hidden = path.with_suffix(".part")
-        hidden.write_text(json.dumps(parts))
+        hidden.write_text(json.dumps([self._file.written, places]))
         hidden.rename(path)  # so that the first rank reads all of it
 
 
@@ -238,19 +239,20 @@ def _fail_if_unreported() -> None:
 def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
     """Complete the checkpoint once all ranks have written their parts; the first rank calls it."""
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    files: dict[str, list[Part]] = {}
+    files: dict[str, Stored] = {}
     for rank in range(job.manifest.world_size):
         path = job.aside / _LIST.format(rank=rank)
         _wait_for(path, rank, job, is_stopped)
         file = replace(job, rank=rank).data_file
-        files[file] = [Part(*part) for part in parse_json(path.read_bytes())]
-        for index, part in zip(job.items[rank], files[file], strict=True):
-            storage[index] = _StorageInfo(file, part.offset, part.length)
+        written, places = parse_json(path.read_bytes())
+        files[file] = Stored(*written)
+        for item, place in zip(job.items[rank], places, strict=True):
+            storage[item.index] = _StorageInfo(file, *place)
         path.unlink()
     metadata = _with_aliases(replace(job.metadata, storage_data=storage), job.aliases)
-    files[METADATA] = [write_whole(job.aside / METADATA, pickle.dumps(metadata))]
+    files[METADATA] = write_whole(job.aside / METADATA, pickle.dumps(metadata))
     if job.plan is not None:
-        files[PLAN] = [write_whole(job.aside / PLAN, job.plan.encode())]
+        files[PLAN] = write_whole(job.aside / PLAN, job.plan.encode())
     manifest = replace(job.manifest, files=files)
     write_whole(job.aside / manifest_file.NAME, manifest.to_text().encode())
     manifest_file.check_files(job.aside, manifest)  # every rank's file is here, whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from poplar._core import gather
 from poplar.checkpoint.digests import PLAIN
-from poplar.checkpoint.files.data_file import Pickled, memory_of
+from poplar.checkpoint.files.data_file import Pickled
 
 _ALIGNMENT = 64
 _PORTABLE = 1
@@ -47,7 +48,7 @@ class Staging:
                 place.copy_(value, non_blocking=True)
             copies[index] = place
             start += _padded(value.nbytes)
-        gather(memory_of(self._buffer), [memory_of(tensor) for tensor in gathered], offsets)
+        gather(_memory_of(self._buffer), [_memory_of(tensor) for tensor in gathered], offsets)
         for device in {t.device for t in tensors if t.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
@@ -85,6 +86,11 @@ def _pin(memory: Tensor) -> Callable[[], None]:
 def _is_plain_memory(tensor: Tensor) -> bool:
     """Whether the tensor's values are the bytes at its address, on the CPU."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    """The memory of a contiguous CPU tensor as a buffer, without NumPy."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def _padded(size: int) -> int:
