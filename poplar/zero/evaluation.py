@@ -57,11 +57,11 @@ class Evaluation:
             busy = RuntimeError("evaluate() inside full_parameters(modules=...); leave it first")
         raise_on_any_error(self._control, busy, doing="evaluate()")
         modes = [(module, module.training) for module in self._engine.model.modules()]
-        self._error = caught(self._engine.model.eval)
+        self._do(self._engine.model.eval)
         try:
             self._run_rounds(loader)
         finally:
-            self._error = self._error or caught(partial(_restore, modes))
+            self._do(partial(_restore, modes))
         raise_on_any_error(self._control, self._error, doing="evaluate()")
         sums = torch.stack([self._total.cpu(), self._count.cpu()])
         by_rank = self._control.exchange(sums, what="the result of evaluate()")()
@@ -93,7 +93,12 @@ class Evaluation:
             if batch is not None:
                 self._evaluate(batch[0])
             if sharded:
-                self._error = self._error or caught(self._end_pass)
+                self._do(self._end_pass)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        """Do work that is due on every rank, also after an error, and keep the first error."""
+        error = caught(work)
+        self._error = self._error or error
 
     def _end_pass(self) -> None:
         self._engine.end_pass(failed=self._error is not None)

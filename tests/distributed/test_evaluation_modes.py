@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -77,3 +78,40 @@ def evaluate_on_one_rank(stage: int) -> float:
 def test_a_rank_without_batches_waits_longer_than_the_deadline(ranks: Pool, stage: int) -> None:
     first, second = ranks.run(evaluate_on_one_rank, stage, ranks=2)
     assert first == second
+
+
+def evaluate_with_a_fault(stage: int, place: str) -> str:
+    """Rank 1 fails at its second batch or in its first loss; returns what a rank raises."""
+    model = nn.Sequential(nn.Linear(8, 8), Merging(8, 8)).to(harness.device())
+    group = harness.group()
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, stage=stage, process_group=group, lr=0.1
+    )
+    batch, before = torch.ones(2, 8, device=harness.device()), modes(model)
+    fails = harness.rank() == 1
+
+    def loader() -> Iterator[Tensor]:
+        yield batch
+        if fails and place == "loader":
+            raise KeyError("lost")
+        yield from [batch] * 2
+
+    def faulty(model: nn.Module, batch: Tensor) -> Tensor:
+        if fails and place == "loss":
+            raise KeyError("lost")
+        return loss_fn(model, batch)
+
+    with harness.catching() as caught:
+        optimizer.evaluate(faulty, loader())
+    assert modes(model) == before
+    optimizer.evaluate(loss_fn, [batch])
+    return caught[0].type
+
+
+@pytest.mark.parametrize("place", ["loader", "loss"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_fails_in_evaluate_does_not_leave_the_others_waiting(
+    ranks: Pool, stage: int, place: str
+) -> None:
+    """Every module has its mode afterwards, and the optimizer can be used again."""
+    assert ranks.run(evaluate_with_a_fault, stage, place, ranks=2) == ["RankFailed", "KeyError"]
