@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +16,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import allreduce
 from collectives import floor, timing
-from collectives.case import OPERATIONS, Case, size_of
-from collectives.measure import Request, measure, shares_of
+from collectives.case import OPERATIONS, Case
+from collectives.measure import Request, measure
 from collectives.provider import Prepared, Provider
 from collectives.row import rows_of
 from collectives.targets import HEADLINE, SKEWED, targets
@@ -72,24 +70,6 @@ def test_check_accepts_right_and_refuses_wrong_results(operation, shares):
                 case.check(result, rank)
         with pytest.raises(ValueError, match="elements, not"):
             case.check(torch.zeros(result.numel() + 1), rank)
-
-
-def test_sizes_and_shares_are_parsed():
-    assert [allreduce.bytes_of(text) for text in ("4KiB", "64MiB", "1GiB", "100B", "7")] == [
-        4096,
-        64 << 20,
-        1 << 30,
-        100,
-        7,
-    ]
-    assert size_of(4096) == "4 KiB"
-    assert size_of(64 << 20) == "64 MiB"
-    assert shares_of("70/10/10/10") == SKEWED
-    for wrong in ("64 miles", "-3MiB", "0MiB", "MiB"):
-        with pytest.raises(argparse.ArgumentTypeError, match="such as 4KiB"):
-            allreduce.bytes_of(wrong)
-    with pytest.raises(ValueError, match="add up to 100, got 90"):
-        shares_of("50/40")
 
 
 def met_targets(found: Sequence[Row]) -> dict[str, bool]:

@@ -37,21 +37,23 @@ MEASURING = {
     "--policies even --peers ddp --steps 3",
 }
 """Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
-SLOW = {"checkpoint", "gpu_unequal", "memory", "prediction", "train"}
-"""Only with --full: they profile, or run several engines. Tests of their parts run always."""
+SLOW = {
+    *("allreduce", "checkpoint", "gpu_unequal", "host_overhead", "memory", "prediction", "train")
+}
+"""Only with --full: they start ranks or profile. Tests of their parts run always, and so does
+host_overhead.py in test_host_overhead_benchmark.py."""
 SHOWING = {
     "allreduce": "--show allreduce.jsonl",
     "gpu_step": "--show h100/overhead.jsonl",
     "gpu_unequal": "--show h100/unequal.jsonl",
     "per_tensor": "--show per_tensor.jsonl --markdown",
     "per_tensor_measured": "",
-    "results": "",
     "roofline_errors": "",
     "summary": "",
 }
 """Options of the scripts that print saved rows, or need none."""
-TESTED_ELSEWHERE = {"emulation", "gpu", "gpu_build", "gpu_ranks", "network", "watchdog"}
-"""Or no commands: guard processes and starts of ranks."""
+NO_ROWS = {"emulation", "gpu", "gpu_build", "gpu_ranks", "network", "results", "watchdog"}
+"""They have tests of their own, or start other processes."""
 
 
 def run(script: str, options: str, *more: Any) -> str:
@@ -105,7 +107,7 @@ def test_every_script_is_run_by_a_test():
     scripts = {
         path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text("utf-8")
     }
-    assert scripts == {*MEASURING, *SHOWING, *TESTED_ELSEWHERE}
+    assert scripts == {*MEASURING, *SHOWING, *NO_ROWS}
 
 
 def test_results_page_is_what_its_command_prints():

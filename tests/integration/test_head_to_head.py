@@ -18,7 +18,6 @@ from head_to_head import configurations, runner, targets, worker_calls
 from head_to_head.clusters import Cluster
 from head_to_head.engine import Configuration
 from head_to_head.figures import rows_of
-from head_to_head.ideal import ideals
 from head_to_head.outcome import Calibration, Comparison, Outcome
 from head_to_head.row import latest_rows
 from head_to_head.task import MODELS, Task
@@ -305,13 +304,3 @@ def test_later_run_counts(tmp_path):
     assert [(row["run"], row["configuration"]) for row in found] == [
         (row["run"], row["configuration"]) for row in rows
     ]
-
-
-def test_ideal_includes_the_transfer_time_of_a_slow_link():
-    plain = ideals(Cluster(name="x", quotas=(0.6, 0.2)), comparison())[1]
-    assert plain == pytest.approx((30 + 10) / (2 * 10))
-    measured = comparison(even_seconds=(0.38, 0.36, 0.5))
-    assert ideals(Cluster(name="x", quotas=(0.6, 0.2)), measured)[1] == pytest.approx(0.38 * 40 / 8)
-    linked = Cluster(name="x", quotas=(0.6, 0.2), hosts=(0, 1))
-    large = comparison(parameters=10**9)
-    assert 1.0 < ideals(linked, large)[1] < plain

@@ -11,18 +11,17 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from ranks import Pool
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import prediction
-from prediction_models import SUBJECTS, Subject
+from prediction_models import Subject
 from prediction_plans import CHOSEN, plans_for
 from prediction_report import Measurement, regrets, row_of, summary
 from prediction_yardstick import Turn, Yardstick, steadied
 from rows import Row
 
-from poplar import HeteroZeroOptimizer, Plan, predict, search
+from poplar import Plan, predict, search
 from poplar.profiler.passes import Passes
 from poplar.values.profile import (
     BatchPoint,
@@ -165,32 +164,3 @@ def test_summary_has_errors_and_regrets():
     }
     assert (found["regret"]["worst"], found["regret"]["above_2_percent"]) == (0.03, 1)
     assert found["as_timed"]["regret"]["worst"] == 0.0, "timed, all took the same"
-
-
-def measured_turns() -> tuple[dict[str, tuple[Turn, ...]], list[str]]:
-    """The turns of each plan, and the order in which plans ran."""
-    plans = {
-        "even": Plan.even(4, 8, 2, stage=1),
-        "nothing for the last": Plan.manual("4,2,2,0", stage=1, shares=(0.5, 0.3, 0.2, 0.0)),
-    }
-    ran: list[str] = []
-    apply_plan = HeteroZeroOptimizer.apply_plan
-
-    def noted(optimizer: HeteroZeroOptimizer, plan: Plan) -> None:
-        ran.append(next(kind for kind, other in plans.items() if other == plan))
-        apply_plan(optimizer, plan)
-
-    with mock.patch.object(HeteroZeroOptimizer, "apply_plan", noted):
-        slow = profile(*(0.02,) * 4)  # so that the yardstick is one short pass
-        measured = prediction.run_in_turns(SUBJECTS["encoder"], slow, plans, rounds=2, steps=2)
-    return {kind: one.turns for kind, one in measured.items()}, ran
-
-
-def test_plans_run_in_turns(ranks: Pool) -> None:
-    found = ranks.run(measured_turns)
-    assert all(rank == found[0] for rank in found)
-    turns, ran = found[0]
-    assert ran == ["even", "nothing for the last"] * 2
-    for own in turns.values():
-        assert len(own) == 2
-        assert all(turn.seconds > 0 and len(turn.slowness) == 4 for turn in own)

@@ -50,8 +50,3 @@ def test_enclosing_repository_is_ignored(repository, monkeypatch):
     (repository / "copy").mkdir()
     monkeypatch.setattr(provenance, "ROOT", repository / "copy")
     assert provenance.commit() == "unknown"
-
-
-def test_environment_variable_overrides_git(repository, monkeypatch):
-    monkeypatch.setenv("POPLAR_COMMIT", "abc1234")
-    assert provenance.commit() == "abc1234"
