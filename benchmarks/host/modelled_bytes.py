@@ -30,7 +30,7 @@ def bytes_sent(units: Sequence[Unit], stage: int, ranks: int) -> Counter[str]:
         if isinstance(action, Issue) and action.unit is not None:
             numel = layout.numels[action.unit]
             if action.what == "reduce":
-                sent["reduce"] += round(numel / layout.buffers(action.unit) * WIRE_BYTES)
+                sent["reduce"] += round(numel / len(layout.buffers[action.unit]) * WIRE_BYTES)
             else:
                 sent["gather"] += numel * PARAM_BYTES
     return Counter({kind: total * (ranks - 1) // ranks for kind, total in sent.items()})
