@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -195,10 +196,12 @@ def test_planning_works_where_torch_is_not_installed():
 
 
 def test_the_public_names_are_where_the_package_says():
-    for name in poplar.__all__:
-        home = poplar._HOME[name]
-        if home in MODULES:
-            assert getattr(poplar, name).__name__ == name
+    assert len(poplar.__all__) <= 27
+    assert set(poplar._HOME) == set(poplar.__all__)
+    for name, home in {**poplar._HOME, **poplar._MOVED}.items():
+        assert getattr(import_module(home), name).__name__ == name
+    with pytest.warns(DeprecationWarning, match=r"import it from poplar\.values\.profile"):
+        assert poplar.BatchPoint.__name__ == "BatchPoint"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         poplar.nothing  # noqa: B018
 

@@ -80,7 +80,7 @@ def full_weights(optimizer: HeteroZeroOptimizer, model: nn.Module) -> dict[str, 
 
     By way of a file, because no rank unshards more than one unit for it.
     """
-    rank = optimizer.training_parts().engine.control.group.rank
+    rank = optimizer.control.group.rank
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "weights.safetensors")
         optimizer.save_model(file)

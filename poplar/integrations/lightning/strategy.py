@@ -312,7 +312,7 @@ class PoplarStrategy(DistributedStrategy):
         """Check that every device has bf16, for autocast. Collective."""
         if not isinstance(self.precision_plugin, AutocastPrecision):
             return
-        control = self.optimizer.training_parts().engine.control
+        control = self.optimizer.control
         has_bf16 = describe(self.root_device).has_bf16
         by_rank = control.exchange_objects(has_bf16, what="the precision of the ranks")
         if not all(by_rank):

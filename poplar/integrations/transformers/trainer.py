@@ -546,7 +546,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             return
         owned, folder = self.optimizer.owned, Path(checkpoint)
         found = [name for name in (FOLDER, "optimizer.pt") if (folder / name).exists()][:1]
-        control = owned.training_parts().engine.control
+        control = owned.control
         by_rank = control.exchange_objects(found, what="resume_from_checkpoint")
         if any(other != by_rank[0] for other in by_rank):
             raise ValueError(
