@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
     from poplar.planner.prediction import predict
     from poplar.planner.search import search
-    from poplar.programmes.training.distribute import distribute
+    from poplar.programmes.run.distribute import distribute
     from poplar.simulator.step_simulation import simulate
     from poplar.tuning.autotune import autotune, tune
     from poplar.tuning.profile_cluster import profile_cluster
@@ -57,7 +57,7 @@ _HOME = {
     "StepResult": "poplar.zero.step_result",
     "UnitPlan": "poplar.values.plan",
     "autotune": "poplar.tuning.autotune",
-    "distribute": "poplar.programmes.training.distribute",
+    "distribute": "poplar.programmes.run.distribute",
     "explain": "poplar.planner.explain",
     "load_checkpoint": "poplar.checkpoint.load",
     "parameters_on_meta": "poplar.zero.weights.materialization",
@@ -76,7 +76,7 @@ _MOVED = {
     "BatchPoint": "poplar.values.profile",
     "DamagedCheckpoint": "poplar.values.errors",
     "DeviceProfile": "poplar.values.profile",
-    "DistributedTraining": "poplar.programmes.training.training",
+    "DistributedTraining": "poplar.programmes.run.distributed_training",
     "Explanation": "poplar.planner.explain",
     "ModelProfile": "poplar.values.profile",
     "NetworkProfile": "poplar.values.profile",

@@ -49,8 +49,15 @@ from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
 from poplar.zero.micro_batch_loop import MicroBatchLoop
-from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss
-from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, OpenedStep, Weight
+from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss, PassLoss
+from poplar.zero.micro_batches import (
+    BatchSplitter,
+    Loss,
+    MicroBatch,
+    OpenedStep,
+    Weight,
+    open_joint_pass,
+)
 from poplar.zero.model_hook import ModelHook
 from poplar.zero.nonfinite import OnNonFinite
 from poplar.zero.out_of_memory import OnOutOfMemory, check_choice, smaller_batches_message
@@ -352,25 +359,81 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         scaler: GradScaler | None,
     ) -> StepResult:
         scaler = scaler if scaler is not None else self._default_scaler
-        engine = self._engine
 
         def prepare() -> None:
             nonlocal loss_fn
             if scaler is not None:
                 if not isinstance(scaler, GradScaler):
                     raise TypeError(_PLAIN_SCALER)
-                scaler.make_scale(engine.trained[0].device)
+                scaler.make_scale(self._engine.trained[0].device)
             if weight is None and loss == "mean":
                 loss_fn = self._first_loss.watched(loss_fn)
 
+        def open_passes(again: Callable[[], None] | None) -> tuple[OpenedStep, PassLoss]:
+            opened = self._open_step(again or prepare, batch, weight, loss)
+            return opened, MicroBatchLoss(loss_fn, self._model, self._group.rank)
+
+        return self._run_step(open_passes, max_norm, scaler)
+
+    def run_joint_pass(
+        self,
+        forward: PassLoss,
+        prepare: Callable[[], None],
+        *,
+        samples: int,
+        max_norm: float | None = None,
+    ) -> StepResult:
+        """One optimizer step of one pass whose loss all ranks compute together. Collective.
+
+        Internal: programmes call it. The loss of the global batch is the sum over ranks. `forward`
+        calls collectives itself, in forward and backward. A rank may be in one of them when others
+        start a reduction, so no rank waits for reductions before the end of the pass.
+
+        Args:
+            forward: computes this rank's part of the loss; its argument is None.
+            prepare: checks this rank's part of the batch; it may raise.
+            samples: of this rank in the global batch.
+            max_norm: clip the gradient to this norm.
+        """
+        scaler = self._default_scaler
+
+        def check() -> None:
+            self._check_before_step()
+            if scaler is not None:
+                scaler.make_scale(self._engine.trained[0].device)
+            prepare()
+
+        def open_passes(again: Callable[[], None] | None) -> tuple[OpenedStep, PassLoss]:
+            return open_joint_pass(self._control, samples, caught(check)), forward
+
+        with self._calls.running("train_step()"):
+            self._engine.strategy.reductions.allow(len(self._engine.trained) + 1)
+            return self._run_step(open_passes, max_norm, scaler)
+
+    def _run_step(
+        self,
+        open_passes: Callable[[Callable[[], None] | None], tuple[OpenedStep, PassLoss]],
+        max_norm: float | None,
+        scaler: GradScaler | None,
+    ) -> StepResult:
+        """One optimizer step. Collective.
+
+        Args:
+            open_passes: opens the step and returns the losses of its passes. Its argument is what
+                to do before the step is opened again, if memory ran out.
+            max_norm: clip the gradient to this norm.
+            scaler: loss scaler.
+        """
+        engine = self._engine
         stopwatch = Stopwatch(engine.strategy.streams, self._group)
+        again: Callable[[], None] | None = None
         while True:
             try:
-                opened = self._open_step(prepare, batch, weight, loss)
-                summary = self._run_passes(loss_fn, opened, max_norm, scaler)
+                opened, forward = open_passes(again)
+                summary = self._run_passes(forward, opened, max_norm, scaler)
                 break
             except MicroBatchesTooLarge as found:
-                prepare = partial(self._use_smaller_batches, found.batches)
+                again = partial(self._use_smaller_batches, found.batches)
         state, waiting = engine.step, engine.strategy.waiting.step
         state.in_train_step = not has_pre_hooks(self)
         engine.finish_gradients()
@@ -901,7 +964,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def _run_passes(
         self,
-        loss_fn: LossFunction,
+        forward: PassLoss,
         opened: OpenedStep,
         max_norm: float | None,
         scaler: GradScaler | None,
@@ -912,7 +975,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             MicroBatchesTooLarge: ranks ran out of memory, and smaller micro-batches may fit.
         """
         step = self._step
-        forward = MicroBatchLoss(loss_fn, self._model, self._group.rank)
         step.run_early_forward(opened, forward)
         error = step.run_passes(step.start(opened), forward, scaler)
         self._engine.wait_for_reductions()
@@ -971,18 +1033,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             where: where the user passes `weight=`, for a warning.
         """
         self._first_loss.expect(loss_fn, where)
-
-    def expect_collectives_in_loss(self) -> None:
-        """The loss function calls collectives itself, in forward and backward; for integrations.
-
-        A rank may then be in one of them when others start a reduction, so no rank waits for
-        reductions before the end of a pass. What they receive is held until then. The loss function
-        has a method `abort(error)`, which is called if a pass of this rank fails, and returns
-        whether other ranks wait for it. The loss function is not called before all ranks have a
-        valid batch.
-        """
-        self._engine.loss_communicates = True
-        self._engine.strategy.reductions.limit = len(self._engine.trained) + 1
 
     def expect_artificial_data(self) -> None:
         """Do not warn of the data and the mode of the model in the first step; for measurements."""

@@ -17,8 +17,8 @@ from head_to_head.workers import WorkerContext
 from poplar import ClusterProfile, Plan
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.exported_graph import export_loss
+from poplar.programmes.run.programme_training import sampling_plan
 from poplar.programmes.search.decision import plan_programme
-from poplar.programmes.training.programme import sampling_plan
 
 EXAMPLE_SAMPLES = 8
 UNFACTORED = "unfactored"

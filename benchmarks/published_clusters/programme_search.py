@@ -10,9 +10,12 @@ from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sh
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.registry import pattern_of
 from poplar.programmes.rules.strategy import strategy_of
-from poplar.programmes.search import costs as synthesis
+from poplar.programmes.search.costs import ClusterCosts, RankSeconds
+from poplar.programmes.search.data_parallel import data_parallel
+from poplar.programmes.search.links import ActivationLinks, Links
 from poplar.programmes.search.search import SearchTooLong, fastest_in
 from poplar.programmes.search.space import SearchSpace
+from poplar.programmes.search.step_terms import StepTerms
 from published_clusters.costs import BACKWARD, Costs, Transfer, seconds_of
 from published_clusters.data_parallel import speeds
 from published_clusters.layer import Layer
@@ -31,24 +34,32 @@ def found_programme(
     width = limit // len(space.nodes)
     try:
         found = fastest_in(
-            space, synthesis_costs(costs, global_batch), limit=2 * limit, width=width
+            space, search_costs(costs, graph, global_batch), limit=2 * limit, width=width
         )
     except SearchTooLong:
         return None
     return None if found is None else found.programme
 
 
-def synthesis_costs(costs: Costs, global_batch: int) -> synthesis.Costs:
+def search_costs(costs: Costs, graph: Graph, global_batch: int) -> ClusterCosts:
     """The costs as the search takes them: one rate for all collectives, that of an all-reduce."""
     ranks = costs.cluster.world_size
     seconds = seconds_of(costs.all_reduce(2 * _PROBE_BYTES)) - seconds_of(
         costs.all_reduce(_PROBE_BYTES)
     )
-    return synthesis.Costs(
-        ratios=tuple(_core.apportion(global_batch, speeds(costs))),
-        flops_per_second=tuple(speeds(costs)),
-        bytes_per_second=2.0 * (1.0 - 1.0 / ranks) * _PROBE_BYTES / seconds,
-        latency_seconds=seconds_of(costs.all_reduce(0.0)) / 2.0,
+    rate = seconds / (2.0 * (1.0 - 1.0 / ranks) * _PROBE_BYTES)
+    latency = seconds_of(costs.all_reduce(0.0)) / 2.0
+    links = Links((rate,) * ranks, (rate,) * ranks, latency)
+    ratios = tuple(_core.apportion(global_batch, speeds(costs)))
+    terms = StepTerms.of(graph, data_parallel(graph, ratios))
+    patterns = (pattern_of(graph, o) for o in graph.nodes.values() if o.operator not in LEAVES)
+    flops = (1.0 + BACKWARD) * sum(pattern.flops for pattern in patterns)
+    return ClusterCosts(
+        ratios=ratios,
+        compute=RankSeconds((0.0,) * ranks, tuple(flops / speed for speed in speeds(costs))),
+        work=sum(terms.work.values()),
+        links=ActivationLinks(links, links),
+        element_seconds=2.0 * (1.0 - 1.0 / ranks) * 4.0 * rate,
     )
 
 

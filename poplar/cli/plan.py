@@ -138,7 +138,7 @@ def _programme(
         ValueError: the profile is of another model.
     """
     from poplar.cli.workload import load
-    from poplar.programmes.training.checked_export import CheckedExport
+    from poplar.programmes.run.checked_export import CheckedExport
 
     loaded = load(workload)
     _check_is_profiled(loaded.model, profile, workload)

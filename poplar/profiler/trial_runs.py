@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -158,6 +158,26 @@ def _is_inside(inner: Span, outer: Span) -> bool:
     return outer.start <= inner.start and inner.stop <= outer.stop
 
 
+def take_turns(
+    most: int, seconds: float, from_first_rank: Callable[[float], float]
+) -> Iterator[int]:
+    """Numbers of the turns of trials, while there is time for another one. Collective.
+
+    Trials run in turns, so that a slow moment of a device affects all of them.
+
+    Args:
+        most: turns.
+        seconds: time budget; the first turn always runs.
+        from_first_rank: the first rank's value. Collective.
+    """
+    began = time.perf_counter()
+    for turn in range(most):
+        expected = (time.perf_counter() - began) * (turn + 1) / max(turn, 1)
+        if turn and from_first_rank(expected) > seconds:
+            break
+        yield turn
+
+
 def run_in_turns(
     session: Session,
     profile: ClusterProfile,
@@ -167,7 +187,7 @@ def run_in_turns(
     noise: float,
     report: Report,
 ) -> list[list[Observation]]:
-    """Run plans in turns, so that a slow moment of a device affects all of them. Collective.
+    """Run plans in turns. Collective.
 
     The slowdowns of an observation compare plain passes before and after its plan with the profile.
     A plan that runs out of memory is not observed.
@@ -182,10 +202,8 @@ def run_in_turns(
     """
     plain_seconds = _plain_seconds(profile, plans, seconds)
     turns: list[list[Observation]] = []
-    began = time.perf_counter()
-    for turn in range(math.ceil(noise) if plans else 0):
-        expected = (time.perf_counter() - began) * (turn + 1) / max(turn, 1)
-        if not plans or (turn and session.from_first_rank(expected) > seconds):
+    for _ in take_turns(math.ceil(noise), seconds, session.from_first_rank):
+        if not plans:
             break
         turns.append([])
         before = measure_slowdowns(session, profile, plans[0], plain_seconds)

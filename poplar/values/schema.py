@@ -12,6 +12,7 @@ import math
 import operator
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from functools import cache, partial
 from numbers import Real
 from pathlib import Path
@@ -190,6 +191,8 @@ def from_fields(kind: type[T], content: Any, path: str = "") -> T:
 
 def to_json_types(value: Any) -> Any:
     """Dataclasses and mappings as dictionaries, tuples as lists; documents with their version."""
+    if isinstance(value, Enum):
+        return value.value
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         content = {field.name: to_json_types(getattr(value, field.name)) for field in fields}

@@ -62,8 +62,6 @@ class Engine:
         self.free_state: Callable[[], object] | None = None
         """Frees optimizer state that may be lost, before a pass that cannot be completed otherwise
         stops all ranks. None: no state may be lost."""
-        self.loss_communicates = False
-        """The loss function calls collectives, so all ranks run it or none does."""
         self._explicit_pass = False
         self._callback_queued = False
         self._unsharded: set[Unit] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,32 @@ from poplar.values.errors import CollectiveTimeout
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
-class MicroBatchLoss:
+class PassLoss(ABC):
+    """The losses of the passes of one step."""
+
+    @abstractmethod
+    def __call__(self, batch: Any) -> Tensor:
+        """The loss of a micro-batch."""
+
+    def compute_early(self, batch: Any) -> None:
+        """Run the first forward now, if it can run before all ranks are ready."""
+
+    def abort(self, error: Exception) -> bool:
+        """Report that a pass of this rank failed to ranks that wait for it inside of their loss.
+
+        Returns:
+            Whether there may be any; this rank cannot complete the pass with them then.
+        """
+        return False
+
+    def raise_any_error(self) -> None:
+        """Raise what failed in a loss that this rank completed nevertheless, for the others.
+
+        Call it after the backward.
+        """
+
+
+class MicroBatchLoss(PassLoss):
     """Runs `loss_fn` on the micro-batches of one step."""
 
     def __init__(self, loss_fn: LossFunction, model: nn.Module, rank: int) -> None:
@@ -31,23 +57,6 @@ class MicroBatchLoss:
             raise
         except Exception as caught:
             self._early = caught
-
-    def abort(self, error: Exception) -> bool:
-        """Report that a pass of this rank failed to ranks that wait for it inside of their loss.
-
-        Returns:
-            Whether there may be any; this rank cannot complete the pass with them then.
-        """
-        abort: Callable[[Exception], bool] | None = getattr(self._loss_fn, "abort", None)
-        return abort is not None and abort(error)
-
-    def raise_any_error(self) -> None:
-        """Raise what failed in a loss that this rank completed nevertheless, for the others.
-
-        Call it after the backward.
-        """
-        for error in getattr(self._loss_fn, "errors", ()):
-            raise error
 
     def __call__(self, batch: Any) -> Tensor:
         """The loss of a micro-batch.

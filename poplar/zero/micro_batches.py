@@ -60,6 +60,24 @@ class OpenedStep:
     """
 
 
+def open_joint_pass(control: Control, samples: int, error: Exception | None) -> OpenedStep:
+    """Start to agree on a step of one pass that all ranks compute together. Collective.
+
+    Args:
+        control: the control channel of the ranks.
+        samples: samples of this rank in the global batch.
+        error: why this rank cannot start the step. It is raised when the result is waited for.
+    """
+    collect = open_step(control, samples=samples, weight=float(samples), kind=0, error=error)
+
+    def wait(on_error: Callable[[], None]) -> tuple[list[MicroBatch], StepSizes, float]:
+        sizes, waited = collect(on_error)
+        leader = leader_of(sizes.samples)
+        return [MicroBatch(None, sum(sizes.samples), 1.0, leader, last=True)], sizes, waited
+
+    return OpenedStep(None, None, None, wait)
+
+
 @dataclass(frozen=True)
 class BatchSplitter:
     """Splits the batches of this rank by the plan."""

@@ -43,7 +43,7 @@ from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import held_memory
 from poplar.zero.micro_batch_loop import MicroBatchLoop
-from poplar.zero.micro_batch_loss import MicroBatchLoss
+from poplar.zero.micro_batch_loss import PassLoss
 from poplar.zero.micro_batches import MicroBatch, OpenedStep
 from poplar.zero.nonfinite import IssuedStep, NonFiniteSteps, OnNonFinite, differ
 from poplar.zero.out_of_memory import out_of_memory_error
@@ -102,18 +102,17 @@ class Step:
         engine.step.samples, engine.step.waited_to_open = sum(sizes.samples), waited
         return micro_batches
 
-    def run_early_forward(self, opened: OpenedStep, forward: MicroBatchLoss) -> None:
+    def run_early_forward(self, opened: OpenedStep, forward: PassLoss) -> None:
         """Run the first forward while the ranks agree on the weights. Collective.
 
         With sharded parameters, the forward needs collectives. So the first pass is opened, on all
-        ranks, once its collective order is known; a rank with an error completes it with zeros. A
-        loss function that calls collectives itself does not run early.
+        ranks, once its collective order is known; a rank with an error completes it with zeros.
         """
         engine = self._engine
         if engine.strategy.shards_parameters:
             if not engine.begin_early_pass() or opened.first_pass != 0:
                 return
-        elif opened.first_pass is None or engine.loss_communicates:
+        elif opened.first_pass is None:
             return
         engine.step.early_forward_began = self._trace.now()
         with engine.early_forward():
@@ -131,7 +130,7 @@ class Step:
     def run_passes(
         self,
         micro_batches: Sequence[MicroBatch],
-        forward: MicroBatchLoss,
+        forward: PassLoss,
         scaler: GradScaler | None,
     ) -> Exception | None:
         """Run all passes; after an error the rest of them without a backward. Collective.
@@ -157,7 +156,7 @@ class Step:
         return error
 
     def _run_pass(
-        self, micro_batch: MicroBatch, forward: MicroBatchLoss, scaler: GradScaler | None
+        self, micro_batch: MicroBatch, forward: PassLoss, scaler: GradScaler | None
     ) -> None:
         """Forward and backward.
 

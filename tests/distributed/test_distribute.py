@@ -31,9 +31,9 @@ from torch.nn import functional as F
 
 import poplar
 from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run.distributed_training import DistributedTraining
+from poplar.programmes.run.trials import Comparison, _Turn, compare
 from poplar.programmes.search.decision import ProgrammeDecision
-from poplar.programmes.training.training import DistributedTraining
-from poplar.programmes.training.trials import Comparison, _Turn, compare
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -157,8 +157,8 @@ def train_found(
     calls = mock.Mock(return_value=found)
     comparison = mock.Mock(wraps=compare, side_effect=lambda *_, **__: measured or mock.DEFAULT)
     with (
-        mock.patch("poplar.programmes.training.distribute.plan_programme", calls),
-        mock.patch("poplar.programmes.training.distribute.compare", comparison),
+        mock.patch("poplar.programmes.run.distribute.plan_programme", calls),
+        mock.patch("poplar.programmes.run.distribute.compare", comparison),
     ):
         training = poplar.distribute(
             new_model("mixture"),

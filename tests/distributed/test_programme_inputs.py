@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from poplar.comm import Group, connect
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run.checked_export import CheckedExport
+from poplar.programmes.run.programme_training import ProgrammeTraining, sampling_plan
 from poplar.programmes.search.composition import batch_placements
-from poplar.programmes.training.checked_export import CheckedExport
-from poplar.programmes.training.programme import ProgrammeTraining, sampling_plan
 
 SAMPLES, WIDTH = 6, 4
 OPTIONS = {"lr": 1e-2, "eps": 1e-4}

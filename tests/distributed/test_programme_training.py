@@ -26,12 +26,12 @@ from poplar.comm import Group, connect
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run import local_execution
+from poplar.programmes.run.checked_export import CheckedExport
+from poplar.programmes.run.data_parallel_training import DataParallelTraining
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
+from poplar.programmes.run.programme_training import ProgrammeTraining, sampling_plan
 from poplar.programmes.search.composition import batch_placements
 from poplar.programmes.search.data_parallel import data_parallel
-from poplar.programmes.training.checked_export import CheckedExport
-from poplar.programmes.training.data_parallel import DataParallelTraining
-from poplar.programmes.training.programme import ProgrammeTraining, sampling_plan
 from poplar.zero import unit
 
 RATIOS = ((2, 1), (4, 2, 1), (1, 0, 2))

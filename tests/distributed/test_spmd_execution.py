@@ -15,6 +15,7 @@ import ranks as harness
 import torch
 from chosen_programmes import following, random_programme
 from models import IGNORED, ModelSpec, build, data
+from programme_costs import programme_costs
 from ranks import Pool
 from subset import choose
 from test_exported_graph import TASKS
@@ -30,9 +31,9 @@ from poplar.programmes.run import local_execution
 from poplar.programmes.run.conversion import own_part
 from poplar.programmes.run.execution import Execution
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
-from poplar.programmes.search.costs import Costs
 from poplar.programmes.search.data_parallel import data_parallel
-from poplar.programmes.search.search import fastest_programme
+from poplar.programmes.search.search import fastest_in
+from poplar.programmes.search.space import SearchSpace
 
 CPU = torch.device("cpu")
 RATIOS = ((2, 1), (4, 2, 1), (1, 0, 2), (3, 1, 0, 2))
@@ -229,12 +230,11 @@ def test_the_fastest_programme_computes_the_loss_and_gradients_of_one_process(
     ranks: Pool, samples: int, ratios: tuple[int, ...], bytes_per_second: float
 ) -> None:
     exported, _ = trained("mlp", samples)
-    costs = Costs(
-        ratios=ratios,
-        flops_per_second=tuple(1e6 * max(1, ratio) for ratio in ratios),
-        bytes_per_second=bytes_per_second,
-    )
-    check(ranks, "mlp", samples, [fastest_programme(exported.graph, costs).programme])
+    speeds = tuple(1e6 * max(1, ratio) for ratio in ratios)
+    costs = programme_costs(ratios, speeds, bytes_per_second)
+    found = fastest_in(SearchSpace.of(exported.graph), costs)
+    assert found is not None
+    check(ranks, "mlp", samples, [found.programme])
 
 
 def test_data_parallelism_adds_only_the_number_of_targets() -> None:

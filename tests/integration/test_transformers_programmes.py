@@ -15,8 +15,8 @@ from virtual_programme import loss_and_gradients, random_programme
 from poplar.programmes.graph.graph import LEAVES
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.rules.registry import without_rules
+from poplar.programmes.run.checked_export import CheckedExport
 from poplar.programmes.run.exported_graph import ExportedLoss
-from poplar.programmes.training.checked_export import CheckedExport
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from poplar.programmes.training.checked_export import CheckedExport
+from poplar.programmes.run.checked_export import CheckedExport
 from poplar.values.errors import NotExportable
 
 WIDTH, GLOBAL_BATCH = 4, 6

@@ -7,15 +7,16 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
+from programme_costs import programme_costs
 from torch import nn
 
 from poplar.programmes.graph.graph import LEAVES, Graph
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.run.exported_graph import export_loss
-from poplar.programmes.search.costs import Costs, programme_seconds
 from poplar.programmes.search.folding import folded
 from poplar.programmes.search.search import fastest_in
 from poplar.programmes.search.space import SearchSpace
+from poplar.programmes.search.step_terms import StepTerms
 
 
 class Blocks(nn.Module):
@@ -92,9 +93,7 @@ def test_folded_blocks_are_planned_as_all_blocks_that_are_placed_alike(
     model, count, samples, speed
 ):
     graph = graph_of(model, count, samples)
-    costs = Costs(
-        ratios=(2, 1), flops_per_second=(2e6, 1e6), bytes_per_second=speed, latency_seconds=1e-5
-    )
+    costs = programme_costs((2, 1), (2e6, 1e6), speed, latency=1e-5)
     every = fastest_in(SearchSpace.of(graph), costs)
     once = fastest_in(SearchSpace.of(graph, fold=True), costs)
     placements = every.programme.placements
@@ -105,13 +104,15 @@ def test_folded_blocks_are_planned_as_all_blocks_that_are_placed_alike(
     if are_alike:
         assert once.seconds == pytest.approx(every.seconds)
     assert once.seconds >= every.seconds * (1 - 1e-9)
-    assert once.seconds == pytest.approx(programme_seconds(graph, once.programme, costs))
+    assert once.seconds == pytest.approx(
+        costs.programme_seconds(StepTerms.of(graph, once.programme))
+    )
     assert once.states <= every.states
 
 
 def test_repeated_blocks_have_the_same_placements():
     graph = graph_of(Blocks, 3, 2)
-    costs = Costs(ratios=(2, 1), flops_per_second=(2e9, 1e9), bytes_per_second=1e3)
+    costs = programme_costs((2, 1), (2e9, 1e9), 1e3)
     placements = fastest_in(SearchSpace.of(graph, fold=True), costs).programme.parameters
     assert {placements[f"ups.{block}.weight"] for block in range(3)} == {Sharded(0)}
     assert {placements[f"downs.{block}.weight"] for block in range(3)} == {Sharded(1)}

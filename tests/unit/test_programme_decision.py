@@ -26,9 +26,10 @@ from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import predict
 from poplar.programmes.graph.graph import Graph
 from poplar.programmes.graph.placement import REPLICATED, Sharded
+from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.exported_graph import export_loss
 from poplar.programmes.search.data_parallel import data_parallel
-from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
+from poplar.programmes.search.decision import plan_programme
 from poplar.programmes.search.explanation import explain_programme
 from poplar.programmes.search.ratios import best_ratios
 from poplar.programmes.search.search import fastest_in
@@ -336,7 +337,7 @@ def test_many_experts_on_a_slow_network_are_sharded():
     assert set(experts.values()) == {Sharded(0)}
     group = next(group for group in found.groups if group.name.endswith("experts.up"))
     assert group.name == "blocks.*.mixture.experts.up"
-    assert 0 < group.activation_bytes < group.gradient_bytes_saved
+    assert 0 < found.activation_bytes < group.gradient_bytes_saved
 
 
 @pytest.mark.parametrize(("task", "samples"), [("vit", 48), ("encoder", 96)])
@@ -387,7 +388,8 @@ def test_decisions_are_stored_as_json_and_explained():
     found = plan_programme(graph, cluster_of(graph), plan_of((3, 1)))
     assert found.programme is not None
     stored = json.loads(json.dumps(found.to_dict()))
-    assert ProgrammeDecision.from_dict(stored) == found
+    assert Programme.from_dict(stored["programme"]) == found.programme
+    assert stored["step_seconds"] == found.step_seconds
     text = explain_programme(found, graph)
     assert "times as fast as data parallelism" in text
     assert "up.weight (1 parameter, 16,384 elements): sharded on dimension 0" in text
@@ -396,8 +398,6 @@ def test_decisions_are_stored_as_json_and_explained():
     assert [float(part) for part in percents.groups()] == pytest.approx(
         [100 * share for share in found.programme.shares], abs=0.51
     )
-    with pytest.raises(ValueError, match="a decision has the fields"):
-        ProgrammeDecision.from_dict({})
 
 
 def test_replicated_parameters_move_nothing():
@@ -405,4 +405,4 @@ def test_replicated_parameters_move_nothing():
     found = plan_programme(graph, cluster_of(graph, bytes_per_second=1e8), plan_of((8, 4)))
     others = [group for group in found.groups if group.placement is REPLICATED]
     assert others
-    assert all(group.gradient_bytes_saved == group.activation_bytes == 0 for group in others)
+    assert all(group.gradient_bytes_saved == 0 for group in others)

@@ -124,7 +124,7 @@ def test_plans_take_as_long_as_in_the_simulator_of_plans(of):
 def test_the_programme_of_data_parallelism_takes_as_long_as_its_decisions():
     costs, layers = Costs(SLOW), models.HAP_MODELS["vgg19"](3)
     graph = graphs.graph("vgg19", 3, BATCH)
-    ratios = programmes.synthesis_costs(costs, BATCH).ratios
+    ratios = programmes.search_costs(costs, graph, BATCH).ratios
     programme = data_parallel_programme(graph, ratios)
     step = programmes.programme_step(costs, graph, programme, layers, BATCH)
     decisions = data_parallel.by_flops(costs, layers, BATCH)

@@ -1,6 +1,6 @@
 """The forward pass of a loss as a graph of operators on tensors of known shapes.
 
-`spmd.exported_graph` makes it with `torch.export`. Operators have the names of torch's, such as
+`run.exported_graph` makes it with `torch.export`. Operators have the names of torch's, such as
 `aten.linear.default`. Shapes are those of the whole batch.
 """
 
@@ -68,7 +68,7 @@ class Node:
     returns_list: bool = False
     """The operator returns a list or tuple, of which `GET_ITEM` takes one."""
     source: str = ""
-    """Of a leaf: the name of the parameter or buffer in the model, or the path in the batch."""
+    """A leaf's name in the model, or its path in the batch."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class Node:
 
     @property
     def output(self) -> TensorType:
-        """Of an operator with one output, or the first one."""
+        """The type of the only output, or of the first one."""
         return self.outputs[0]
 
 
@@ -97,7 +97,7 @@ class Graph:
     output: str
     """The node that is the loss."""
     derived: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """By node, what was derived from it: its pattern."""
+    """The pattern of each node, once it is known."""
 
     def __post_init__(self) -> None:
         known: set[str] = set()
@@ -109,7 +109,7 @@ class Graph:
             raise ValueError(f"Graph: the output {self.output!r} is not a node")
 
     def types(self, node: Node) -> tuple[TensorType, ...]:
-        """Of the tensors that a node reads."""
+        """The types of the tensors that a node reads."""
         if node.operator == GET_ITEM:
             return (self.nodes[node.inputs[0]].outputs[node.arguments[1]],)
         return tuple(self.nodes[name].output for name in node.inputs)
@@ -125,7 +125,7 @@ class Graph:
         return {n.source: n for n in self.nodes.values() if n.operator == INPUT}
 
     def consumers(self) -> dict[str, tuple[Node, ...]]:
-        """By node: which nodes read it, each once."""
+        """The nodes that read each node, each once."""
         readers: dict[str, list[Node]] = {name: [] for name in self.nodes}
         for node in self.nodes.values():
             for name in dict.fromkeys(node.inputs):

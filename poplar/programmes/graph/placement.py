@@ -103,15 +103,8 @@ def local_shape(
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def to_json(placement: Placement) -> Any:
-    """JSON types for `from_json`: a name, or the fields of `Sharded`."""
-    if isinstance(placement, Sharded):
-        return {"dim": placement.dim, "unit": placement.unit}
-    return placement.value
-
-
 def from_json(content: Any) -> Placement:
-    """The placement that `to_json` wrote.
+    """The placement that was written as JSON: a name, or the fields of `Sharded`.
 
     Raises:
         ValueError: the content is not of a placement.

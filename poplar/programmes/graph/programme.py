@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poplar.programmes.graph.placement import PARTIAL, Placement, from_json, to_json
+from poplar.programmes.graph.placement import PARTIAL, Placement, from_json
 from poplar.values.regular_files import read_regular
-from poplar.values.schema import parse_json
+from poplar.values.schema import parse_json, to_json_types
 
 _KIND = "poplar programme"
 _TOLERANCE = 1e-9
@@ -40,12 +40,12 @@ class Programme:
     ratios: tuple[int, ...]
     """Part of each rank of every dimension that is sharded; see `cut`."""
     placements: Mapping[str, Placement]
-    """Of the output of each node, by its name, as the node computes it."""
+    """The placement of the output of each node, by its name, as the node computes it."""
     parameters: Mapping[str, Placement]
-    """Of each parameter, by its name in the model."""
+    """The placement of each parameter, by its name in the model."""
     collectives: tuple[Collective, ...]
     inputs: Mapping[str, tuple[Placement | None, ...]]
-    """By node: the placement in which it reads each of its tensors, in the order of the arguments;
+    """For each node: the placements in which it reads its tensors, in the order of the arguments;
     None for one that it does not read."""
     shares: tuple[float, ...] = ()
     """Part of each rank of the gradients and the optimizer state of replicated parameters; they sum
@@ -72,20 +72,8 @@ class Programme:
 
     def to_dict(self) -> dict[str, Any]:
         """This value as JSON types, for `from_dict`."""
-        return {
-            "ratios": list(self.ratios),
-            "shares": list(self.shares),
-            "placements": {name: to_json(value) for name, value in self.placements.items()},
-            "parameters": {name: to_json(value) for name, value in self.parameters.items()},
-            "collectives": [
-                {"node": c.node, "source": to_json(c.source), "target": to_json(c.target)}
-                for c in self.collectives
-            ],
-            "inputs": {
-                name: [None if value is None else to_json(value) for value in values]
-                for name, values in self.inputs.items()
-            },
-        }
+        content: dict[str, Any] = to_json_types(self)
+        return content
 
     def to_json(self, path: str | Path) -> None:
         """Write this programme to a file, for `from_json`."""

@@ -40,19 +40,19 @@ class LocalCall:
 
     operator: str
     arguments: tuple[Any, ...]
-    """As those of the node, with the sizes of this rank; some tensors may be `Zeroed`."""
+    """The arguments of the node with the sizes of this rank; some tensors may be `Zeroed`."""
     keywords: Mapping[str, Any]
     outputs: tuple[TensorType, ...]
-    """With the rank's shapes."""
+    """Types with the rank's shapes."""
     returns_list: bool = False
-    """As of the node."""
+    """Whether the node returns a list."""
     scale: float = 1.0
     """Factor of the result."""
     passed: tuple[tuple[int, ...], ...] = ()
-    """Of `ZEROS`, by output: positions of the inputs that autograd reaches. Empty: all."""
+    """For `ZEROS`: positions of the inputs that autograd reaches from each output. Empty: all."""
 
     def with_argument(self, position: int, value: Any) -> LocalCall:
-        """With another argument; the arguments before it are given."""
+        """The call with another argument; the arguments before it are given."""
         arguments = (*self.arguments[:position], value, *self.arguments[position + 1 :])
         return replace(self, arguments=arguments)
 
@@ -63,7 +63,7 @@ class Part:
 
     node: Node
     types: tuple[TensorType, ...]
-    """Of the node's inputs, on all ranks together."""
+    """Types of the node's inputs, on all ranks together."""
     pattern: Pattern
     strategy: Strategy
     ratios: tuple[int, ...]
@@ -86,16 +86,16 @@ class Part:
 
 
 Localize = Callable[[LocalCall, Part], LocalCall]
-"""From the call on whole tensors, with the outputs of the rank, to the rank's own call."""
+"""Turns the call on whole tensors, with the outputs of the rank, into the rank's own call."""
 
 
 def unchanged(call: LocalCall, part: Part) -> LocalCall:
-    """Of operators whose arguments are the same for every part."""
+    """The call of operators whose arguments are the same for every part."""
     return call
 
 
 def with_output_shape(position: int, operator: str = "") -> Localize:
-    """Of operators whose argument at `position` is the shape of the output.
+    """The calls of operators whose argument at `position` is the shape of the output.
 
     Args:
         position: of the shape.
@@ -113,7 +113,7 @@ def with_output_shape(position: int, operator: str = "") -> Localize:
 
 
 def bias_once(position: int) -> Localize:
-    """Of operators that add a bias: to a partial output, one rank adds it."""
+    """The calls of operators that add a bias: to a partial output, one rank adds it."""
 
     def localized(call: LocalCall, part: Part) -> LocalCall:
         has_bias = len(call.arguments) > position and call.arguments[position] is not None

@@ -29,9 +29,9 @@ class Pattern:
 
     sizes: Mapping[str, int]
     inputs: tuple[Dims, ...]
-    """Of each tensor that the operator reads, in the order of its arguments."""
+    """The axes of each tensor that the operator reads, in the order of its arguments."""
     output: Dims
-    """Of every output, if there are several."""
+    """The axes of the output; all outputs have the same ones."""
     summed: frozenset[str] = frozenset()
     """Axes over which the output is a sum."""
     whole: frozenset[str] = frozenset()
@@ -42,7 +42,7 @@ class Pattern:
     unread: frozenset[int] = frozenset()
     """Inputs of which only the element type and device matter."""
     flops: float
-    """Of the forward pass, on the whole tensors."""
+    """Operations of the forward pass, on the whole tensors."""
 
     def __post_init__(self) -> None:
         for dims in (*self.inputs, self.output):
@@ -92,7 +92,7 @@ def elementwise(
     linear_in: tuple[frozenset[int], ...],
     flops: float,
 ) -> Pattern:
-    """Of an operator whose inputs are all broadcast to its output."""
+    """The pattern of an operator whose inputs are all broadcast to its output."""
     sizes: dict[str, int] = {}
     dims = named("d", output.shape, sizes)
     return Pattern(
@@ -105,5 +105,5 @@ def elementwise(
 
 
 def without(dims: Dims, removed: Sequence[int]) -> Dims:
-    """Without some dimensions."""
+    """The axes without those of some dimensions."""
     return tuple(axes for dim, axes in enumerate(dims) if dim not in removed)

@@ -94,7 +94,7 @@ _BY_NAME: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (shapes.CREATED_LIKE, ("new_zeros", "new_ones", "new_full", "new_empty")),
 )
 RULES = {name: rule for rule, names in _BY_NAME for name in names}
-"""By the base name of the operator, such as `linear` of `aten.linear.default`."""
+"""Rules by the base name of the operator, such as `linear` of `aten.linear.default`."""
 
 
 def base_name(operator: str) -> str:

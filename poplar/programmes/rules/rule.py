@@ -18,7 +18,7 @@ class Rule:
     """How one kind of operator can be divided."""
 
     pattern: Callable[[Node, Types], Pattern]
-    """From a call and the types of its inputs."""
+    """Makes the pattern of a call from the types of its inputs."""
     localize: Localize = unchanged
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from poplar.programmes.graph.graph import Node
@@ -11,7 +11,19 @@ from poplar.programmes.rules.local_call import LocalCall, Part, with_output_shap
 from poplar.programmes.rules.pattern import Dims, Pattern, elementwise, named, without
 from poplar.programmes.rules.rule import Rule, Types, argument, computed_by_all, counted_from_first
 
-_LINEAR = (frozenset({0}),)
+
+def _moved(
+    sizes: dict[str, int], read: Dims, output: Dims, *, whole: Iterable[str] = ()
+) -> Pattern:
+    """The pattern of an operator that only moves the elements of one tensor."""
+    return Pattern(
+        sizes=sizes,
+        inputs=(read,),
+        output=output,
+        whole=frozenset(whole),
+        linear_in=(frozenset({0}),),
+        flops=0.0,
+    )
 
 
 def reshaped(node: Node, types: Types) -> Pattern:
@@ -19,14 +31,7 @@ def reshaped(node: Node, types: Types) -> Pattern:
     sizes: dict[str, int] = {}
     whole: set[str] = set()
     before, after = _common_axes(types[0].shape, node.output.shape, sizes, whole)
-    return Pattern(
-        sizes=sizes,
-        inputs=(before,),
-        output=after,
-        whole=frozenset(whole),
-        linear_in=_LINEAR,
-        flops=0.0,
-    )
+    return _moved(sizes, before, after, whole=whole)
 
 
 def _common_axes(
@@ -102,13 +107,7 @@ def permuted(node: Node, types: Types) -> Pattern:
         order[one], order[other] = order[other], order[one]
     sizes: dict[str, int] = {}
     dims = named("d", types[0].shape, sizes)
-    return Pattern(
-        sizes=sizes,
-        inputs=(dims,),
-        output=tuple(dims[dim] for dim in order),
-        linear_in=_LINEAR,
-        flops=0.0,
-    )
+    return _moved(sizes, dims, tuple(dims[dim] for dim in order))
 
 
 def broadcast(node: Node, types: Types) -> Pattern:
@@ -137,9 +136,7 @@ def chosen(node: Node, types: Types) -> Pattern:
         sizes["chosen"] = result[dim]
         output = (*dims[:dim], ("chosen",), *dims[dim + 1 :])
         whole |= {"chosen"}
-    return Pattern(
-        sizes=sizes, inputs=(dims,), output=output, whole=whole, linear_in=_LINEAR, flops=0.0
-    )
+    return _moved(sizes, dims, output, whole=whole)
 
 
 def _without_bounds(call: LocalCall, part: Part) -> LocalCall:
@@ -156,7 +153,7 @@ def item(node: Node, types: Types) -> Pattern:
     """One of several outputs."""
     sizes: dict[str, int] = {}
     dims = named("d", types[0].shape, sizes)
-    return Pattern(sizes=sizes, inputs=(dims,), output=dims, linear_in=_LINEAR, flops=0.0)
+    return _moved(sizes, dims, dims)
 
 
 def concatenated(node: Node, types: Types) -> Pattern:
@@ -211,14 +208,8 @@ def repeated_elements(node: Node, types: Types) -> Pattern:
     dims = named("d", types[0].shape, sizes)
     at = counted_from_first(int(dim), len(dims))
     sizes["repeated"] = int(node.arguments[1])
-    return Pattern(
-        sizes=sizes,
-        inputs=(dims,),
-        output=(*dims[:at], (*dims[at], "repeated"), *dims[at + 1 :]),
-        whole=frozenset({"repeated"}),
-        linear_in=_LINEAR,
-        flops=0.0,
-    )
+    output = (*dims[:at], (*dims[at], "repeated"), *dims[at + 1 :])
+    return _moved(sizes, dims, output, whole={"repeated"})
 
 
 def repeated(node: Node, types: Types) -> Pattern:
@@ -232,14 +223,7 @@ def repeated(node: Node, types: Types) -> Pattern:
         (*(copy if count > 1 or at < added else ()), *(dims[at - added] if at >= added else ()))
         for at, (copy, count) in enumerate(zip(copies, times, strict=True))
     )
-    return Pattern(
-        sizes=sizes,
-        inputs=(dims,),
-        output=output,
-        whole=frozenset(axis for copy in copies for axis in copy),
-        linear_in=_LINEAR,
-        flops=0.0,
-    )
+    return _moved(sizes, dims, output, whole=(axis for copy in copies for axis in copy))
 
 
 def reordered(node: Node, types: Types) -> Pattern:
@@ -251,14 +235,7 @@ def reordered(node: Node, types: Types) -> Pattern:
         return computed_by_all(node, types)
     given = [moved] if isinstance(moved, int) else moved
     places = {counted_from_first(dim, len(dims)) for dim in given}
-    return Pattern(
-        sizes=sizes,
-        inputs=(dims,),
-        output=dims,
-        whole=frozenset(axis for at in places for axis in dims[at]),
-        linear_in=_LINEAR,
-        flops=0.0,
-    )
+    return _moved(sizes, dims, dims, whole=(axis for at in places for axis in dims[at]))
 
 
 def partly_written(node: Node, types: Types) -> Pattern:

@@ -14,10 +14,10 @@ class Strategy:
     """Placements of an operator's inputs and of its output."""
 
     inputs: tuple[Placement | None, ...]
-    """In the order of the arguments. None: of this input, only the element type is used."""
+    """Placements in the order of the arguments. None: only the element type is used."""
     output: Placement
     axis: str = ""
-    """Along which the operator is divided; empty: every rank computes all of it."""
+    """The axis along which the operator is divided; empty: every rank computes all of it."""
     unit: int = 1
     """Indices of the axis that stay together."""
 

@@ -1,6 +1,6 @@
-"""Sharded computation: one forward and backward pass that the ranks compute together.
+"""Runs programmes: export of a loss, sharded computation, training.
 
 A tensor is replicated, sharded on a dimension with any bounds, or partial (see
-`planner.graph.placement`). `collectives` moves tensors between placements, with the adjoint
-collective as gradient.
+`programmes.graph.placement`). `collectives` moves tensors between placements, with the adjoint
+collective as gradient. `distribute` is the entry point.
 """

@@ -51,7 +51,19 @@ class Step(NamedTuple):
 
 
 class BoundProgramme:
-    """The steps of a programme on this rank, and the registers before the first one."""
+    """The steps of a programme on this rank, and the registers before the first one.
+
+    Args:
+        comm: the transport; its ranks are those of the programme.
+        graph: of the loss on the whole batch.
+        programme: placements and collectives.
+        constants: by node, the graph's buffers and constants, whole and on `device`.
+        device: of all tensors.
+
+    Raises:
+        ValueError: a programme for another number of ranks, without a placement that a node needs,
+            with placements in which an operator cannot be computed, or without a collective.
+    """
 
     def __init__(
         self,
@@ -61,6 +73,11 @@ class BoundProgramme:
         constants: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
+        if programme.world_size != comm.group.size:
+            raise ValueError(
+                f"the programme is for {programme.world_size} ranks, the group has "
+                f"{comm.group.size}"
+            )
         self._comm, self._graph, self._programme = comm, graph, programme
         self._constants, self._device = constants, device
         self._rank = comm.group.rank
@@ -82,10 +99,11 @@ class BoundProgramme:
                 self._known[node.name, self._placement(node), 0] = read
             else:
                 self._call(node)
-        self.loss = self._read(graph.output, PARTIAL)
+        self.loss_register = self._read(graph.output, PARTIAL)
+        self._freed = _freed_after(self.steps, kept=self.loss_register)
 
     def _placement(self, node: Node) -> Placement:
-        """Of the node's output."""
+        """The placement of the node's output."""
         return _placement(self._programme, node)
 
     def _new(self, node: Node, placement: Placement | None = None, number: int = 0) -> int:
@@ -137,7 +155,7 @@ class BoundProgramme:
         following = iter(inputs)
 
         def register(name: str) -> int:
-            """Of the next input: a node may be read twice, in two placements."""
+            """The register of the next input: a node may be read twice, in two placements."""
             return next(number for found, number in following if found == name)
 
         call = self._local_call(node)
@@ -192,8 +210,8 @@ class BoundProgramme:
         self.steps.append(Step(node.name, run, (read,), (register,)))
 
 
-def freed_after(steps: Sequence[Step], kept: int) -> list[tuple[int, ...]]:
-    """By step, the registers that no later one reads."""
+def _freed_after(steps: Sequence[Step], kept: int) -> list[tuple[int, ...]]:
+    """The registers that are not read after each step."""
     last: dict[int, int] = {}
     for number, step in enumerate(steps):
         last |= dict.fromkeys((*step.reads, *step.writes), number)
@@ -205,14 +223,14 @@ def freed_after(steps: Sequence[Step], kept: int) -> list[tuple[int, ...]]:
 
 
 def _placement(programme: Programme, node: Node) -> Placement:
-    """Of a node's output."""
+    """The placement of a node's output."""
     if node.name not in programme.placements:
         raise ValueError(f"Programme.placements must have the graph's node {node.name!r}")
     return programme.placements[node.name]
 
 
 def _sources(graph: Graph, programme: Programme) -> dict[str, dict[Placement, Placement]]:
-    """By node and placement in which it is read: from which placement it is converted.
+    """The placement from which a node is converted to each placement in which it is read.
 
     Raises:
         ValueError: no collective leads to a placement in which a node is read.

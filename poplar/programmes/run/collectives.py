@@ -49,7 +49,7 @@ def all_gather(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what:
         ValueError: `x` does not have the size that `bounds` gives this rank.
         CollectiveTimeout: names the ranks that did not take part before the deadline.
     """
-    bounds = _check_part(comm, x, dim, bounds, what)
+    bounds = _checked(comm, x, dim, bounds, what, is_part=True)
 
     def run(x: Tensor) -> Tensor:
         layout = _layout_of_parts(x, dim, bounds)
@@ -75,7 +75,7 @@ def reduce_scatter(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, w
         CollectiveTimeout: as `all_gather`.
     """
     _check_is_summable(comm, x, what)
-    bounds = _check_whole(comm, x, dim, bounds, what)
+    bounds = _checked(comm, x, dim, bounds, what, is_part=False)
 
     def run(x: Tensor) -> Tensor:
         rank = comm.group.rank
@@ -122,8 +122,8 @@ def all_to_all(
         ValueError: `x` does not have the sizes that the bounds give; both dimensions are the same.
         CollectiveTimeout: as `all_gather`.
     """
-    source = _check_part(comm, x, source_dim, source_bounds, what)
-    target = _check_whole(comm, x, target_dim, target_bounds, what)
+    source = _checked(comm, x, source_dim, source_bounds, what, is_part=True)
+    target = _checked(comm, x, target_dim, target_bounds, what, is_part=False)
     if source_dim == target_dim:
         raise ValueError(
             f"rank {comm.group.rank}: {what}: all_to_all moves the cut to another dimension, got "
@@ -150,7 +150,7 @@ def all_to_all(
 
 def take_own(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
     """This rank's part of `dim` of a replicated tensor: a view."""
-    bounds = _check_whole(comm, x, dim, bounds, what)
+    bounds = _checked(comm, x, dim, bounds, what, is_part=False)
     return _apply(
         lambda x: _parts(x, dim, bounds)[comm.group.rank],
         x,
@@ -160,7 +160,7 @@ def take_own(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: s
 
 def embed(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
     """The whole shape, with zeros where other ranks have parts: the summands of a partial value."""
-    bounds = _check_part(comm, x, dim, bounds, what)
+    bounds = _checked(comm, x, dim, bounds, what, is_part=True)
 
     def run(x: Tensor) -> Tensor:
         whole = x.new_zeros(_resized(x, dim, bounds[-1]))
@@ -249,48 +249,28 @@ def _words(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
 
 
-def _check_part(
-    comm: Communicator, x: Tensor, dim: int, bounds: Bounds, what: str
+def _checked(
+    comm: Communicator, x: Tensor, dim: int, bounds: Bounds, what: str, *, is_part: bool
 ) -> tuple[int, ...]:
-    """The bounds, if `x` has the size that they give this rank."""
-    bounds = _check_bounds(comm, x, dim, bounds, what)
-    rank = comm.group.rank
-    return _check_size(comm, x, dim, bounds, bounds[rank + 1] - bounds[rank], what)
-
-
-def _check_whole(
-    comm: Communicator, x: Tensor, dim: int, bounds: Bounds, what: str
-) -> tuple[int, ...]:
-    """The bounds, if `x` has the size that they cut."""
-    bounds = _check_bounds(comm, x, dim, bounds, what)
-    return _check_size(comm, x, dim, bounds, bounds[-1], what)
-
-
-def _check_bounds(
-    comm: Communicator, x: Tensor, dim: int, bounds: Bounds, what: str
-) -> tuple[int, ...]:
+    """The bounds, if `x` has this rank's part of the dimension, or else all of it."""
+    rank, ranks = comm.group.rank, comm.group.size
     if not 0 <= dim < x.dim():
         raise ValueError(
-            f"rank {comm.group.rank}: {what}: dim must be from 0 to {x.dim() - 1} for a tensor of "
-            f"shape {tuple(x.shape)}, got {dim}"
+            f"rank {rank}: {what}: dim must be from 0 to {x.dim() - 1} for a tensor of shape "
+            f"{tuple(x.shape)}, got {dim}"
         )
-    if len(bounds) != comm.group.size + 1:
+    if len(bounds) != ranks + 1:
         raise ValueError(
-            f"rank {comm.group.rank}: {what}: {comm.group.size} ranks need {comm.group.size + 1} "
-            f"bounds, got {tuple(bounds)}"
+            f"rank {rank}: {what}: {ranks} ranks need {ranks + 1} bounds, got {tuple(bounds)}"
         )
-    return Layout(tuple(bounds)).offsets
-
-
-def _check_size(
-    comm: Communicator, x: Tensor, dim: int, bounds: tuple[int, ...], size: int, what: str
-) -> tuple[int, ...]:
+    offsets = Layout(tuple(bounds)).offsets
+    size = offsets[rank + 1] - offsets[rank] if is_part else offsets[-1]
     if x.shape[dim] != size:
         raise ValueError(
-            f"rank {comm.group.rank}: {what}: dimension {dim} must have {size} indices by the "
-            f"bounds {bounds}, got a tensor of shape {tuple(x.shape)}"
+            f"rank {rank}: {what}: dimension {dim} must have {size} indices by the bounds "
+            f"{offsets}, got a tensor of shape {tuple(x.shape)}"
         )
-    return bounds
+    return offsets
 
 
 def _check_is_summable(comm: Communicator, x: Tensor, what: str) -> None:

@@ -1,4 +1,4 @@
-"""From one placement of a tensor to another: which collective, with which bounds."""
+"""Moves a tensor from one placement to another: which collective, with which bounds."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class DividedModel:
         return frozenset(self._placements)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a whole parameter."""
+        """The shape of a whole parameter."""
         return self._shapes[name]
 
     def own(self, name: str, whole: Tensor) -> Tensor:

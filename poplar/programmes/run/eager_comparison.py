@@ -7,17 +7,17 @@ that change, random choices, branches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.overrides import TorchFunctionMode
 
 from poplar.programmes.graph.graph import BUFFER, CONSTANT, INPUT, PARAMETER
 from poplar.programmes.rules.registry import local_call, strategies_of
 from poplar.programmes.run.exported_graph import ExportedLoss
+from poplar.programmes.run.function_modes import HooksRefused
 from poplar.programmes.run.local_execution import run_local
 from poplar.values.errors import NotExportable
 
@@ -62,7 +62,7 @@ class EagerComparison:
         named = dict(self._model.named_parameters())
         trained = _smallest(named, most_elements)
         with torch.enable_grad():
-            with _HooksRefused():
+            with HooksRefused():
                 eager = self._loss_fn(self._model, batch)
             _refuse_custom_functions(eager)
             eager_loss, eager_probes = float(eager.detach()), _probes(eager, trained)
@@ -73,7 +73,7 @@ class EagerComparison:
         _compare_gradients(_probes(graph, trained), eager_probes, rounding)
 
     def _dtypes(self) -> Iterator[torch.dtype]:
-        """Of the values that are computed, also under autocast."""
+        """The dtypes of the values that are computed, also under autocast."""
         for node in self._exported.graph.nodes.values():
             yield from (getattr(torch, kind.dtype) for kind in node.outputs if kind.is_floating)
 
@@ -97,23 +97,6 @@ class EagerComparison:
                 values[name] = run_local(call, values.__getitem__, device)
         loss: Tensor = values[graph.output]
         return loss
-
-
-class _HooksRefused(TorchFunctionMode):
-    """A context in which no tensor gets a hook."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is Tensor.register_hook:
-            raise NotExportable(
-                "the forward pass calls register_hook() on a tensor, and a graph has no hooks"
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def _refuse_custom_functions(loss: Tensor) -> None:
@@ -153,7 +136,7 @@ def _smallest(named: Mapping[str, Tensor], most_elements: int | None) -> dict[st
 
 
 def _probes(loss: Tensor, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By parameter with a gradient: its norm, and some of its elements; float64 on the CPU."""
+    """The norm and some elements of each parameter's gradient; float64 on the CPU."""
     if not loss.requires_grad or not trained:
         return {}
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)

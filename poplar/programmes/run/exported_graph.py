@@ -1,4 +1,4 @@
-"""From a model, a loss function and a batch to the graph of the forward pass, by `torch.export`.
+"""Makes the graph of the forward pass of a loss function on a batch, by `torch.export`.
 
 The graph is of this batch: its shapes, its strings and truth values, the modes of the modules.
 Numbers in the batch are inputs, like tensors, where the operators take tensors. Composite
@@ -34,7 +34,7 @@ from poplar.programmes.graph.graph import (
     Reference,
     TensorType,
 )
-from poplar.programmes.run.gradient_modes import GradientModesKept
+from poplar.programmes.run.function_modes import GradientModesKept
 from poplar.values.errors import NotExportable
 
 _ROOT = "model."
@@ -57,9 +57,9 @@ class ExportedLoss:
 
     graph: Graph
     constants: Mapping[str, Tensor]
-    """Of the graph's constants and buffers, by the name of the node."""
+    """Values of the graph's constants and buffers, by the name of the node."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """By path: what the batch has besides inputs, and what the graph is of."""
+    """What the batch has besides inputs, by path; the graph is of these values."""
     numbers: tuple[str, ...] = ()
     """Paths of the inputs that were numbers in the example batch."""
 
@@ -167,7 +167,7 @@ def _python_random_refused() -> Iterator[None]:
 
 
 def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Of the program and of its regions."""
+    """The calls of the program and of its regions."""
     graphs = (found.graph for found in module.modules() if isinstance(found, fx.GraphModule))
     return (node for graph in graphs for node in graph.nodes if node.op == "call_function")
 
@@ -239,7 +239,7 @@ def _converted(
 
 
 def _sources(program: ExportedProgram, model: nn.Module, batch: Any) -> dict[str, str]:
-    """By placeholder: the name in the model, or the path in the batch."""
+    """The name in the model, or the path in the batch, of each placeholder."""
     names = {id(p): name for name, p in model.named_parameters()}  # of tied ones, the first
     specs = program.graph_signature.input_specs
     sources: dict[str, str] = {}
@@ -263,7 +263,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _fixed(batch: Any) -> dict[str, Any]:
-    """By path, what a graph may depend on besides inputs. Strings in lists are names of samples."""
+    """What a graph may depend on besides inputs, by path. Strings in lists name samples."""
     leaves, _ = tree_flatten_with_path(batch)
     return {
         keystr(path): leaf
@@ -320,7 +320,7 @@ def _leaf(node: fx.Node, spec: InputSpec, source: str) -> Node:
 
 
 def _value(program: ExportedProgram, spec: InputSpec) -> Tensor:
-    """Of a buffer or constant."""
+    """The value of a buffer or constant."""
     name = str(spec.target)
     value = program.state_dict.get(name, program.constants.get(name))
     assert isinstance(value, Tensor), name
@@ -375,7 +375,7 @@ def _loss_name(program: ExportedProgram) -> str:
 
 
 def _needed(graph: Graph) -> Graph:
-    """Without nodes on which the loss does not depend."""
+    """The graph without nodes on which the loss does not depend."""
     needed: set[str] = {graph.output}
     for name in reversed(list(graph.nodes)):
         if name in needed:

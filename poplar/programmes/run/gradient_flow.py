@@ -1,4 +1,4 @@
-"""Through which inputs of an operator autograd passes, by output.
+"""The inputs of an operator that autograd reaches from each of its outputs.
 
 A rank with an empty part of a node computes zeros in its place. Autograd must reach an input from
 an output there exactly if it does on the other ranks; otherwise the ranks issue different
@@ -18,7 +18,7 @@ from poplar.programmes.run.local_execution import function
 
 
 def passed_inputs(graph: Graph, node: Node) -> tuple[tuple[int, ...], ...]:
-    """By output of an operator: the positions of the inputs on which its gradient depends.
+    """The positions of the inputs that the gradient of each output of an operator reaches.
 
     It runs the operator on tensors without values, once for each input.
     """
@@ -30,7 +30,7 @@ def passed_inputs(graph: Graph, node: Node) -> tuple[tuple[int, ...], ...]:
 
 
 def _have_gradient(graph: Graph, node: Node, trained: int) -> list[bool]:
-    """By output, if only one of the inputs has a gradient."""
+    """Whether each output has a gradient, if only one of the inputs has one."""
     kinds = enumerate(graph.types(node))
     arguments = [_converted(argument, kinds, trained) for argument in node.arguments]
     keywords = {key: _converted(value, kinds, trained) for key, value in node.keywords.items()}

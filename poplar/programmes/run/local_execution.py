@@ -1,4 +1,4 @@
-"""Runs a rank's calls (`planner.rules.local_call`) with torch."""
+"""Runs a rank's calls (`rules.local_call`) with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a strategy for each node to a programme: what is moved between them."""
+"""Makes a programme of strategies: the collectives between the nodes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def composed(
 
 
 def batch_placements(graph: Graph) -> dict[str, Placement]:
-    """Of the batch's tensors, by node: ranks have consecutive samples.
+    """The placements of the batch's tensors, by node: ranks have consecutive samples.
 
     The first dimension of the first tensor gives the number of samples. Tensors with another first
     dimension are replicated.

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from poplar.planner.prediction import predict
-from poplar.programmes.graph.graph import Graph, Node
+from poplar.programmes.graph.graph import Graph
 from poplar.programmes.graph.placement import Placement, Sharded
-from poplar.programmes.graph.placement import from_json as placement_from_json
-from poplar.programmes.graph.placement import to_json as placement_to_json
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.search.data_parallel import data_parallel
 from poplar.programmes.search.ratios import best_ratios
@@ -25,17 +23,18 @@ from poplar.programmes.search.step_model import StepModel, StepSeconds
 from poplar.programmes.search.step_terms import StepTerms, transfers_of
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
+from poplar.values.schema import to_json_types
 
 MARGIN = 0.03
 """Gains that measurement does not resolve: a programme must be faster by more."""
 _MAX_TURNS = 3
-"""Of programme and ratios."""
+"""Most turns of programme and ratios."""
 _SMALLEST_GAIN = 1e-3
 """Relative gain of a turn after which there is another one."""
 _MAX_STATES = 25_000
-"""That a search continues, divided evenly over the numbers of placed nodes. Enough to search the
-encoder, ViT and VGG of the examples completely; the mixture of experts is not. A search of so many
-takes about 0.3 s on a core."""
+"""Most states that a search continues, divided evenly over the numbers of placed nodes. They are
+enough to search the encoder, ViT and VGG of the examples completely, and not the mixture of
+experts. A search of so many takes about 0.3 s on a core."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,26 +42,14 @@ class ParameterGroup:
     """Parameters whose names differ only in numbers, with the same placement."""
 
     name: str
-    """With `*` for numbers."""
+    """Their name, with `*` for numbers."""
     count: int
     numel: int
-    """Elements of all of them."""
+    """Elements of all members."""
     placement: Placement
     gradient_bytes_saved: int
-    """Per step, over all ranks, that reducing the gradients and gathering the parameters would have
-    sent; 0 if they are replicated."""
-    activation_bytes: int
-    """Per step, over all ranks, that collectives next to the operators on these parameters send."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON types for `from_dict`."""
-        content = {name: getattr(self, name) for name in self.__slots__}
-        return content | {"placement": placement_to_json(self.placement)}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> ParameterGroup:
-        """The group that `to_dict` wrote."""
-        return cls(**{**content, "placement": placement_from_json(content["placement"])})
+    """Bytes per step, over all ranks, that reducing the gradients and gathering the parameters
+    would have sent; 0 if they are replicated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,54 +61,30 @@ class ProgrammeDecision:
     reason: str
     """Why there is a programme or none, as a sentence."""
     step_seconds: float
-    """Predicted, of the programme, or else of the plan."""
+    """Predicted seconds of the programme, or else of the plan."""
     data_parallel_seconds: float
-    """Predicted, of the plan."""
+    """Predicted seconds of the plan."""
     memory_bytes: tuple[int, ...]
-    """By rank."""
+    """Predicted bytes by rank."""
     groups: tuple[ParameterGroup, ...] = ()
-    """Of the programme's parameters, most elements first."""
+    """The programme's parameters, most elements first."""
     forward_collectives: int = 0
-    """Of a pass, on activations."""
+    """Collectives on activations in the forward of a pass."""
     backward_collectives: int = 0
+    activation_bytes: int = 0
+    """Bytes per step, over all ranks, that these collectives send."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Parts of `step_seconds` of the programme: compute, collectives, gradients and update."""
     states: int = 0
-    """That the search visited."""
+    """Number of states that the search visited."""
     is_complete: bool = True
     """Whether the search left no state out for its width."""
     planning_seconds: float = field(default=0.0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """This value as JSON types, for `from_dict`."""
-        content = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return content | {
-            "programme": None if self.programme is None else self.programme.to_dict(),
-            "memory_bytes": list(self.memory_bytes),
-            "groups": [group.to_dict() for group in self.groups],
-            "seconds": dict(self.seconds),
-        }
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> ProgrammeDecision:
-        """The decision that `to_dict` wrote.
-
-        Raises:
-            ValueError: a field is missing or unknown, or a value is not of its field.
-        """
-        if set(content) != set(cls.__dataclass_fields__):
-            raise ValueError(
-                f"a decision has the fields {tuple(cls.__dataclass_fields__)}, got {tuple(content)}"
-            )
-        programme = content["programme"]
-        return cls(
-            **{
-                **content,
-                "programme": None if programme is None else Programme.from_dict(programme),
-                "memory_bytes": tuple(content["memory_bytes"]),
-                "groups": tuple(map(ParameterGroup.from_dict, content["groups"])),
-            }
-        )
+        """This value as JSON types."""
+        content: dict[str, Any] = to_json_types(self)
+        return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +94,16 @@ class _Candidate:
     programme: Programme
     terms: StepTerms
     model: StepModel
-    """With the shares of the programme."""
+    """The model with the shares of the programme."""
 
     @property
     def steps(self) -> StepSeconds:
-        """Predicted."""
+        """The parts of a step, predicted."""
         return self.model.step(self.terms, self.programme.ratios)
 
     @property
     def seconds(self) -> float:
-        """Predicted, of a step."""
+        """Predicted seconds of a step."""
         return self.steps.total
 
 
@@ -205,6 +168,7 @@ def plan_programme(
         groups=tuple(_groups(graph, cluster, best.programme)),
         forward_collectives=forward,
         backward_collectives=backward,
+        activation_bytes=_activation_bytes(best),
         seconds=best.steps._asdict(),
         states=search.states,
         is_complete=search.is_complete,
@@ -297,7 +261,6 @@ def _groups(
     graph: Graph, cluster: ClusterProfile, programme: Programme
 ) -> Iterator[ParameterGroup]:
     model, others = cluster.model, cluster.world_size - 1
-    moved = _activation_bytes(graph, programme)
     members: dict[tuple[str, Placement], list[str]] = {}
     for source, node in graph.parameters.items():
         key = re.sub(r"\d+", "*", source), programme.placements[node.name]
@@ -316,58 +279,12 @@ def _groups(
             numel=sizes[key],
             placement=placement,
             gradient_bytes_saved=round(saved),
-            activation_bytes=round(sum(moved.get(own, 0.0) for own in members[key])),
         )
 
 
-def _activation_bytes(graph: Graph, programme: Programme) -> dict[str, float]:
-    """By sharded parameter: bytes that the collectives nearest to its readers send, on all ranks.
-
-    A collective belongs to the first operators after it that read sharded parameters, or else to
-    the last ones before it.
-    """
-    readers = graph.consumers()
-    sharded = {
-        node.name
-        for node in graph.parameters.values()
-        if isinstance(programme.placements[node.name], Sharded)
-    }
-    moved: dict[str, float] = {}
-    for collective in programme.collectives:
-        kind = graph.nodes[collective.node].output
-        found = transfers_of(kind, collective.source, collective.target, trained=True)
-        after = [
-            node.name
-            for node in readers[collective.node]
-            if collective.target in programme.inputs[node.name]
-        ]
-        owners = _nearest(graph, after, sharded, readers) or _nearest(
-            graph, [collective.node], sharded
-        )
-        ranks = programme.world_size
-        sent = {"gather": ranks - 1.0, "reduce": ranks - 1.0, "exchange": 1.0 - 1.0 / ranks}
-        for owner in owners:
-            nbytes = kind.nbytes * sum(sent[transfer.kind] for transfer in found)
-            moved[owner] = moved.get(owner, 0.0) + nbytes / len(owners)
-    return moved
-
-
-def _nearest(
-    graph: Graph,
-    start: list[str],
-    sharded: set[str],
-    readers: Mapping[str, tuple[Node, ...]] | None = None,
-) -> list[str]:
-    """Sharded parameters of the nearest nodes before some, or, with `readers`, after them."""
-    seen, level = set(start), start
-    while level:
-        found = [name for node in level for name in graph.nodes[node].inputs if name in sharded]
-        if found:
-            return list(dict.fromkeys(found))
-        following: list[str] = []
-        for node in level:
-            near = [n.name for n in readers[node]] if readers else graph.nodes[node].inputs
-            following += [n for n in near if n not in seen]
-            seen.update(near)
-        level = following
-    return []
+def _activation_bytes(best: _Candidate) -> int:
+    """Bytes that all ranks together send for activations and their gradients."""
+    ranks = best.programme.world_size
+    sent = {"gather": ranks - 1.0, "reduce": ranks - 1.0, "exchange": 1.0 - 1.0 / ranks}
+    transfers = best.terms.transfers.items()
+    return round(sum(sent[transfer.kind] * nbytes for transfer, nbytes in transfers))

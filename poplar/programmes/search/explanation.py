@@ -50,7 +50,8 @@ def _lines(decision: ProgrammeDecision) -> Iterator[str]:
             yield f"shares of the gradients and the state of replicated parameters: {shares}"
         yield (
             f"collectives on activations: {decision.forward_collectives} in the forward, "
-            f"{decision.backward_collectives} in the backward"
+            f"{decision.backward_collectives} in the backward, which send "
+            f"{format_bytes(decision.activation_bytes)} per step"
         )
         parts = (
             f"{format_seconds(seconds)} {name} ({format_percent(seconds / decision.step_seconds)})"
@@ -72,8 +73,7 @@ def _group_lines(groups: tuple[ParameterGroup, ...]) -> Iterator[str]:
     for group in sharded[:_MOST_GROUPS]:
         yield (
             f"{group.name} ({_several(group)}): {_placed(group.placement)}; saves "
-            f"{format_bytes(group.gradient_bytes_saved)} of gradients and parameters per step, "
-            f"moves {format_bytes(group.activation_bytes)} of activations"
+            f"{format_bytes(group.gradient_bytes_saved)} of gradients and parameters per step"
         )
     if len(sharded) > _MOST_GROUPS:
         yield f"{len(sharded) - _MOST_GROUPS} smaller groups are sharded too"

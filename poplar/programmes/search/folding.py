@@ -29,10 +29,10 @@ class FoldedGraph:
 
     graph: Graph
     repetitions: Mapping[str, tuple[str, ...]]
-    """By node that stands for several ones, leaves included: their names in the whole graph, its
+    """The names in the whole graph of the nodes that a node stands for, leaves included, its
     own first."""
     carried: Mapping[str, str]
-    """By node that a repetition hands on: what the first repetition reads in its place. All its
+    """What the first repetition reads in place of a node that repetitions hand on. All its
     readers in the block are before the node."""
 
     def times(self, name: str) -> int:

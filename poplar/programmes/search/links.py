@@ -14,10 +14,10 @@ from poplar.planner.collective_costs import CollectiveCost, CollectiveCosts
 from poplar.planner.cost_model import StageCosts
 
 UNMEASURED_LATENCY_SECONDS = 1e-4
-"""Of a collective, in profiles without latencies; of a small gloo all-to-all on one host."""
+"""Latency in profiles without latencies: that of a small gloo all-to-all on one host."""
 
 Parts = Sequence[float]
-"""By rank, the part of a tensor that it has."""
+"""The part of a tensor that each rank has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ActivationLinks:
     """The links in reductions and in other collectives."""
 
     reducing: Links
-    """With packing and summation."""
+    """Links of reductions, with packing and summation."""
     moving: Links
 
     @classmethod

@@ -18,7 +18,7 @@ from poplar.values.profile import ClusterProfile, DeviceProfile
 
 
 def best_shares(model: StepModel, terms: StepTerms, ratios: tuple[int, ...]) -> tuple[float, ...]:
-    """By rank, the shares with the fewest predicted seconds; those of the model if none fit.
+    """The ranks' shares with the fewest predicted seconds; those of the model if none fit.
 
     Args:
         model: of the step.
@@ -34,7 +34,7 @@ def best_shares(model: StepModel, terms: StepTerms, ratios: tuple[int, ...]) -> 
 
 
 def _most_shares(model: StepModel, terms: StepTerms, ratios: tuple[int, ...]) -> Iterator[float]:
-    """By rank, the largest share for which its memory suffices: bytes are convex in the share, so
+    """The largest share for which each rank's memory suffices: bytes are convex in the share, so
     they are at most those on the line between no share and all.
     """
     ranks = len(ratios)

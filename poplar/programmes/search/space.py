@@ -23,8 +23,8 @@ from poplar.programmes.rules.pattern import Pattern
 from poplar.programmes.rules.registry import pattern_of, strategies_of
 from poplar.programmes.rules.strategy import Strategy
 from poplar.programmes.search.composition import batch_placements
-from poplar.programmes.search.costs import trained_nodes
 from poplar.programmes.search.folding import FoldedGraph, folded, unfolded
+from poplar.programmes.search.step_terms import trained_nodes
 from poplar.programmes.search.units import axis_units
 
 _LARGE = 0.005
@@ -40,7 +40,7 @@ class SearchSpace:
     whole: Graph
     folded: FoldedGraph
     nodes: tuple[Node, ...]
-    """Of the folded graph, without leaves."""
+    """The nodes of the folded graph, without leaves."""
     patterns: Mapping[str, Pattern]
     strategies: Mapping[str, tuple[Strategy, ...]]
     batch: Mapping[str, Placement]
@@ -125,7 +125,7 @@ def _depending(graph: Graph) -> frozenset[str]:
 
 
 def _useful_axes(folded: FoldedGraph, patterns: Mapping[str, Pattern]) -> dict[str, frozenset[str]]:
-    """By node, the axes that are dimensions of samples or of large parameters."""
+    """The axes of each node that are dimensions of samples or of large parameters."""
     graph = folded.graph
     groups = _Groups()
     axes: dict[str, dict[str, list[_Dim]]] = {}

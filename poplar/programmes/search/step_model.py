@@ -18,118 +18,30 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from poplar.planner.communication_schedule import CommunicationSeconds, Synchronization
 from poplar.planner.cost_model import StageCosts, residual_of
 from poplar.planner.memory_model import SLACK_BYTES, Caps
-from poplar.programmes.graph.graph import Graph, TensorType
-from poplar.programmes.graph.placement import Placement, Sharded, cut
-from poplar.programmes.rules.pattern import Pattern
-from poplar.programmes.rules.strategy import Strategy
+from poplar.programmes.graph.graph import Graph
+from poplar.programmes.graph.placement import cut
+from poplar.programmes.search.costs import ClusterCosts, RankSeconds
 from poplar.programmes.search.data_parallel import data_parallel
 from poplar.programmes.search.links import ActivationLinks
-from poplar.programmes.search.step_terms import (
-    EVEN,
-    WHOLE,
-    StepTerms,
-    Transfer,
-    transfers_of,
-    work_of,
-)
+from poplar.programmes.search.step_terms import StepTerms, parts_of
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 
 STAGE = 1
-"""Of replicated parameters."""
+"""Stage of replicated parameters."""
 _ACCUMULATOR_BYTES = 4.0
-"""Of a gradient, per element."""
+"""Bytes of a gradient per element."""
 _MOST_FIXED = 0.9
-"""Of a pass, the part that may be independent of the batch."""
-
-
-@lru_cache(4096)
-def parts_of(units: int, ratios: tuple[int, ...]) -> tuple[float, ...]:
-    """By rank, its part of a dimension of so many units."""
-    if units == WHOLE:
-        return (1.0,) * len(ratios)
-    if units == EVEN:
-        return (1.0 / len(ratios),) * len(ratios)
-    bounds = cut(units, ratios)
-    return tuple((after - before) / units for before, after in pairwise(bounds))
-
-
-@dataclass(frozen=True, slots=True)
-class RankSeconds:
-    """By rank, seconds of computing a part of the whole batch."""
-
-    fixed: tuple[float, ...]
-    """Of a pass, whatever the part."""
-    whole: tuple[float, ...]
-    """Of all work, beyond `fixed`."""
-
-    def slowest(self, parts: Sequence[float]) -> float:
-        """Seconds of the slowest rank, if each computes its part of all work."""
-        return max(
-            fixed + part * whole
-            for fixed, part, whole in zip(self.fixed, parts, self.whole, strict=True)
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterCosts:
-    """Costs of the parts of a programme for the search, on a measured cluster."""
-
-    ratios: tuple[int, ...]
-    compute: RankSeconds
-    work: float
-    """Of the whole graph."""
-    links: ActivationLinks
-    element_seconds: float
-    """Of the gradient and the update of an element that every rank has."""
-
-    def compute_seconds(self, pattern: Pattern, strategy: Strategy, *, trained: bool) -> float:
-        """Of a node at the slowest rank."""
-        units = pattern.sizes[strategy.axis] // strategy.unit if strategy.axis else WHOLE
-        work = work_of(pattern, trained=trained)
-        parts = parts_of(max(1, units) if strategy.axis else WHOLE, self.ratios)
-        return self.compute.slowest(parts) * work / self.work
-
-    def move_seconds(
-        self, kind: TensorType, source: Placement, target: Placement, *, trained: bool
-    ) -> float:
-        """Of a collective, and of its adjoint in the backward pass."""
-        if len(self.ratios) == 1:
-            return 0.0
-        return math.fsum(
-            transfer_seconds(self.links, transfer, self.ratios, kind.nbytes)
-            for transfer in transfers_of(kind, source, target, trained=trained)
-        )
-
-    def gradient_seconds(self, kind: TensorType, placement: Placement) -> float:
-        """Of a parameter's gradient and update."""
-        return 0.0 if isinstance(placement, Sharded) else self.element_seconds * kind.numel
-
-
-def transfer_seconds(
-    links: ActivationLinks,
-    transfer: Transfer,
-    ratios: tuple[int, ...],
-    nbytes: float,
-    calls: int = 1,
-) -> float:
-    """Seconds of collectives on so many bytes together."""
-    sides = [parts_of(units, ratios) for units in transfer.units]
-    if transfer.kind == "gather":
-        return calls * links.moving.latency + nbytes * links.all_gather(*sides)
-    if transfer.kind == "reduce":
-        return calls * links.reducing.latency + nbytes * links.reduce_scatter(*sides)
-    return calls * links.moving.latency + nbytes * links.all_to_all(*sides)
+"""The largest part of a pass that may be independent of the batch."""
 
 
 class StepSeconds(NamedTuple):
@@ -180,7 +92,7 @@ class StepModel:
         return reduce, self.stage.gather_after_step_seconds(self.shares)
 
     def samples(self, ratios: tuple[int, ...]) -> tuple[int, ...]:
-        """Of each rank."""
+        """Samples of each rank."""
         bounds = cut(self.global_batch, ratios)
         return tuple(after - before for before, after in pairwise(bounds))
 
@@ -192,17 +104,17 @@ class StepModel:
             replicated: the part of the model that every rank has, about: the more gradients there
                 are, the less of them overlaps.
         """
-        compute = self.rank_seconds(ratios)
-        latest = self._compute(self.data_parallel, ratios, compute)
+        costs = self._costs(ratios)
+        latest = costs.compute_seconds(self.data_parallel)
         small = max(0.0, replicated - 0.5)
         seconds = [sum(self._replicated_seconds(latest, part)) for part in (small, small + 0.5)]
         price = (seconds[1] - seconds[0]) / (0.5 * self.cluster.model.numel)
+        return replace(costs, element_seconds=max(0.0, price))
+
+    def _costs(self, ratios: tuple[int, ...]) -> ClusterCosts:
+        """Costs of compute and of collectives."""
         return ClusterCosts(
-            ratios=ratios,
-            compute=compute,
-            work=self.work,
-            links=self.links,
-            element_seconds=max(0.0, price),
+            ratios=ratios, compute=self.rank_seconds(ratios), work=self.work, links=self.links
         )
 
     def rank_seconds(self, ratios: tuple[int, ...]) -> RankSeconds:
@@ -218,7 +130,7 @@ class StepModel:
         return RankSeconds(tuple(fixed), tuple(whole))
 
     def _worked(self, ratios: tuple[int, ...]) -> list[float]:
-        """By rank, its part of all work under data parallelism."""
+        """The part of each rank of all work under data parallelism."""
         worked = [0.0] * len(ratios)
         for units, work in self.data_parallel.work.items():
             for rank, part in enumerate(parts_of(units, ratios)):
@@ -251,10 +163,11 @@ class StepModel:
             terms: of the programme.
             ratios: of the programme.
         """
-        compute = self.compute_seconds(terms, ratios)
+        costs = self._costs(ratios)
+        compute = costs.compute_seconds(terms)
         if not math.isfinite(compute):
             return StepSeconds(math.inf, 0.0, 0.0, 0.0)
-        moved = self._moved(terms, ratios)
+        moved = costs.collective_seconds(terms)
         exposed, gathered = self._replicated_seconds(compute, terms.replicated_fraction)
         optimizer = max(
             self.stage.optimizer_seconds(rank, owned)
@@ -264,27 +177,8 @@ class StepModel:
         return StepSeconds(compute, moved, exposed, max(0.0, optimizer + gathered + residual))
 
     def compute_seconds(self, terms: StepTerms, ratios: tuple[int, ...]) -> float:
-        """Of a programme; infinite for batches that were not measured."""
-        return self._compute(terms, ratios, self.rank_seconds(ratios))
-
-    def _compute(self, terms: StepTerms, ratios: tuple[int, ...], seconds: RankSeconds) -> float:
-        return math.fsum(
-            seconds.slowest(parts_of(units, ratios)) * work / self.work
-            for units, work in terms.work.items()
-        )
-
-    def _moved(self, terms: StepTerms, ratios: tuple[int, ...]) -> float:
-        if len(ratios) == 1:
-            return 0.0
-        links = self.links
-        latencies = math.fsum(
-            count * (links.reducing if kind == "reduce" else links.moving).latency
-            for kind, count in terms.calls.items()
-        )
-        return latencies + math.fsum(
-            transfer_seconds(links, transfer, ratios, nbytes, calls=0)
-            for transfer, nbytes in terms.transfers.items()
-        )
+        """Seconds of compute of a programme; infinite for batches that were not measured."""
+        return self._costs(ratios).compute_seconds(terms)
 
     def _replicated_seconds(self, compute: float, part: float) -> tuple[float, float]:
         """Exposed seconds of reducing this part of the model, and those of gathering it."""
@@ -295,21 +189,21 @@ class StepModel:
         return ended - compute, part * gather
 
     def _residual(self, part: float) -> float:
-        """Of a step in which this part of the model is reduced; for all of it, that of a plan."""
+        """The residual of a step that reduces this part of the model; for all of it, a plan's."""
         measured, (reduce, _) = self.stage.step_residual, self._communication
         return residual_of(measured, part * max(reduce, -measured))
 
     def synchronization(self, compute: float) -> Synchronization:
-        """Of the gradients of replicated parameters, after so many seconds of compute."""
+        """The synchronization of replicated gradients, after so many seconds of compute."""
         return Synchronization(compute, compute * (1.0 - self.stage.reducible_fraction))
 
     def _owned(self, terms: StepTerms, ratios: tuple[int, ...]) -> list[float]:
-        """By rank, the part of the model that it updates."""
+        """The part of the model that each rank updates."""
         replicated = [terms.replicated_fraction * share for share in self.shares]
         return list(map(operator.add, replicated, self.sharded(terms, ratios)))
 
     def sharded(self, terms: StepTerms, ratios: tuple[int, ...]) -> list[float]:
-        """By rank, the part of the model that the programme gives to it alone."""
+        """The part of the model that the programme gives to each rank alone."""
         total = max(1, terms.replicated + sum(terms.sharded.values()))
         owned = [0.0] * len(ratios)
         for units, numel in terms.sharded.items():

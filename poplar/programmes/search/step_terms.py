@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
 
 from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, TensorType
-from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded, cut
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.pattern import Pattern
 from poplar.programmes.rules.registry import pattern_of
-from poplar.programmes.rules.strategy import strategy_of
-from poplar.programmes.search.costs import trained_nodes
+from poplar.programmes.rules.strategy import Strategy, strategy_of
 
 WHOLE = 0
 """Number of units that stands for all of a tensor on every rank."""
@@ -30,12 +31,39 @@ _ELEMENT_WORK = 32.0
 10 GB/s; more on GPUs, whose products are also less of their time."""
 
 
+@lru_cache(4096)
+def parts_of(units: int, ratios: tuple[int, ...]) -> tuple[float, ...]:
+    """The part of each rank of a dimension of so many units."""
+    if units == WHOLE:
+        return (1.0,) * len(ratios)
+    if units == EVEN:
+        return (1.0 / len(ratios),) * len(ratios)
+    bounds = cut(units, ratios)
+    return tuple((after - before) / units for before, after in pairwise(bounds))
+
+
+def trained_nodes(graph: Graph) -> frozenset[str]:
+    """Nodes that depend on a parameter, and so have a backward pass."""
+    trained: set[str] = set()
+    for name, node in graph.nodes.items():
+        if node.operator == PARAMETER or trained.intersection(node.inputs):
+            trained.add(name)
+    return frozenset(trained)
+
+
 def work_of(pattern: Pattern, *, trained: bool) -> float:
     """Operations of a node, counting the memory traffic of its output; views have none."""
     if not pattern.flops:
         return 0.0
     elements = math.prod(pattern.sizes[axis] for dim in pattern.output for axis in dim)
     return (pattern.flops + _ELEMENT_WORK * elements) * (_WITH_BACKWARD if trained else 1.0)
+
+
+def divided_units(pattern: Pattern, strategy: Strategy) -> int:
+    """Number of units of the axis along which a node is divided."""
+    if not strategy.axis:
+        return WHOLE
+    return max(1, pattern.sizes[strategy.axis] // strategy.unit)
 
 
 def units_of(kind: TensorType, placement: Placement) -> int:
@@ -52,7 +80,7 @@ class Transfer:
     kind: str
     """`"gather"`, `"reduce"` or `"exchange"`."""
     units: tuple[int, ...]
-    """Of the cut side, or of both."""
+    """Numbers of units of the cut side, or of both."""
 
 
 def transfers_of(
@@ -80,7 +108,7 @@ class StepTerms:
     """The sums of a programme."""
 
     work: Counter[int] = field(default_factory=Counter)
-    """By number of units of the divided axis."""
+    """Work by number of units of the divided axis."""
     transfers: Counter[Transfer] = field(default_factory=Counter)
     """Bytes of whole tensors."""
     calls: Counter[str] = field(default_factory=Counter)
@@ -116,11 +144,8 @@ class StepTerms:
             elif node.operator not in LEAVES:
                 pattern = pattern_of(graph, node)
                 strategy = strategy_of(pattern, programme.inputs[name], placement)
-                units = WHOLE
-                if strategy.axis:
-                    units = max(1, pattern.sizes[strategy.axis] // strategy.unit)
                 own = work_of(pattern, trained=name in trained)
-                work[units] += own  # type: ignore[assignment]
+                work[divided_units(pattern, strategy)] += own  # type: ignore[assignment]
                 if own and name in trained:
                     held[units_of(node.output, placement)] += node.output.nbytes
         transfers: Counter[Transfer] = Counter()

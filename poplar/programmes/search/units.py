@@ -8,7 +8,7 @@ from poplar.programmes.graph.graph import LEAVES, Graph
 from poplar.programmes.rules.pattern import Dims, Pattern
 
 AxisUnits = dict[str, dict[str, set[int]]]
-"""By node and axis: the units to consider."""
+"""The units to consider for each node and axis."""
 
 
 def axis_units(graph: Graph, patterns: Mapping[str, Pattern]) -> AxisUnits:

@@ -50,6 +50,10 @@ class Reductions:
         """With the number of reductions that were started before."""
         self._started = self._finished = 0
 
+    def allow(self, concurrent: int) -> None:
+        """Allow at least so many concurrent reductions."""
+        self.limit = max(self.limit, concurrent)
+
     def make_room(self) -> None:
         """Wait for the oldest reductions before the next one allocates memory."""
         self._wait_for_all_but(self.limit - 1)

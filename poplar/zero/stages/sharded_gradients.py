@@ -30,7 +30,7 @@ class ShardedGradients(Strategy):
     def prepare(self, units: Sequence[Unit]) -> None:
         """Allow all reductions of a unit at once, overlapping with the next unit's backward."""
         most = max((len(unit.trained) for unit in units), default=0)
-        self.reductions.limit = max(self.reductions.limit, 1 + most)
+        self.reductions.allow(1 + most)
 
     def begin_step(self) -> None:
         super().begin_step()

@@ -1,39 +1,38 @@
 """Training by a programme: the ranks compute the loss of the global batch together.
 
 The gradients of parameters that the programme shards stay on their ranks (local parameters); those
-of the others are reduced as at ZeRO stage 1. To the optimizer every rank has one sample, the
-programme's loss, whose weight is 1: the loss is the sum over ranks.
+of the others are reduced as at ZeRO stage 1. A step has one pass; its loss is the sum over ranks.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from poplar.comm import Communicator
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.programmes.graph.graph import BUFFER, Graph
 from poplar.programmes.graph.placement import Sharded, cut
 from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run.checked_export import CheckedExport
+from poplar.programmes.run.distributed_training import DistributedTraining
+from poplar.programmes.run.divided_guard import DividedGuard
 from poplar.programmes.run.divided_model import DividedModel
 from poplar.programmes.run.execution import Execution
+from poplar.programmes.run.whole_state import WholeState
 from poplar.programmes.search.composition import batch_placements
 from poplar.programmes.search.data_parallel import data_parallel
-from poplar.programmes.training.checked_export import CheckedExport
-from poplar.programmes.training.divided_guard import DividedGuard
-from poplar.programmes.training.training import DistributedTraining
-from poplar.programmes.training.whole_state import WholeState
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import NotExportable
 from poplar.values.plan import Plan
-from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.agreement import exchange_results
+from poplar.zero.micro_batch_loss import PassLoss
 from poplar.zero.preserved_state import evaluation_mode
 from poplar.zero.step_result import StepResult
 from poplar.zero.update import OptimizerFactory
@@ -83,7 +82,7 @@ class ProgrammeTraining(DistributedTraining):
         self.model, self.plan = checked.model, plan
         self.programme: Programme = programme
         self.reason = reason
-        self._rank, self._ranks = comm.group.rank, comm.group.size
+        self._rank = comm.group.rank
         self._comm, self._device = comm, next(self.model.parameters()).device
         self._modules, self._steps = tuple(self.model.modules()), 0
         first = _Pass(comm, checked, programme, self._device)
@@ -94,29 +93,19 @@ class ProgrammeTraining(DistributedTraining):
         self.optimizer = HeteroZeroOptimizer(
             self.model,
             optimizer_class,
-            plan=Plan(
-                stage=1,
-                global_batch=self._ranks,
-                micro_batches=((1,),) * self._ranks,
-                shares=plan.shares,
-            ),
+            plan=plan,
             local=self._divided.sharded,
             on_out_of_memory="raise",
             **options,
         )
-        self.optimizer.expect_artificial_data()
-        self.optimizer.expect_collectives_in_loss()
         self._guard = DividedGuard(self.model)
         self._state = WholeState(self._divided, self.optimizer, self._guard)
 
     def train_step(self, batch: Any, *, max_norm: float | None = None) -> StepResult:
         loss = _ProgrammeLoss(self, batch)
-        one = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        result = self.optimizer.train_step(
-            loss, one, weight=loss.open, loss="global_mean", max_norm=max_norm
-        )
+        samples = self.plan.samples(self._rank)
+        result = self.optimizer.run_joint_pass(loss, loss.open, samples=samples, max_norm=max_norm)
         self._steps += 1
-        result.samples = self.plan.global_batch
         return result
 
     def opened(self, batch: Any) -> LossPart:
@@ -194,11 +183,11 @@ class ProgrammeTraining(DistributedTraining):
         self._comm.abort(f"rank {self._rank}: a pass of the programme failed: {error!r}")
 
     def _modes(self) -> tuple[bool, ...]:
-        """On which the graph depends: the training flags of all modules."""
+        """The training flags of all modules, on which the graph depends."""
         return tuple([module.training for module in self._modules])
 
     def _pass(self) -> _Pass:
-        """In the modes of the modules. In others than before, the loss is exported again."""
+        """The pass in the modes of the modules. In new modes, the loss is exported again."""
         modes = self._modes()
         if modes not in self._passes:
             first = next(iter(self._passes.values()))
@@ -243,12 +232,16 @@ class ProgrammeTraining(DistributedTraining):
         control, doing = self.optimizer.control, "evaluate()"
         batches = iter(loader)
         total, count = 0.0, 0
+        loss: LossPart | None = None
 
-        def opened() -> LossPart | None:
+        def opened() -> bool:
+            nonlocal loss
             batch = next(batches, batches)
-            return None if batch is batches else self.opened(batch)
+            loss = None if batch is batches else self.opened(batch)
+            return loss is not None
 
-        def computed(loss: LossPart) -> float:
+        def computed() -> float:
+            assert loss is not None
             errors: list[Exception] = []
             value = float(loss(errors))
             if errors:
@@ -256,20 +249,15 @@ class ProgrammeTraining(DistributedTraining):
             return value
 
         with evaluation_mode(self.model):
-            while True:
-                loss = run_on_all_ranks(control, opened, doing=doing)
-                have = control.exchange_objects(loss is not None, what=doing)
-                if not any(have):
-                    break
-                if loss is None or not all(have):
+            while any(have := exchange_results(control, opened, what=doing)):
+                if not all(have):
                     missing = [rank for rank, has in enumerate(have) if not has]
                     raise ValueError(
                         f"evaluate(): ranks {missing} have fewer batches than the others; all "
                         "ranks need a part of every global batch (drop_last=True)"
                     )
-                value = run_on_all_ranks(control, partial(computed, loss), doing=doing)
-                parts = control.exchange_objects(value, what=doing)
-                total, count = total + sum(parts), count + 1
+                total += sum(exchange_results(control, computed, what=doing))
+                count += 1
         if not count:
             raise ValueError("evaluate(): no rank had a batch")
         return total / count
@@ -313,27 +301,28 @@ class _Pass:
         }
 
 
-class _ProgrammeLoss:
-    """The loss of one step, as `train_step` of the optimizer calls it."""
+class _ProgrammeLoss(PassLoss):
+    """This rank's part of the loss of one step."""
 
     def __init__(self, training: ProgrammeTraining, batch: Any) -> None:
         self._training, self._batch = training, batch
         self._compute: LossPart | None = None
-        self.errors: list[Exception] = []
-        """See `MicroBatchLoss.raise_any_error`."""
+        self._errors: list[Exception] = []
 
-    def open(self, _: Any) -> float:
-        """Check the batch, while the ranks agree that the step begins; returns its weight."""
+    def open(self) -> None:
+        """Check the batch, while the ranks agree that the step begins."""
         self._compute = self._training.opened(self._batch)
-        return 1.0
 
-    def __call__(self, model: nn.Module, _: Any) -> Tensor:
+    def __call__(self, batch: Any) -> Tensor:
         assert self._compute is not None
-        return self._compute(self.errors)
+        return self._compute(self._errors)
 
     def abort(self, error: Exception) -> bool:
-        """See `MicroBatchLoss.abort`."""
-        others_wait = error not in self.errors
+        others_wait = error not in self._errors
         if others_wait:
             self._training.abort(error)
         return others_wait
+
+    def raise_any_error(self) -> None:
+        for error in self._errors:
+            raise error

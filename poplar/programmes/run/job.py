@@ -14,9 +14,9 @@ from poplar.comm import Communicator, Control, Group, connect
 from poplar.data import pytree
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.programmes.graph.programme import Programme
-from poplar.programmes.training.checked_export import CheckedExport
-from poplar.programmes.training.data_parallel import DataParallelTraining
-from poplar.programmes.training.programme import ProgrammeTraining, sampling_plan
+from poplar.programmes.run.checked_export import CheckedExport
+from poplar.programmes.run.data_parallel_training import DataParallelTraining
+from poplar.programmes.run.programme_training import ProgrammeTraining, sampling_plan
 from poplar.values.errors import NotExportable
 from poplar.values.plan import Plan
 from poplar.zero.agreement import raise_on_any_error
@@ -39,7 +39,7 @@ class Job:
     weight: Weight | None
     loss: Loss
     options: Mapping[str, Any]
-    """Of `HeteroZeroOptimizer` and `optimizer_class`."""
+    """Options of `HeteroZeroOptimizer` and `optimizer_class`."""
 
     @property
     def device(self) -> torch.device:

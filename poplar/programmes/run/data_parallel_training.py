@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.programmes.training.training import DistributedTraining
+from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.values.plan import Plan
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.optimizer import HeteroZeroOptimizer
+from poplar.programmes.run.divided_guard import DividedGuard
 from poplar.programmes.run.divided_model import DividedModel
-from poplar.programmes.training.divided_guard import DividedGuard
 from poplar.zero.agreement import run_on_all_ranks
 
 
@@ -72,7 +72,7 @@ class WholeState:
         run_on_all_ranks(self._control, write, doing=f"save_model({str(path)!r})")
 
     def _entries(self) -> Iterator[tuple[str, str | None, Tensor]]:
-        """Of the model's state dict: key, name of the parameter (None: a buffer), own value."""
+        """Yield each key of the state dict, the parameter's name (None: a buffer), own value."""
         with self._guard.allowed():
             state = self._divided.model.state_dict(keep_vars=True)
         for key, value in state.items():

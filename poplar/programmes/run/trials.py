@@ -1,7 +1,6 @@
-"""Times two trainings of one model in turns, because a prediction of either may be wrong.
+"""Times two trainings of one model in turns, as plans are timed, and compares their first steps.
 
-As `autotune` does with plans: both run on the same ranks in the same minutes, so a slow moment
-affects both. The model is unchanged afterwards.
+The model is unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from poplar.comm import Control
 from poplar.profiler.progress import Report
-from poplar.programmes.training.job import Job
-from poplar.programmes.training.training import DistributedTraining
+from poplar.profiler.trial_runs import take_turns
+from poplar.programmes.run.distributed_training import DistributedTraining
+from poplar.programmes.run.job import Job
 from poplar.system.devices import synchronize
 from poplar.zero.preserved_state import host_copies, model_preserved, parameters_restored
 
@@ -47,7 +46,7 @@ class Comparison:
     """Measured steps of two trainings, the same value on every rank."""
 
     first_seconds: float
-    """Of a step, the median over turns."""
+    """Seconds of a step, the median over turns."""
     second_seconds: float
     ratio: float
     """The first one's time over the second one's: the median over turns."""
@@ -68,11 +67,15 @@ def compare(
     """
     expected = first.step_seconds + second.step_seconds
     steps = min(max(int(seconds / TURNS / expected) - 1, STEPS[0]), STEPS[-1])
-    copies, began = host_copies(job.model), time.perf_counter()
+    copies = host_copies(job.model)
+
+    def from_first_rank(value: float) -> float:
+        return job.control.exchange_objects(value, what="timing steps")[0]
+
     turns: list[tuple[float, float]] = []
     difference = ""
     with model_preserved(job.model, job.device):
-        for turn in range(TURNS):
+        for turn in take_turns(TURNS, seconds, from_first_rank):
             taken = {}
             for candidate in (first, second)[:: -1 if turn % 2 else 1]:
                 report(f"steps of the {candidate.name}")
@@ -82,8 +85,7 @@ def compare(
             difference = difference or one.difference(other, (first.name, second.name))
             turns.append((one.seconds, other.seconds))
             ratio = turns[-1][0] / turns[-1][1]
-            spent = (time.perf_counter() - began) * (turn + 2) / (turn + 1)
-            if max(ratio, 1 / ratio) > CLEAR or _from_first_rank(job.control, spent) > seconds:
+            if max(ratio, 1 / ratio) > CLEAR:
                 break
     return Comparison(
         first_seconds=median(seconds for seconds, _ in turns),
@@ -97,9 +99,9 @@ class _Turn(NamedTuple):
     """Some steps of a training, the same value on every rank."""
 
     seconds: float
-    """Of a step on the slowest rank, the mean over all but the first."""
+    """Seconds of a step on the slowest rank, the mean over all but the first."""
     loss: float
-    """Of the first step, as its gradient norm."""
+    """Loss of the first step."""
     grad_norm: float
     rounding: float
     """Relative differences that the dtype of the computation explains."""
@@ -133,7 +135,3 @@ class _Turn(NamedTuple):
                     f"{values[1]:.6g} by the {names[1]}"
                 )
         return ""
-
-
-def _from_first_rank(control: Control, value: float) -> float:
-    return control.exchange_objects(value, what="timing steps")[0]

@@ -18,11 +18,11 @@ from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.preserved_state import model_preserved
 
 _SAMPLES = (2, 8)
-"""In a compared batch: as many as the example has, within these limits."""
+"""Fewest and most samples in a compared batch; within them, as many as the example has."""
 _BATCHES = 3
-"""Compared after the export. In each, Python code may choose or draw something else."""
+"""Batches compared after the export. Python code may choose something else in each."""
 _MOST_ELEMENTS = 1 << 20
-"""Of the parameters whose gradients are compared in a step."""
+"""Most elements of the parameters whose gradients are compared in a step."""
 _EVERY_STEP = 256
 """Steps from one comparison to the next; the first ones are after 0, 1, 2, 4, 8, ... steps."""
 

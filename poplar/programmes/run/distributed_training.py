@@ -24,9 +24,9 @@ class DistributedTraining(ABC):
 
     model: nn.Module
     optimizer: HeteroZeroOptimizer
-    """For learning rates and schedulers. Its own `train_step` is not to be called."""
+    """The optimizer, for learning rates and schedulers. Do not call its own `train_step`."""
     plan: Plan
-    """With the samples of every rank."""
+    """The plan, with the samples of every rank."""
     programme: Programme | None
     """How the tensors are divided over ranks; None: data parallelism."""
     reason: str

@@ -14,18 +14,18 @@ from poplar.comm import Communicator, Control, Group, connect_control
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.progress import Report, show_progress
 from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run.checked_export import CheckedExport
+from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.programmes.run.exported_graph import ExportedLoss
+from poplar.programmes.run.job import Job
+from poplar.programmes.run.trials import Candidate, compare
 from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
 from poplar.programmes.search.explanation import explain_programme
-from poplar.programmes.training.checked_export import CheckedExport
-from poplar.programmes.training.job import Job
-from poplar.programmes.training.training import DistributedTraining
-from poplar.programmes.training.trials import Candidate, compare
 from poplar.tuning.autotune import Tuned, tune
 from poplar.values.formatting import format_seconds
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
-from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.agreement import exchange_results
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
 from poplar.zero.update import OptimizerFactory
@@ -217,8 +217,7 @@ def _decide(control: Control, exported: ExportedLoss, tuned: Tuned) -> Programme
             return None
         return plan_programme(exported.graph, tuned.profile, tuned.plan)
 
-    mine = run_on_all_ranks(control, search, doing="distribute()")
-    decision = control.exchange_objects(mine, what="distribute()")[0]
+    decision = exchange_results(control, search, what="distribute()")[0]
     assert decision is not None
     return decision
 
@@ -230,18 +229,15 @@ def _given(control: Control, programme: Choice) -> Programme | None:
         ValueError: on all ranks, if it is none of the choices, or the ranks have different ones.
     """
 
-    def read() -> Programme | None:
-        if isinstance(programme, Path):
-            return Programme.from_json(programme)
-        if isinstance(programme, str) and programme not in ("auto", "never"):
-            raise ValueError(
-                f"programme={programme!r} must be 'auto', 'never', a Programme or a Path of a file"
-            )
-        return programme if isinstance(programme, Programme) else None
+    def read() -> Programme | str:
+        given = Programme.from_json(programme) if isinstance(programme, Path) else programme
+        if isinstance(given, Programme) or given in ("auto", "never"):
+            return given
+        raise ValueError(
+            f"programme={programme!r} must be 'auto', 'never', a Programme or a Path of a file"
+        )
 
-    given = run_on_all_ranks(control, read, doing="distribute()")
-    mine = programme if given is None else given.to_dict()
-    by_rank = control.exchange_objects(mine, what="distribute()")
-    if any(other != by_rank[0] for other in by_rank):
+    first, *others = exchange_results(control, read, what="distribute()")
+    if any(other != first for other in others):
         raise ValueError("the ranks passed different programmes to distribute()")
-    return given
+    return first if isinstance(first, Programme) else None
