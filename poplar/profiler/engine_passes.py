@@ -28,8 +28,8 @@ from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
 from poplar.values.errors import CollectiveTimeout
 from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.zero.agreement import leader_of
-from poplar.zero.collective_scheduler import Mode
 from poplar.zero.engine import Engine
+from poplar.zero.passes.collective_pass import Mode
 
 T = TypeVar("T")
 

@@ -24,8 +24,8 @@ from poplar.comm import Communicator, Control, Work
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.values.errors import RankFailed
 from poplar.zero import gradient_norm
-from poplar.zero.collective_order import LeaderFailed
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.passes.collective_order import LeaderFailed
 from poplar.zero.step_settings import UPDATES, StepSettings
 
 T = TypeVar("T")

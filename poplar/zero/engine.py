@@ -24,10 +24,11 @@ from poplar.zero.absent_parameter import direct_access
 from poplar.zero.checks.model_checks import Removable
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.checks.recorded_calls import reject_forward_in_replay
-from poplar.zero.collective_scheduler import CollectiveScheduler, Mode
 from poplar.zero.factors.rows import FactoredRows
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook
+from poplar.zero.passes.collective_pass import Mode, PassSettings
+from poplar.zero.passes.collective_scheduler import CollectiveScheduler
 from poplar.zero.recomputation import Recomputation
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.step_state import Phase, StepState
@@ -160,7 +161,7 @@ class Engine:
             self.drop_parameter_gradients()
         if self.has_early_pass:
             self.has_early_pass = False
-            self.scheduler.set_weight(weight)
+            self.scheduler.current.set_weight(weight)
             return True
         if mode is Mode.EVALUATE and len(self._unsharded) == len(self.units):
             return False
@@ -170,7 +171,7 @@ class Engine:
                 return False
             leader = 0
         self._explicit_pass = True
-        self.scheduler.begin(mode, reduces=reduces, weight=weight, leader=leader)
+        self.scheduler.begin(PassSettings(mode, reduces, weight), leader)
         return True
 
     def begin_early_pass(self) -> bool:
@@ -197,13 +198,14 @@ class Engine:
                 ranks do not wait.
             CollectiveTimeout: the pass could not be completed even with zeros.
         """
-        has_gradients = self.scheduler.mode.has_gradients
+        own = self.scheduler.current
+        has_gradients = own.mode.has_gradients
         try:
             try:
                 if failed and has_gradients:
                     self.drop_parameter_gradients()
-                if self.scheduler.interrupted_by is not None:
-                    raise self.scheduler.interrupted_by
+                if own.interrupted_by is not None:
+                    raise own.interrupted_by
                 self.scheduler.finish(failed=failed)
             except CollectiveTimeout:
                 raise
@@ -217,14 +219,14 @@ class Engine:
         finally:
             self._drop_pass()
         if has_gradients:
-            last = self.scheduler.reduces
-            self.step.phase = max(self.step.phase, Phase.ISSUED if last else Phase.ACCUMULATED)
+            phase = Phase.ISSUED if own.reduces else Phase.ACCUMULATED
+            self.step.phase = max(self.step.phase, phase)
 
     def _complete(self, complete: Callable[[], None]) -> None:
         """Complete what other ranks wait for, after an error; stop all ranks if that fails too."""
         try:
-            if self.scheduler.interrupted_by is not None:
-                raise self.scheduler.interrupted_by
+            if self.scheduler.active and self.scheduler.current.interrupted_by is not None:
+                raise self.scheduler.current.interrupted_by
             complete()
         except CollectiveTimeout:
             raise
@@ -318,7 +320,7 @@ class Engine:
     def _drop_pass(self) -> None:
         self._explicit_pass = self.has_early_pass = False
         self._callback_queued = False  # a backward that fails does not call back
-        self.scheduler.active = False
+        self.scheduler.drop()
 
     def explain_error(self, error: Exception) -> Exception:
         """Explain autograd's version error where its cause is a resharded parameter."""
@@ -517,14 +519,14 @@ class Engine:
                 is_last = gradient_ready not in hooks or hooks[-1] is gradient_ready
                 self._begin_implicit_pass(Mode.TRAIN)
             if not is_last:  # only in this pass: take the gradient when the later hooks have run
-                take = partial(self.scheduler.gradient_ready, flat, parameter)  # type: ignore[arg-type]
+                take = partial(self.scheduler.current.gradient_ready, flat, parameter)  # type: ignore[arg-type]
                 Variable._execution_engine.queue_callback(take)
             calls_back = not self._explicit_pass or self.step.in_user_loop
             if calls_back and not self._callback_queued:
                 self._callback_queued = True
                 Variable._execution_engine.queue_callback(self._on_backward_end)
             if is_last:
-                self.scheduler.gradient_ready(flat, parameter)  # type: ignore[arg-type]
+                self.scheduler.current.gradient_ready(flat, parameter)  # type: ignore[arg-type]
 
         return gradient_ready
 
@@ -565,9 +567,11 @@ class Engine:
                     self._begin_implicit_pass(mode)
             try:
                 if _in_backward():
-                    self.scheduler.require(unit)  # recomputation for activation checkpointing
+                    self.scheduler.current.require(
+                        unit
+                    )  # recomputation for activation checkpointing
                 else:
-                    self._visits[unit] = self.scheduler.enter_forward(unit)
+                    self._visits[unit] = self.scheduler.current.enter_forward(unit)
             except CollectiveTimeout as error:
                 if self._explicit_pass:
                     raise
@@ -587,16 +591,16 @@ class Engine:
             outputs = [
                 value
                 for value in pytree.tensors(output)
-                if value.requires_grad and self.scheduler.is_first_output(value)
+                if value.requires_grad and self.scheduler.current.is_first_output(value)
             ]
 
             def enter_backward(_gradient: Tensor) -> None:
                 if not self._explicit_pass:
                     self.reject_uneven_backward()
-                self.scheduler.enter_backward(unit, visit)
+                self.scheduler.current.enter_backward(unit, visit)
 
             if outputs:
-                self.scheduler.expect_backward(unit, visit)
+                self.scheduler.current.expect_backward(unit, visit)
             for value in outputs:
                 value.register_hook(enter_backward)
 
@@ -632,7 +636,7 @@ class Engine:
     @property
     def _implicit_evaluation_is_open(self) -> bool:
         own = self.scheduler.active and not self._explicit_pass
-        return own and self.scheduler.mode is Mode.EVALUATE
+        return own and self.scheduler.current.mode is Mode.EVALUATE
 
     def drop_implicit_pass(self) -> None:
         """End an implicit pass that has no natural end, such as a forward without a backward.
@@ -641,9 +645,10 @@ class Engine:
         """
         self._call_depth = 0  # a forward may have failed before its hooks ran
         if self.scheduler.active and not self._explicit_pass:
+            mode = self.scheduler.current.mode
             self.scheduler.finish(failed=True)
             self._callback_queued = False
-            if self.scheduler.mode is not Mode.EVALUATE:  # an evaluation leaves no gradients
+            if mode is not Mode.EVALUATE:  # an evaluation leaves no gradients
                 self.begin_step()
 
     def _explain_transform(self, unit: Unit) -> str:
@@ -677,7 +682,7 @@ class Engine:
             self.requires_gradient_sync or self.strategy.reduces_every_pass
         )
         weight = 1.0 / self.comm.group.size
-        self.scheduler.begin(mode, reduces=reduces, weight=weight, leader=0)
+        self.scheduler.begin(PassSettings(mode, reduces, weight), leader=0)
 
     def reject_uneven_backward(self) -> None:
         """Raise if a backward outside of `micro_batches` has the wrong weight. Collective then.
@@ -701,7 +706,7 @@ class Engine:
         if not self.scheduler.active:
             return
         if self._explicit_pass:
-            self.set_placeholder_gradients(self.scheduler.reduced)
+            self.set_placeholder_gradients(self.scheduler.current.reduced)
             return
         self.end_pass()
         if self.requires_gradient_sync:

@@ -20,8 +20,8 @@ from poplar.comm import Control
 from poplar.data import pytree
 from poplar.values.errors import CollectiveTimeout
 from poplar.zero.agreement import agreed, caught, leader_of, raise_on_any_error
-from poplar.zero.collective_scheduler import Mode
 from poplar.zero.engine import Engine
+from poplar.zero.passes.collective_pass import Mode
 
 _ROUNDS = 8
 """Rounds in the time of a deadline; a batch may delay the end of one."""

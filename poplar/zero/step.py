@@ -314,7 +314,11 @@ class Step:
         if micro_batch is None:
             return
         reason: Exception
-        if micro_batch.samples and micro_batch.weight and not self._engine.scheduler.has_gradients:
+        if (
+            micro_batch.samples
+            and micro_batch.weight
+            and not self._engine.scheduler.current.has_gradients
+        ):
             reason = RuntimeError(
                 f"rank {self._rank}: the body of the micro_batches loop ran no backward for a "
                 f"micro-batch of {micro_batch.samples} samples, which count in the mean; call "

@@ -32,8 +32,8 @@ from poplar.comm import Bucket, Group
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.values.errors import PoplarError
 from poplar.zero import unit as units
-from poplar.zero.collective_scheduler import Mode
 from poplar.zero.engine import Engine
+from poplar.zero.passes.collective_pass import Mode
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 ALL = ("root", *BLOCKS)
@@ -487,7 +487,8 @@ def test_issued_reductions_are_not_repeated_after_out_of_memory(
 def test_out_of_memory_for_zeros_names_the_rank() -> None:
     engine = object.__new__(Engine)
     full = mock.Mock(side_effect=torch.OutOfMemoryError("full"))
-    engine.scheduler = mock.Mock(mode=Mode.TRAIN, active=True, finish=full, interrupted_by=None)
+    engine.scheduler = mock.Mock(active=True, finish=full)
+    engine.scheduler.current = mock.Mock(mode=Mode.TRAIN, interrupted_by=None)
     engine.comm = mock.Mock()
     engine.comm.group.rank = 3
     engine.control = mock.Mock()
@@ -497,7 +498,7 @@ def test_out_of_memory_for_zeros_names_the_rank() -> None:
         engine.end_pass()
     engine.control.abort.assert_called_once_with(str(raised.value))  # the others need not wait
     assert full.call_args_list == [mock.call(failed=False), mock.call(failed=True)]
-    assert not engine.scheduler.active
+    engine.scheduler.drop.assert_called_once_with()
 
 
 # Plans

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from training import STAGES, Run
 
 from poplar import HeteroZeroOptimizer, Plan, RankFailed
-from poplar.zero.collective_scheduler import CollectiveScheduler
+from poplar.zero.passes.collective_scheduler import CollectiveScheduler
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from poplar.zero.collective_order import Slot, SlotKind, agreed_order
+from poplar.zero.passes.collective_order import Slot, SlotKind, agreed_order
 
 
 def slots(text: str) -> list[Slot]:

@@ -1,0 +1,1 @@
+"""Passes: which collectives each of them issues, and in which order."""

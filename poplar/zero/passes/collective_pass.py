@@ -1,0 +1,285 @@
+"""A pass of one rank, which issues every collective of the pass once, in the order of all ranks.
+
+The engine reports which unit is needed next, which gradients are ready, and when the pass has ended
+or failed. A rank without a backward issues the remaining slots with zeros in `finish`.
+See [Note: collective order] in `collective_order.py` and [Note: backward order] below.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from poplar.comm import Control
+from poplar.system.out_of_memory import is_out_of_memory
+from poplar.values.errors import OutOfOrder
+from poplar.zero.flat_parameter import FlatParameter, sparse_gradient
+from poplar.zero.passes.collective_order import Slot, SlotKind
+from poplar.zero.stages.strategy import Strategy
+from poplar.zero.unit import Unit
+
+
+class Mode(Enum):
+    """Passes of one mode share one collective order."""
+
+    TRAIN = "training"
+    EVALUATE = "evaluation"
+    REDUCE_ONLY = "reduction-only"
+    """No forward and no backward: gradients that are already in `.grad` are reduced."""
+    MEASURE = "measured"
+    """Forward and backward of the profiler: gradients are dropped and nothing is reduced."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether such a pass contributes to the gradients of a step."""
+        return self in (Mode.TRAIN, Mode.REDUCE_ONLY)
+
+
+class PassSettings(NamedTuple):
+    """What kind of pass it is."""
+
+    mode: Mode
+    reduces: bool
+    """Gradients are reduced in this pass."""
+    weight: float
+    """Factor for this rank's gradients."""
+
+
+class CollectivePass(ABC):
+    """A pass, from its begin to `finish`.
+
+    [Note: backward order]
+    Autograd runs operations in reverse order of recording. When the backward enters forward call
+    number `v`, all later forward calls are finished: their parameters can be resharded. A unit
+    whose forward calls were all later gets no more gradients, even if a parameter got none.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], strategy: Strategy, control: Control, settings: PassSettings
+    ) -> None:
+        self.mode, self.reduces, self._weight = settings
+        self.interrupted_by: BaseException | None = None
+        """An error while something was sent, so that the pass cannot be completed. Running out of
+        memory is none: collectives allocate before they send."""
+        self._units, self._strategy, self._control = units, strategy, control
+        self._flats = tuple(flat for unit in units for flat in unit.trained)
+        self._unit_of = {flat: unit for unit in units for flat in unit.trained}
+        self._current: Unit | None = None
+        self._unsharded: set[Unit] = set()
+        self._ready: set[Unit] = set()
+        self._forward_order: list[Unit] = []
+        """By number of a forward call, its unit."""
+        self._first_visit: dict[Unit, int] = {}
+        self._backward_visit: int | None = None
+        self._outputs: set[tuple[object, int]] = set()
+        self._ready_gradients: dict[FlatParameter, set[nn.Parameter]] = {}
+        self._complete: set[FlatParameter] = set()
+        self._reduced: set[FlatParameter] = set()
+        self._finishing = False
+
+    @property
+    def reduced(self) -> set[FlatParameter]:
+        """The flat parameters whose reduction has been issued in this pass."""
+        return self._reduced
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived in this pass."""
+        return bool(self._ready_gradients)
+
+    def set_weight(self, weight: float) -> None:
+        """Set the weight of a pass that began before it was known; before its backward."""
+        self._weight = weight
+
+    # What differs between recording an order and replaying it.
+
+    @property
+    @abstractmethod
+    def _issued(self) -> Sequence[Slot]:
+        """The slots that have been issued so far."""
+
+    @abstractmethod
+    def _issue_until(self, unit: Unit) -> None:
+        """Issue slots until this unit is unsharded.
+
+        Raises:
+            OutOfOrder: the agreed order has no unshard of this unit left.
+            LeaderFailed: the leader of the first pass failed before this unit.
+        """
+
+    @abstractmethod
+    def _gradients_complete(self, flat: FlatParameter) -> None:
+        """All gradients of a flat parameter have arrived, which this pass reduces."""
+
+    @abstractmethod
+    def _issue_rest(self, *, failed: bool) -> None:
+        """Issue all slots that are left."""
+
+    # Events of this rank's own pass.
+
+    def enter_forward(self, unit: Unit) -> int:
+        """Unshard `unit` for its forward. Returns the number of this forward call."""
+        try:
+            self.require(unit)
+        except OutOfOrder as error:
+            if self._backward_visit is None:
+                raise
+            raise OutOfOrder(
+                f"rank {self._control.group.rank}: a forward of unit {unit.name!r} after the "
+                "backward of this micro-batch. Run one forward and one backward per micro-batch: "
+                "add the losses first, or evaluate after step()"
+            ) from error
+        self._forward_order.append(unit)
+        return len(self._forward_order) - 1
+
+    def expect_backward(self, unit: Unit, visit: int) -> None:
+        """Record that outputs of a forward call may receive gradients."""
+        self._first_visit.setdefault(unit, visit)
+
+    def is_first_output(self, value: Tensor) -> bool:
+        """Whether no unit has returned this tensor before in this pass."""
+        # Store the objects, not their ids: an id may be reused after the object is freed.
+        key = (value if value.grad_fn is None else value.grad_fn, value.output_nr)
+        if key in self._outputs:
+            return False
+        self._outputs.add(key)
+        return True
+
+    def enter_backward(self, unit: Unit, visit: int) -> None:
+        """Unshard `unit` for the backward of a forward call."""
+        self._backward_visit = visit
+        self.require(unit)
+
+    def require(self, unit: Unit) -> None:
+        """Return when the parameters of `unit` are unsharded.
+
+        Raises:
+            OutOfOrder, LeaderFailed: as `_issue_until`.
+        """
+        if unit in self._ready:
+            return
+        if not unit.resident or unit not in self._unsharded:
+            self._issue_until(unit)  # a resident unit may come with one that was needed before it
+        if not unit.resident:
+            self._current = unit
+        self._ready.add(unit)
+        with self._unbroken():
+            self._strategy.wait_for_unshard(unit)
+
+    def gradient_ready(self, flat: FlatParameter, parameter: nn.Parameter) -> None:
+        """Record that autograd has accumulated the gradient of a parameter of `flat`.
+
+        Raises:
+            RuntimeError: the flat parameter has been reduced already.
+        """
+        if flat in self._reduced:
+            raise RuntimeError(
+                f"rank {self._control.group.rank}: a parameter of unit {flat.name!r} got a "
+                "gradient after the unit was reduced. Run one backward per micro-batch: add the "
+                "losses first, and use activation checkpointing with use_reentrant=False"
+            )
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise TypeError(sparse_gradient(flat, parameter))
+        if not self.mode.has_gradients:
+            parameter.grad = None
+            if flat.rows is not None:
+                flat.rows.drop_captured()
+            return
+        arrived = self._ready_gradients.setdefault(flat, set())
+        arrived.add(parameter)
+        if len(arrived) < len(flat.parameters) or flat in self._complete:
+            return
+        self._complete.add(flat)
+        if self.reduces:
+            self._gradients_complete(flat)
+        else:
+            self._strategy.accumulate(flat, self._weight)
+
+    def finish(self, *, failed: bool = False) -> None:
+        """Issue the remaining slots, with zeros for missing gradients, and reshard all units.
+
+        After a failure the units are resharded first: the remaining slots may need their memory.
+        """
+        self._finishing = True
+        if failed:
+            self._reshard_all()
+        if not self.reduces and not self._strategy.shards_parameters:
+            self._accumulate_rest(failed)
+        else:
+            self._issue_rest(failed=failed)
+        self._reshard_all()
+        self._outputs.clear()
+
+    def _accumulate_rest(self, failed: bool) -> None:
+        for flat in self._flats:
+            if failed:
+                flat.drop_parameter_gradients()
+            else:
+                self._strategy.accumulate(flat, self._weight)
+
+    # Issuing.
+
+    def _issue(self, slot: Slot) -> None:
+        with self._unbroken():
+            if slot.kind is SlotKind.REDUCE:
+                flat = self._flats[slot.index]
+                self._strategy.reduce(flat, self._weight)
+                self._reduced.add(flat)
+            else:
+                unit = self._units[slot.index]
+                self._strategy.unshard(unit, in_step=self.mode is Mode.TRAIN)
+                self._unsharded.add(unit)
+                if self._finishing:
+                    self._reshard(unit)
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """A context for what may not be repeated if it fails, because it may have been sent."""
+        try:
+            yield
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                self.interrupted_by = error
+            raise
+
+    def _backward_is_over(self, flat: FlatParameter) -> bool:
+        """Whether `flat` gets no more gradients in this pass: [Note: backward order]."""
+        unit = self._unit_of[flat]
+        if self._finishing or flat in self._complete:
+            return True
+        if unit.resident or not self._strategy.shards_parameters:
+            return False
+        first = self._first_visit.get(unit)
+        return first is None or (self._backward_visit is not None and first > self._backward_visit)
+
+    def _reshard_current(self) -> None:
+        if self._current is not None:
+            self._reshard(self._current)
+            self._current = None
+
+    def _reshard_all(self) -> None:
+        for unit in list(self._unsharded):
+            self._reshard(unit)
+
+    def _reshard(self, unit: Unit) -> None:
+        if unit in self._unsharded:
+            self._unsharded.discard(unit)
+            self._ready.discard(unit)
+            with self._unbroken():
+                self._strategy.reshard(unit)
+
+    def _order_error(self, unit: Unit) -> OutOfOrder:
+        unshards = (slot for slot in self._issued if slot.kind is SlotKind.UNSHARD)
+        names = [self._units[slot.index].name for slot in unshards]
+        return OutOfOrder(
+            f"rank {self._control.group.rank}: the model reached unit {unit.name!r} in another "
+            f"order than agreed in the first {self.mode.value} pass (so far agreed: "
+            f"{', '.join(names[-6:])}). All ranks must run the same model in the same order; a "
+            "unit may be skipped, not moved. If the order depends on the data, name a larger unit "
+            "that contains these: HeteroZeroOptimizer(..., units=[...])"
+        )
