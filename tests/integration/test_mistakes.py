@@ -262,6 +262,21 @@ def given_in_ddp(made: Made) -> None:
     made.new_optimizer(nn.parallel.DistributedDataParallel(model, process_group=harness.group()))
 
 
+def given_with_ddp_inside(made: Made) -> None:
+    model = models.build(RECIPE.spec)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=harness.group())
+    made.new_optimizer(nn.Sequential(wrapped))
+
+
+def given_in_fsdp2(made: Made) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = models.build(RECIPE.spec)
+    fully_shard(model, mesh=DeviceMesh.from_group(harness.group(), harness.device().type))
+    made.new_optimizer(model)
+
+
 def sharded_by_fsdp2(made: Made) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -531,6 +546,9 @@ MISTAKES = [
     Mistake(no_step_after_the_loop, "call optimizer.step() after the micro_batches", warns=True),
     Mistake(train_step_in_the_loop, "end the loop first"),
     Mistake(backward_in_the_loss_function, "must only return the loss", stages=(0, 1, 2)),
+    Mistake(
+        backward_in_the_loss_function, "backward", stages=(3,), name="backward in a sharded loss"
+    ),
     Mistake(loss_per_sample, "return the mean over the micro-batch"),
     Mistake(clip_with_torch, "optimizer.clip_grad_norm_(max_norm)", stages=SHARDED),
     Mistake(clip_with_torch_in_the_loop, "optimizer.clip_grad_norm_(max_norm)"),
@@ -544,6 +562,8 @@ MISTAKES = [
     Mistake(wrapped_in_ddp, "Do not wrap", stages=(0, 1, 2)),  # at stage 3 DDP itself raises
     Mistake(compiled_in_ddp, "Do not wrap", stages=(0, 1, 2)),
     Mistake(given_in_ddp, "pass the unwrapped model", stages=(0, 3)),
+    Mistake(given_with_ddp_inside, "pass the unwrapped model", stages=(0, 3)),
+    Mistake(given_in_fsdp2, "pass the unwrapped model", stages=(0, 3)),
     Mistake(sharded_by_fsdp2, "pass the unwrapped model", stages=(0, 1, 2)),
     Mistake(parameter_added, "build a new optimizer"),
     Mistake(parameter_replaced, "build a new optimizer"),
