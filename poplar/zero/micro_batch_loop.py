@@ -141,8 +141,8 @@ class MicroBatchLoop(Iterator[Any]):
             else:
                 self._passes.finish_user_passes()
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _is_finalizing():  # module globals may be None by then
             with suppress(CollectiveTimeout):  # all ranks have been stopped
                 self.close()
 
