@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import ranks as harness
@@ -47,6 +48,16 @@ def die_on(bad: int, how: signal.Signals) -> int:
         os.kill(os.getpid(), how)
         time.sleep(60)
     return harness.rank()
+
+
+def polling_threads() -> int:
+    harness.separate_group()
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop")
+
+
+def test_groups_of_a_worker_share_one_polling_thread(ranks: Pool) -> None:
+    assert ranks.run(polling_threads, ranks=2) == [1, 1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
