@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 class PoplarProvider(Provider):
     """A `Communicator`; without zero-copy, inputs and results are ordinary tensors.
 
-    Only shared memory has an all-reduce, for other trainers on `cpu:poplar`; the engine needs none.
+    Only shared memory has an all-reduce; the engine needs none.
     """
 
     def __init__(self, comm: Communicator, transport: str, *, zero_copy: bool = False) -> None:

@@ -1,10 +1,8 @@
 """Collectives over shards of unequal size: process groups, buckets, and the transports.
 
 This package knows tensors and shard layouts only; it never refers to units, stages or models.
-Importing it registers the `cpu:poplar` backend of torch.distributed (`torch_backend`).
 """
 
-from poplar.comm import torch_backend
 from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.communicator import Communicator, Work
@@ -24,5 +22,3 @@ __all__ = [
     "connect",
     "connect_control",
 ]
-
-torch_backend.register()

@@ -24,10 +24,8 @@ from poplar.comm.subgroup import subgroup, subgroups_of
 from poplar.system.trace import Trace
 from poplar.values.errors import CollectiveTimeout
 
-POPLAR = "poplar"
-"""The name of the backend in `torch_backend`."""
-_HOST_BACKENDS = ("gloo", POPLAR)
-"""Backends that send and receive CPU tensors; a wait blocks the calling thread."""
+_HOST_BACKEND = "gloo"
+"""Sends and receives CPU tensors; a wait blocks the calling thread."""
 WATCH_AFTER_SECONDS = 0.25
 """Longer waits look for failures that other ranks report."""
 _ABORT_SECONDS = 10.0
@@ -115,7 +113,7 @@ class Group:
     ranks: tuple[int, ...]
     """Global ranks, in group order: `ranks[r]` is the global rank of group rank `r`."""
     process_group: dist.ProcessGroup
-    """Carries tensors: NCCL on CUDA, gloo or `cpu:poplar` on CPU."""
+    """Carries tensors: NCCL on CUDA, gloo on the CPU."""
     control_group: dist.ProcessGroup
     """Carries small host values on the CPU, so that it never waits for a GPU stream."""
     timeout: timedelta
@@ -157,12 +155,12 @@ class Group:
 
     def is_on_host(self, device: torch.device) -> bool:
         """Whether the backend for tensors of this device is a CPU backend."""
-        return self._backends.get(device.type) in _HOST_BACKENDS
+        return self._backends.get(device.type) == _HOST_BACKEND
 
     def supports(self, device: torch.device) -> bool:
         """Whether the backend for this device is made for its tensors, as NCCL is for CUDA."""
         backend = self._backends.get(device.type)
-        return device.type == "cpu" or (backend is not None and backend not in _HOST_BACKENDS)
+        return device.type == "cpu" or backend not in (None, _HOST_BACKEND)
 
     def report(self, reason: str) -> None:
         """As `RankGroup.report`."""
@@ -179,7 +177,7 @@ class Group:
     @property
     def has_device_backend(self) -> bool:
         """Whether tensors of some device do not go through the host."""
-        return any(backend not in _HOST_BACKENDS for backend in self._backends.values())
+        return any(backend != _HOST_BACKEND for backend in self._backends.values())
 
     def peers(self) -> list[int]:
         """The other ranks."""

@@ -124,7 +124,7 @@ class SharedMemoryCommunicator(Communicator):
         return self._rendezvous.peer_view(rank, collective, torch.float32, first, high - low)
 
     def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
-        """`bucket.data` = the sum over ranks of their buckets, for `cpu:poplar`. Collective.
+        """`bucket.data` = the sum over ranks of their buckets. Collective.
 
         The owner of a slice adds it in rank order and fp32, rounds the sum once to the bucket's
         dtype, and writes it into every rank's buffer.
@@ -210,13 +210,6 @@ class SharedMemoryCommunicator(Communicator):
                 copy(part, source.view(part.dtype))
 
         return SharedMemoryWork(rendezvous, collective, what, read)
-
-    def barrier(self) -> None:
-        """Return when every rank has called this."""
-        rendezvous = self._rendezvous
-        SharedMemoryWork(
-            rendezvous, rendezvous.post(torch.empty(0, device="cpu")), "barrier", lambda: None
-        ).wait()
 
     def slices(self, collective: int, own: Tensor, low: int, numel: int) -> list[Tensor]:
         """`numel` elements from `low` on of every rank's post, in rank order.
