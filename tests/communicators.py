@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Bucket, Group, Work
-from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommunicator
+from poplar.comm.hierarchy.transport import HierarchicalCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shard_layout import Layout
@@ -65,9 +65,9 @@ class NativeGroup(Group):
         return cls(**{field.name: getattr(group, field.name) for field in fields(Group)})
 
 
-def connect_natively(group: Group, hosts: Hosts) -> HierarchicalProcessGroupCommunicator:
+def connect_natively(group: Group, hosts: Hosts) -> HierarchicalCommunicator:
     """The hierarchical transport of devices, between CPU ranks. Collective."""
     host_group = group.split(hosts.members)
-    return HierarchicalProcessGroupCommunicator(
+    return HierarchicalCommunicator.over_process_groups(
         NativeGroup.like(group), hosts, NativeGroup.like(host_group)
     )

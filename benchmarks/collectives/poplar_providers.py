@@ -9,7 +9,7 @@ from collectives.case import Case
 from collectives.provider import Prepared, Provider
 from poplar.comm import Bucket, Codec, Communicator
 from poplar.comm.communicator import own_slice
-from poplar.comm.shared_memory import SharedMemoryCommunicator
+from poplar.comm.host_memory.transport import SharedMemoryCommunicator
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 //
 // Ranks of one host issue the same collectives in the same order. Each posts its data, reads the
 // others' and marks the collective finished, so that the memory can be reused. No messages are
-// sent. This class knows neither tensors nor deadlines; `poplar/comm/rendezvous.py` does.
+// sent. This class knows neither tensors nor deadlines; `poplar/comm/host_memory/` does.
 #pragma once
 
 #include <cstdint>

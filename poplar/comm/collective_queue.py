@@ -96,8 +96,16 @@ class CollectiveQueue:
             finish=finish,
         )
 
-    def chain(self, first: Work, then: Callable[[], Work], position: int) -> Work:
-        """Combine two collectives: `then` is issued, at `position`, when `first` has finished."""
+    def chain(
+        self, first: Work, then: Callable[[], Work], device: torch.device, position: int
+    ) -> Work:
+        """Combine two collectives: `then` is issued, at `position`, when `first` has finished.
+
+        On devices that is at once, because only the current stream waits.
+        """
+        if not self.group.is_on_host(device):
+            first.wait()
+            return then()
         chained = _ChainedWork(first, then, lambda: self._finish_earlier(position + 1))
         self._unfinished[position] = chained
         return chained

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from poplar.comm.bucket import Bucket, Codec
-from poplar.comm.group import RankGroup
+from poplar.comm.group import Group
 from poplar.comm.shard_layout import Layout
 
 
@@ -58,7 +58,7 @@ class Communicator(ABC):
     """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits. `"library"`: the
     order of NCCL or gloo, which may differ from call to call."""
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
 
     def buffer(

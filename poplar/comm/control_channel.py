@@ -27,9 +27,9 @@ from poplar.comm.frame import (
     header_of,
 )
 from poplar.comm.group import Group
+from poplar.comm.host_memory.rendezvous import Rendezvous
+from poplar.comm.host_memory.work import SharedMemoryWork
 from poplar.comm.point_to_point import Channel, Exchange, Message, close_when_aborted
-from poplar.comm.rendezvous import Rendezvous
-from poplar.comm.shared_memory_work import SharedMemoryWork
 from poplar.comm.work import wait_for_all_ranks
 from poplar.values.errors import CollectiveTimeout
 

@@ -28,6 +28,8 @@ _HOST_BACKEND = "gloo"
 """Sends and receives CPU tensors; a wait blocks the calling thread."""
 WATCH_AFTER_SECONDS = 0.25
 """Longer waits look for failures that other ranks report."""
+_HOST_EXTRA_TIMEOUT = timedelta(seconds=2)
+"""A rank that waits for another host must time out first, and notify the ranks of its host."""
 _ABORT_SECONDS = 10.0
 """Time for the backends of devices to abort what is pending."""
 _QUERY_SECONDS = (2e-5, 1e-3)
@@ -35,45 +37,6 @@ _QUERY_SECONDS = (2e-5, 1e-3)
 
 # Every optimizer makes a group of its own on a process group.
 _GROUP_COUNTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-class RankGroup(Protocol):
-    """A group as one of its ranks sees it; all that the shared-memory transport depends on."""
-
-    @property
-    def rank(self) -> int:
-        """This rank, in the group."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def timeout(self) -> timedelta:
-        """The deadline of every wait."""
-
-    @property
-    def failures(self) -> list[CollectiveTimeout]:
-        """Shared-memory collectives that did not finish. If there are any, ranks no longer agree
-        on the collective order, and every later collective raises.
-        """
-
-    @property
-    def trace(self) -> Trace:
-        """Records every wait for other ranks while tracing is on."""
-
-    @property
-    def on_abort(self) -> dict[Any, Callable[[], None]]:
-        """What `abort` calls so that peers that wait for this rank raise at once."""
-
-    def abort(self, reason: str) -> None:
-        """Call if this rank fails in a way that the others cannot survive; they raise `reason`."""
-
-    def report(self, reason: str) -> None:
-        """Report that a collective of this rank has failed to ranks that share no memory."""
-
-    def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
-        """The error of a collective in which `peers` did not take part."""
 
 
 class Event(Protocol):
@@ -120,7 +83,10 @@ class Group:
     index: int = 0
     """Counts the groups of this process group; separates the messages of two optimizers."""
     failures: list[CollectiveTimeout] = field(default_factory=list)
+    """Collectives that did not finish. If there are any, ranks no longer agree on the collective
+    order, and every later collective raises."""
     trace: Trace = field(default_factory=Trace)
+    """Records every wait for other ranks while tracing is on."""
     names: tuple[int, ...] | None = None
     """The ranks' numbers in errors, if this group is part of a larger one."""
     reports: FailureReports | None = None
@@ -131,14 +97,17 @@ class Group:
     devices: set[torch.device] = field(default_factory=set)
     """Where collectives have been issued."""
     on_abort: dict[Any, Callable[[], None]] = field(default_factory=dict)
+    """What `abort` calls so that peers that wait for this rank raise at once."""
     _process: int = field(default_factory=os.getpid)
 
     @cached_property
     def rank(self) -> int:
-        return dist.get_rank(self.process_group)
+        """This rank, in the group."""
+        return self.ranks.index(dist.get_rank())
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.ranks)
 
     @cached_property
@@ -163,12 +132,12 @@ class Group:
         return device.type == "cpu" or backend not in (None, _HOST_BACKEND)
 
     def report(self, reason: str) -> None:
-        """As `RankGroup.report`."""
+        """Report that a collective of this rank has failed to ranks that share no memory."""
         if self.reports is not None:
             self.reports.publish(reason)
 
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
-        """As `RankGroup.timeout_error`."""
+        """The error of a collective in which `peers` did not take part."""
         names = self.names or range(self.size)
         return collective_timeout(
             names[self.rank], self.timeout, what, [names[peer] for peer in peers], cause
@@ -210,7 +179,7 @@ class Group:
         return failure
 
     def abort(self, reason: str) -> None:
-        """As `RankGroup.abort`."""
+        """Call if this rank fails in a way that the others cannot survive; they raise `reason`."""
         if os.getpid() != self._process:
             return
         if not self.failures:
@@ -307,6 +276,20 @@ class Group:
                     self.in_flight.pop(number, None)
             elif issued < issued_before and not self.failures:
                 self.fail(work.what, self.peers())
+
+    def on_host(self, members: Sequence[int]) -> Group:
+        """The ranks of this rank's host as a group that shares memory. Local.
+
+        Args:
+            members: group ranks; errors go on to name them so.
+        """
+        names = self.names or range(self.size)
+        return replace(
+            self,
+            ranks=tuple(self.ranks[rank] for rank in members),
+            names=tuple(names[rank] for rank in members),
+            timeout=self.timeout + _HOST_EXTRA_TIMEOUT,
+        )
 
     def split(self, partition: Sequence[Sequence[int]]) -> Group:
         """The subgroup of this rank. Collective over all ranks.

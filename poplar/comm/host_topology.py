@@ -8,11 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from poplar.comm.host_memory.segment import CAN_SHARE
 from poplar.comm.shard_layout import ALIGNMENT, Layout
-from poplar.comm.shared_segment import CAN_SHARE
-
-MAX_PIECE_NUMEL = 1 << 20
-"""Elements of a piece at most. One piece is sent while the next is being added."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +62,6 @@ class Hosts:
         ]
         return [list(pieces) for pieces in _split_evenly(remote, len(ranks))]
 
-    def relays_of_other_hosts(self, layout: Layout, host: int) -> list[tuple[int, int, Piece]]:
-        """(Host, rank, piece) of every piece that ranks of other hosts relay."""
-        return [
-            (other, rank, piece)
-            for other, ranks in enumerate(self.members)
-            if other != host
-            for rank, pieces in zip(ranks, self.relay_assignments(layout, other), strict=True)
-            for piece in pieces
-        ]
-
 
 def _split_evenly(pieces: Sequence[Piece], count: int) -> Iterator[Iterator[Piece]]:
     total = sum(piece.numel for piece in pieces)
@@ -89,8 +76,8 @@ def _pieces_between(pieces: Sequence[Piece], first: int, last: int) -> Iterator[
     for piece in pieces:
         start = piece.start + max(first - begin, 0)
         stop = piece.start + min(last - begin, piece.numel)
-        for part in range(start, stop, MAX_PIECE_NUMEL):
-            yield Piece(piece.owner, part, min(part + MAX_PIECE_NUMEL, stop))
+        if start < stop:
+            yield Piece(piece.owner, start, stop)
         begin += piece.numel
 
 

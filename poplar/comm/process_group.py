@@ -19,8 +19,8 @@ from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.column_gather import gather_columns
 from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
 from poplar.comm.group import Group
+from poplar.comm.host_memory.segment_pool import caches_memory
 from poplar.comm.point_to_point import Message
-from poplar.comm.segment_pool import caches_memory
 from poplar.comm.shard_layout import Layout, transfers
 
 
@@ -79,22 +79,26 @@ class ProcessGroupCommunicator(Communicator):
         self._queue.buffers.trim(caches_memory())
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
-        if self._queue.calls_natively(data.device):
-            group = self._queue.group.process_group
-
-            def start() -> list[dist.Work | None]:
-                return [dist.broadcast(data, group=group, group_src=source, async_op=True)]
-
-            self._queue.issue(start, data.device, what).wait()
-            return
-        if self.group.rank == source:
-            messages = [Message(peer, data, incoming=False) for peer in self._queue.peers()]
-        else:
-            messages = [Message(source, data, incoming=True)]
-        self._queue.exchange(messages, what).wait()
+        broadcast(self._queue, data, source, what)
 
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
         return reshard(self._queue, shard, old, new, what)
+
+
+def broadcast(queue: CollectiveQueue, data: Tensor, source: int, what: str) -> None:
+    """As `Communicator.broadcast`: one native call; on the host, messages from the source."""
+    if queue.calls_natively(data.device):
+        group = queue.group.process_group
+
+        def start() -> list[dist.Work | None]:
+            return [dist.broadcast(data, group=group, group_src=source, async_op=True)]
+
+        queue.issue(start, data.device, what).wait()
+    else:
+        is_source = queue.group.rank == source
+        peers = queue.peers() if is_source else [source]
+        messages = [Message(peer, data, incoming=not is_source) for peer in peers]
+        queue.exchange(messages, what).wait()
 
 
 def all_to_all(
@@ -104,8 +108,12 @@ def all_to_all(
     received_sizes: Sequence[int],
     sent_sizes: Sequence[int],
     what: str,
+    position: int | None = None,
 ) -> Work:
-    """As `Communicator.all_to_all`: one native call; on the host, messages."""
+    """As `Communicator.all_to_all`: one native call; on the host, messages.
+
+    `position` is one that was reserved earlier, if any.
+    """
     if queue.calls_natively(sent.device):
         splits = list(received_sizes), list(sent_sizes)
 
@@ -121,7 +129,7 @@ def all_to_all(
     for peer in queue.peers():
         messages.append(Message(peer, outgoing[peer], incoming=False))
         messages.append(Message(peer, incoming[peer], incoming=True))
-    return queue.exchange(messages, what)
+    return queue.exchange(messages, what, position=position)
 
 
 def reshard(queue: CollectiveQueue, shard: Tensor, old: Layout, new: Layout, what: str) -> Tensor:

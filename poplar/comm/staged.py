@@ -20,7 +20,7 @@ from poplar import ops
 from poplar.comm.bucket import Bucket
 from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
 from poplar.comm.host_buffers import HOST, HostBuffers, record
-from poplar.comm.segment_pool import caches_memory
+from poplar.comm.host_memory.segment_pool import caches_memory
 from poplar.comm.shard_layout import Layout
 
 

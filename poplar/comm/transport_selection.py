@@ -13,15 +13,13 @@ from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.comm.communicator import Communicator
 from poplar.comm.control_channel import Control
 from poplar.comm.group import Group
-from poplar.comm.hierarchical import HierarchicalCommunicator, HostGroup
-from poplar.comm.hierarchical_messages import HierarchicalMessageCommunicator
-from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommunicator
+from poplar.comm.hierarchy.transport import HierarchicalCommunicator
 from poplar.comm.host_buffers import HOST
+from poplar.comm.host_memory.rendezvous import NotOneHost, Rendezvous
+from poplar.comm.host_memory.segment import segment_bytes
+from poplar.comm.host_memory.transport import SharedMemoryCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
-from poplar.comm.rendezvous import NotOneHost, Rendezvous
-from poplar.comm.shared_memory import SharedMemoryCommunicator
-from poplar.comm.shared_segment import segment_bytes
 from poplar.comm.staged import StagedCommunicator
 from poplar.values.host_traffic import is_hierarchical
 
@@ -127,9 +125,7 @@ def _connect_to_hosts(
         return ProcessGroupCommunicator(group)
     if choice == "hierarchical:process_group":
         host_group = group.split(hosts.members)
-        if group.is_on_host(device):
-            return HierarchicalMessageCommunicator(group, hosts, host_group)
-        return HierarchicalProcessGroupCommunicator(group, hosts, host_group)
+        return HierarchicalCommunicator.over_process_groups(group, hosts, host_group)
     if choice == "hierarchical":
         return _connect_hierarchical(group, control, hosts)
     return SharedMemoryCommunicator(
@@ -200,11 +196,12 @@ def _connect_hierarchical(group: Group, control: Control, hosts: Hosts) -> Commu
     Raises:
         NotOneHost: on all ranks, if those of one host cannot share memory.
     """
-    host_group = HostGroup(group, hosts.members[hosts.host_of(group.rank)])
+    members = hosts.members[hosts.host_of(group.rank)]
+    host_group = group.on_host(members)
 
     def exchange(value: T, /, *, what: str) -> list[T]:
         values = control.exchange_objects(value, what=what)
-        return [values[rank] for rank in host_group.ranks]
+        return [values[rank] for rank in members]
 
     rendezvous, error = None, ""
     try:
@@ -214,7 +211,7 @@ def _connect_hierarchical(group: Group, control: Control, hosts: Hosts) -> Commu
     errors = [text for text in control.exchange_objects(error, what="agreeing on hosts") if text]
     if rendezvous is None or errors:
         raise NotOneHost(errors[0])
-    return HierarchicalCommunicator(group, hosts, rendezvous)
+    return HierarchicalCommunicator.over_shared_memory(group, hosts, rendezvous)
 
 
 def connect_control(group: Group, choice: str | Communicator = "auto") -> Control:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Work, connect
+from poplar.comm.host_memory.segment_pool import caches_memory
 from poplar.comm.host_topology import Hosts
-from poplar.comm.segment_pool import caches_memory
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.transport_selection import candidates
 from poplar.profiler.links import find_hosts, measure_links, tournament

@@ -14,7 +14,7 @@ from native_calls import all_to_all_of_parts
 from torch import Tensor
 
 from poplar.comm import Bucket, Codec, Communicator, Group, work
-from poplar.comm.hierarchical_messages import HierarchicalMessageCommunicator
+from poplar.comm.hierarchy.transport import HierarchicalCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import Layout
 
@@ -62,7 +62,9 @@ def compare(names: str, times: int) -> list[str]:
     """The random cases in which native calls and messages differ."""
     group, draw = Group.of(harness.group(), None), random.Random(7)
     hosts = Hosts.of(names)
-    by_messages = HierarchicalMessageCommunicator(group, hosts, group.split(hosts.members))
+    by_messages = HierarchicalCommunicator.over_process_groups(
+        group, hosts, group.split(hosts.members)
+    )
     natively = connect_natively(group, hosts)
     wrong = []
     with mock.patch.object(dist, "all_to_all", all_to_all_of_parts):

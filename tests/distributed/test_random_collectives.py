@@ -21,8 +21,8 @@ from torch import Tensor
 
 from poplar import ops
 from poplar.comm import Bucket, Codec, Communicator, Group, Work, connect, host_topology
+from poplar.comm.host_memory.transport import SharedMemoryCommunicator
 from poplar.comm.shard_layout import Layout
-from poplar.comm.shared_memory import SharedMemoryCommunicator
 
 WORLD = 4
 TIMES = int(os.environ.get("POPLAR_COLLECTIVES", choose(quick=60, full=400)))

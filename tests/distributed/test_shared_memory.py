@@ -19,10 +19,10 @@ from ranks import Pool
 
 from poplar import HeteroZeroOptimizer, Plan, _core
 from poplar.comm import Bucket, Codec, Control, Group, connect, connect_control, host_topology
-from poplar.comm.segment_pool import SegmentPool
+from poplar.comm.host_memory.segment import PAGE, Segment, segment_bytes, view
+from poplar.comm.host_memory.segment_pool import SegmentPool
+from poplar.comm.host_memory.transport import SharedMemoryCommunicator
 from poplar.comm.shard_layout import Layout
-from poplar.comm.shared_memory import SharedMemoryCommunicator
-from poplar.comm.shared_segment import PAGE, Segment, segment_bytes, view
 from poplar.system import host_limits
 from poplar.values.errors import CollectiveTimeout
 
@@ -517,7 +517,8 @@ def test_no_files_are_left_in_dev_shm(ranks: Pool) -> None:
 
 def connect_with_one_rank_elsewhere() -> tuple[str, str]:
     """Rank 0 reports another host, so no rank can share memory with it."""
-    from poplar.comm import host_topology, rendezvous
+    from poplar.comm import host_topology
+    from poplar.comm.host_memory import rendezvous
 
     group = Group.of(harness.group(), None)
     real = host_topology.host_id

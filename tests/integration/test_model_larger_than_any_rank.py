@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
-from poplar.comm import rendezvous
+from poplar.comm.host_memory import rendezvous
 
 RANKS = 4
 STATE_BYTES = 16

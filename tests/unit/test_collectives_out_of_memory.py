@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from poplar.comm import Bucket, Codec, Communicator, Group, algorithms
-from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommunicator
+from poplar.comm.hierarchy.transport import HierarchicalCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shard_layout import Layout
@@ -68,7 +68,7 @@ def connect(name: str, group: Group) -> Communicator:
         return ProcessGroupCommunicator(group, *name.split("+"))
     hosts = Hosts.of("abab")
     host_group = replace(of_ranks((1, 3)), names=(1, 3))
-    return HierarchicalProcessGroupCommunicator(group, hosts, host_group)
+    return HierarchicalCommunicator.over_process_groups(group, hosts, host_group)
 
 
 def collectives(comm: Communicator, dtype: torch.dtype) -> dict[str, Callable[[], None]]:

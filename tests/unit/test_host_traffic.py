@@ -21,8 +21,7 @@ from communicators import NativeGroup
 from issued_calls import Call, RecordCalls, fake_group, of_ranks
 
 from poplar.comm import Bucket, Codec, Communicator, Group
-from poplar.comm.hierarchical_messages import HierarchicalMessageCommunicator
-from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommunicator
+from poplar.comm.hierarchy.transport import HierarchicalCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shard_layout import Layout
@@ -41,8 +40,8 @@ class MessageGroup(Group):
 TRANSPORTS = {
     "flat": (MessageGroup, ProcessGroupCommunicator),
     "flat, native": (NativeGroup, ProcessGroupCommunicator),
-    "hierarchical": (MessageGroup, HierarchicalMessageCommunicator),
-    "hierarchical, native": (NativeGroup, HierarchicalProcessGroupCommunicator),
+    "hierarchical": (MessageGroup, HierarchicalCommunicator.over_process_groups),
+    "hierarchical, native": (NativeGroup, HierarchicalCommunicator.over_process_groups),
 }
 
 

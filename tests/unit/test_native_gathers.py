@@ -7,7 +7,7 @@ import torch
 from issued_calls import Call, RecordCalls, fake_group, of_ranks
 
 from poplar.comm import Group
-from poplar.comm.hierarchical_process_group import HierarchicalProcessGroupCommunicator
+from poplar.comm.hierarchy.transport import HierarchicalCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shard_layout import Layout
@@ -38,7 +38,9 @@ def test_a_gather_is_one_call(size: int, numel: int) -> None:
 
 def test_a_gather_within_a_host_is_one_call() -> None:
     with fake_group(1, 5, Group) as group:
-        comm = HierarchicalProcessGroupCommunicator(group, Hosts.of("aaabb"), of_ranks((0, 1, 2)))
+        comm = HierarchicalCommunicator.over_process_groups(
+            group, Hosts.of("aaabb"), of_ranks((0, 1, 2))
+        )
         layout = Layout.from_shares(GPT2["block"], (0.1, 0.2, 0.3, 0.2, 0.2))
         with RecordCalls() as recorded:
             comm.all_gather(torch.empty(layout.numel), layout, what="it").wait()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from poplar.comm import transport_selection
+from poplar.comm.host_memory.rendezvous import NotOneHost
 from poplar.comm.host_topology import Hosts
-from poplar.comm.rendezvous import NotOneHost
 from poplar.comm.transport_selection import candidates, connect
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -21,9 +21,10 @@ def a_group(monkeypatch: pytest.MonkeyPatch, backend: str, names: str) -> Any:
     monkeypatch.setattr(transport_selection, "Control", lambda group: None)
     monkeypatch.setattr(transport_selection, "_find_hosts", lambda control: Hosts.of(names))
     monkeypatch.setattr(transport_selection.dist, "get_backend_config", lambda group: backend)
-    for kind in ("ProcessGroup", "HierarchicalProcessGroup", "HierarchicalMessage", "Staged"):
-        name = f"{kind}Communicator"
+    for name in ("ProcessGroupCommunicator", "StagedCommunicator"):
         monkeypatch.setattr(transport_selection, name, lambda *_, name=name: name)
+    over_groups = SimpleNamespace(over_process_groups=lambda *_: "HierarchicalCommunicator")
+    monkeypatch.setattr(transport_selection, "HierarchicalCommunicator", over_groups)
     backends = dict(part.split(":") for part in backend.split(","))
     return SimpleNamespace(
         process_group=None,
@@ -40,9 +41,9 @@ def a_group(monkeypatch: pytest.MonkeyPatch, backend: str, names: str) -> Any:
         ("a", "ProcessGroupCommunicator"),
         ("aaaa", "ProcessGroupCommunicator"),
         ("abcd", "ProcessGroupCommunicator"),
-        ("abbb", "HierarchicalProcessGroupCommunicator"),
-        ("aabb", "HierarchicalProcessGroupCommunicator"),
-        ("aabccc", "HierarchicalProcessGroupCommunicator"),
+        ("abbb", "HierarchicalCommunicator"),
+        ("aabb", "HierarchicalCommunicator"),
+        ("aabccc", "HierarchicalCommunicator"),
     ],
 )
 def test_gpus_use_hierarchical_where_it_relieves_a_network(
@@ -113,7 +114,7 @@ def test_shared_memory_for_gpus_raises_with_the_alternatives(
 
 def test_cpu_ranks_send_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     group = a_group(monkeypatch, "cpu:gloo", "aabb")
-    assert connect(group, "hierarchical:process_group", CPU) == "HierarchicalMessageCommunicator"
+    assert connect(group, "hierarchical:process_group", CPU) == "HierarchicalCommunicator"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from poplar.comm.host_topology import Hosts, Piece
+from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import Layout
 
 Bounds = tuple[int, int]
@@ -21,8 +21,10 @@ Bounds = tuple[int, int]
 class Route:
     """The route of one layout, as one rank sees it. All numbers are elements."""
 
+    by_rank: tuple[tuple[Bounds, ...], ...]
+    """By rank of this host: its own slice and, behind it, the parts that it relays."""
     host_layout: Layout
-    """By rank of this host: its own slice and, behind it, what it relays."""
+    """The sizes of these, by rank of this host."""
     parts: tuple[Bounds, ...]
     """The buffer's elements in the order of `host_layout`; adjacent parts are one."""
     relayed: tuple[int, ...]
@@ -48,21 +50,20 @@ class Route:
                 relays[relay] = sum(piece.numel for piece in pieces if piece.owner == rank)
                 for piece in pieces if relay == rank else ():
                     relayed[piece.owner] += piece.numel
-        own_and_relayed = [
-            [Piece(peer, *layout.bounds(peer)), *pieces]
+        by_rank = tuple(
+            (layout.bounds(peer), *((piece.start, piece.stop) for piece in pieces))
             for peer, pieces in zip(hosts.members[host], assignments[host], strict=True)
-        ]
-        sizes = [sum(piece.numel for piece in pieces) for pieces in own_and_relayed]
+        )
+        sizes = [sum(stop - start for start, stop in parts) for parts in by_rank]
         received = list(pairwise(accumulate(relays, initial=0)))
         places: dict[int, Bounds] = {}
         for ranks in hosts.members:
             bounds = pairwise(accumulate((relays[relay] for relay in ranks), initial=0))
             places |= zip(ranks, bounds, strict=True)
         return cls(
+            by_rank=by_rank,
             host_layout=Layout((0, *accumulate(sizes))),
-            parts=_joined(
-                (piece.start, piece.stop) for pieces in own_and_relayed for piece in pieces
-            ),
+            parts=_joined(bounds for parts in by_rank for bounds in parts),
             relayed=tuple(relayed),
             relays=tuple(relays),
             sent=_joined(places[relay] for relay in sorted(places)),

@@ -18,9 +18,9 @@ from poplar import _core, ops
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
 from poplar.comm.copies import copy, copy_except
-from poplar.comm.rendezvous import Rendezvous
+from poplar.comm.host_memory.rendezvous import Rendezvous
+from poplar.comm.host_memory.work import SharedMemoryWork
 from poplar.comm.shard_layout import ALIGNMENT, Layout, transfers
-from poplar.comm.shared_memory_work import SharedMemoryWork
 
 _MIN_SHARED_NUMEL = 2 * _core.CHUNK
 """Elements of a slice from which on several ranks may reduce chunks of it."""

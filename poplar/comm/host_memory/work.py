@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from poplar.comm.rendezvous import Rendezvous
+from poplar.comm.host_memory.rendezvous import Rendezvous
 
 
 class SharedMemoryWork:

@@ -21,9 +21,9 @@ from torch import Tensor
 from poplar import _core
 from poplar.comm import host_topology
 from poplar.comm.copies import copy_except
-from poplar.comm.group import RankGroup, check_process
-from poplar.comm.segment_pool import Block, SegmentPool, caches_memory
-from poplar.comm.shared_segment import CAN_SHARE, PAGE, PeerSegment, Segment, view
+from poplar.comm.group import Group, check_process
+from poplar.comm.host_memory.segment import CAN_SHARE, PAGE, PeerSegment, Segment, view
+from poplar.comm.host_memory.segment_pool import Block, SegmentPool, caches_memory
 from poplar.values.errors import CollectiveTimeout
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class NotOneHost(RuntimeError):
 class Rendezvous:
     """This rank's segment and those of its peers. All ranks post the same collectives in order."""
 
-    def __init__(self, group: RankGroup, exchange: ExchangeObjects, nbytes: int) -> None:
+    def __init__(self, group: Group, exchange: ExchangeObjects, nbytes: int) -> None:
         """Open the segments of all ranks. Collective; all ranks succeed or all raise.
 
         Args:
@@ -316,7 +316,7 @@ class Rendezvous:
         """Abort this rendezvous on any exception, and notify the peers.
 
         If only some ranks finish a collective, the ranks no longer agree on what comes next; see
-        `RankGroup.failures`.
+        `Group.failures`.
         """
         try:
             yield

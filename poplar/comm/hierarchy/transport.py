@@ -1,0 +1,219 @@
+"""The transport across hosts: values are added on each host, and each byte sent between hosts once.
+
+The ranks of a host add their values first, and share received values. So each slice crosses the
+network once per host instead of once per rank. The relaying between hosts is split evenly over the
+ranks of a host (`Route`). `WithinHost` is shared memory, or the process group of the host; between
+hosts it is one all-to-all of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from poplar.comm.bucket import Bucket, Codec
+from poplar.comm.collective_queue import CollectiveQueue
+from poplar.comm.communicator import CachedBytes, CallbackWork, Communicator, Work, own_slice
+from poplar.comm.group import Group
+from poplar.comm.hierarchy.routes import Route
+from poplar.comm.hierarchy.step_stream import StepStream, StepsWork
+from poplar.comm.hierarchy.within_host import ProcessGroupOfHost, SharedHostMemory, WithinHost, join
+from poplar.comm.host_memory.rendezvous import Rendezvous
+from poplar.comm.host_topology import Hosts
+from poplar.comm.point_to_point import Message
+from poplar.comm.process_group import all_to_all, broadcast, reshard
+from poplar.comm.shard_layout import Layout
+
+
+class HierarchicalCommunicator(Communicator):
+    """Uneven collectives over several hosts, with any number of ranks on each.
+
+    Sums are taken on each host in rank order, rounded to the wire dtype, and added in host order.
+    So the bits depend on which ranks share a host, and not on how the ranks of a host exchange
+    data. On devices each collective is one native call within the host and one between hosts. Both
+    are issued at once, on a stream of the transport: neither the host nor the caller's stream waits
+    between them.
+    """
+
+    reduction_order = "host"
+
+    def __init__(self, hosts: Hosts, between: CollectiveQueue, within: WithinHost) -> None:
+        """`between`: of all ranks; `within`: the ranks of this host."""
+        super().__init__(between.group)
+        self.name, self.waits_on_stream = within.name, within.comm.waits_on_stream
+        self._hosts, self.hosts = hosts, hosts.by_rank
+        self._between, self._within = between, within
+        self._routes: dict[Layout, Route] = {}
+        # Two streams, so that the copies of an unshard do not wait for the sums of earlier
+        # reductions. Exchanges between hosts follow one another: they share a process group.
+        self._reductions, self._gathers = StepStream(), StepStream()
+
+    @classmethod
+    def over_shared_memory(
+        cls, group: Group, hosts: Hosts, rendezvous: Rendezvous
+    ) -> HierarchicalCommunicator:
+        """For CPU ranks. `rendezvous`: of the ranks of this host."""
+        between = CollectiveQueue(group)
+        return cls(hosts, between, SharedHostMemory(between, rendezvous))
+
+    @classmethod
+    def over_process_groups(
+        cls, group: Group, hosts: Hosts, host_group: Group
+    ) -> HierarchicalCommunicator:
+        """For any devices. `host_group`: the ranks of this host, ascending."""
+        between = CollectiveQueue(group)
+        return cls(hosts, between, ProcessGroupOfHost(between, host_group))
+
+    def buffer(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
+    ) -> Bucket:
+        return self._within.comm.buffer(layout, dtype, device, codec)
+
+    def share(self, data: Tensor) -> Tensor:
+        return self._within.comm.share(data)
+
+    def wait_for_readers(self, data: Tensor) -> None:
+        self._within.comm.wait_for_readers(data)
+
+    def cached_bytes(self) -> CachedBytes:
+        return self._within.comm.cached_bytes()
+
+    def trim(self) -> None:
+        self._within.comm.trim()
+
+    def reduce_scatter(
+        self,
+        bucket: Bucket,
+        out: Tensor,
+        *,
+        accumulate: bool,
+        what: str,
+        squares: Tensor | None = None,
+    ) -> Work:
+        def steps() -> Work:
+            return self._reduce(bucket, out, accumulate, squares, what)
+
+        return self._issue(self._reductions, steps, out.device, bucket, out, squares)
+
+    def all_gather(
+        self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
+    ) -> Work:
+        mine = own_slice(data, layout, self.group.rank) if own is None else own
+
+        def steps() -> Work:
+            return self._gather(data, mine, layout, what)
+
+        return self._issue(self._gathers, steps, data.device, data, own)
+
+    def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
+        if self._between.calls_natively(data.device):
+            broadcast(self._between, data, source, what)
+            return
+        rank, flat = self.group.rank, data.view(-1)
+        own_host, source_host = self._hosts.host_of(rank), self._hosts.host_of(source)
+        ranks = self._hosts.members[own_host]
+        leaders = [
+            ranks[0] for host, ranks in enumerate(self._hosts.members) if host != source_host
+        ]
+        messages = []
+        if rank == source:
+            messages = [Message(leader, flat, incoming=False) for leader in leaders]
+        elif rank in leaders:
+            messages = [Message(source, flat, incoming=True)]
+        with self._within.abort_on_error(what):
+            self._between.exchange(messages, what).wait()
+        leader = source if source_host == own_host else ranks[0]
+        self._within.comm.broadcast(flat, ranks.index(leader), what=what)
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        *,
+        what: str,
+    ) -> Work:
+        sizes = received_sizes, sent_sizes
+        with self._within.abort_on_error(what):
+            exchange = all_to_all(self._between, received, sent, *sizes, what)
+        return self._within.joined(exchange, what)
+
+    def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
+        with self._within.abort_on_error(what):
+            return reshard(self._between, shard, old, new, what)
+
+    def _issue(
+        self, stream: StepStream, steps: Callable[[], Work], device: torch.device, *used: object
+    ) -> Work:
+        """Issue the steps of a collective; `used` must live until the wait."""
+        if self.group.is_on_host(device):
+            return steps()
+        with stream.steps(device, *used) as work:
+            steps().wait()
+        return work
+
+    def _reduce(
+        self, bucket: Bucket, out: Tensor, accumulate: bool, squares: Tensor | None, what: str
+    ) -> Work:
+        """Add on the host what each rank owns and relays; send it; add the sums of all hosts."""
+        data, own, own_host = bucket.data, out.numel(), self._hosts.host_of(self.group.rank)
+        if not data.numel():
+            return StepsWork()
+        route = self._route(bucket.layout)
+        # Allocate before sending: if memory runs out, the collective can be issued again.
+        total, received = (
+            data.new_empty(own + sum(route.relayed)),
+            data.new_empty(sum(route.relays)),
+        )
+        parts = [[received[slice(*bounds)] for bounds in of_host] for of_host in route.by_host]
+        sums = [part[0] if len(part) == 1 else data.new_empty(own if part else 0) for part in parts]
+        sums[own_host] = total[:own]
+
+        def add_hosts() -> None:
+            if own:
+                for host, part in enumerate(parts):
+                    if host != own_host and len(part) > 1:
+                        torch.cat(part, out=sums[host])
+                bucket.codec.reduce(out, sums, accumulate, squares)
+
+        def send(position: int) -> Work:
+            sizes = route.relays, route.relayed
+            exchange = self._exchange(received, total[own:], *sizes, what, position)
+            return CallbackWork(exchange, add_hosts)
+
+        return self._within.reduce(bucket, route, total, what, send)
+
+    def _gather(self, data: Tensor, own: Tensor, layout: Layout, what: str) -> Work:
+        """Send each slice to the ranks that relay it, then gather within every host."""
+        if not data.numel():
+            return StepsWork()
+        route = self._route(layout)
+
+        def receive(relayed: Tensor, position: int) -> Work:
+            sizes = route.relayed, route.relays
+            return self._exchange(relayed, join(own, route.sent), *sizes, what, position)
+
+        return self._within.gather(data, own, route, what, receive)
+
+    def _exchange(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        what: str,
+        position: int,
+    ) -> Work:
+        """One all-to-all of all hosts, with the number of elements of each rank."""
+        if len(self._hosts.members) == 1:
+            return StepsWork()
+        sizes = received_sizes, sent_sizes
+        return all_to_all(self._between, received, sent, *sizes, what, position)
+
+    def _route(self, layout: Layout) -> Route:
+        if layout not in self._routes:
+            self._routes[layout] = Route.of(self._hosts, layout, self.group.rank)
+        return self._routes[layout]

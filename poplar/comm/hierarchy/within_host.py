@@ -1,0 +1,211 @@
+"""What the hierarchical transport does within a host: sums of its ranks, and gathers among them.
+
+The two ways of it differ in when their steps run. Messages on the host and shared memory progress
+in waits, in the order of issue. Native calls are issued at once, one behind the other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from poplar.comm.algorithms import gather_direct
+from poplar.comm.bucket import Bucket
+from poplar.comm.collective_queue import CollectiveQueue
+from poplar.comm.communicator import CallbackWork, Communicator, Work, own_slice
+from poplar.comm.copies import copy
+from poplar.comm.group import Group
+from poplar.comm.hierarchy.routes import Bounds, Route
+from poplar.comm.host_memory.rendezvous import Rendezvous
+from poplar.comm.host_memory.transport import SharedMemoryCommunicator
+from poplar.comm.host_memory.work import SharedMemoryWork
+from poplar.comm.process_group import ProcessGroupCommunicator
+
+
+class WithinHost(ABC):
+    """The ranks of one host. All methods are collective over them, unless it says local."""
+
+    name: str
+    """The transport's name if it uses this."""
+    comm: Communicator
+    """The transport among the ranks of the host; rank `i` is the `i`-th one of the host."""
+
+    @abstractmethod
+    def reduce(
+        self, bucket: Bucket, route: Route, total: Tensor, what: str, send: Callable[[int], Work]
+    ) -> Work:
+        """`total` = the host's sum of the parts that this rank owns and relays; `send` follows it.
+
+        Args:
+            bucket: as in `Communicator.reduce_scatter`.
+            route: of the bucket's layout.
+            total: in the wire dtype; the own slice and, behind it, what this rank relays.
+            what: the collective's name in errors.
+            send: issues the exchange between hosts, at a reserved position.
+        """
+
+    @abstractmethod
+    def gather(
+        self,
+        data: Tensor,
+        own: Tensor,
+        route: Route,
+        what: str,
+        receive: Callable[[Tensor, int], Work],
+    ) -> Work:
+        """Fill `data` from what each rank of the host owns and relays.
+
+        Args:
+            data: the whole buffer.
+            own: this rank's slice, in `data` or elsewhere.
+            route: of the buffer's layout.
+            what: the collective's name in errors.
+            receive: issues the exchange between hosts, into memory for what this rank relays, at a
+                reserved position.
+        """
+
+    def abort_on_error(self, what: str) -> AbstractContextManager[None]:
+        """A context in which an error stops the ranks of the host that wait for this one. Local."""
+        return nullcontext()
+
+    def joined(self, work: Work, what: str) -> Work:
+        """The work between hosts, whose errors stop the ranks of the host."""
+        return work
+
+
+class SharedHostMemory(WithinHost):
+    """CPU ranks that read each other's memory."""
+
+    name = "hierarchical"
+
+    def __init__(self, between: CollectiveQueue, rendezvous: Rendezvous) -> None:
+        """`rendezvous`: of the ranks of the host; `between`: of all ranks."""
+        self.comm: SharedMemoryCommunicator = SharedMemoryCommunicator(rendezvous)
+        self._between, self._rendezvous = between, rendezvous
+
+    def abort_on_error(self, what: str) -> AbstractContextManager[None]:
+        return self._rendezvous.abort_on_error(what)
+
+    def joined(self, work: Work, what: str) -> Work:
+        collective = self._rendezvous.post(torch.empty(0, device="cpu"))
+        return SharedMemoryWork(self._rendezvous, collective, what, work.wait)
+
+    def reduce(
+        self, bucket: Bucket, route: Route, total: Tensor, what: str, send: Callable[[int], Work]
+    ) -> Work:
+        own_parts = route.by_rank[self._rendezvous.group.rank]
+        collective = self._rendezvous.post(bucket.data, unread=own_parts[0])
+        position = self._between.reserve()
+
+        def add_and_send() -> float:
+            begin = 0
+            for start, stop in own_parts:
+                sums = total[begin : begin + stop - start]
+                if start < stop:
+                    values = self.comm.slices(collective, bucket.data, start, stop - start)
+                    bucket.codec.reduce_each([sums], values)
+                begin += stop - start
+            return send(position).wait()
+
+        return SharedMemoryWork(self._rendezvous, collective, what, add_and_send)
+
+    def gather(
+        self,
+        data: Tensor,
+        own: Tensor,
+        route: Route,
+        what: str,
+        receive: Callable[[Tensor, int], Work],
+    ) -> Work:
+        rendezvous, rank = self._rendezvous, self._rendezvous.group.rank
+        target = data[slice(*route.by_rank[rank][0])]
+        last_collective = rendezvous.last_collective(data)
+        if own.data_ptr() != target.data_ptr():
+            copy(target, own)
+        shared = rendezvous.allocate_tensor(data.dtype, route.host_layout.size(rank))
+        copy(shared[: own.numel()], own)
+        with rendezvous.abort_on_error(what):
+            exchange = receive(shared[own.numel() :], self._between.reserve())
+        collective = rendezvous.post(shared)
+
+        def read() -> float:
+            waited = rendezvous.wait_until_over(last_collective)
+            waited += exchange.wait()
+            rendezvous.mark_written(collective)
+            waited += rendezvous.wait_until_written(collective, what)
+            for peer, parts in enumerate(route.by_rank):
+                size = route.host_layout.size(peer)
+                if peer == rank:  # its slice is in `data` already
+                    values, parts = shared[own.numel() :], parts[1:]
+                else:
+                    values = rendezvous.peer_view(peer, collective, data.dtype, 0, size, total=size)
+                for (start, stop), part in zip(parts, values.split(sizes_of(parts)), strict=True):
+                    copy(data[start:stop], part)
+            return waited
+
+        return SharedMemoryWork(rendezvous, collective, what, read)
+
+
+class ProcessGroupOfHost(WithinHost):
+    """Ranks with any devices, over the process group of their host."""
+
+    name = "hierarchical:process_group"
+
+    def __init__(self, between: CollectiveQueue, host_group: Group) -> None:
+        """`host_group`: the ranks of the host, ascending; `between`: of all ranks."""
+        self.comm = ProcessGroupCommunicator(host_group)
+        self._between, self._queue = between, CollectiveQueue(host_group)
+
+    def reduce(
+        self, bucket: Bucket, route: Route, total: Tensor, what: str, send: Callable[[int], Work]
+    ) -> Work:
+        # Allocate before sending: if memory runs out, the collective can be issued again.
+        ordered = Bucket(join(bucket.data, route.parts), route.host_layout, bucket.codec)
+        sums = total.new_empty(total.numel(), dtype=bucket.codec.sum_dtype)
+        reduction = self.comm.reduce_scatter(ordered, sums, accumulate=False, what=what)
+
+        def round_sums() -> None:
+            total.copy_(sums)
+
+        rounded, position = CallbackWork(reduction, round_sums), self._between.reserve()
+        return self._between.chain(rounded, lambda: send(position), total.device, position)
+
+    def gather(
+        self,
+        data: Tensor,
+        own: Tensor,
+        route: Route,
+        what: str,
+        receive: Callable[[Tensor, int], Work],
+    ) -> Work:
+        gathered = data.new_empty(route.host_layout.numel)
+        shared = own_slice(gathered, route.host_layout, self._queue.group.rank)
+        shared[: own.numel()].copy_(own)
+        between, within = self._between.reserve(), self._queue.reserve()
+        exchange = receive(shared[own.numel() :], between)
+
+        def copy_out() -> None:
+            places = [data[start:stop] for start, stop in route.parts]
+            torch._foreach_copy_(places, gathered.split(sizes_of(route.parts)))
+
+        def gather_on_host() -> Work:
+            work = gather_direct(self._queue, gathered, route.host_layout, what, within)
+            return CallbackWork(work, copy_out)
+
+        return self._between.chain(exchange, gather_on_host, data.device, between)
+
+
+def join(data: Tensor, parts: Sequence[Bounds]) -> Tensor:
+    """These parts of `data`, one behind the other; a view if it is one part."""
+    if len(parts) == 1:
+        return data[slice(*parts[0])]
+    return torch.cat([data[start:stop] for start, stop in parts]) if parts else data[:0]
+
+
+def sizes_of(parts: Sequence[Bounds]) -> list[int]:
+    """The number of elements of each part."""
+    return [stop - start for start, stop in parts]

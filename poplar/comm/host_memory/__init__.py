@@ -1,0 +1,1 @@
+"""The transport between CPU ranks of one host: they read each other's memory."""
