@@ -15,7 +15,7 @@ round after every addition.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,54 +41,56 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """One reduce-scatter; the arguments of `Communicator.reduce_scatter`."""
+
+    bucket: Bucket
+    out: Tensor
+    accumulate: bool
+    what: str
+    squares: Tensor | None
+
+    def add(self, parts: Sequence[Tensor]) -> None:
+        """`out` = (or +=) the sum of these parts, by rank."""
+        if self.out.numel():
+            self.bucket.codec.reduce(self.out, parts, self.accumulate, self.squares)
+
+
+@dataclass(frozen=True)
 class ReduceScatter:
-    """A reduce-scatter algorithm; `run` has the contract of `Communicator.reduce_scatter`."""
+    """A reduce-scatter algorithm."""
 
     reduction_order: str
-    run: Callable[[CollectiveQueue, Bucket, Tensor, bool, str, Tensor | None], Work]
+    run: Callable[[CollectiveQueue, Reduction], Work]
 
 
-def _reduce_direct(
-    queue: CollectiveQueue,
-    bucket: Bucket,
-    out: Tensor,
-    accumulate: bool,
-    what: str,
-    squares: Tensor | None,
-) -> Work:
+def _reduce_direct(queue: CollectiveQueue, reduction: Reduction) -> Work:
     """Every rank receives its slice of all buckets, then sums them locally."""
+    bucket, rank = reduction.bucket, queue.group.rank
     if queue.calls_natively(bucket.data.device):
-        return _reduce_natively(queue, bucket, out, accumulate, what, squares)
-    own, others = bucket.layout.size(queue.group.rank), queue.group.size - 1
+        return _reduce_natively(queue, reduction)
+    own, others = reduction.out.numel(), queue.group.size - 1
     received = queue.buffers.take(others * own, bucket.data)
     parts = list(received.view(others, own).unbind())
-    parts.insert(queue.group.rank, own_slice(bucket.data, bucket.layout, queue.group.rank))
+    parts.insert(rank, own_slice(bucket.data, bucket.layout, rank))
 
-    def reduce() -> None:
-        if own:
-            bucket.codec.reduce(out, parts, accumulate, squares)
+    def add() -> None:
+        reduction.add(parts)
         queue.buffers.put_back(received)
 
-    return queue.exchange(_slices_to_owners(queue, bucket, parts), what, reduce)
+    return queue.exchange(_slices_to_owners(queue, bucket, parts), reduction.what, add)
 
 
-def _reduce_natively(
-    queue: CollectiveQueue,
-    bucket: Bucket,
-    out: Tensor,
-    accumulate: bool,
-    what: str,
-    squares: Tensor | None,
-) -> Work:
+def _reduce_natively(queue: CollectiveQueue, reduction: Reduction) -> Work:
     """One all-to-all; several if a rank would receive more than `RECEIVED_BYTES`.
 
     Each takes an equal part of every rank's slice. The next one is issued before the previous one
     is summed, so two buffers receive in turns. Both are allocated before the first call: if memory
     runs out, the reduction can be issued again.
     """
-    size, device = queue.group.size, bucket.data.device
-    slices = bucket.data.split(bucket.layout.sizes)
-    largest = max(bucket.layout.sizes)
+    bucket, out, squares = reduction.bucket, reduction.out, reduction.squares
+    size, sizes = queue.group.size, bucket.layout.sizes
+    slices, largest = bucket.data.split(sizes), max(sizes)
     count = max(1, -(-size * largest * bucket.data.element_size() // RECEIVED_BYTES))
     step = max(1, -(-largest // (count * ALIGNMENT))) * ALIGNMENT
     begins = range(0, max(largest, 1), step)
@@ -98,10 +100,9 @@ def _reduce_natively(
         parts = [part[begin : begin + step] for part in slices]
         blocks = slice(begin // ALIGNMENT, (begin + step) // ALIGNMENT)
         sums = None if squares is None else squares[blocks]
-        own = out[begin : begin + step]
-        received = buffers[number % 2][: size * own.numel()]
-        piece = _Piece(bucket, own, received, accumulate, sums)
-        issued = piece.issue(queue, parts if step < largest else None, device, what)
+        piece = replace(reduction, out=out[begin : begin + step], squares=sums)
+        received = buffers[number % 2][: size * piece.out.numel()]
+        issued = _issue_piece(queue, piece, received, parts if step < largest else None)
         if work is not None:
             work.wait()
         work = issued
@@ -109,35 +110,23 @@ def _reduce_natively(
     return work
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A part of a reduction that is sent with one call."""
+def _issue_piece(
+    queue: CollectiveQueue, piece: Reduction, received: Tensor, parts: list[Tensor] | None
+) -> Work:
+    """Send a part of a reduction with one call: `parts`, by owner; None: the whole bucket."""
+    data, own, group = piece.bucket.data, piece.out.numel(), queue.group.process_group
+    by_sender = list(received.view(queue.group.size, own).unbind())
 
-    bucket: Bucket
-    out: Tensor
-    received: Tensor
-    accumulate: bool
-    squares: Tensor | None
+    def start() -> list[dist.Work | None]:
+        if parts is not None:
+            return [dist.all_to_all(by_sender, parts, group=group, async_op=True)]
+        splits = (own,) * queue.group.size, piece.bucket.layout.sizes
+        return [dist.all_to_all_single(received, data, *splits, group=group, async_op=True)]
 
-    def issue(
-        self, queue: CollectiveQueue, parts: list[Tensor] | None, device: torch.device, what: str
-    ) -> Work:
-        """Send `parts`, by owner; None: the whole bucket."""
-        data, group = self.bucket.data, queue.group.process_group
-        size, own, received = queue.group.size, self.out.numel(), self.received
-        by_sender = list(received.view(size, own).unbind())
+    def add() -> None:
+        piece.add(by_sender)
 
-        def start() -> list[dist.Work | None]:
-            if parts is not None:
-                return [dist.all_to_all(by_sender, parts, group=group, async_op=True)]
-            splits = (own,) * size, self.bucket.layout.sizes
-            return [dist.all_to_all_single(received, data, *splits, group=group, async_op=True)]
-
-        def reduce() -> None:
-            if own:
-                self.bucket.codec.reduce(self.out, by_sender, self.accumulate, self.squares)
-
-        return queue.issue(start if data.numel() else list, device, what, reduce)
+    return queue.issue(start if data.numel() else list, data.device, piece.what, add)
 
 
 def _slices_to_owners(
@@ -152,70 +141,46 @@ def _slices_to_owners(
     return messages
 
 
-def _reduce_padded(
-    queue: CollectiveQueue,
-    bucket: Bucket,
-    out: Tensor,
-    accumulate: bool,
-    what: str,
-    squares: Tensor | None,
-) -> Work:
+def _reduce_padded(queue: CollectiveQueue, reduction: Reduction) -> Work:
     """All-to-all of equal chunks, then a local sum."""
-    layout, own = bucket.layout, bucket.layout.size(queue.group.rank)
-    sent = _pad_to_chunks(bucket.data, layout)
+    sent, own = _pad_to_chunks(reduction.bucket), reduction.out.numel()
     received = queue.buffers.take(sent.numel(), sent)
 
     def start() -> list[dist.Work | None]:
         group = queue.group.process_group
         return [dist.all_to_all_single(received, sent, group=group, async_op=True)]
 
-    def reduce() -> None:
-        if own:
-            chunks = received.view(queue.group.size, -1)
-            bucket.codec.reduce(out, [chunk[:own] for chunk in chunks], accumulate, squares)
+    def add() -> None:
+        chunks = received.split(max(reduction.bucket.layout.sizes))
+        reduction.add([chunk[:own] for chunk in chunks])
         queue.buffers.put_back(received)
 
-    return queue.issue(start if sent.numel() else list, sent.device, what, reduce)
+    return queue.issue(start if sent.numel() else list, sent.device, reduction.what, add)
 
 
-def _reduce_by_library(
-    queue: CollectiveQueue,
-    bucket: Bucket,
-    out: Tensor,
-    accumulate: bool,
-    what: str,
-    squares: Tensor | None,
-) -> Work:
+def _reduce_by_library(queue: CollectiveQueue, reduction: Reduction) -> Work:
     """The library's reduce-scatter of equal chunks."""
-    if bucket.data.dtype is not torch.float32:
-        return _reduce_padded(queue, bucket, out, accumulate, what, squares)
-    layout, own = bucket.layout, bucket.layout.size(queue.group.rank)
-    sent = _pad_to_chunks(bucket.data, layout)
+    if reduction.bucket.data.dtype is not torch.float32:
+        return _reduce_padded(queue, reduction)
+    sent = _pad_to_chunks(reduction.bucket)
     total = sent.new_empty(sent.numel() // queue.group.size)
 
     def start() -> list[dist.Work | None]:
         return [_reduce_scatter(total, sent, group=queue.group.process_group, async_op=True)]
 
-    def finish() -> None:
-        bucket.codec.reduce(out, [total[:own]], accumulate, squares)
+    def add() -> None:
+        reduction.add([total[: reduction.out.numel()]])
 
-    return queue.issue(start if sent.numel() else list, sent.device, what, finish if own else None)
+    return queue.issue(start if sent.numel() else list, sent.device, reduction.what, add)
 
 
-def _reduce_grouped(
-    queue: CollectiveQueue,
-    bucket: Bucket,
-    out: Tensor,
-    accumulate: bool,
-    what: str,
-    squares: Tensor | None,
-) -> Work:
+def _reduce_grouped(queue: CollectiveQueue, reduction: Reduction) -> Work:
     """One reduction to each owner."""
+    bucket, rank = reduction.bucket, queue.group.rank
     if bucket.data.dtype is not torch.float32:
-        return _reduce_direct(queue, bucket, out, accumulate, what, squares)
-    layout, rank = bucket.layout, queue.group.rank
+        return _reduce_direct(queue, reduction)
     # dist.reduce overwrites its input, and the bucket must stay unchanged.
-    slices = [own_slice(bucket.data, layout, owner).clone() for owner in range(layout.world_size)]
+    slices = [part.clone() for part in bucket.data.split(bucket.layout.sizes)]
 
     def start() -> list[dist.Work | None]:
         group = queue.group.process_group
@@ -225,10 +190,10 @@ def _reduce_grouped(
             if part.numel()
         ]
 
-    def finish() -> None:
-        bucket.codec.reduce(out, [slices[rank]], accumulate, squares)
+    def add() -> None:
+        reduction.add([slices[rank]])
 
-    return queue.issue(start, out.device, what, finish if layout.size(rank) else None)
+    return queue.issue(start, bucket.data.device, reduction.what, add)
 
 
 def gather_direct(
@@ -305,13 +270,12 @@ ALL_GATHERS: dict[str, Callable[[CollectiveQueue, Tensor, Layout, str], Work]] =
 }
 
 
-def _pad_to_chunks(data: Tensor, layout: Layout) -> Tensor:
-    """Pad every slice to the size of the largest; returns `data` itself if all are equal."""
-    largest = max(layout.sizes)
-    if data.numel() == largest * layout.world_size:
+def _pad_to_chunks(bucket: Bucket) -> Tensor:
+    """Every slice padded to the size of the largest; the data itself if all are equal."""
+    data, sizes = bucket.data, bucket.layout.sizes
+    if data.numel() == max(sizes) * len(sizes):
         return data
-    chunks = data.new_zeros(layout.world_size, largest)
-    for rank, chunk in enumerate(chunks):
-        part = own_slice(data, layout, rank)
+    chunks = data.new_zeros(len(sizes), max(sizes))
+    for chunk, part in zip(chunks, data.split(sizes), strict=True):
         chunk[: part.numel()].copy_(part)
     return chunks.view(-1)

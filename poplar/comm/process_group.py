@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
+from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS, Reduction
 from poplar.comm.bucket import Bucket
 from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.column_gather import gather_columns
@@ -45,7 +45,7 @@ class ProcessGroupCommunicator(Communicator):
         what: str,
         squares: Tensor | None = None,
     ) -> Work:
-        return self._reduce.run(self._queue, bucket, out, accumulate, what, squares)
+        return self._reduce.run(self._queue, Reduction(bucket, out, accumulate, what, squares))
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from poplar.comm.algorithms import Reduction
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.communicator import CachedBytes, CallbackWork, Communicator, Work, own_slice
@@ -93,7 +94,7 @@ class HierarchicalCommunicator(Communicator):
         squares: Tensor | None = None,
     ) -> Work:
         def steps() -> Work:
-            return self._reduce(bucket, out, accumulate, squares, what)
+            return self._reduce(Reduction(bucket, out, accumulate, what, squares))
 
         return self._issue(self._reductions, steps, out.device, bucket, out, squares)
 
@@ -155,14 +156,12 @@ class HierarchicalCommunicator(Communicator):
             steps().wait()
         return work
 
-    def _reduce(
-        self, bucket: Bucket, out: Tensor, accumulate: bool, squares: Tensor | None, what: str
-    ) -> Work:
+    def _reduce(self, reduction: Reduction) -> Work:
         """Add on the host what each rank owns and relays; send it; add the sums of all hosts."""
-        data, own, own_host = bucket.data, out.numel(), self._hosts.host_of(self.group.rank)
+        data, own = reduction.bucket.data, reduction.out.numel()
         if not data.numel():
             return StepsWork()
-        route = self._route(bucket.layout)
+        route = self._route(reduction.bucket.layout)
         # Allocate before sending: if memory runs out, the collective can be issued again.
         total, received = (
             data.new_empty(own + sum(route.relayed)),
@@ -170,21 +169,21 @@ class HierarchicalCommunicator(Communicator):
         )
         parts = [[received[slice(*bounds)] for bounds in of_host] for of_host in route.by_host]
         sums = [part[0] if len(part) == 1 else data.new_empty(own if part else 0) for part in parts]
+        own_host = self._hosts.host_of(self.group.rank)
         sums[own_host] = total[:own]
 
         def add_hosts() -> None:
-            if own:
-                for host, part in enumerate(parts):
-                    if host != own_host and len(part) > 1:
-                        torch.cat(part, out=sums[host])
-                bucket.codec.reduce(out, sums, accumulate, squares)
+            for host, part in enumerate(parts):
+                if host != own_host and len(part) > 1:
+                    torch.cat(part, out=sums[host])
+            reduction.add(sums)
 
         def send(position: int) -> Work:
             sizes = route.relays, route.relayed
-            exchange = self._exchange(received, total[own:], *sizes, what, position)
+            exchange = self._exchange(received, total[own:], *sizes, reduction.what, position)
             return CallbackWork(exchange, add_hosts)
 
-        return self._within.reduce(bucket, route, total, what, send)
+        return self._within.reduce(reduction, route, total, send)
 
     def _gather(self, data: Tensor, own: Tensor, layout: Layout, what: str) -> Work:
         """Send each slice to the ranks that relay it, then gather within every host."""

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from poplar.comm.algorithms import gather_direct
+from poplar.comm.algorithms import Reduction, gather_direct
 from poplar.comm.bucket import Bucket
 from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.communicator import CallbackWork, Communicator, Work, own_slice
@@ -36,15 +36,14 @@ class WithinHost(ABC):
 
     @abstractmethod
     def reduce(
-        self, bucket: Bucket, route: Route, total: Tensor, what: str, send: Callable[[int], Work]
+        self, reduction: Reduction, route: Route, total: Tensor, send: Callable[[int], Work]
     ) -> Work:
         """`total` = the host's sum of the parts that this rank owns and relays; `send` follows it.
 
         Args:
-            bucket: as in `Communicator.reduce_scatter`.
+            reduction: of all ranks.
             route: of the bucket's layout.
             total: in the wire dtype; the own slice and, behind it, what this rank relays.
-            what: the collective's name in errors.
             send: issues the exchange between hosts, at a reserved position.
         """
 
@@ -95,9 +94,9 @@ class SharedHostMemory(WithinHost):
         return SharedMemoryWork(self._rendezvous, collective, what, work.wait)
 
     def reduce(
-        self, bucket: Bucket, route: Route, total: Tensor, what: str, send: Callable[[int], Work]
+        self, reduction: Reduction, route: Route, total: Tensor, send: Callable[[int], Work]
     ) -> Work:
-        own_parts = route.by_rank[self._rendezvous.group.rank]
+        bucket, own_parts = reduction.bucket, route.by_rank[self._rendezvous.group.rank]
         collective = self._rendezvous.post(bucket.data, unread=own_parts[0])
         position = self._between.reserve()
 
@@ -111,7 +110,7 @@ class SharedHostMemory(WithinHost):
                 begin += stop - start
             return send(position).wait()
 
-        return SharedMemoryWork(self._rendezvous, collective, what, add_and_send)
+        return SharedMemoryWork(self._rendezvous, collective, reduction.what, add_and_send)
 
     def gather(
         self,
@@ -161,17 +160,18 @@ class ProcessGroupOfHost(WithinHost):
         self._between, self._queue = between, CollectiveQueue(host_group)
 
     def reduce(
-        self, bucket: Bucket, route: Route, total: Tensor, what: str, send: Callable[[int], Work]
+        self, reduction: Reduction, route: Route, total: Tensor, send: Callable[[int], Work]
     ) -> Work:
         # Allocate before sending: if memory runs out, the collective can be issued again.
+        bucket = reduction.bucket
         ordered = Bucket(join(bucket.data, route.parts), route.host_layout, bucket.codec)
         sums = total.new_empty(total.numel(), dtype=bucket.codec.sum_dtype)
-        reduction = self.comm.reduce_scatter(ordered, sums, accumulate=False, what=what)
+        work = self.comm.reduce_scatter(ordered, sums, accumulate=False, what=reduction.what)
 
         def round_sums() -> None:
             total.copy_(sums)
 
-        rounded, position = CallbackWork(reduction, round_sums), self._between.reserve()
+        rounded, position = CallbackWork(work, round_sums), self._between.reserve()
         return self._between.chain(rounded, lambda: send(position), total.device, position)
 
     def gather(
