@@ -200,6 +200,10 @@ class _Together:
         return held
 
 
+SecondsOf = Callable[[CommunicationSchedule, Columns], Sequence[float]]
+"""The seconds of each size of some columns, with a schedule of the communication."""
+
+
 class SynchronizedPasses:
     """Batches of a step whose passes all end in a synchronization.
 
@@ -235,18 +239,38 @@ class SynchronizedPasses:
     ) -> list[tuple[CommunicationSeconds, float]]:
         """Lower bounds on the step, without its tail, at the corners of a box of communication.
 
-        They are the values of a function that is concave within the box: every synchronization is
-        bounded by its tangent at `least`, and the minimum of linear functions is concave.
+        They are the values of a function that is concave within the box: the minimum of linear
+        functions.
+        """
+        bounded = self._bounded(least)
+        return [(corner, self._cover(bounded(corner))[0]) for corner in _corners(least, most)]
+
+    def lower_bounds_by_number(
+        self, least: CommunicationSeconds, most: CommunicationSeconds, passes: tuple[int, int]
+    ) -> list[tuple[CommunicationSeconds, float]]:
+        """As `lower_bounds`, for steps with at least and at most so many passes, two or more.
+
+        They do not look at single samples, so `lower_bounds` may be larger.
+        """
+        bounded = self._bounded(least)
+        return [
+            (corner, self._least_by_number(bounded(corner), passes))
+            for corner in _corners(least, most)
+        ]
+
+    def _bounded(self, least: CommunicationSeconds) -> Callable[[CommunicationSeconds], SecondsOf]:
+        """By communication, lower bounds on the seconds of each size of some columns: every
+        synchronization is bounded by its tangent at `least`.
         """
 
         @cache
         def tangents(schedule: CommunicationSchedule, columns: Columns) -> list[Exposure]:
             return [schedule.tangent(one, least) for one in columns.synchronizations]
 
-        def bound(corner: CommunicationSeconds) -> float:
+        def at(communication: CommunicationSeconds) -> SecondsOf:
             def seconds(schedule: CommunicationSchedule, columns: Columns) -> list[float]:
                 bounds = [
-                    one.latest + tangent.at(corner)
+                    one.latest + tangent.at(communication)
                     for one, tangent in zip(
                         columns.synchronizations, tangents(schedule, columns), strict=True
                     )
@@ -255,14 +279,31 @@ class SynchronizedPasses:
                 # fewer.
                 return list(accumulate(reversed(bounds), min))[::-1]
 
-            return self._cover(cache(seconds))[0]
+            return cache(seconds)
 
-        corners = starmap(CommunicationSeconds, product(*map(set, zip(least, most, strict=True))))
-        return [(corner, bound(corner)) for corner in sorted(corners)]
+        return at
 
-    def _cover(
-        self, seconds: Callable[[CommunicationSchedule, Columns], Sequence[float]]
-    ) -> tuple[float, Sequence[int]]:
+    def _least_by_number(self, seconds: SecondsOf, passes: tuple[int, int]) -> float:
+        """The least seconds of some number of passes if those after the first one are as large as
+        they are on average, and their seconds are the convex hull of those of all sizes.
+        """
+        usual, costliest = self._costs.schedules
+        assert self._later is not None, "steps with one pass have no passes after it"
+        begin = costliest if self._costs.costliest_comes_first else usual
+        sizes = [1, *self._later.sizes]
+        own = seconds(usual, self._later)
+        corners = _convex_hull(list(zip(sizes, [own[0], *own], strict=True)))
+        best, _ = min(corners, key=lambda corner: corner[1] / corner[0])
+        found = math.inf
+        for size, first in zip(self._first.sizes, seconds(begin, self._first), strict=True):
+            left = self._global_batch - min(size, self._global_batch - 1)
+            fewest = max(passes[0] - 1, left / sizes[-1])
+            number = min(max(fewest, left / best), passes[1] - 1)
+            if number >= fewest:
+                found = min(found, first + number * _interpolated(corners, left / number))
+        return found
+
+    def _cover(self, seconds: SecondsOf) -> tuple[float, Sequence[int]]:
         """The cheapest passes that hold the global batch, in order, and their seconds.
 
         Args:
@@ -300,6 +341,36 @@ class SynchronizedPasses:
         return tuple(
             zip(self._first.column(first), *(columns[size] for size in others), strict=True)
         )
+
+
+def _corners(least: CommunicationSeconds, most: CommunicationSeconds) -> list[CommunicationSeconds]:
+    """The corners of a box of communication."""
+    ranges = map(set, zip(least, most, strict=True))
+    return sorted(starmap(CommunicationSeconds, product(*ranges)))
+
+
+def _convex_hull(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The corners of the largest convex function that is nowhere above these ascending points."""
+    corners: list[tuple[int, float]] = []
+    for size, seconds in points:
+        if corners and corners[-1][0] == size:
+            continue
+        while len(corners) > 1:
+            (before, early), (after, late) = corners[-2:]
+            if (late - early) * (size - after) < (seconds - late) * (after - before):
+                break
+            corners.pop()
+        corners.append((size, seconds))
+    return corners
+
+
+def _interpolated(corners: Sequence[tuple[int, float]], size: float) -> float:
+    """The value between two corners; that of the nearest one outside of them."""
+    at = bisect_left(corners, size, key=itemgetter(0))
+    if at in (0, len(corners)):
+        return corners[max(0, at - 1)][1]
+    (before, early), (after, late) = corners[at - 1 : at + 1]
+    return early + (late - early) * (size - before) / (after - before)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from poplar.planner.memory_shortfall import largest_shares, suffice
 from poplar.planner.rank_groups import map_distinct
 from poplar.planner.request import Request
 from poplar.planner.shard_allocation import Shared, ShareProblem
-from poplar.planner.share_limits import ShareLimits
+from poplar.planner.share_limits import ShareLimits, hull_of_step
 from poplar.values.plan import Plan
 
 TOLERANCE = 1e-10
@@ -50,8 +50,8 @@ _SETTLED = 1e-3
 """After so many nodes, alternations find nothing new, and a plan that is proven to be this close to
 the fastest is good enough."""
 
-_SIMILAR = 1.2
-"""Ranges of pass sizes with a smaller ratio are not split further."""
+_SIMILAR = 1.1
+"""Ranges of numbers of passes with a smaller ratio are not split further."""
 
 
 class Decision(NamedTuple):
@@ -67,6 +67,10 @@ class Relaxed(NamedTuple):
     bound: float
     micro_batches: MicroBatches
     shares: tuple[float, ...]
+    passes: tuple[int, int] | None = None
+    """As those of the node, or fewer."""
+    whole: tuple[float, ...] = ()
+    """The best shares if every rank's room holds whole samples; empty: not known."""
 
 
 def fastest_plan(
@@ -104,9 +108,9 @@ class _Node(NamedTuple):
     upper: tuple[float, ...]
     caps: tuple[Caps, ...]
     """The largest micro-batches beside the floor."""
-    sizes: tuple[int, int] | None = None
-    """The least and the most samples of the largest pass after the first one, or of the only pass,
-    over all ranks. None: any, and memory does not couple the ranks' micro-batches."""
+    passes: tuple[int, int] | None = None
+    """The least and the most passes of a step, where all ranks run equally many. None: any, and
+    memory does not couple the ranks' micro-batches."""
 
     @property
     def has_one_pass(self) -> bool:
@@ -174,8 +178,9 @@ class _Search:
         if relaxed is None or relaxed.bound >= self._limit():
             return
         number = next(self._number)
-        if number < _NODES_BEFORE_SETTLING:
-            self._best = fastest(self._best, self._solvers.alternate(relaxed.shares))
+        for shares in filter(None, (relaxed.shares, relaxed.whole)):
+            if number < _NODES_BEFORE_SETTLING:
+                self._best = fastest(self._best, self._solvers.alternate(shares))
         if number < _NODES_BEFORE_SETTLING or self._excess(relaxed) is None:
             self._best = fastest(self._best, self._solvers.best_shares(relaxed.micro_batches))
         if relaxed.bound < self._limit():
@@ -197,23 +202,63 @@ class _Search:
 
     def _relaxed(self, node: _Node) -> Relaxed | None:
         """The relaxation of a node, or None if it is not faster than the best plan."""
-        if node.sizes is None:
+        if node.passes is None:
             batches = self._solvers.batches.under(node.caps)
             problem = ShareProblem(self._costs, node.upper)
             if isinstance(batches, IndependentPasses):
                 return self._relaxed_independent(batches, problem)
             return self._relaxed_synchronized(batches, problem)
-        least, most = node.sizes
-        first, later = self._share_limits(node, self._solvers.request.global_batch), None
-        if not node.has_one_pass:
-            later = self._share_limits(node, most, later=True)
-        limits = later or first
-        if limits.most < least:
+        return self._relaxed_together(node, node.passes)
+
+    def _relaxed_together(self, node: _Node, passes: tuple[int, int]) -> Relaxed | None:
+        """The relaxation of a node whose ranks hold the samples of some passes together."""
+        total = self._solvers.request.global_batch
+        fewest, most = passes
+        first = self._share_limits(node, total)
+        if first.most < 0:
             return None
-        return self._relaxed_synchronized(
-            self._solvers.batches.within(first, later),
-            ShareProblem(self._costs, node.upper, limits, least),
+        later, nothing = None, [()] * len(node.caps)
+        if most > 1:
+            later = self._share_limits(node, total, later=True)
+            rest = max(1, total - first.most)
+            fewest = max(fewest, 1 - rest // -later.most if later.most > 0 else most + 1)
+        if fewest > most or (later is None and first.most < total):
+            return None
+        hulls = self._costs.by_rank(
+            lambda _, *own: hull_of_step(*own, most, total),
+            first.by_rank,
+            later.by_rank if later else nothing,
         )
+        batches = self._solvers.batches.within(first, later)
+        problem = ShareProblem(self._costs, node.upper, hulls, total)
+        passes = fewest, most
+        relaxed = self._relaxed_synchronized(batches, problem, passes if later else None)
+        if relaxed is None:
+            return None
+        return relaxed._replace(passes=passes, whole=self._whole(batches, relaxed, first, later))
+
+    def _whole(
+        self,
+        batches: SynchronizedPasses,
+        relaxed: Relaxed,
+        first: ShareLimits,
+        later: ShareLimits | None,
+    ) -> tuple[float, ...]:
+        """The best shares beside whole samples, about as many as fit beside the relaxed shares."""
+        total, passes = self._solvers.request.global_batch, len(relaxed.micro_batches[0])
+        columns = later or first
+        needed = -(-total // passes)
+        beside = columns.samples_beside(relaxed.shares)
+        samples = list(map(math.floor, beside))
+        order = sorted(range(len(samples)), key=lambda rank: samples[rank] - beside[rank])
+        missing = needed - sum(samples)
+        for rank in order[: max(0, missing)]:
+            samples[rank] = min(samples[rank] + 1, len(columns.by_rank[rank]) - 1)
+        upper = [own[number] for own, number in zip(columns.by_rank, samples, strict=True)]
+        if not suffice(upper):
+            return ()
+        sizes = list(map(sum, zip(*relaxed.micro_batches, strict=True)))
+        return ShareProblem(self._costs, upper).cheapest(batches.synchronizations(sizes)).shares
 
     def _share_limits(self, node: _Node, at_most: int, *, later: bool = False) -> ShareLimits:
         """Those of passes under the bounds of a node."""
@@ -225,14 +270,23 @@ class _Search:
         return ShareLimits(self._costs.by_rank(largest_shares, node.caps, node.upper), at_most)
 
     def _relaxed_synchronized(
-        self, batches: SynchronizedPasses, problem: ShareProblem
+        self,
+        batches: SynchronizedPasses,
+        problem: ShareProblem,
+        passes: tuple[int, int] | None = None,
     ) -> Relaxed | None:
-        """A lower bound by one linear program, and a plan by alternation from two starts."""
+        """A lower bound by linear programs, and a plan by alternation from two starts."""
         if not batches.is_feasible:
             return None
-        least = problem.least_communication()
-        lowest = problem.lowest(batches.lower_bounds(least, problem.most_communication()))
-        if lowest.seconds >= self._limit():
+        box = least, _ = problem.least_communication(), problem.most_communication()
+        if math.isinf(least.reduce):
+            return None
+        lowest = problem.lowest(batches.lower_bounds(*box))
+        bound = lowest.seconds
+        if passes is not None:
+            bounds = batches.lower_bounds_by_number(*box, passes)
+            bound = max(bound, problem.lowest(bounds).seconds)
+        if bound >= self._limit():
             return None
         starts = [
             batches.cheapest_sizes(least),
@@ -247,7 +301,9 @@ class _Search:
                 if shared.seconds < best:
                     best, sizes, shares = shared.seconds, following, shared.shares
                 following = batches.cheapest_sizes(self._costs.communication(shared.shares))
-        return Relaxed(min(lowest.seconds, best), batches.micro_batches(sizes), shares)
+        if passes is None:
+            bound = min(bound, best)
+        return Relaxed(bound, batches.micro_batches(sizes), shares)
 
     def _relaxed_independent(
         self, batches: IndependentPasses, problem: ShareProblem
@@ -277,15 +333,16 @@ class _Search:
             return []
         if self._costs.synchronizes_every_pass:
             total = self._solvers.request.global_batch
-            if node.sizes is None:
-                return [node._replace(sizes=(total, total) if node.has_one_pass else (1, total))]
-            least, most = node.sizes
-            used = max(map(sum, list(zip(*relaxed.micro_batches, strict=True))[1:]), default=0)
-            if used > _SIMILAR * least:
-                middle = (least + used + 1) // 2
+            if node.passes is None:
+                passes = (1, 1) if node.has_one_pass else (2, total)
+                return [node._replace(passes=passes)]
+            least, most = relaxed.passes or node.passes
+            used = len(relaxed.micro_batches[0])
+            if least <= used < most or most > _SIMILAR * least + 1:
+                middle = used if least <= used < most else int(_SIMILAR * least)
                 return [
-                    node._replace(sizes=(least, middle - 1)),
-                    node._replace(sizes=(middle, most)),
+                    node._replace(passes=(least, middle)),
+                    node._replace(passes=(middle + 1, most)),
                 ]
         # Between the share beside which the used caps fit, and the relaxed one.
         caps = Caps.of(relaxed.micro_batches[rank])

@@ -18,7 +18,7 @@ from poplar.planner.communication_schedule import CommunicationSeconds, Synchron
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import suffice
 from poplar.planner.rank_groups import group_equal
-from poplar.planner.share_limits import ShareLimits
+from poplar.planner.share_limits import Hull
 from poplar.values.profile import host_compositions
 
 _ROUNDING = 1e-9
@@ -63,8 +63,8 @@ class Shared(NamedTuple):
 class ShareProblem:
     """Shares between 0 and an upper bound on each rank, at one stage.
 
-    [Note: room for a pass]
-    With `limits` the ranks together also hold a pass of some samples. The bound on a rank's share
+    [Note: room for a step]
+    With `hulls` the ranks together also hold the samples of a step. The bound on a rank's share
     falls with its samples; the program uses the concave hull of that bound and parts of samples.
     """
 
@@ -72,20 +72,20 @@ class ShareProblem:
         self,
         costs: StageCosts,
         upper: Sequence[float],
-        limits: ShareLimits | None = None,
+        hulls: Sequence[Hull] = (),
         samples: int = 0,
     ) -> None:
         """Args:
         costs: of the stage.
         upper: by rank.
-        limits: of a pass; None: the ranks need not hold one.
-        samples: what the ranks together hold in this pass.
+        hulls: by rank, its largest share beside some samples; empty: the ranks need not hold any.
+        samples: what the ranks together hold.
         """
         self._costs = costs
         self._upper = [min(1.0, bound) for bound in upper]
         network = costs.cluster.network
         indices = costs.cluster.rank_group_indices
-        equal = list(zip(indices, self._upper, limits.by_rank if limits else indices, strict=True))
+        equal = list(zip(indices, self._upper, hulls or indices, strict=True))
         compositions = host_compositions(network.hosts, equal)
         self._groups = group_equal(zip(equal, compositions, strict=True))
         """Ranks with equal costs and bounds, on equal hosts; their shares are equal in the best
@@ -113,8 +113,8 @@ class ShareProblem:
         )
         """Seconds that become 1 in the program, so that its numbers are near 1."""
         self._rows = list(self._shared_rows())
-        if limits is not None:
-            self._rows += self._limit_rows(limits, samples)
+        if hulls:
+            self._rows += self._room_rows(hulls, samples)
 
     @property
     def is_feasible(self) -> bool:
@@ -186,15 +186,15 @@ class ShareProblem:
         yield from self._collective_rows(collectives.all_gather, self._gather)
         yield from self._tail_rows()
 
-    def _limit_rows(self, limits: ShareLimits, samples: int) -> Iterator[Row]:
-        """See [Note: room for a pass]. A variable is a rank's part of the samples."""
+    def _room_rows(self, hulls: Sequence[Hull], samples: int) -> Iterator[Row]:
+        """See [Note: room for a step]. A variable is a rank's part of the samples."""
         held = {}
         for group, ranks in enumerate(self._groups):
             variable, self._free = self._free, self._free + 1
             held[variable] = -float(len(ranks))
-            own = limits.by_rank[ranks[0]]
-            yield (len(own) - 1) / samples, {variable: 1.0}
-            for first, last in pairwise(limits.hull(own)):
+            own = hulls[ranks[0]]
+            yield own[-1].samples / samples, {variable: 1.0}
+            for first, last in pairwise(own):
                 slope = (last.share - first.share) / (last.samples - first.samples)
                 yield first.share - slope * first.samples, {group: 1.0, variable: -slope * samples}
         yield -1.0 + _ROUNDING, held
