@@ -6,7 +6,8 @@ beside the lower bounds and shares go up to the upper ones; then both are easy t
 step bounds every plan of the node from below. If the relaxed plan does not fit, the node is split
 at the share of a rank that holds too much. A pass that is the only one of its step needs less
 memory: where all ranks run equally many passes, plans of one pass and of several are different
-nodes.
+nodes. There a node also has a range of numbers of passes, and its relaxation holds only what all
+ranks together hold in so many passes.
 
 The result is deterministic: the search stops after a number of nodes, not after a time.
 """
@@ -217,7 +218,7 @@ class _Search:
         first = self._share_limits(node, total)
         if first.most < 0:
             return None
-        later, nothing = None, [()] * len(node.caps)
+        later: ShareLimits | None = None
         if most > 1:
             later = self._share_limits(node, total, later=True)
             rest = max(1, total - first.most)
@@ -227,7 +228,7 @@ class _Search:
         hulls = self._costs.by_rank(
             lambda _, *own: hull_of_step(*own, most, total),
             first.by_rank,
-            later.by_rank if later else nothing,
+            later.by_rank if later else [()] * len(node.caps),
         )
         batches = self._solvers.batches.within(first, later)
         problem = ShareProblem(self._costs, node.upper, hulls, total)

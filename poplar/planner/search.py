@@ -23,7 +23,6 @@ from poplar.planner.recomputed_units import fastest_plan_with_recomputation
 from poplar.planner.request import Request
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
-from poplar.planner.unit_owners import with_unit_owners
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile
 
@@ -134,8 +133,6 @@ def alternatives(
         if policy == "exact" and factored == "auto":
             plan = with_factored_layers(cluster, plan, decide, preference)
             bound = None if plan.factored else bound
-        if policy == "exact":
-            plan = with_unit_owners(cluster, plan)
         gap = None if bound is None else _optimality_gap(cluster, plan, bound)
         found.append(describe(cluster, plan, policy, gap))
     if not found:

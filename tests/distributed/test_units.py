@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from unittest import mock
 
@@ -19,9 +18,8 @@ from reference import Recipe
 from torch import nn
 from training import STAGES, Run, assert_close
 
-from poplar import ClusterProfile, Plan, UnitPlan, search
+from poplar import Plan, UnitPlan
 from poplar.comm import Group
-from poplar.values.profile import BatchPoint, DeviceProfile, ModelProfile, NetworkProfile
 from poplar.zero import unit as units
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.sharded_gradients import ShardedGradients
@@ -170,48 +168,6 @@ def test_unit_may_have_its_own_shares(ranks: Pool, stage: int) -> None:
     )
     plan = Plan(stage=stage, global_batch=12, micro_batches=((3,),) * 4, shares=EVEN, units=own)
     recipe = Recipe(max_norm=0.5)
-    for trajectory in ranks.run(training.train, Run(recipe, plan)):
-        assert_close(trajectory.parameters, reference.train(recipe).parameters)
-
-
-def planned_with_owners(spec: ModelSpec, stage: int, batch: int) -> Plan:
-    """The planner's choice for a network whose latency is nearly all that collectives take."""
-    model = models.build(spec)
-    found = units_of(model, find_blocks(model))
-    rates = (1e-9,) * 4
-    cluster = ClusterProfile(
-        devices=tuple(
-            DeviceProfile(
-                name="device",
-                memory_bytes=1 << 30,
-                points=(BatchPoint(batch=batch, seconds=0.1, activation_bytes=0),),
-                optimizer_seconds=0.01,
-            )
-            for _ in rates
-        ),
-        model=ModelProfile(
-            unit_numels=tuple(sum(flat.numel for flat in unit.flats) for unit in found),
-            unit_names=tuple(unit.name for unit in found),
-            resident_units=(0,),
-        ),
-        network=NetworkProfile(
-            reduce_scatter_seconds=0.1,
-            all_gather_seconds=0.1,
-            send_seconds_per_byte=rates,
-            receive_seconds_per_byte=rates,
-            collective_latency_seconds=(0.1, 0.1, 0.02, 0.02),
-        ),
-    )
-    plan = search(cluster, global_batch=batch, stages=(stage,))
-    return dataclasses.replace(plan, transport=None)
-
-
-def test_planned_owners_of_units_train_as_one_process(ranks: Pool) -> None:
-    recipe = Recipe(spec=ModelSpec(blocks=6))
-    plan = planned_with_owners(recipe.spec, 3, 12)
-    owned = [unit.shares for unit in plan.units if unit.shares]
-    assert len(set(owned)) == 4, "each rank owns whole units"
-    assert {share for shares in owned for share in shares} == {0.0, 1.0}
     for trajectory in ranks.run(training.train, Run(recipe, plan)):
         assert_close(trajectory.parameters, reference.train(recipe).parameters)
 

@@ -35,7 +35,7 @@ The profiler is above the optimizer because it times steps of the engine as user
 
 INDEPENDENT = {
     "comm": {"planner", "simulator", "hardware"},
-    "planner": {"comm", "hardware"},
+    "planner": {"comm", "simulator", "hardware"},
     "simulator": {"comm", "hardware"},
     "hardware": {"comm"},
     "zero": {"planner", "simulator", "hardware", "checkpoint"},
