@@ -7,6 +7,7 @@ only regular files of the folder are opened, because a checkpoint may come from 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
@@ -186,9 +187,11 @@ class DataFiles:
         ordered = sorted(items, key=lambda item: self._place(item.storage_index)[:2])
         try:
             self._reader.read_data(LoadPlan(ordered), _GivenTargets(targets)).wait()
-        except (OSError, DamagedCheckpoint):
+        except DamagedCheckpoint:
             raise
         except Exception as error:  # torch raises many types for content that it cannot read
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # no byte of the file
+                raise
             names = ", ".join(sorted({item.storage_index.fqn for item in items}))[:200]
             raise DamagedCheckpoint(
                 self._folder, f"its files do not have the elements of {names}: {error}"

@@ -73,8 +73,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = parse_json(data)
         version, crc = content["version"], content.pop("crc32c")
-        if not is_count(version):
-            raise TypeError(f"version must be a number, got {version!r}")
+        if not is_count(version) or version < 1:
+            raise TypeError(f"version must be at least 1, got {version!r}")
         changed = crc != crc32c(_sorted_text(content).encode())
     except Exception as error:  # json and content of other types raise many
         raise DamagedCheckpoint(
