@@ -226,7 +226,7 @@ class _Search:
         if fewest > most or (later is None and first.most < total):
             return None
         hulls = self._costs.by_rank(
-            lambda _, *own: hull_of_step(*own, most, total),
+            lambda _, ones, others: hull_of_step(ones, others, most, total),
             first.by_rank,
             later.by_rank if later else [()] * len(node.caps),
         )
