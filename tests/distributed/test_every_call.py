@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -319,10 +320,21 @@ def test_after_an_error_of_the_user_training_continues(
 
 
 def check(case: Case, places: Sequence[Place], by_rank: Sequence[Sequence[Outcome]]) -> None:
-    problems = []
+    problems, counts, slowest = [], Counter[str](), 0.0
     for number, place in enumerate(places):
         outcomes = [outcomes[number] for outcomes in by_rank]
         problem = problem_of(case, place, outcomes)
         if problem is not None:
             problems.append(f"{place}: {problem}: {outcomes}")
+        counts[what_happened(place, outcomes)] += 1
+        fired_at = outcomes[place.rank].fired_at
+        raised = [o.raised_at - fired_at for o in outcomes if fired_at and o.raised]
+        slowest = max([slowest, *raised])
+    print(f"{dict(counts)}, last raise after {slowest:.2f} s: {case}")  # pytest -rP shows it
     assert not problems, "\n".join(problems)
+
+
+def what_happened(place: Place, outcomes: Sequence[Outcome]) -> str:
+    if not outcomes[place.rank].fired or not any(o.raised or o.later for o in outcomes):
+        return "no error"
+    return "stopped" if any(o.later for o in outcomes) else "raised"
