@@ -26,6 +26,7 @@ from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState, collec
 from poplar.comm import Communicator, Control, Group, connect, connect_control
 from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
+from poplar.values.errors import agreed
 from poplar.values.formatting import format_names
 from poplar.values.plan import Plan
 from poplar.zero import nonfinite
@@ -33,8 +34,8 @@ from poplar.zero.absent_parameter import mark_present
 from poplar.zero.agreement import (
     MicroBatchesTooLarge,
     StepSummary,
-    agreed,
     caught,
+    exchange_results,
     raise_on_any_error,
     run_on_all_ranks,
 )
@@ -44,7 +45,7 @@ from poplar.zero.checks.length_watch import LengthWatch
 from poplar.zero.checks.loss_mean import FirstLossCheck
 from poplar.zero.checks.model_structure import ModelStructure
 from poplar.zero.checks.replica_check import ReplicaCheck
-from poplar.zero.collective_calls import CollectiveCalls
+from poplar.zero.collective_calls import CollectiveCalls, collective
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
@@ -61,7 +62,14 @@ from poplar.zero.micro_batches import (
 from poplar.zero.model_hook import ModelHook
 from poplar.zero.nonfinite import OnNonFinite
 from poplar.zero.out_of_memory import OnOutOfMemory, check_choice, smaller_batches_message
-from poplar.zero.setup import STRATEGY_CLASSES, agree_on_request, build_engine, check_request
+from poplar.zero.setup import (
+    BUILDING,
+    STRATEGY_CLASSES,
+    Request,
+    agree_on_request,
+    build_engine,
+    check_request,
+)
 from poplar.zero.step import Step
 from poplar.zero.step_hooks import has_hooks, has_pre_hooks, run_post_hooks, run_pre_hooks
 from poplar.zero.step_result import StepResult, Stopwatch
@@ -114,8 +122,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     Collective methods, which every rank must call: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `load_state_dict`,
     `consolidate_state_dict`, `full_state_dict`, `save_model`, `apply_plan`, `full_gradients`,
-    `verify_replicas`, `release`. If a rank fails in a step, all ranks raise, no rank applies the
-    step, and training may continue; an error in the update itself stops all ranks.
+    `verify_replicas`, `release`. If a rank fails in one, all ranks raise. Either nothing has been
+    applied and training may continue, as after an error of `loss_fn`; or all ranks are stopped, and
+    every later call raises the cause, as after an error in the update itself.
 
     At stage 3, outside `full_parameters()`, `model.state_dict()` has a `ShardTensor` with this
     rank's part of each parameter, for `torch.distributed.checkpoint`; `torch.save` refuses it.
@@ -215,12 +224,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         self._group = Group.of(process_group, timeout)
-        self._control = connect_control(self._group, communicator)
-        error: Exception | None = None
-        try:
+
+        def check() -> Request:
             check_choice(on_out_of_memory)
             nonfinite.check_choice(on_nonfinite)
-            request = check_request(
+            return check_request(
                 model,
                 optimizer_class,
                 optimizer_kwargs,
@@ -238,56 +246,66 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 device=device,
                 local=local,
             )
-        except Exception as caught:
-            error = caught
-        raise_on_any_error(self._control, error, doing="building the optimizer")
-        also = {"on_out_of_memory": on_out_of_memory, "on_nonfinite": on_nonfinite}
-        dtype = agree_on_request(self._control, request, also=also)
-        planned = plan.transport if plan is not None else None
-        comm = connect(self._group, communicator, request.device, planned=planned)
-        self._model = model
-        self._plan = plan
-        self._stage = request.stage
-        self._batch_norms = [] if allow_forward_state else model_checks.batch_norms(model)
-        every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
-        self._splitter = BatchSplitter(plan, every_pass)
-        self._retries = on_out_of_memory == "retry"
-        self._largest_batches: dict[int, int] = {}
-        self._default_scaler = GradScaler(request.device.type) if dtype is torch.float16 else None
-        self._engine, self._update = build_engine(request, comm, self._control, dtype)
-        replicated = self._engine.strategy.replicates_state
-        self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
-        looking = 0 if plan is None else max(range(plan.world_size), key=plan.samples)
-        looks = self._group.rank == looking
-        self._first_loss = FirstLossCheck(looks=looks, reads=self._engine.values_are_readable)
-        self._lengths = LengthWatch(looks=looks)
-        defaults = self._update.inner.defaults
-        if "fused" in defaults:  # Poplar's choice is no setting of the user's
-            defaults = {**defaults, "fused": optimizer_kwargs.get("fused")}
-        super().__init__(request.groups, defaults)
-        self._settings_are_final = True
-        self._state = OptimizerState(self._engine, self._update)
-        forward_state = ForwardStateCheck(
-            model,
-            self._control,
-            allowed=allow_forward_state,
-            flats=self._engine.flats,
-            strategy=self._engine.strategy,
-        )
-        self._step = Step(self._engine, self._update, self._replicas, forward_state, on_nonfinite)
-        self._calls = CollectiveCalls(self._group, self._step.stop, self._engine.abort)
-        self._follow_plan()
-        self._has_stepped = False
-        self._members = [list(map(id, group["params"])) for group in self.param_groups]
-        given = model.parameters() if params is None else _all_parameters(self.param_groups)
-        self._structure = ModelStructure(model, set(map(id, given)))
-        self._engine.before_implicit_step = _weak_method(self._check_model)
-        hook = ModelHook(model_checks.reject_forward_in_ddp)
-        self._engine.hooks.append(model.register_forward_pre_hook(hook))
-        ModelState(self._engine, self._update).register()
-        self._unregister = model_checks.register_owner(
-            list(model.named_parameters()), self, self._engine.hooks
-        )
+
+        with CollectiveCalls(self._group).running(BUILDING):
+            self._control = connect_control(self._group, communicator)
+            request = run_on_all_ranks(self._control, check, doing=BUILDING)
+            also = {"on_out_of_memory": on_out_of_memory, "on_nonfinite": on_nonfinite}
+            dtype = agree_on_request(self._control, request, also=also)
+            comm = run_on_all_ranks(
+                self._control, lambda: self._connect(communicator, request), doing=BUILDING
+            )
+            self._model = model
+            self._plan = plan
+            self._stage = request.stage
+            self._retries = on_out_of_memory == "retry"
+            self._batch_norms = [] if allow_forward_state else model_checks.batch_norms(model)
+            every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
+            self._splitter = BatchSplitter(plan, every_pass)
+            self._largest_batches: dict[int, int] = {}
+            self._default_scaler = (
+                GradScaler(request.device.type) if dtype is torch.float16 else None
+            )
+            self._engine, self._update = build_engine(request, comm, self._control, dtype)
+            replicated = self._engine.strategy.replicates_state
+            self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
+            looking = 0 if plan is None else max(range(plan.world_size), key=plan.samples)
+            looks = self._group.rank == looking
+            self._first_loss = FirstLossCheck(looks=looks, reads=self._engine.values_are_readable)
+            self._lengths = LengthWatch(looks=looks)
+            defaults = self._update.inner.defaults
+            if "fused" in defaults:  # Poplar's choice is no setting of the user's
+                defaults = {**defaults, "fused": optimizer_kwargs.get("fused")}
+            super().__init__(request.groups, defaults)
+            self._settings_are_final = True
+            self._state = OptimizerState(self._engine, self._update)
+            forward_state = ForwardStateCheck(
+                model,
+                self._control,
+                allowed=allow_forward_state,
+                flats=self._engine.flats,
+                strategy=self._engine.strategy,
+            )
+            self._step = Step(
+                self._engine, self._update, self._replicas, forward_state, on_nonfinite
+            )
+            self.collective_calls = CollectiveCalls(self._group, self._step.stop)
+            self._follow_plan()
+            self._has_stepped = False
+            self._members = [list(map(id, group["params"])) for group in self.param_groups]
+            given = model.parameters() if params is None else _all_parameters(self.param_groups)
+            self._structure = ModelStructure(model, set(map(id, given)))
+            self._engine.before_implicit_step = _weak_method(self._check_model)
+            hook = ModelHook(model_checks.reject_forward_in_ddp)
+            self._engine.hooks.append(model.register_forward_pre_hook(hook))
+            ModelState(self._engine, self._update).register()
+            self._unregister = model_checks.register_owner(
+                list(model.named_parameters()), self, self._engine.hooks
+            )
+
+    def _connect(self, communicator: str | Communicator, request: Request) -> Communicator:
+        planned = request.plan.transport if request.plan is not None else None
+        return connect(self._group, communicator, request.device, planned=planned)
 
     @property
     def state(self) -> Any:
@@ -307,6 +325,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     # The step.
 
+    @collective
     def train_step(
         self,
         loss_fn: LossFunction,
@@ -346,18 +365,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             torch.OutOfMemoryError: this rank ran out of memory, also on the CPU.
             CollectiveTimeout: a rank did not take part in a collective before the deadline.
         """
-        with self._calls.running("train_step()"):
-            return self._train_step(loss_fn, batch, weight, loss, max_norm, scaler)
-
-    def _train_step(
-        self,
-        loss_fn: LossFunction,
-        batch: Any,
-        weight: Weight | None,
-        loss: Loss,
-        max_norm: float | None,
-        scaler: GradScaler | None,
-    ) -> StepResult:
         scaler = scaler if scaler is not None else self._default_scaler
 
         def prepare() -> None:
@@ -375,6 +382,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         return self._run_step(open_passes, max_norm, scaler)
 
+    @collective
     def run_joint_pass(
         self,
         forward: PassLoss,
@@ -406,9 +414,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         def open_passes(again: Callable[[], None] | None) -> tuple[OpenedStep, PassLoss]:
             return open_joint_pass(self._control, samples, caught(check)), forward
 
-        with self._calls.running("train_step()"):
-            self._engine.strategy.reductions.allow(len(self._engine.trained) + 1)
-            return self._run_step(open_passes, max_norm, scaler)
+        self._engine.strategy.reductions.allow(len(self._engine.trained) + 1)
+        return self._run_step(open_passes, max_norm, scaler)
 
     def _run_step(
         self,
@@ -483,8 +490,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         def start() -> list[MicroBatch]:
             return self._step.start(self._open_step(prepare, batch, weight, loss))
 
-        return MicroBatchLoop(self._step, start, partial(self._calls.running, "micro_batches()"))
+        return MicroBatchLoop(
+            self._step, start, partial(self.collective_calls.running, "micro_batches()")
+        )
 
+    @collective
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Apply the gradient of the step. Collective.
@@ -497,7 +507,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             RuntimeError: no backward since the last step, or a plain `torch.amp.GradScaler`.
         """
         name = f"Optimizer.step#{type(self).__name__}.step"
-        with self._calls.running("step()"), torch.autograd.profiler.record_function(name):
+        with torch.autograd.profiler.record_function(name):
             return self._step_with_hooks(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch does not run the hooks around it
@@ -554,6 +564,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             has_hooks=has_hooks(self),
         )
 
+    @collective
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the full gradient so that its norm is at most `max_norm`. Collective.
@@ -562,11 +573,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             The norm over all parameters before clipping, as one fp32 on the device. For `norm_type`
             2 and infinity its bits do not depend on the shares.
         """
-        with self._calls.running("clip_grad_norm_()"):
-            norm_type = float(norm_type)
-            settings = self._settings(max_norm=max_norm, norm_type=norm_type)
-            return self._step.clip(float(max_norm), settings)
+        settings = self._settings(max_norm=max_norm, norm_type=float(norm_type))
+        return self._step.clip(float(max_norm), settings)
 
+    @collective
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step. `.grad` is always set to None.
 
@@ -574,14 +584,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             RuntimeError: called inside of a `micro_batches` loop, before its last backward was
                 applied. The step is abandoned on all ranks.
         """
-        with self._calls.running("zero_grad()"):
-            if self._step.leave_user_loop(_ZERO_GRAD_INSIDE_LOOP):
-                raise agreed(RuntimeError(_ZERO_GRAD_INSIDE_LOOP))
-            self._engine.drop_parameter_gradients()
-            if self._engine.step.open_micro_batch is None:
-                self._engine.drop_implicit_pass()
-                if self._engine.has_gradients:
-                    self._step.reset()
+        if self._step.leave_user_loop(_ZERO_GRAD_INSIDE_LOOP):
+            raise agreed(RuntimeError(_ZERO_GRAD_INSIDE_LOOP))
+        self._engine.drop_parameter_gradients()
+        if self._engine.step.open_micro_batch is None:
+            self._engine.drop_implicit_pass()
+            if self._engine.has_gradients:
+                self._step.reset()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -596,6 +605,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Like `no_sync`, without a context; as in FSDP2."""
         self._engine.requires_gradient_sync = requires_gradient_sync
 
+    @collective
     @torch.no_grad()
     def full_gradients(self) -> dict[str, Tensor]:
         """The full mean gradient of every trained parameter, by name. Collective.
@@ -603,12 +613,18 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Call it between the last backward and `step()`. Every rank gets all gradients, in fp32 and
         in the shape of the parameters, so it needs memory for all of them.
         """
+        engine = self._engine
         self._step.reject_open_loop()
-        run_on_all_ranks(self._control, self._step.finish_passes, doing="full_gradients()")
-        gradients = self._engine.full_gradients()
-        factor = 1.0 if self._engine.step.factor is None else self._engine.step.factor
-        return {name: gradient * factor for name, gradient in gradients}
 
+        def prepare() -> list[Tensor]:
+            self._step.finish_passes()
+            return engine.empty_gradients()
+
+        memory = run_on_all_ranks(self._control, prepare, doing="full_gradients()")
+        factor = 1.0 if engine.step.factor is None else engine.step.factor
+        return {name: gradient.mul_(factor) for name, gradient in engine.full_gradients(memory)}
+
+    @collective
     @torch.no_grad()
     def verify_replicas(self) -> None:
         """Check that all ranks have the same parameters, bit by bit. Collective, between steps.
@@ -619,9 +635,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ReplicasDiffer: on all ranks; names the first parameter that differs.
         """
-        for flat in self._engine.trained:
-            self._update.take_written_values(flat)
-        self._replicas.verify()
+
+        def prepare() -> None:
+            for flat in self._engine.trained:
+                self._update.take_written_values(flat)
+
+        self._replicas.verify(prepare)
 
     def trace(self) -> AbstractContextManager[list[Span]]:
         """A context that records this rank's passes, waits and updates as spans.
@@ -630,6 +649,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         return self._group.trace.record()
 
+    @collective
     def release(self, values: bool = True) -> None:
         """Detach the optimizer from the model. Collective.
 
@@ -660,8 +680,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             move_to_meta(list(self._model.parameters()))
             return
         parameters = [p for flat in engine.flats for p in flat.parameters]
+
+        def copy_all() -> list[Tensor]:
+            return [parameter.detach().clone() for parameter in parameters]
+
         with engine.unsharded_parameters(writeback=False):
-            copies = [parameter.detach().clone() for parameter in parameters]
+            copies = run_on_all_ranks(self._control, copy_all, doing="release()")
         self._detach()
         for parameter, copy in zip(parameters, copies, strict=True):
             parameter.grad = None
@@ -675,10 +699,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._state = defaultdict(dict)
         # All of them lead to the state, which must not live as long as this object.
         released: Any = _ReleasedEngine()
-        self._engine = self._update = self._step = self._replicas = self._calls = released
+        self._engine = self._update = self._step = self._replicas = released
+        self.collective_calls = released
 
     # Without a step.
 
+    @collective
     @torch.no_grad()
     def evaluate(
         self, loss_fn: LossFunction, loader: Iterable[Any], weight: Weight | None = None
@@ -696,9 +722,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             RankFailed: another rank could not load or evaluate a batch.
             ValueError: no rank had a batch.
         """
-        with self._calls.running("evaluate()"):
-            self._step.raise_if_nonfinite()
-            return Evaluation(self._engine, loss_fn, weight).run(loader)
+        self._step.raise_if_nonfinite()
+        return Evaluation(self._engine, loss_fn, weight).run(loader)
 
     def full_parameters(
         self, writeback: bool = False, *, modules: Sequence[str | nn.Module] | None = None
@@ -726,16 +751,24 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     ) -> Iterator[None]:
         engine = self._engine
         communicates = modules is not None or engine.strategy.shards_parameters
+
+        def running(*, begins: bool) -> AbstractContextManager[None]:
+            if not communicates:
+                return nullcontext()
+            return self.collective_calls.running("full_parameters()", begins=begins)
+
         with ExitStack() as stack:
-            with self._calls.running("full_parameters()") if communicates else nullcontext():
+            with running(begins=True):
                 self._step.raise_if_nonfinite()
                 units = self._units_of(modules) if communicates else engine.units
                 stack.enter_context(engine.unsharded_parameters(writeback=writeback, units=units))
-            yield
-        if writeback:
-            for unit in units:
-                for flat in unit.trained:
-                    self._update.refresh(flat)
+            try:
+                yield
+            finally:
+                with running(begins=False):
+                    stack.close()
+                    for flat in (flat for unit in units for flat in unit.trained if writeback):
+                        self._update.refresh(flat)
 
     def _units_of(self, modules: Sequence[str | nn.Module] | None) -> Sequence[Unit]:
         """The units with parameters of these modules; None: all units. Collective."""
@@ -786,6 +819,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             predicted=None if predicted is None else int(predicted[self._group.rank]),
         )
 
+    @collective
     def apply_plan(self, plan: Plan) -> None:
         """Change to another plan of the same stage. Collective, between steps.
 
@@ -802,17 +836,17 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         from poplar.checkpoint.sharded_state import reshard
 
-        error: Exception | None = None
-        try:
+        def checked() -> str:
             self._check_new_plan(plan)
-        except Exception as caught:
-            error = caught
-        raise_on_any_error(self._control, error, doing="apply_plan()")
-        digests = self._control.exchange_objects(plan.digest(), what="apply_plan()")
+            return plan.digest()
+
+        digests = exchange_results(self._control, checked, what="apply_plan()")
         if len(set(digests)) > 1:
-            raise ValueError(
-                f"the ranks passed different plans to apply_plan() (digests {digests}); pass the "
-                "same plan"
+            raise agreed(
+                ValueError(
+                    f"the ranks passed different plans to apply_plan() (digests {digests}); pass "
+                    "the same plan"
+                )
             )
         reshard(self._engine, self._update, plan.shares, shares_by_unit(plan))
         self._engine.strategy.persistent = persistent_units(plan, self._engine.units)
@@ -859,6 +893,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             state["poplar"] = {"scaler": self._default_scaler.state_dict()}
         return state
 
+    @collective
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state. Collective; nothing changes if it fails on a rank.
 
@@ -875,10 +910,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         from poplar.checkpoint.state_dicts.loaded_state import load_state_dict
 
-        scaler = load_state_dict(self, self._engine, self._update, state_dict)
-        if self._default_scaler is not None and scaler is not None:
-            self._default_scaler.load_state_dict(scaler)
+        load_state_dict(self, self._engine, self._update, state_dict, self._default_scaler)
 
+    @collective
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the whole state on rank `to`, for `state_dict()` there. Collective.
 
@@ -887,6 +921,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         self._update.collected = self.full_state_dict(to)
 
+    @collective
     def full_state_dict(self, to: int = 0) -> dict[str, Any] | None:
         """The whole state, for a plain `optimizer_class` with the same param groups. Collective.
 
@@ -923,6 +958,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             reject_nonfinite=self._step.reject_nonfinite_parameters,
         )
 
+    @collective
     def save_model(self, path: str | Path, *, sharded: bool = False) -> None:
         """Write the full weights as safetensors. Collective.
 
@@ -947,9 +983,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def _refuse_local(self, doing: str) -> None:
         local = [name for flat in self._engine.flats if flat.is_local for name in flat.names]
         if local:
-            raise RuntimeError(
-                f"{doing}: every rank has a part of its own of {format_names(local)}; save the "
-                "state_dict() of what poplar.distribute() returned"
+            raise agreed(
+                RuntimeError(
+                    f"{doing}: every rank has a part of its own of {format_names(local)}; save the "
+                    "state_dict() of what poplar.distribute() returned"
+                )
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -1093,6 +1131,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             and not any(bool(gradient.any()) for gradient in given if gradient is not None)
         )
 
+    @collective
     @torch.no_grad()
     def multiply_gradient(self, factor: Tensor) -> Tensor:
         """Multiply the gradient in the update; for loss scaling. Collective.
@@ -1104,8 +1143,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             One fp32, equal on all ranks: 1 if the gradient is not finite, so that `step` changes
             nothing, else 0.
         """
-        with self._calls.running("multiply_gradient()"):
-            return self._step.multiply_gradient(factor, self._settings(scale=factor))
+        return self._step.multiply_gradient(factor, self._settings(scale=factor))
 
 
 def _weak_method(method: Callable[[], None]) -> Callable[[], None]:

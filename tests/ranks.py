@@ -219,12 +219,17 @@ def _new_group(ranks: int, name: str) -> dist.ProcessGroup:
         return dist.new_group(list(range(ranks)), timeout=timedelta(seconds=GROUP_SECONDS))
 
 
-def separate_group() -> dist.ProcessGroup:
-    """A new group of the ranks of this call, which may break it. Collective over these."""
+@contextlib.contextmanager
+def separate_group() -> Iterator[dist.ProcessGroup]:
+    """A context with a new group of the ranks of this call, which may break it. Collective."""
     _separate_groups[size()] += 1
     name = mock.Mock(return_value=f"{size()} ranks, separate group {_separate_groups[size()]}")
     with mock.patch.object(distributed_c10d, "_process_group_name", name):
-        return dist.new_group(list(range(size())), use_local_synchronization=True)
+        group = dist.new_group(list(range(size())), use_local_synchronization=True)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)  # its threads and descriptors
 
 
 _separate_groups: Counter[int] = Counter()

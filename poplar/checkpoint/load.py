@@ -43,8 +43,6 @@ from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.update import ParameterRun, StateLayout
 
 
-@torch.no_grad()
-@no_garbage_collection()
 def load_checkpoint(
     folder: str | Path,
     optimizer: Checkpointed,
@@ -76,9 +74,17 @@ def load_checkpoint(
         RankFailed: another rank failed. Unless the message says so, nothing has changed.
     """
     path, wanted = Path(os.path.abspath(folder)), dict(state or {})
-    parts = optimizer.training_parts()
-    control = parts.engine.control
     doing = f"load_checkpoint({str(folder)!r})"
+    with optimizer.collective_calls.running("load_checkpoint()"):
+        return _load(path, optimizer.training_parts(), wanted, weights_only, doing)
+
+
+@torch.no_grad()
+@no_garbage_collection()
+def _load(
+    path: Path, parts: TrainingParts, wanted: Mapping[str, Any], weights_only: bool, doing: str
+) -> dict[str, Any]:
+    control = parts.engine.control
 
     def prepare() -> Load:
         check_idle(parts, "load_checkpoint()")

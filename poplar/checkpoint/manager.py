@@ -16,6 +16,7 @@ from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import Agreement, start_save
 from poplar.checkpoint.training_state import Checkpointed
 from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.collective_calls import CollectiveCalls, collective
 
 _NAME = "step-{step:08d}"
 _FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -64,6 +65,12 @@ class CheckpointManager:
         self._agreement = Agreement()
         self._pending: PendingSave | None = None
 
+    @property
+    def collective_calls(self) -> CollectiveCalls:
+        """Those of the optimizer."""
+        return self._optimizer.collective_calls
+
+    @collective
     def save(self, step: int) -> None:
         """Save the training state after `step` steps. Collective, between steps.
 
@@ -94,6 +101,7 @@ class CheckpointManager:
         if self._staging is None:
             self.wait()
 
+    @collective
     def wait(self) -> None:
         """Wait until the last save is complete. Collective.
 
@@ -105,6 +113,7 @@ class CheckpointManager:
         if pending is not None:
             pending.wait()
 
+    @collective
     def load_latest(self, *, weights_only: bool = True) -> int | None:
         """Load the checkpoint with the highest step. Collective, between steps.
 

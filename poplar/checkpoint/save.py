@@ -45,6 +45,7 @@ from poplar.checkpoint.training_state import (
 )
 from poplar.comm import Control
 from poplar.comm.host_topology import host_id
+from poplar.values.errors import agreed
 from poplar.values.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
 
@@ -73,7 +74,20 @@ def save_checkpoint(
         PoplarError: a trained parameter has values that are NaN or infinite.
         RankFailed: another rank failed. Nothing remains of the checkpoint.
     """
-    start_save(folder, optimizer, state=state).wait()
+    save_now(folder, optimizer, state=state)
+
+
+def save_now(
+    folder: str | Path,
+    optimizer: Checkpointed,
+    *,
+    state: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    replaces: bool = False,
+) -> None:
+    """Save, and return when the checkpoint is complete. Arguments as for `start_save`."""
+    with optimizer.collective_calls.running("save_checkpoint()"):
+        start_save(folder, optimizer, state=state, step=step, replaces=replaces).wait()
 
 
 @no_garbage_collection()
@@ -227,7 +241,7 @@ class Agreement:
         received = control.exchange_objects(own, what=doing)
         names = [name for name, *_ in received]
         if names != [name] * len(names):
-            raise ValueError(f"the ranks save different checkpoints; by rank: {names}")
+            raise agreed(ValueError(f"the ranks save different checkpoints; by rank: {names}"))
         self.on_this_host = [r for r, (_, host, *_) in enumerate(received) if host == own[1]]
         if any(changed is not None for *_, changed in received):
             self._set([changed or self._by_rank[r] for r, (*_, changed) in enumerate(received)])
@@ -259,11 +273,13 @@ def _check_equal_state(by_rank: Sequence[Mapping[str, int]]) -> None:
             if first.get(name) != digests.get(name)
         ]
         if differing:
-            raise ValueError(
-                f"state {differing} of rank {rank} is not that of rank 0, but one is saved for all "
-                "ranks. (DataLoader workers move a sampler ahead of training: save "
-                "sampler.state_dict(steps_done=...).) To save what differs by rank, collect it "
-                "with torch.distributed.all_gather_object and save the list"
+            raise agreed(
+                ValueError(
+                    f"state {differing} of rank {rank} is not that of rank 0, but one is saved for "
+                    "all ranks. (DataLoader workers move a sampler ahead of training: save "
+                    "sampler.state_dict(steps_done=...).) To save what differs by rank, collect it "
+                    "with torch.distributed.all_gather_object and save the list"
+                )
             )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from poplar.checkpoint.names import canonical, names_of
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.values.plan import Plan
+from poplar.zero.collective_calls import CollectiveCalls
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
@@ -42,6 +43,11 @@ class TrainingParts:
 
 class Checkpointed(Protocol):
     """An optimizer whose state can be saved, such as `HeteroZeroOptimizer`."""
+
+    @property
+    def collective_calls(self) -> CollectiveCalls:
+        """The calls that save and load, too, belong to."""
+        ...
 
     def training_parts(self) -> TrainingParts:
         """What its state consists of."""

@@ -21,6 +21,7 @@ from poplar.comm.host_memory.transport import SharedMemoryCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.staged import StagedCommunicator
+from poplar.values.errors import agreed
 from poplar.values.host_traffic import is_hierarchical
 
 T = TypeVar("T")
@@ -233,7 +234,7 @@ def connect_control(group: Group, choice: str | Communicator = "auto") -> Contro
     control.spans_hosts = len(set(host_ids)) > 1
     if len({*names}) > 1:
         given = ", ".join(f"rank {rank} has {name!r}" for rank, name in enumerate(names))
-        raise ValueError(f"communicator must be the same on all ranks, got: {given}")
+        raise agreed(ValueError(f"communicator must be the same on all ranks, got: {given}"))
     if group.size == 1 or name.startswith("process_group"):
         return control
     try:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from poplar.checkpoint.load import load_checkpoint
-from poplar.checkpoint.save import start_save
+from poplar.checkpoint.save import save_now
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
@@ -337,7 +337,7 @@ def _register_state(
 
     def save(_models: Any, weights: list[Any], folder: str) -> None:
         weights.clear()  # which would be written by the first rank alone
-        start_save(Path(folder) / FOLDER, optimizer, state=state, replaces=True).wait()
+        save_now(Path(folder) / FOLDER, optimizer, state=state, replaces=True)
 
     def load(models: list[Any], folder: str) -> None:
         models.clear()

@@ -8,8 +8,13 @@ to find the cause.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from poplar.values.formatting import printable
+
+E = TypeVar("E", bound=BaseException)
+
+_AGREED = "_poplar_agreed"
 
 
 class PoplarError(RuntimeError):
@@ -50,3 +55,19 @@ class DamagedCheckpoint(PoplarError):
             + "Restore the file, or load an earlier checkpoint"
         )
         self.path = path
+
+
+def agreed(error: E) -> E:
+    """Note that this error leaves no rank waiting: all ranks raise, or this one may go on."""
+    setattr(error, _AGREED, True)
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether `agreed` was called for this error."""
+    return getattr(error, _AGREED, False)
+
+
+def take_agreed(error: BaseException) -> bool:
+    """As `is_agreed`; drops the note, because the program may raise the error again."""
+    return bool(vars(error).pop(_AGREED, False))

@@ -22,14 +22,13 @@ from torch import Tensor
 from poplar import ops
 from poplar.comm import Communicator, Control, Work
 from poplar.comm.shard_layout import ALIGNMENT, Layout
-from poplar.values.errors import RankFailed
+from poplar.values.errors import RankFailed, agreed
 from poplar.zero import gradient_norm
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.passes.collective_order import LeaderFailed
 from poplar.zero.step_settings import UPDATES, StepSettings
 
 T = TypeVar("T")
-E = TypeVar("E", bound=BaseException)
 
 ROW = ALIGNMENT
 """int64 elements that each rank contributes: its part of the norm, then its loss and checksum."""
@@ -41,7 +40,6 @@ _FLAGS = 52
 """Flags of parameters in a word: what a float64 holds exactly."""
 _SETTINGS = _CHECKSUM + 1
 """Index of the checksum of the settings that are tensors in a row."""
-_AGREED = "_poplar_agreed"
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,9 @@ class StepSummary:
 
     losses: Tensor
     """By rank, its part of the weighted loss; float64 on the device."""
-    norm_type: float | None
+    norm_type: float
     norm: Tensor
-    """Norm of the accumulated gradient (any loss scale included), one float64 on the device; NaN
-    if not requested."""
+    """Norm of the accumulated gradient (any loss scale included), one float64 on the device."""
     unused: dict[FlatParameter, set[int]]
     """Positions of parameters that got a gradient on no rank."""
     waited: tuple[float, ...]
@@ -96,22 +93,6 @@ class MicroBatchesTooLarge(Exception):
 def leader_of(sizes: Sequence[int]) -> int | None:
     """The first rank with samples; None if no rank has any."""
     return next((rank for rank, size in enumerate(sizes) if size > 0), None)
-
-
-def agreed(error: E) -> E:
-    """Note that this error leaves no rank waiting: all ranks raise, or this one may go on."""
-    setattr(error, _AGREED, True)
-    return error
-
-
-def is_agreed(error: BaseException) -> bool:
-    """Whether `agreed` was called for this error."""
-    return getattr(error, _AGREED, False)
-
-
-def take_agreed(error: BaseException) -> bool:
-    """As `is_agreed`; drops the note, because the program may raise the error again."""
-    return bool(vars(error).pop(_AGREED, False))
 
 
 def caught(work: Callable[[], object]) -> Exception | None:
@@ -231,7 +212,7 @@ def close_step(
     *,
     loss: Tensor | float,
     waited: float,
-    norm_type: float | None,
+    norm_type: float,
     settings: StepSettings,
     error: BaseException | None,
     too_large: int = 0,
@@ -245,7 +226,7 @@ def close_step(
 
     Args:
         loss: this rank's part of the weighted loss.
-        norm_type: type of the gradient norm to compute; None for none.
+        norm_type: type of the gradient norm to compute.
         settings: of this rank, which must be equal on all ranks.
         error: why this rank could not finish its passes, if it could not.
         too_large: samples of the micro-batch in which this rank ran out of memory, if that is
@@ -259,8 +240,8 @@ def close_step(
         ValueError: on all ranks; their settings differ.
     """
     rows = norm_rows(comm, flats)
-    # A failed rank does not know which norm the others compute, but it must take part.
-    fill_norm_row(rows, flats, comm.group.rank, norm_type if error is None else None)
+    if error is None:  # a failed rank does not know which norm the others compute
+        fill_norm_row(rows, flats, comm.group.rank, norm_type)
     rows[comm.group.rank, _LOSS] = _float64_bits(loss, rows.device)
     if checksum is not None:
         rows[comm.group.rank, _CHECKSUM] = checksum
@@ -373,11 +354,9 @@ def norm_rows(comm: Communicator, flats: Sequence[FlatParameter]) -> Tensor:
 
 
 def fill_norm_row(
-    rows: Tensor, flats: Sequence[FlatParameter], rank: int, norm_type: float | None
+    rows: Tensor, flats: Sequence[FlatParameter], rank: int, norm_type: float
 ) -> None:
     """Write this rank's part of the gradient norm, over its slices of the layouts, to its row."""
-    if norm_type is None:
-        return
     row = rows[rank]
     owned = [(flat, flat.intersect_owned(*flat.layout.bounds(rank))) for flat in flats]
     if norm_type == 2.0:
@@ -397,14 +376,12 @@ def gather_rows(comm: Communicator, rows: Tensor, *, what: str) -> Work:
     return comm.all_gather(rows.view(-1), layout, what=what)
 
 
-def combine_norm(rows: Tensor, norm_type: float | None) -> Tensor:
+def combine_norm(rows: Tensor, norm_type: float) -> Tensor:
     """The norm from all ranks' rows, as one float64 on the device.
 
     It has the same bits on every rank: the general case uses the host's `pow`, because devices
     round it differently.
     """
-    if norm_type is None:
-        return torch.full((), math.nan, dtype=torch.float64, device=rows.device)
     if norm_type == 2.0:
         return ops.exact_norm(rows)
     parts = rows[:, 0].view(torch.float64)

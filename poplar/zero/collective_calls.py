@@ -1,39 +1,49 @@
 """Calls of methods that all ranks call: what one rank raises in one reaches all ranks.
 
 A rank that leaves such a call alone leaves the others waiting, or lets them update their part of
-the parameters without it. So an error either is raised on all ranks (`agreed`, see `agreement`),
-and training may continue, or it stops all ranks. There is nothing in between, whatever raised it.
+the parameters without it. So an error either is raised on all ranks (`agreed`, see
+`values.errors`), and training may continue, or it stops all ranks. There is nothing in between,
+whatever raised it.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from poplar.comm import Group
-from poplar.zero.agreement import take_agreed
+from poplar.values.errors import CollectiveTimeout, take_agreed
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class CollectiveCalls:
     """The collective calls of one optimizer, of which this rank runs one at a time."""
 
     def __init__(
-        self, group: Group, stop: Callable[[str, BaseException], None], drop: Callable[[], None]
+        self, group: Group, stop: Callable[[str, BaseException], None] | None = None
     ) -> None:
         """
         Args:
             group: the ranks.
-            stop: stops all ranks, because of the call with this name and of its error.
-            drop: drops what the call has left on this rank.
+            stop: stops all ranks, because of the call with this name and of its error. Default:
+                aborts the group.
         """
-        self._group, self._stop, self._drop = group, stop, drop
+        self._group, self._stop = group, stop or self._abort
         self._lock = threading.RLock()
         self._depth = 0
 
     @contextmanager
-    def running(self, name: str) -> Iterator[None]:
+    def running(self, name: str, *, begins: bool = True) -> Iterator[None]:
         """A context for one call, or for a part of one that is running in this thread.
+
+        Args:
+            name: of the call, for errors.
+            begins: False: it only ends what an earlier call has begun, also after a failure.
 
         Raises:
             RuntimeError: another thread runs one.
@@ -46,18 +56,57 @@ class CollectiveCalls:
             )
         self._depth += 1
         try:
-            if self._depth == 1:
+            if self._depth == 1 and begins:
                 self._group.check()
             yield
         except BaseException as error:
-            if self._depth == 1:
-                self._end(name, error)
+            if self._depth == 1 and not take_agreed(error):
+                self._stop(name, error)
             raise
         finally:
             self._depth -= 1
             self._lock.release()
 
-    def _end(self, name: str, error: BaseException) -> None:
-        if not take_agreed(error):
-            self._stop(name, error)
-            self._drop()
+    def _abort(self, name: str, error: BaseException) -> None:
+        if self._group.size > 1:
+            self._group.abort(stop_reason(self._group.rank, waiting_in(name), error))
+
+
+def waiting_in(name: str) -> str:
+    """Where a rank has failed, if the others wait for it in the call with this name."""
+    return f"{name}, in which other ranks wait for it"
+
+
+def stop_reason(rank: int, where: str, error: BaseException) -> str:
+    """What the other ranks raise if this rank raises alone."""
+    if isinstance(error, CollectiveTimeout):
+        return str(error)
+    return (
+        f"rank {rank} failed in {where}; build the optimizer again on all ranks and load a "
+        f"checkpoint. {type(error).__name__}: {error}"
+    )
+
+
+class HasCollectiveCalls(Protocol):
+    """An object with methods that all ranks call."""
+
+    @property
+    def collective_calls(self) -> CollectiveCalls:
+        """The calls of which one runs at a time."""
+        ...
+
+
+S = TypeVar("S", bound=HasCollectiveCalls)
+
+
+def collective(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method that all ranks call: it runs as one of the `collective_calls` of its object."""
+    name = f"{method.__name__}()"
+
+    def collective_call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.collective_calls.running(name):
+            return method(self, *args, **kwargs)
+
+    functools.update_wrapper(collective_call, method)
+    collective_call.is_collective = True  # type: ignore[attr-defined]
+    return collective_call

@@ -21,6 +21,7 @@ from poplar.data import pytree
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.values.errors import CollectiveTimeout
 from poplar.zero.absent_parameter import direct_access
+from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.checks.model_checks import Removable
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.checks.recorded_calls import reject_forward_in_replay
@@ -295,13 +296,17 @@ class Engine:
             if not self.strategy.shows_gradients and not self.step.in_train_step:
                 self.set_placeholder_gradients(self.trained)
 
-    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Each trained parameter's name and its full mean gradient. Collective.
+    def empty_gradients(self) -> list[Tensor]:
+        """Memory for `full_gradients`."""
+        dtype = torch.float32
+        return [torch.empty(flat.numel, dtype=dtype, device=flat.device) for flat in self.trained]
+
+    def full_gradients(self, memory: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Each trained parameter's name and its full mean gradient, in `memory`. Collective.
 
         Of a local parameter, the gradient of this rank's own part.
         """
-        for flat in self.trained:
-            whole = torch.empty(flat.numel, dtype=torch.float32, device=flat.device)
+        for flat, whole in zip(self.trained, memory, strict=True):
             own = flat.layout.bounds(self.comm.group.rank)
             part = flat.intersect_owned(*own)
             if part is not None:
@@ -375,8 +380,7 @@ class Engine:
         writable = [u for u in wanted if u not in self._writable] if writeback else []
         shards_parameters = self.strategy.shards_parameters
         if shards_parameters:
-            # Values written in the block must reach later passes only through the shards.
-            self.strategy.reshard_persistent()
+            self._allocate_lasting(added)
             for unit in added:
                 self.strategy.unshard(unit, in_step=False, lasting=True)
             for unit in added:
@@ -394,6 +398,22 @@ class Engine:
             if shards_parameters:
                 for unit in added:
                     self.strategy.reshard(unit)
+
+    def _allocate_lasting(self, units: Sequence[Unit]) -> None:
+        """Allocate the values of units outside of passes, on all ranks or on none. Collective."""
+
+        def allocate() -> None:
+            # Values written there must reach later passes only through the shards.
+            self.strategy.reshard_persistent()
+            for unit in units:
+                self.strategy.allocate_lasting(unit)
+
+        try:
+            run_on_all_ranks(self.control, allocate, doing="unsharding the parameters")
+        except BaseException:
+            for unit in units:
+                self.strategy.reshard(unit)
+            raise
 
     def units_of(self, modules: Sequence[str | nn.Module]) -> tuple[Unit, ...]:
         """The units that have parameters of these modules, given by themselves or by name.

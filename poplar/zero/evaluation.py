@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.data import pytree
-from poplar.values.errors import CollectiveTimeout
-from poplar.zero.agreement import agreed, caught, leader_of, raise_on_any_error
+from poplar.values.errors import CollectiveTimeout, agreed
+from poplar.zero.agreement import caught, leader_of, raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.passes.collective_pass import Mode
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from poplar.comm import Control
 from poplar.data import pytree
+from poplar.values.errors import agreed
 from poplar.values.plan import Plan, fewest_passes
-from poplar.zero.agreement import StepSizes, agreed, caught, leader_of, open_step
+from poplar.zero.agreement import StepSizes, caught, leader_of, open_step
 
 Loss = Literal["mean", "sum", "global_mean"]
 Weight = Callable[[Any], "float | int | Tensor"]

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Control
-from poplar.values.errors import PoplarError
+from poplar.values.errors import PoplarError, agreed
 from poplar.zero.agreement import (
     StepSummary,
-    agreed,
     raise_on_all_ranks,
     reject_different_settings,
     run_on_all_ranks,

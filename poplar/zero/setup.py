@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from poplar.comm import Communicator, Control
+from poplar.values.errors import agreed
 from poplar.values.plan import Plan
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.checks import model_checks
@@ -47,6 +48,9 @@ STRATEGY_CLASSES: tuple[type[Strategy], ...] = (
     ShardedParameters,
 )
 """By ZeRO stage."""
+
+BUILDING = "building the optimizer"
+"""What the ranks do, in messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,24 +265,28 @@ def agree_on_request(
     """
     identity = {**request.identity(), **(also or {})}
     mine = (identity, _computes_bf16(request.device), request.device.type)
-    received = control.exchange_objects(mine, what="building the optimizer")
+    received = control.exchange_objects(mine, what=BUILDING)
     identities = [identity for identity, _, _ in received]
     for key, expected in identities[0].items():
         differing = [rank for rank, other in enumerate(identities) if other[key] != expected]
         if differing:
-            raise ValueError(
-                _mismatch_message(key, expected, identities[differing[0]][key], differing)
-            )
+            found = identities[differing[0]][key]
+            raise agreed(ValueError(_mismatch_message(key, expected, found, differing)))
     devices = [device for _, _, device in received]
     if len(set(devices)) > 1:
-        raise ValueError(
-            f"the models of the ranks are on {devices}; move all of them to cuda, or all to cpu"
+        raise agreed(
+            ValueError(
+                f"the models of the ranks are on {devices}; move all of them to cuda, or all to cpu"
+            )
         )
     lacking = [rank for rank, (_, bf16, _) in enumerate(received) if not bf16]
     if request.compute_dtype is torch.bfloat16 and lacking:
-        raise ValueError(
-            f"compute_dtype=torch.bfloat16, but the devices of rank(s) {lacking} only emulate it "
-            "(compute capability below 8.0); use torch.float16 with poplar.GradScaler, or 'auto'"
+        raise agreed(
+            ValueError(
+                f"compute_dtype=torch.bfloat16, but the devices of rank(s) {lacking} only emulate "
+                "it (compute capability below 8.0); use torch.float16 with poplar.GradScaler, or "
+                "'auto'"
+            )
         )
     if isinstance(request.compute_dtype, torch.dtype):
         return request.compute_dtype
@@ -317,7 +325,7 @@ def build_engine(
         for group in request.groups
     ]
     update = ShardedUpdate(request.shard_optimizer_class, engine.trained, hyper, request.options)
-    kernels = control.exchange_objects(_kernels(request.device), what="building the optimizer")
+    kernels = control.exchange_objects(_kernels(request.device), what=BUILDING)
     strategy.updates_agree = update.has_exact_kernel or len(set(kernels)) == 1
     return engine, update
 
@@ -373,12 +381,14 @@ def _check_products_agree(device: torch.device, control: Control) -> None:
     mine = f"{_kernels(device)}, matmul precision {torch.get_float32_matmul_precision()}"
     if device.type == "cpu":
         mine += f", {torch.get_num_threads()} threads"
-    kernels = control.exchange_objects(mine, what="building the optimizer")
+    kernels = control.exchange_objects(mine, what=BUILDING)
     if len(set(kernels)) > 1:
-        raise ValueError(
-            "Plan.factored at stage 0, where every rank multiplies the rows by itself, but the "
-            f"products would differ between ranks, which multiply with {kernels}. Use stage 1, "
-            "where each element is computed by one rank, or leave factored out of the plan"
+        raise agreed(
+            ValueError(
+                "Plan.factored at stage 0, where every rank multiplies the rows by itself, but the "
+                f"products would differ between ranks, which multiply with {kernels}. Use stage "
+                "1, where each element is computed by one rank, or leave factored out of the plan"
+            )
         )
 
 
@@ -435,7 +445,7 @@ def _check_unit_names(
         check_unit_names(plan, units, blocks)
     except ValueError as caught:
         error = caught
-    raise_on_any_error(control, error, doing="building the optimizer")
+    raise_on_any_error(control, error, doing=BUILDING)
 
 
 def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:

@@ -22,22 +22,21 @@ from torch import Tensor
 
 from poplar import ops
 from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
-from poplar.values.errors import CollectiveTimeout
+from poplar.values.errors import CollectiveTimeout, agreed, is_agreed
 from poplar.zero.agreement import (
     StepSummary,
-    agreed,
     caught,
     close_step,
     combine_norm,
     fill_norm_row,
     gather_rows,
-    is_agreed,
     norm_rows,
     raise_on_any_error,
 )
 from poplar.zero.checks.first_batch import FirstBatchCheck
 from poplar.zero.checks.forward_state import ForwardStateCheck
 from poplar.zero.checks.replica_check import ReplicaCheck
+from poplar.zero.collective_calls import stop_reason, waiting_in
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
@@ -487,11 +486,14 @@ class Step:
         elif error is not None:
             raise error
         state = self._engine.step
-        found_inf, flag = state.found_inf, self._nonfinite.flag(summary)
-        if found_inf is None:  # else a loss scaler decides
-            found_inf = flag if self._nonfinite.skips() else None
-        elif summary.settings is not None:
-            found_inf = torch.maximum(found_inf, differ(summary.settings).float())
+        scaled = state.found_inf is not None
+        if state.found_inf is None:
+            flag = self._nonfinite.flag(summary)
+        elif summary.settings is None:  # the loss scaler decides
+            flag = state.found_inf
+        else:
+            flag = torch.maximum(state.found_inf, differ(summary.settings).float())
+        found_inf = flag if scaled or self._nonfinite.skips() else None
         self._update_parameters(groups, summary.unused, found_inf)
         closed_with = state.settings or settings
         issued = IssuedStep(
@@ -499,9 +501,9 @@ class Step:
             state.pass_losses,
             closed_with,
             applied=found_inf is None,
-            scaled=state.found_inf is not None,
+            scaled=scaled,
         )
-        state.skipped = self._nonfinite.record(flag if found_inf is None else found_inf, issued)
+        state.skipped = self._nonfinite.record(flag, issued)
         self.reset()
         self._nonfinite.raise_if_read()
         return summary
@@ -542,19 +544,15 @@ class Step:
 
         A single rank leaves nobody waiting, so it only stops if the update had begun.
         """
-        state, rank = self._engine.step, self._rank
+        self._engine.abort()
+        state = self._engine.step
         if self._engine.comm.group.size == 1 and not state.is_updating:
             return
-        if isinstance(error, CollectiveTimeout):  # ranks may wait in other channels
-            self._engine.stop_all_ranks(str(error))
-            return
-        where = f"{call}, in which other ranks wait for it"
+        where = waiting_in(call)
         if state.is_updating or state.summary is not None:
             where = (
                 "the update, after all ranks had agreed on it, so its parameters may differ from "
                 "those of the other ranks"
             )
-        self._engine.stop_all_ranks(
-            f"rank {rank} failed in {where}; build the optimizer again on all ranks and load a "
-            f"checkpoint. {type(error).__name__}: {error}"
-        )
+        # After a CollectiveTimeout, too: ranks may wait in other channels.
+        self._engine.stop_all_ranks(stop_reason(self._rank, where, error))

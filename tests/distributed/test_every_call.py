@@ -1,8 +1,9 @@
-"""An error at any call that a rank makes in a step reaches all ranks.
+"""An error at any call that a rank makes in a collective method reaches all ranks.
 
 A rank raises when it enters the n-th Python function of a step, of Poplar or of the user, for every
-n. Then either all ranks raise, no rank applies the step, and the next step is right; or all ranks
-stop, with the cause, and none goes on. No rank goes on with a part of the parameters left behind.
+n, or of another collective method. Then either all ranks raise, no rank applies the step, and the
+next step is right; or all ranks stop, with the cause, and none goes on. No rank goes on with a part
+of the parameters left behind.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import ranks as harness
 import torch
+import torch.distributed as dist
 from ranks import Pool
 from subset import choose
 from torch import Tensor, nn
 from training import STAGES
 
+import poplar
 from poplar import HeteroZeroOptimizer, Plan
 
 RANKS = 2
@@ -33,6 +38,13 @@ DEADLINE = timedelta(seconds=20)
 SECONDS = 10.0
 """In which all ranks raise: far less than the deadline; a loaded machine is slow."""
 TRANSPORTS = ("shared_memory", "process_group")
+
+
+BEFORE = {
+    *("micro_batches", "full_parameters", "_full_parameters", "save_checkpoint", "load_checkpoint"),
+    *("collective_call", "collective_calls", "running", "__del__"),
+}
+"""Functions that are entered before a collective method begins, or at any time."""
 
 
 class Fault(Exception):
@@ -50,6 +62,8 @@ class Case:
     """0: the first, in which the order of collectives is agreed; 1: a later one."""
     interrupt: bool = False
     """A KeyboardInterrupt, as of Ctrl-C, and no error of a program."""
+    method: str = ""
+    """In `METHODS`, and called after the steps; default: the next step."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +79,11 @@ class Place:
 class Calls:
     """Raises at a call, or counts them: a profiling function."""
 
-    def __init__(self, place: Place | None, kind: type[BaseException] = Fault) -> None:
-        self.place, self.kind = place, kind
+    def __init__(
+        self, place: Place | None, kind: type[BaseException] = Fault, *, after: str = ""
+    ) -> None:
+        """`after`: count from the first call of this function on."""
+        self.place, self.kind, self.after = place, kind, after
         self.count = 0
         self.fired = ""
         self.fired_at = 0.0
@@ -75,6 +92,9 @@ class Calls:
         module = frame.f_globals.get("__name__", "")
         name = frame.f_code.co_name
         if event != "call" or self.fired or not is_of_step(module, name):
+            return
+        if self.after:
+            self.after = "" if name == self.after else self.after
             return
         if self.place is not None and not name.startswith(self.place.name):
             return
@@ -93,13 +113,12 @@ class Calls:
 
 
 def is_of_step(module: str, name: str) -> bool:
-    """Whether a function is called in a step, other than the public methods themselves."""
+    """Whether a function is called in a collective method, and not before it begins."""
     if module == __name__:
         return name.startswith("user_")
     if module == "poplar.zero.micro_batch_loop" and (name.startswith("__") or name == "close"):
         return False
-    public = ("train_step", "micro_batches", "clip_grad_norm_", "step", "running", "__del__")
-    return module.startswith("poplar.") and name not in public
+    return module.startswith("poplar.") and name not in BEFORE
 
 
 # On ranks
@@ -108,16 +127,16 @@ def is_of_step(module: str, name: str) -> bool:
 class Training:
     """A model whose user has code at every place where a step calls it."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, group: dist.ProcessGroup) -> None:
         self.case = case
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
         self.model = nn.Sequential(*blocks, nn.Linear(8, 1)).to(harness.device())
         for block in blocks:
             block.register_forward_pre_hook(user_forward_hook)
-        group = harness.separate_group()  # a stopped rank closes the connections of its group
         shares, micro_batches = (0.6, 0.4), ((2, 1), (1, 0))
         plan = Plan(stage=case.stage, global_batch=4, micro_batches=micro_batches, shares=shares)
+        self.plan = plan
         self.optimizer = HeteroZeroOptimizer(
             self.model,
             torch.optim.AdamW,
@@ -134,18 +153,42 @@ class Training:
         self.steps = 0
 
     def take_step(self) -> None:
-        generator = torch.Generator().manual_seed(self.steps)
-        whole = torch.randn(4, 8, generator=generator)
-        batch = (whole[:3] if harness.rank() == 0 else whole[3:]).to(harness.device())
         optimizer = self.optimizer
         if not self.case.open_form:
-            optimizer.train_step(user_loss, batch, weight=user_weight, max_norm=1.0)
+            optimizer.train_step(user_loss, self.batch(), weight=user_weight, max_norm=1.0)
             return
-        with optimizer.micro_batches(batch, weight=user_weight) as micro_batches:
-            for micro_batch in micro_batches:
-                user_loss(self.model, micro_batch).backward()
+        self.run_passes()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
+
+    def batch(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.steps)
+        whole = torch.randn(4, 8, generator=generator)
+        return (whole[:3] if harness.rank() == 0 else whole[3:]).to(harness.device())
+
+    def run_passes(self) -> None:
+        with self.optimizer.micro_batches(self.batch(), weight=user_weight) as micro_batches:
+            for micro_batch in micro_batches:
+                user_loss(self.model, micro_batch).backward()
+
+    def begin(self, folder: Path) -> None:
+        """What precedes the call that fails."""
+        for _ in range(self.case.step):
+            self.take_step()
+        self.state = self.optimizer.state_dict()
+        if self.case.method == "full_gradients":
+            self.run_passes()
+        elif self.case.method == "load_checkpoint":
+            poplar.save_checkpoint(folder / "saved", self.optimizer)
+        elif self.case.method == "load_latest":
+            poplar.CheckpointManager(folder, self.optimizer).save(1)
+
+    def act(self, folder: Path) -> None:
+        """The call that fails."""
+        if self.case.method:
+            METHODS[self.case.method](self, folder)
+        else:
+            self.take_step()
 
     def values(self) -> list[Tensor]:
         """This rank's part of the parameters; local."""
@@ -168,6 +211,39 @@ def user_step_hook(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
     return None
 
 
+def user_batches(training: Training) -> Iterator[Tensor]:
+    yield training.batch()
+
+
+def use_full_parameters(training: Training, _folder: Path) -> None:
+    modules = ["0", "1", "2"]  # which the ranks compare; without, it is collective at stage 3 only
+    with training.optimizer.full_parameters(writeback=True, modules=modules):
+        pass
+
+
+METHODS: dict[str, Callable[[Training, Path], object]] = {
+    "evaluate": lambda t, _: t.optimizer.evaluate(user_loss, user_batches(t), user_weight),
+    "full_parameters": use_full_parameters,
+    "full_gradients": lambda t, _: t.optimizer.full_gradients(),
+    "verify_replicas": lambda t, _: t.optimizer.verify_replicas(),
+    "apply_plan": lambda t, _: t.optimizer.apply_plan(replace(t.plan, shares=(0.3, 0.7))),
+    "full_state_dict": lambda t, _: t.optimizer.full_state_dict(1),
+    "consolidate_state_dict": lambda t, _: t.optimizer.consolidate_state_dict(1),
+    "load_state_dict": lambda t, _: t.optimizer.load_state_dict(t.state),
+    "save_model": lambda t, folder: t.optimizer.save_model(folder, sharded=True),
+    "save_checkpoint": lambda t, folder: poplar.save_checkpoint(folder / "saved", t.optimizer),
+    "load_checkpoint": lambda t, folder: poplar.load_checkpoint(folder / "saved", t.optimizer),
+    "save": lambda t, folder: poplar.CheckpointManager(folder, t.optimizer).save(1),
+    "load_latest": lambda t, folder: poplar.CheckpointManager(folder, t.optimizer).load_latest(),
+    "release": lambda t, _: t.optimizer.release(),
+}
+IN_STEPS = {
+    *("train_step", "micro_batches", "clip_grad_norm_", "step", "multiply_gradient"),
+    "run_joint_pass",
+}
+"""Collective methods of steps."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one rank did after a fault."""
@@ -184,61 +260,103 @@ class Outcome:
     """The next step has the result of a run without the fault."""
 
 
-def count_calls(case: Case) -> tuple[int, list[Tensor], list[Tensor]]:
-    """Calls of this rank in the step that will fail; the values before it and after it."""
-    training = Training(case)
-    for _ in range(case.step):
-        training.take_step()
-    before, calls = training.values(), Calls(None)
-    with calls.running():
-        training.take_step()
-    return calls.count, before, training.values()
-
-
-def attempt(training: Training, calls: Calls | None) -> str | None:
-    """Take a step; returns what it raised."""
-    try:
-        if calls is None:
+def count_calls(case: Case, folder: str = "") -> tuple[int, list[Tensor], list[Tensor]]:
+    """Calls of this rank in what will fail; the values before it, and after the next step."""
+    with harness.separate_group() as group:
+        training = Training(case, group)
+        training.begin(Path(folder, "counted"))
+        before, calls = training.values(), Calls(None)
+        with calls.running():
+            training.act(Path(folder, "counted"))
+        if case.method:
+            training = Training(case, group)
+            training.begin(Path(folder, "undisturbed"))
             training.take_step()
-        else:
-            with calls.running():
-                training.take_step()
+        return calls.count, before, training.values()
+
+
+def attempt(act: Callable[[], object], calls: Calls | None = None) -> str | None:
+    """What a call raised."""
+    try:
+        with nullcontext() if calls is None else calls.running():
+            act()
     except (Exception, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def fail_at(case: Case, places: Sequence[Place]) -> list[Outcome]:
+def fail_at(case: Case, places: Sequence[Place], folder: str = "") -> list[Outcome]:
     """What this rank does if a rank fails at each of the places."""
-    kind = KeyboardInterrupt if case.interrupt else Fault
-    _, before, after = count_calls(case)
+    _, before, after = count_calls(case, f"{folder}/again")
     outcomes = []
-    for place in places:
+    for number, place in enumerate(places):
         harness.note(f"{case} {place}")
-        training = Training(case)
-        for _ in range(case.step):
-            training.take_step()
-        calls = Calls(place if place.rank == harness.rank() else None, kind)
-        raised = attempt(training, calls)
-        raised_at = time.monotonic()
-        applied = not same(training.values(), before)
-        later = attempt(training, None)
-        wanted = after if not applied else None
-        outcomes.append(
-            Outcome(
-                fired=calls.fired,
-                fired_at=calls.fired_at,
-                raised=raised,
-                raised_at=raised_at,
-                applied=applied,
-                later=later,
-                later_at=time.monotonic(),
-                is_right=wanted is not None and same(training.values(), wanted),
-            )
-        )
-        del training
+        with harness.separate_group() as group:  # a stopped rank closes its connections
+            own = Path(folder, str(number))
+            outcomes.append(fail_once(Training(case, group), place, own, before, after))
         gc.collect()
     return outcomes
+
+
+def fail_once(
+    training: Training, place: Place, folder: Path, before: list[Tensor], after: list[Tensor]
+) -> Outcome:
+    case = training.case
+    training.begin(folder)
+    kind = KeyboardInterrupt if case.interrupt else Fault
+    calls = Calls(place if place.rank == harness.rank() else None, kind)
+    raised = attempt(partial(training.act, folder), calls)
+    raised_at = time.monotonic()
+    applied = not case.method and not same(training.values(), before)
+    later = attempt(training.take_step)
+    return Outcome(
+        fired=calls.fired,
+        fired_at=calls.fired_at,
+        raised=raised,
+        raised_at=raised_at,
+        applied=applied,
+        later=later,
+        later_at=time.monotonic(),
+        is_right=later is None and not applied and same(training.values(), after),
+    )
+
+
+def fail_to_build(case: Case, places: Sequence[Place]) -> list[Outcome]:
+    """What this rank does if a rank fails in the constructor."""
+    outcomes = []
+    for place in places:
+        mine = place if place.rank == harness.rank() else None
+        with harness.separate_group() as group:
+            outcomes.append(build_once(case, mine, group))
+        gc.collect()
+        with harness.separate_group() as group:
+            Training(case, group).take_step()
+    return outcomes
+
+
+def build_once(case: Case, place: Place | None, group: dist.ProcessGroup) -> Outcome:
+    built: list[Training] = []
+    calls = Calls(place, after="connect_control")
+    raised = attempt(lambda: built.append(Training(case, group)), calls)
+    raised_at = time.monotonic()
+    later = attempt(built[0].take_step) if built else raised
+    return Outcome(
+        fired=calls.fired,
+        fired_at=calls.fired_at,
+        raised=raised,
+        raised_at=raised_at,
+        applied=False,
+        later=later,
+        later_at=time.monotonic(),
+        is_right=True,
+    )
+
+
+def count_calls_to_build(case: Case) -> int:
+    calls = Calls(None, after="connect_control")
+    with harness.separate_group() as group, calls.running():
+        Training(case, group)
+    return calls.count
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
@@ -267,6 +385,8 @@ def problem_of(case: Case, place: Place, outcomes: Sequence[Outcome]) -> str | N
         return None if all(o.is_right for o in outcomes) else "the next step is wrong"
     if not all(outcome.later for outcome in outcomes):
         return "some ranks went on"
+    if case.method == "release":  # a rank that has released its model does not hear of it
+        return None
     if ".user_" in fault.fired and not case.interrupt:
         return "an error of the user's code stopped all ranks"
     named = all(fault.fired in str(o.raised) + str(o.later) for o in outcomes)
@@ -317,6 +437,50 @@ def test_after_an_error_of_the_user_training_continues(
     check(case, places, by_rank)
     for outcomes in by_rank:
         assert all(outcome.raised and not outcome.later for outcome in outcomes), outcomes
+
+
+ALL_METHODS = [
+    Case(stage, False, transport, step=1, method=method)
+    for method in METHODS
+    for stage in STAGES
+    for transport in TRANSPORTS
+]
+SOME_METHODS = [case for number, case in enumerate(ALL_METHODS) if number % 8 == number // 8 % 8]
+"""Each method once."""
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("case", choose(quick=SOME_METHODS, full=ALL_METHODS), ids=str)
+def test_an_error_in_any_method_reaches_all_ranks(ranks: Pool, case: Case, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    counts = [count for count, _, _ in ranks.run(count_calls, case, folder, ranks=RANKS)]
+    places = sampled_places(case, counts, choose(quick=1, full=3))
+    seconds = 60 * (1 + len(places))
+    check(case, places, ranks.run(fail_at, case, places, folder, ranks=RANKS, timeout=seconds))
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("stage", choose(quick=[3], full=STAGES))
+def test_an_error_in_the_constructor_reaches_all_ranks(ranks: Pool, stage: int) -> None:
+    case = Case(stage, False, TRANSPORTS[stage % 2], step=0)
+    counts = ranks.run(count_calls_to_build, case, ranks=RANKS)
+    places = sampled_places(case, counts, choose(quick=2, full=10))
+    seconds = 60 * len(places)
+    by_rank = ranks.run(fail_to_build, case, places, ranks=RANKS, timeout=seconds)
+    for place, *outcomes in zip(places, *by_rank, strict=True):
+        fault = outcomes[place.rank]
+        assert not fault.fired or all(o.raised or o.later for o in outcomes), (place, outcomes)
+        late = [o.raised_at - fault.fired_at for o in outcomes if fault.fired and o.raised]
+        assert max(late, default=0.0) < SECONDS, (place, outcomes)
+
+
+def test_every_method_that_all_ranks_call_is_tested() -> None:
+    public = {n: m for n, m in vars(HeteroZeroOptimizer).items() if not n.startswith("_")}
+    named = {n for n, m in public.items() if "Collective" in (m.__doc__ or "")}
+    assert named == (METHODS.keys() | IN_STEPS) & public.keys()
+    contexts = {"micro_batches", "full_parameters"}
+    covered = {n for n, m in public.items() if getattr(m, "is_collective", False)}
+    assert covered == (named - contexts) | {"zero_grad"}
 
 
 def check(case: Case, places: Sequence[Place], by_rank: Sequence[Sequence[Outcome]]) -> None:

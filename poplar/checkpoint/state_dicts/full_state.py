@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from poplar.checkpoint.names import names_of
 from poplar.checkpoint.sharded_state import gather_schemas, reshard_state
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.comm.shard_layout import Layout
+from poplar.values.errors import agreed
+from poplar.zero.agreement import caught, raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
-from poplar.zero.update import ShardedUpdate, copy_value
+from poplar.zero.update import ParameterRun, ShardedUpdate, copy_value
 
 
 def full_state_dict(
@@ -24,9 +27,11 @@ def full_state_dict(
     size = engine.comm.group.size
     by_rank = engine.control.exchange_objects(to, what="full_state_dict()")
     if to not in range(size) or len(set(by_rank)) > 1:
-        raise ValueError(
-            f"to={to!r} must be one of the {size} ranks, which count from 0, and the same on all "
-            f"ranks; they gave {by_rank}"
+        raise agreed(
+            ValueError(
+                f"to={to!r} must be one of the {size} ranks, which count from 0, and the same on "
+                f"all ranks; they gave {by_rank}"
+            )
         )
     names = names_of(engine.model, optimizer.param_groups)
     indices: dict[int, int] = {}
@@ -55,28 +60,42 @@ def _collect(
     """
     schemas = gather_schemas(engine, update)
     state: dict[int, dict[str, Any]] = {}
+    error: Exception | None = None  # the other ranks send until the end
     for flat in engine.trained:
         update.take_written_values(flat)
         old = engine.strategy.state_layout(flat, to)
         new = old if flat.is_local else layout_on_rank(flat, to, engine.comm.group.size)
         state_of = reshard_state(engine, update, flat, schemas, old, new)
         master = _collect_master(engine, flat, old, new)
-        if engine.comm.group.rank != to:
-            continue
-        for run in update.runs:
-            values = state_of(run) if run.flat is flat else {}
-            for position in range(run.first, run.last) if values else ():
-                index = indices[id(flat.parameters[position])]
-                start = flat.offsets[position] - run.start
-                state[index] = {
-                    key: _of_parameter(value, flat, position, start, run.stop - run.start)
-                    for key, value in values.items()
-                }
-        if master is not None:
-            for position, parameter in enumerate(flat.parameters):
-                value = _of_parameter(master, flat, position, flat.offsets[position], flat.numel)
-                state.setdefault(indices[id(parameter)], {})[MASTER] = value
+        if engine.comm.group.rank == to and error is None:
+            add = partial(_add, state, update.runs, flat, state_of, master, indices)
+            error = caught(add)
+    raise_on_any_error(engine.control, error, doing="full_state_dict()")
     return dict(sorted(state.items()))
+
+
+def _add(
+    state: dict[int, dict[str, Any]],
+    runs: Sequence[ParameterRun],
+    flat: FlatParameter,
+    state_of: Callable[[ParameterRun], dict[str, Any]],
+    master: Tensor | None,
+    indices: Mapping[int, int],
+) -> None:
+    """Add the whole state of one flat parameter, on the CPU."""
+    for run in runs:
+        values = state_of(run) if run.flat is flat else {}
+        for position in range(run.first, run.last) if values else ():
+            index = indices[id(flat.parameters[position])]
+            start = flat.offsets[position] - run.start
+            state[index] = {
+                key: _of_parameter(value, flat, position, start, run.stop - run.start)
+                for key, value in values.items()
+            }
+    if master is not None:
+        for position, parameter in enumerate(flat.parameters):
+            value = _of_parameter(master, flat, position, flat.offsets[position], flat.numel)
+            state.setdefault(indices[id(parameter)], {})[MASTER] = value
 
 
 def _collect_master(engine: Engine, flat: FlatParameter, old: Layout, new: Layout) -> Tensor | None:

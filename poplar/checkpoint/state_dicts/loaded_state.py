@@ -18,10 +18,12 @@ from poplar.checkpoint.names import canonical, names_of
 from poplar.checkpoint.state_dicts.elements import Elements
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.comm import Control
+from poplar.values.errors import agreed
 from poplar.values.formatting import format_names
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.update import ParameterRun, ShardedUpdate, adjacent_runs
 
 Groups = Sequence[Mapping[str, Any]]
@@ -38,11 +40,13 @@ def load_state_dict(
     engine: Engine,
     update: ShardedUpdate,
     state_dict: Mapping[str, Any],
-) -> dict[str, Any] | None:
-    """Load a state dict on all ranks, or on none. Collective. Arguments as for `LoadedState`.
+    scaler: GradScaler | None,
+) -> None:
+    """Load a state dict on all ranks, or on none. Collective.
 
-    Returns:
-        The state of the loss scaler, if the state dict has it.
+    Args:
+        optimizer: as for `LoadedState`, and `engine`, `update` and `state_dict`, too.
+        scaler: gets its state, if the state dict has it.
     """
     control, doing = engine.control, "load_state_dict()"
 
@@ -54,11 +58,16 @@ def load_state_dict(
 
     loaded = run_on_all_ranks(control, check, doing=doing)
     loaded.agree(control)
+
+    def apply() -> None:
+        loaded.apply()
+        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            hook(optimizer)
+        if scaler is not None and loaded.scaler is not None:
+            scaler.load_state_dict(loaded.scaler)
+
     changing = f"{doing} after values had changed; load again before training"
-    run_on_all_ranks(control, loaded.apply, doing=changing)
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
-    return loaded.scaler
+    run_on_all_ranks(control, apply, doing=changing)
 
 
 @dataclass(frozen=True)
@@ -169,10 +178,12 @@ class LoadedState:
             ]
             if wrong:
                 flat, position = place
-                raise ValueError(
-                    f"the ranks loaded different states of {flat.names[position]!r}: "
-                    f"{[others for _, others in found]} by rank; load the same checkpoint on all "
-                    "ranks"
+                raise agreed(
+                    ValueError(
+                        f"the ranks loaded different states of {flat.names[position]!r}: "
+                        f"{[others for _, others in found]} by rank; load the same checkpoint on "
+                        "all ranks"
+                    )
                 )
 
     def apply(self) -> None:

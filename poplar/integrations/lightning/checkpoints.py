@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from poplar.checkpoint.conversion import convert
 from poplar.checkpoint.load import load_checkpoint
-from poplar.checkpoint.save import start_save
+from poplar.checkpoint.save import save_now
 from poplar.optimizer import HeteroZeroOptimizer
 
 LIGHTNING = "lightning"
@@ -34,7 +34,7 @@ def save_folder(folder: Path, optimizer: HeteroZeroOptimizer, values: dict[str, 
     """
     own = {name: value for name, value in values.items() if name not in _ELSEWHERE}
     step = values.get("global_step")
-    start_save(folder, optimizer, state={LIGHTNING: own}, step=step, replaces=True).wait()
+    save_now(folder, optimizer, state={LIGHTNING: own}, step=step, replaces=True)
 
 
 def load_folder(

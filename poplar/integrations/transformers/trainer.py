@@ -31,7 +31,7 @@ from transformers.trainer_utils import seed_worker
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from poplar.checkpoint.load import load_checkpoint
-from poplar.checkpoint.save import start_save
+from poplar.checkpoint.save import save_now
 from poplar.comm import Control, Group
 from poplar.data import pytree
 from poplar.data.example_lengths import padded_length
@@ -528,9 +528,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every rank writes its part of the state of training. Collective."""
-        start_save(
-            Path(output_dir) / FOLDER, self.optimizer.owned, state=self._state(), replaces=True
-        ).wait()
+        folder, owned = Path(output_dir) / FOLDER, self.optimizer.owned
+        save_now(folder, owned, state=self._state(), replaces=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         self._on_all_ranks(

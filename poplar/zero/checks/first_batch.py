@@ -17,7 +17,8 @@ from torch import Tensor
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.data.sampler import last_drawn_order
-from poplar.zero.agreement import agreed, exchange_results, run_on_all_ranks
+from poplar.values.errors import agreed
+from poplar.zero.agreement import exchange_results, run_on_all_ranks
 
 
 class FirstBatchCheck:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from poplar.comm import Control
+from poplar.values.errors import agreed
 from poplar.values.formatting import format_names
-from poplar.zero.agreement import agreed
 from poplar.zero.checks.replica_check import checksum
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.strategy import Strategy

@@ -7,14 +7,14 @@ and is read a step later, so the check needs no collective and the host does not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from poplar.comm import Control
-from poplar.values.errors import ReplicasDiffer
-from poplar.zero.agreement import agreed
+from poplar.values.errors import ReplicasDiffer, agreed
+from poplar.zero.agreement import exchange_results
 from poplar.zero.flat_parameter import FlatParameter
 
 FIRST_UPDATES = 2
@@ -84,16 +84,21 @@ class ReplicaCheck:
             self._next = self._updates + 1
             self._raise_differences(update, received)
 
-    def verify(self) -> None:
+    def verify(self, prepare: Callable[[], None]) -> None:
         """Compare the present parameters. Collective.
+
+        Args:
+            prepare: what this rank does before.
 
         Raises:
             ReplicasDiffer: on all ranks.
         """
-        if not self._flats:
-            return
-        own = int(checksum([flat.master for flat in self._flats]))
-        received = self._control.exchange_objects(own, what="comparing replicas")
+
+        def own() -> int:
+            prepare()
+            return int(checksum([flat.master for flat in self._flats])) if self._flats else 0
+
+        received = exchange_results(self._control, own, what="comparing replicas")
         if len(set(received)) > 1:
             self._raise_differences(self._updates, received)
 

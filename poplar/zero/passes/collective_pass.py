@@ -268,10 +268,10 @@ class CollectivePass(ABC):
 
     def _reshard(self, unit: Unit) -> None:
         if unit in self._unsharded:
-            self._unsharded.discard(unit)
-            self._ready.discard(unit)
             with self._unbroken():
                 self._strategy.reshard(unit)
+            self._unsharded.discard(unit)
+            self._ready.discard(unit)
 
     def _order_error(self, unit: Unit) -> OutOfOrder:
         unshards = (slot for slot in self._issued if slot.kind is SlotKind.UNSHARD)

@@ -89,9 +89,7 @@ class ShardedParameters(ShardedGradients):
             return
         # Allocate before sending: if memory runs out, the slot can be issued again.
         if lasting:
-            for flat in unit.flats:
-                if not flat.has_lasting_values:  # it may be called again after an error
-                    flat.use_lasting_values()
+            self.allocate_lasting(unit)
         else:
             self.streams.allocate_unsharded(partial(_allocate_values, unit))
         pending = self._pending_unshards.setdefault(unit, [])
@@ -103,15 +101,30 @@ class ShardedParameters(ShardedGradients):
         if in_step and unit in self.persistent:
             self._unsharded_persistent[unit] = None
 
+    def allocate_lasting(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            if not flat.has_lasting_values:  # it may be called again after an error
+                flat.use_lasting_values()
+
     def wait_for_unshard(self, unit: Unit) -> None:
-        for pending in self._pending_unshards.pop(unit, ()):
-            self.wait(pending, f"the unshard of unit {unit.name}")
+        self._wait_for_pending(unit)
         for flat in unit.flats:
             flat.attach_parameters()
 
+    def _wait_for_pending(self, unit: Unit) -> None:
+        """Wait until nothing more is written into the unsharded values of a unit.
+
+        What it has not waited for, because of an error, stays pending, so that the memory to which
+        it is written is not freed.
+        """
+        pending = self._pending_unshards.get(unit, [])
+        while pending:
+            self.wait(pending[0], f"the unshard of unit {unit.name}")
+            del pending[0]
+        self._pending_unshards.pop(unit, None)
+
     def reshard(self, unit: Unit) -> None:
-        for pending in self._pending_unshards.pop(unit, ()):
-            self.wait(pending, f"the unshard of unit {unit.name}")
+        self._wait_for_pending(unit)
         if unit in self._unsharded_persistent:
             return
         for flat in unit.flats:

@@ -232,6 +232,9 @@ class Strategy(ABC):
                 after `reshard`.
         """
 
+    def allocate_lasting(self, unit: Unit) -> None:
+        """Allocate what `unshard(lasting=True)` needs. Local; `reshard` frees it."""
+
     def wait_for_unshard(self, unit: Unit) -> None:
         """Wait for the unit's values and attach its parameters to them."""
 
