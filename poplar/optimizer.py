@@ -378,7 +378,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         def open_passes(again: Callable[[], None] | None) -> tuple[OpenedStep, PassLoss]:
             opened = self._open_step(again or prepare, batch, weight, loss)
-            return opened, MicroBatchLoss(loss_fn, self._model, self._group.rank)
+            own_loss = self.collective_calls.of_user(loss_fn, "loss_fn")
+            return opened, MicroBatchLoss(own_loss, self._model, self._group.rank)
 
         return self._run_step(open_passes, max_norm, scaler)
 
@@ -723,7 +724,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             ValueError: no rank had a batch.
         """
         self._step.raise_if_nonfinite()
-        return Evaluation(self._engine, loss_fn, weight).run(loader)
+        own_loss = self.collective_calls.of_user(loss_fn, "loss_fn")
+        return Evaluation(self._engine, own_loss, weight).run(loader)
 
     def full_parameters(
         self, writeback: bool = False, *, modules: Sequence[str | nn.Module] | None = None

@@ -36,6 +36,22 @@ class CollectiveCalls:
         self._group, self._stop = group, stop or self._abort
         self._lock = threading.RLock()
         self._depth = 0
+        self._function = ""
+        """The user's function that is running in a call."""
+
+    def of_user(self, function: Callable[P, R], name: str) -> Callable[P, R]:
+        """A function of the user, in which methods that all ranks call raise: other ranks may not
+        run it, or run it more often.
+        """
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            before, self._function = self._function, name
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._function = before
+
+        return run
 
     @contextmanager
     def running(self, name: str, *, begins: bool = True) -> Iterator[None]:
@@ -46,7 +62,7 @@ class CollectiveCalls:
             begins: False: it only ends what an earlier call has begun, also after a failure.
 
         Raises:
-            RuntimeError: another thread runs one.
+            RuntimeError: another thread runs one, or it is called in a function of the user.
             CollectiveTimeout: an earlier call has stopped all ranks.
         """
         if not self._lock.acquire(blocking=False):
@@ -56,6 +72,11 @@ class CollectiveCalls:
             )
         self._depth += 1
         try:
+            if self._function:
+                raise RuntimeError(
+                    f"rank {self._group.rank}: {name} inside {self._function}, which not all ranks "
+                    f"run equally often; call it outside of {self._function}"
+                )
             if self._depth == 1 and begins:
                 self._group.check()
             yield

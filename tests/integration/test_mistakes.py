@@ -164,6 +164,22 @@ def backward_in_the_loss_function(made: Made) -> None:
     made.optimizer.train_step(loss, made.batch)
 
 
+def evaluation_in_the_loss_function(made: Made) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        made.optimizer.evaluate(loss_fn, [batch])
+        return loss_fn(model, batch)
+
+    made.optimizer.train_step(loss, made.batch)
+
+
+def training_in_the_loss_function(made: Made) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        made.optimizer.train_step(loss_fn, batch)
+        return loss_fn(model, batch)
+
+    made.optimizer.train_step(loss, made.batch)
+
+
 def loss_per_sample(made: Made) -> None:
     made.optimizer.train_step(lambda model, batch: model(batch["tokens"]).sum((1, 2)), made.batch)
 
@@ -549,6 +565,8 @@ MISTAKES = [
     Mistake(
         backward_in_the_loss_function, "backward", stages=(3,), name="backward in a sharded loss"
     ),
+    Mistake(evaluation_in_the_loss_function, "evaluate() inside loss_fn"),
+    Mistake(training_in_the_loss_function, "train_step() inside loss_fn"),
     Mistake(loss_per_sample, "return the mean over the micro-batch"),
     Mistake(clip_with_torch, "optimizer.clip_grad_norm_(max_norm)", stages=SHARDED),
     Mistake(clip_with_torch_in_the_loop, "optimizer.clip_grad_norm_(max_norm)"),
