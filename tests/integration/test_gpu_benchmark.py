@@ -87,9 +87,9 @@ def test_part_beyond_its_limit_is_ended_with_the_stacks_of_its_processes(run_par
         "multiprocessing.get_context('fork').Process(target=rank_that_waits).start()\n"
         "parent_that_waits()\n"
     )
-    status, output, files = run_parts(part("slow", program, seconds=4.0))
+    status, output, files = run_parts(part("slow", program, seconds=8.0))
     assert status == 1
-    assert "not over after 4 s" in output
+    assert "not over after 8 s" in output
     assert "in rank_that_waits" in files["gpu/slow.log"]
     assert "in parent_that_waits" in files["gpu/slow.log"]
 

@@ -297,7 +297,7 @@ def test_damaged_file_raises_with_its_name(tmp_path, content, complaint):
     ("where", "value", "complaint"),
     [
         (("overlap",), "much", "overlap must be a number, got 'much'"),
-        (("surprise",), 1, "format 2: surprise is unknown; expected devices, model"),
+        (("surprise",), 1, "format 3: surprise is unknown; expected devices, model"),
         (("model", "surprise"), 1, r"model\.surprise is unknown"),
         (
             ("devices", 0, "memory_bytes"),

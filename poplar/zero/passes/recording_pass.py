@@ -36,9 +36,9 @@ class RecordingPass(CollectivePass):
             self._recorded.append(self._pending)
             self._pending = None
 
-    def _end(self, last: Slot) -> None:
+    def _end(self, last: Slot | None) -> None:
         """End with the last slot, which is only broadcast."""
-        if last.kind is SlotKind.END:
+        if last is not None and last.kind is SlotKind.END:
             self.order = (*self._unneeded_resident(), *self._recorded)
 
     def _unneeded_resident(self) -> list[Slot]:
@@ -65,6 +65,8 @@ class LeadingPass(RecordingPass):
         self._visits_with_backward: set[int] = set()
         self._all_unsharded = False
         """Its backward unshards no more units."""
+        self._last: Slot | None = None
+        """The end of the pass, once it has been broadcast: no rank receives another slot then."""
 
     def enter_forward(self, unit: Unit) -> int:
         self._broadcast_skipped(unit.index)
@@ -104,6 +106,11 @@ class LeadingPass(RecordingPass):
             self._broadcast_reduction(flat)
 
     def _issue_rest(self, *, failed: bool) -> None:
+        if self._last is None:  # else the pass failed after its end
+            self._issue_and_broadcast_rest(failed)
+        self._end(self._last)
+
+    def _issue_and_broadcast_rest(self, failed: bool) -> None:
         self._issue_pending()
         if not failed:
             if self._backward_visit is None and self.mode is not Mode.REDUCE_ONLY:
@@ -117,7 +124,7 @@ class LeadingPass(RecordingPass):
         with self._unbroken():
             self._control.broadcast_integer(last.encode())
             self._control.flush()
-        self._end(last)
+            self._last = last
 
     def _broadcast_skipped(self, index: int) -> None:
         """Broadcast units before `index` that the forward has skipped."""
