@@ -175,13 +175,16 @@ class Training:
         """What precedes the call that fails."""
         for _ in range(self.case.step):
             self.take_step()
+        # Made here, because an error in what is no collective call is of one rank alone.
         self.state = self.optimizer.state_dict()
+        self.other_plan = replace(self.plan, shares=(0.3, 0.7))
+        self.manager = poplar.CheckpointManager(folder, self.optimizer)
         if self.case.method == "full_gradients":
             self.run_passes()
         elif self.case.method == "load_checkpoint":
             poplar.save_checkpoint(folder / "saved", self.optimizer)
         elif self.case.method == "load_latest":
-            poplar.CheckpointManager(folder, self.optimizer).save(1)
+            self.manager.save(1)
 
     def act(self, folder: Path) -> None:
         """The call that fails."""
@@ -226,15 +229,15 @@ METHODS: dict[str, Callable[[Training, Path], object]] = {
     "full_parameters": use_full_parameters,
     "full_gradients": lambda t, _: t.optimizer.full_gradients(),
     "verify_replicas": lambda t, _: t.optimizer.verify_replicas(),
-    "apply_plan": lambda t, _: t.optimizer.apply_plan(replace(t.plan, shares=(0.3, 0.7))),
+    "apply_plan": lambda t, _: t.optimizer.apply_plan(t.other_plan),
     "full_state_dict": lambda t, _: t.optimizer.full_state_dict(1),
     "consolidate_state_dict": lambda t, _: t.optimizer.consolidate_state_dict(1),
     "load_state_dict": lambda t, _: t.optimizer.load_state_dict(t.state),
     "save_model": lambda t, folder: t.optimizer.save_model(folder, sharded=True),
     "save_checkpoint": lambda t, folder: poplar.save_checkpoint(folder / "saved", t.optimizer),
     "load_checkpoint": lambda t, folder: poplar.load_checkpoint(folder / "saved", t.optimizer),
-    "save": lambda t, folder: poplar.CheckpointManager(folder, t.optimizer).save(1),
-    "load_latest": lambda t, folder: poplar.CheckpointManager(folder, t.optimizer).load_latest(),
+    "save": lambda t, _: t.manager.save(1),
+    "load_latest": lambda t, _: t.manager.load_latest(),
     "release": lambda t, _: t.optimizer.release(),
 }
 IN_STEPS = {

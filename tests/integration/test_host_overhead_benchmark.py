@@ -36,7 +36,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
         "1",
         "--steps",
         "2",
-        "--output",
     ]
     ran = torchrun.run([host_overhead.__file__, *options, "--output", output], timeout=300)
     assert ran.returncode == 0, ran.stderr
