@@ -912,7 +912,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         from poplar.checkpoint.state_dicts.loaded_state import load_state_dict
 
-        load_state_dict(self, self._engine, self._update, state_dict, self._default_scaler)
+        scaler, changing = self._default_scaler, self.collective_calls.changing_values
+        load_state_dict(self, self._engine, self._update, state_dict, scaler, changing)
 
     @collective
     def consolidate_state_dict(self, to: int = 0) -> None:

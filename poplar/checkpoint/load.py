@@ -76,14 +76,18 @@ def load_checkpoint(
     path, wanted = Path(os.path.abspath(folder)), dict(state or {})
     doing = f"load_checkpoint({str(folder)!r})"
     with optimizer.collective_calls.running("load_checkpoint()"):
-        return _load(path, optimizer.training_parts(), wanted, weights_only, doing)
+        load = _prepared(path, optimizer.training_parts(), wanted, weights_only, doing)
+        with optimizer.collective_calls.changing_values("load_checkpoint()"):
+            load.run(doing)
+    return load.values
 
 
 @torch.no_grad()
 @no_garbage_collection()
-def _load(
+def _prepared(
     path: Path, parts: TrainingParts, wanted: Mapping[str, Any], weights_only: bool, doing: str
-) -> dict[str, Any]:
+) -> Load:
+    """What can be loaded; nothing has changed but the user's objects."""
     control = parts.engine.control
 
     def prepare() -> Load:
@@ -94,11 +98,7 @@ def _load(
     run_on_all_ranks(control, load.verify, doing=doing)
     run_on_all_ranks(control, load.read_optimizer_state, doing=doing)
     load.set_objects(doing)
-    changing = f"{doing} after values had changed; load a checkpoint again before training"
-    run_on_all_ranks(control, load.read_values, doing=changing)
-    load.finish()
-    run_on_all_ranks(control, load.set_rest, doing=changing)
-    return load.values
+    return load
 
 
 class Load:
@@ -177,6 +177,15 @@ class Load:
         """Verify this rank's share of the files. Local."""
         group = self.parts.engine.control.group
         self.opened.verify(group.rank, group.size)
+
+    @torch.no_grad()
+    def run(self, doing: str) -> None:
+        """Change values. Collective."""
+        control = self.parts.engine.control
+        changing = f"{doing} after values had changed; load a checkpoint again before training"
+        run_on_all_ranks(control, self.read_values, doing=changing)
+        self.finish()
+        run_on_all_ranks(control, self.set_rest, doing=changing)
 
     def set_objects(self, doing: str) -> None:
         """Give the user's objects their state; if one raises, all keep theirs. Collective."""

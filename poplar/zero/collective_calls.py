@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from poplar.comm import Group
-from poplar.values.errors import CollectiveTimeout, take_agreed
+from poplar.values.errors import CollectiveTimeout, agreed, take_agreed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +38,8 @@ class CollectiveCalls:
         self._depth = 0
         self._function = ""
         """The user's function that is running in a call."""
+        self._half_loaded = ""
+        """The load that has failed on a rank after it had changed values."""
 
     def of_user(self, function: Callable[P, R], name: str) -> Callable[P, R]:
         """A function of the user, in which methods that all ranks call raise: other ranks may not
@@ -52,6 +54,13 @@ class CollectiveCalls:
                 self._function = before
 
         return run
+
+    @contextmanager
+    def changing_values(self, load: str) -> Iterator[None]:
+        """A context for a load from its first change on. If it fails, only loads may follow."""
+        self._half_loaded = load
+        yield
+        self._half_loaded = ""
 
     @contextmanager
     def running(self, name: str, *, begins: bool = True) -> Iterator[None]:
@@ -79,6 +88,14 @@ class CollectiveCalls:
                 )
             if self._depth == 1 and begins:
                 self._group.check()
+                if self._half_loaded and not name.startswith(("load", "release")):
+                    raise agreed(
+                        RuntimeError(
+                            f"rank {self._group.rank}: {name} after {self._half_loaded} had failed "
+                            "on a rank when values had changed, so the ranks may differ; load a "
+                            "state dict or a checkpoint on all ranks first"
+                        )
+                    )
             yield
         except BaseException as error:
             if self._depth == 1 and not take_agreed(error):

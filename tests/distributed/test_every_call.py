@@ -393,7 +393,9 @@ def problem_of(case: Case, place: Place, outcomes: Sequence[Outcome]) -> str | N
     if ".user_" in fault.fired and not case.interrupt:
         return "an error of the user's code stopped all ranks"
     named = all(fault.fired in str(o.raised) + str(o.later) for o in outcomes)
-    stopped = all("CollectiveTimeout" in str(o.later) for o in outcomes)
+    stopped = all("CollectiveTimeout" in str(o.later) for o in outcomes) or all(
+        "load a state dict or a checkpoint on all ranks first" in str(o.later) for o in outcomes
+    )
     return None if named and stopped else "the ranks stopped without the cause"
 
 

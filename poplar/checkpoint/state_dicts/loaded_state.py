@@ -7,7 +7,8 @@ dict of a plain optimizer, of which each rank takes the elements that it owns.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +42,14 @@ def load_state_dict(
     update: ShardedUpdate,
     state_dict: Mapping[str, Any],
     scaler: GradScaler | None,
+    changing_values: Callable[[str], AbstractContextManager[None]],
 ) -> None:
     """Load a state dict on all ranks, or on none. Collective.
 
     Args:
         optimizer: as for `LoadedState`, and `engine`, `update` and `state_dict`, too.
         scaler: gets its state, if the state dict has it.
+        changing_values: see `CollectiveCalls`.
     """
     control, doing = engine.control, "load_state_dict()"
 
@@ -67,7 +70,8 @@ def load_state_dict(
             scaler.load_state_dict(loaded.scaler)
 
     changing = f"{doing} after values had changed; load again before training"
-    run_on_all_ranks(control, apply, doing=changing)
+    with changing_values(doing):
+        run_on_all_ranks(control, apply, doing=changing)
 
 
 @dataclass(frozen=True)
