@@ -23,6 +23,15 @@ def test_tensor_of_which_a_part_is_missing_is_not_read(tmp_path):
         opened.read_into({"model.w": target})
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_tensor_of_another_dtype_than_described_is_not_read(tmp_path):
+    dcp.save({"model": {"w": torch.full((4,), 1.7)}}, checkpoint_id=tmp_path, no_dist=True)
+    opened = OpenedCheckpoint(tmp_path)
+    opened.described["model.w"].properties.dtype = torch.int32
+    with pytest.raises(DamagedCheckpoint, match=r"float32 .* describes torch\.int32"):
+        opened.value("model.w")
+
+
 def test_digests_are_equal_for_equal_values_only():
     values = [
         *(None, True, 1, 1.5, "1", b"1", (), {}, [1, 2], {"a": 1}, {"a": {"b": [1, "c"]}}),

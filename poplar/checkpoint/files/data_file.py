@@ -1,7 +1,8 @@
-"""Data files of a checkpoint: `torch.distributed.checkpoint` writes and reads their items.
+"""Data files of a checkpoint: `torch.distributed.checkpoint` writes their items.
 
-Poplar adds what it lacks: a checksum of each file, a stop when another rank has failed, and that
-only regular files of the folder are opened, because a checkpoint may come from a stranger.
+Poplar adds what it lacks: a checksum of each file, a stop when another rank has failed, and, when
+items are read, that only regular files of the folder are opened and that tensors have the dtype and
+shape that the metadata says, because a checkpoint may come from a stranger.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
-    FileSystemReader,
     FileSystemWriter,
     _StoragePrefix,
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.utils import _create_file_view, find_state_dict_object
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from poplar._core import crc32c
@@ -178,15 +180,14 @@ class DataFiles:
         """`weights_only`: as of `torch.load`, for values."""
         self._folder = folder
         self._weights_only = weights_only
-        self._reader = FileSystemReader(folder)
-        self._reader.fs = _StoredFiles(folder)
-        self._reader.set_up_storage_reader(metadata, False)
+        self._metadata = metadata
 
     def read(self, items: Sequence[ReadItem], targets: Mapping[str, Tensor]) -> None:
         """Read into the memory of tensors, by name."""
         ordered = sorted(items, key=lambda item: self._place(item.storage_index)[:2])
         try:
-            self._reader.read_data(LoadPlan(ordered), _GivenTargets(targets)).wait()
+            for item in ordered:
+                self._read_item(item, targets[item.dest_index.fqn])
         except DamagedCheckpoint:
             raise
         except Exception as error:  # torch raises many types for content that it cannot read
@@ -196,6 +197,23 @@ class DataFiles:
             raise DamagedCheckpoint(
                 self._folder, f"its files do not have the elements of {names}: {error}"
             ) from error
+
+    def _read_item(self, item: ReadItem, target: Tensor) -> None:
+        index = item.storage_index
+        described: Any = self._metadata.state_dict_metadata[index.fqn]
+        sizes = next(part.sizes for part in described.chunks if part.offsets == index.offset)
+        file_name, offset, length = self._place(index)
+        with os.fdopen(open_stored(self._folder, file_name), "rb") as file:
+            view: Any = _create_file_view(file, offset, length)
+            stored = torch.load(view, map_location="cpu", weights_only=True)
+        if (stored.dtype, stored.shape) != (described.properties.dtype, sizes):
+            raise TypeError(
+                f"{stored.dtype} of shape {tuple(stored.shape)} at byte {offset} of {file_name}, "
+                f"but {METADATA} describes {described.properties.dtype} of {tuple(sizes)}"
+            )
+        box = find_state_dict_object({item.dest_index.fqn: target}, item.dest_index)
+        wanted = narrow_tensor_by_index(box.detach(), item.dest_offsets, item.lengths)
+        wanted.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
 
     def value(self, index: MetadataIndex) -> Any:
         """A value that is no tensor.
@@ -223,31 +241,10 @@ class DataFiles:
 
     def _place(self, index: MetadataIndex) -> tuple[str, int, int]:
         """File, first byte and bytes of an item."""
-        place = self._reader.storage_data.get(index)
+        place = self._metadata.storage_data.get(index)
         if place is None:
             raise DamagedCheckpoint(self._folder / METADATA, f"it has no place for {index.fqn!r}")
         return place.relative_path, place.offset, place.length
-
-
-class _StoredFiles(FileSystem):
-    """A reader's file system: the regular files of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        name = os.path.relpath(path, self._folder)
-        with os.fdopen(open_stored(self._folder, name), "rb") as file:
-            yield file
-
-
-class _GivenTargets(DefaultLoadPlanner):
-    """Says where a reader puts what it reads."""
-
-    def __init__(self, targets: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.state_dict = dict(targets)
 
 
 def checksum(folder: Path, name: str) -> Stored:
