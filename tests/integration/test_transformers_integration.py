@@ -115,7 +115,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "adapters": {"model": with_adapters},
     "recomputed activations": {"args": {"gradient_checkpointing": True}},
     "autocast": {"args": {"bf16": True}, "rtol": 2e-2},
-    "compiled": {"args": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
+    "compiled": {"args": {"torch_compile": True, "torch_compile_backend": "eager"}},
     "mean of weights": {"trainer": {"callbacks": [MeanOfWeights]}},
     "stream": {"trainer": {"train_dataset": Stream()}},
     "in the order of the dataset": {"args": {"train_sampling_strategy": "sequential"}},
