@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from poplar.checkpoint.state_dicts.model_state import ModelState
 from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState, collected_state_dict
-from poplar.comm import Communicator, Control, Group, connect, connect_control
+from poplar.comm import Communicator, Control, connect, connect_control
 from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
 from poplar.values.errors import agreed
@@ -45,7 +45,7 @@ from poplar.zero.checks.length_watch import LengthWatch
 from poplar.zero.checks.loss_mean import FirstLossCheck
 from poplar.zero.checks.model_structure import ModelStructure
 from poplar.zero.checks.replica_check import ReplicaCheck
-from poplar.zero.collective_calls import CollectiveCalls, collective
+from poplar.zero.collective_calls import CollectiveCalls, collective, new_group
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, held_memory
@@ -223,8 +223,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         local: Collection[str] = (),
         **optimizer_kwargs: Any,
     ) -> None:
-        self._group = Group.of(process_group, timeout)
-
         def check() -> Request:
             check_choice(on_out_of_memory)
             nonfinite.check_choice(on_nonfinite)
@@ -247,14 +245,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 local=local,
             )
 
-        with CollectiveCalls(self._group).running(BUILDING):
+        with new_group(process_group, timeout, BUILDING) as self._group:
             self._control = connect_control(self._group, communicator)
             request = run_on_all_ranks(self._control, check, doing=BUILDING)
             also = {"on_out_of_memory": on_out_of_memory, "on_nonfinite": on_nonfinite}
             dtype = agree_on_request(self._control, request, also=also)
-            comm = run_on_all_ranks(
-                self._control, lambda: self._connect(communicator, request), doing=BUILDING
-            )
+            planned = plan.transport if plan is not None else None
+            comm = connect(self._group, communicator, request.device, planned=planned)
             self._model = model
             self._plan = plan
             self._stage = request.stage
@@ -302,10 +299,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._unregister = model_checks.register_owner(
                 list(model.named_parameters()), self, self._engine.hooks
             )
-
-    def _connect(self, communicator: str | Communicator, request: Request) -> Communicator:
-        planned = request.plan.transport if request.plan is not None else None
-        return connect(self._group, communicator, request.device, planned=planned)
 
     @property
     def state(self) -> Any:

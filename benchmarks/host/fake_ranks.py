@@ -25,7 +25,7 @@ def fake_ranks(count: int) -> Iterator[None]:
     try:
         with (
             # Gloo, which carries the control channel beside devices, cannot run in one process.
-            mock.patch("poplar.comm.group._control_group", lambda group, _timeout: group),
+            mock.patch("poplar.comm.group._control_group", lambda group, *_: group),
             mock.patch("poplar.comm.control_channel.wait_for_all_ranks", _wait),
             mock.patch.object(Control, "_exchange_long_values", _copy_own),
             mock.patch.object(dist, "all_to_all", _all_to_all),

@@ -20,8 +20,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
 T = TypeVar("T")
 
+WATCH_AFTER_SECONDS = 0.25
+"""Longer waits look for failures that other ranks report."""
 GRACE_SECONDS = 1.5
 """Time for the other ranks to report, after a rank has."""
 _WATCH_SECONDS = 0.5
@@ -53,6 +58,13 @@ class FailureReports:
         self._is_watching = False
         self.seen = threading.Event()
         """Set once any rank has reported a failure, if `watch` was called."""
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup, index: int) -> FailureReports:
+        """The reports of group number `index` of a process group, in its store."""
+        prefix = f"poplar/failures/{process_group.group_name}/{index}"
+        store = _get_process_group_store(process_group)
+        return cls(store, prefix, process_group.rank(), process_group.size())
 
     def publish(self, reason: str, *, is_cause: bool = False) -> None:
         """Report a failure of this rank, as far as the store answers; replaces earlier reports."""

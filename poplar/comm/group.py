@@ -19,15 +19,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from poplar.comm.deadline import deadline_of
-from poplar.comm.failure_reports import FailureReports
+from poplar.comm.failure_reports import WATCH_AFTER_SECONDS, FailureReports
 from poplar.comm.subgroup import subgroup, subgroups_of
 from poplar.system.trace import Trace
 from poplar.values.errors import CollectiveTimeout
 
 _HOST_BACKEND = "gloo"
 """Sends and receives CPU tensors; a wait blocks the calling thread."""
-WATCH_AFTER_SECONDS = 0.25
-"""Longer waits look for failures that other ranks report."""
 _HOST_EXTRA_TIMEOUT = timedelta(seconds=2)
 """A rank that waits for another host must time out first, and notify the ranks of its host."""
 _ABORT_SECONDS = 10.0
@@ -35,7 +33,7 @@ _ABORT_SECONDS = 10.0
 _QUERY_SECONDS = (2e-5, 1e-3)
 """The first and the longest interval between two queries of an event."""
 
-# Every optimizer makes a group of its own on a process group.
+# Every optimizer makes a group of its own, and may split it.
 _GROUP_COUNTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -301,8 +299,10 @@ class Group:
         subgroups = tuple(tuple(self.ranks[rank] for rank in ranks) for ranks in partition)
         members = next(tuple(ranks) for ranks in partition if self.rank in ranks)
         try:
-            process_group = subgroup(self.process_group, backend, subgroups, self.timeout)
-            control_group = _control_group(process_group, self.timeout)
+            process_group = subgroup(
+                self.process_group, backend, subgroups, self.timeout, self.reports
+            )
+            control_group = _control_group(process_group, self.timeout, self.reports)
         except RuntimeError as error:
             raise self.fail("making the process groups of hosts", self.peers(), error) from error
         return replace(
@@ -334,17 +334,33 @@ class Group:
                 f"rank {dist.get_rank()} is not in process_group; only the ranks of the group may "
                 "make this call, so skip it on the others"
             )
-        timeout = deadline_of(chosen, timeout)
+        store, rank = _get_process_group_store(chosen), dist.get_rank(chosen)
+        # In the store, because its keys outlive a process group that is made again.
+        index = int(store.add(f"poplar/{chosen.group_name}/groups of rank {rank}", 1))
         ranks = tuple(dist.get_process_group_ranks(chosen))
-        group = cls(ranks, chosen, chosen, timeout, _next_index(chosen))
         try:
-            control_group = _control_group(chosen, timeout)
+            deadline, reports = deadline_of(chosen, timeout), _reports(chosen, index)
+            group = cls(ranks, chosen, chosen, deadline, index, reports=reports)
+            return group._with_control_group()
+        except CollectiveTimeout:
+            raise  # it has been reported
+        except BaseException as error:
+            if len(ranks) > 1:
+                reason = f"rank {rank} failed in making its group: {type(error).__name__}: {error}"
+                FailureReports.of(chosen, index).publish(reason, is_cause=True)
+            raise
+
+    def _with_control_group(self) -> Group:
+        """This group with a control group of its own. Collective."""
+        try:
+            control_group = _control_group(self.process_group, self.timeout, self.reports)
         except RuntimeError as error:
-            group = replace(group, reports=_reports(group))
-            cause = f"{_first_line(error)}. {_advice(group)}"
-            raise group.fail("making the control channel", group.peers(), cause) from error
-        group = replace(group, control_group=control_group)
-        group = replace(group, reports=_reports(group))
+            cause = f"{_first_line(error)}. {_advice(self)}"
+            raise self.fail("making the control channel", self.peers(), cause) from error
+        # The reports that were watched meanwhile notify nobody.
+        group = replace(
+            self, control_group=control_group, reports=_reports(self.process_group, self.index)
+        )
         if group.has_device_backend and group.reports is not None:
             group.reports.watch(group.follow_failure, group.abort_late_collectives)
         return group
@@ -364,14 +380,11 @@ def _advice(group: Group) -> str:
     )
 
 
-def _reports(group: Group) -> FailureReports | None:
-    """The reports of a new group. Its control group has a unique name, unless it was not made."""
-    if group.size == 1:
+def _reports(process_group: dist.ProcessGroup, index: int) -> FailureReports | None:
+    """The reports of group number `index` of a process group."""
+    if process_group.size() == 1:
         return None
-    prefix = f"poplar/failures/{group.control_group.group_name}/{group.index}"
-    return FailureReports(
-        _get_process_group_store(group.process_group), prefix, group.rank, group.size
-    )
+    return FailureReports.of(process_group, index)
 
 
 def check_process(process: int, rank: int) -> None:
@@ -414,13 +427,15 @@ def _first_line(cause: Exception | str | None) -> str:
 
 
 def _next_index(process_group: dist.ProcessGroup) -> int:
-    """Counts the groups of a process group; all its ranks create them in the same order."""
+    """Counts the groups on a subgroup; all its ranks create them in the same order."""
     index = _GROUP_COUNTS.get(process_group, 0)
     _GROUP_COUNTS[process_group] = index + 1
     return index
 
 
-def _control_group(process_group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+def _control_group(
+    process_group: dist.ProcessGroup, timeout: timedelta, reports: FailureReports | None
+) -> dist.ProcessGroup:
     """A gloo group of the same ranks. Collective on the first use of a process group.
 
     It is never the process group itself: the user's own collectives there may be issued in another
@@ -429,4 +444,4 @@ def _control_group(process_group: dist.ProcessGroup, timeout: timedelta) -> dist
     all_ranks = tuple(dist.get_process_group_ranks(process_group))
     if len(all_ranks) == 1:
         return process_group
-    return subgroup(process_group, "gloo", (all_ranks,), timeout)
+    return subgroup(process_group, "gloo", (all_ranks,), timeout, reports)

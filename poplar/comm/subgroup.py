@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from poplar.comm.deadline import subgroup_timeout
+from poplar.comm.failure_reports import WATCH_AFTER_SECONDS, FailureReports
 
 T = TypeVar("T")
 Partition = tuple[tuple[int, ...], ...]
@@ -35,7 +36,11 @@ _SUBGROUPS: weakref.WeakKeyDictionary[
 
 
 def subgroup(
-    process_group: dist.ProcessGroup, backend: str, partition: Partition, timeout: timedelta
+    process_group: dist.ProcessGroup,
+    backend: str,
+    partition: Partition,
+    timeout: timedelta,
+    reports: FailureReports | None = None,
 ) -> dist.ProcessGroup:
     """The process group of this rank's part of the partition. Collective over `process_group`.
 
@@ -49,15 +54,16 @@ def subgroup(
         backend: of the subgroups.
         partition: the ranks of all subgroups.
         timeout: of this call and of waits in the subgroups.
+        reports: of failures of other ranks, which end the call.
 
     Raises:
-        RuntimeError: some ranks did not take part before the timeout.
+        RuntimeError: some ranks did not take part before the timeout, or one has failed.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
+    wait = _Wait(timeout, reports)
     known = _SUBGROUPS.setdefault(process_group, {})
     if (backend, partition) in known:
         return known[backend, partition]
-    name = _agree_on_name(process_group, deadline)
+    name = _agree_on_name(process_group, wait)
     rank = dist.get_rank()
     members = next(ranks for ranks in partition if rank in ranks)
 
@@ -73,7 +79,7 @@ def subgroup(
                 timeout=subgroup_timeout(process_group, backend, timeout),
             )
 
-    group, _ = _call_until(deadline, make)
+    group, _ = _call(make, wait)
     assert isinstance(group, dist.ProcessGroup)
     if backend != "gloo":
         group.bound_device_id = getattr(process_group, "bound_device_id", None)
@@ -106,8 +112,35 @@ def _without_split() -> Iterator[None]:
         world.bound_device_id = device
 
 
-def _call_until(deadline: float, call: Callable[[], T]) -> T:
-    """The result of a call in a thread, which goes on in vain after the deadline.
+class _Wait:
+    """Waits up to one deadline for other ranks, unless one of them reports a failure."""
+
+    def __init__(self, timeout: timedelta, reports: FailureReports | None = None) -> None:
+        self._began, self._seconds, self._reports = (
+            time.monotonic(),
+            timeout.total_seconds(),
+            reports,
+        )
+
+    def until(self, is_done: Callable[[], bool]) -> None:
+        """Return once it is done.
+
+        Raises:
+            RuntimeError: it is not done before the deadline, or a rank has failed.
+        """
+        while not is_done():
+            seconds = time.monotonic() - self._began
+            if seconds > self._seconds:
+                raise RuntimeError("no answer")
+            if self._reports is not None and seconds > WATCH_AFTER_SECONDS:
+                self._reports.watch()
+                if self._reports.seen.is_set():
+                    raise RuntimeError("another rank reported a failure")
+            time.sleep(_POLL_SECONDS)
+
+
+def _call(call: Callable[[], T], wait: _Wait) -> T:
+    """The result of a call in a thread, which goes on in vain after the wait.
 
     gloo waits for a rank that has ended for a time of its own.
     """
@@ -120,16 +153,14 @@ def _call_until(deadline: float, call: Callable[[], T]) -> T:
             answers.put((None, error))
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        value, error = answers.get(timeout=max(deadline - time.monotonic(), 0.0))
-    except queue.Empty:
-        raise RuntimeError("no answer") from None
+    wait.until(lambda: not answers.empty())
+    value, error = answers.get()
     if error is not None:
         raise error
     return cast("T", value)
 
 
-def _agree_on_name(process_group: dist.ProcessGroup, deadline: float) -> str:
+def _agree_on_name(process_group: dist.ProcessGroup, wait: _Wait) -> str:
     """A random name, chosen by the first rank. Collective."""
     backends = [part.split(":")[0] for part in dist.get_backend_config(process_group).split(",")]
     device = torch.device("cpu")
@@ -141,9 +172,6 @@ def _agree_on_name(process_group: dist.ProcessGroup, deadline: float) -> str:
         raise RuntimeError(f"rank {dist.get_rank()} is not in the process group")
     # Polled: the timeout of the process group may be longer, and NCCL would not block here.
     is_done = work.get_future().done if device.type == "cpu" else work.is_completed
-    while not is_done():
-        if time.monotonic() > deadline:
-            raise RuntimeError("no answer")
-        time.sleep(_POLL_SECONDS)
+    wait.until(is_done)
     work.wait()
     return bytes(name.tolist()).hex()

@@ -60,6 +60,14 @@ def connect(
     """
     if isinstance(choice, Communicator):
         return choice
+    try:
+        return _connect(group, choice, device, planned)
+    except (ValueError, NotOneHost) as error:
+        raise agreed(error)  # noqa: B904 (all ranks raise it)
+
+
+def _connect(group: Group, choice: str, device: torch.device, planned: str | None) -> Communicator:
+    """As `connect`; what it raises follows from what is equal on all ranks."""
     if choice == "auto" and planned is not None:
         return _connect_planned(group, planned, device)
     name, algorithms = _parse(choice)

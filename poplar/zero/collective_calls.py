@@ -12,7 +12,10 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch.distributed as dist
 
 from poplar.comm import Group
 from poplar.values.errors import CollectiveTimeout, agreed, take_agreed
@@ -24,16 +27,13 @@ R = TypeVar("R")
 class CollectiveCalls:
     """The collective calls of one optimizer, of which this rank runs one at a time."""
 
-    def __init__(
-        self, group: Group, stop: Callable[[str, BaseException], None] | None = None
-    ) -> None:
+    def __init__(self, group: Group, stop: Callable[[str, BaseException], None]) -> None:
         """
         Args:
             group: the ranks.
-            stop: stops all ranks, because of the call with this name and of its error. Default:
-                aborts the group.
+            stop: stops all ranks, because of the call with this name and of its error.
         """
-        self._group, self._stop = group, stop or self._abort
+        self._group, self._stop = group, stop
         self._lock = threading.RLock()
         self._depth = 0
         self._function = ""
@@ -105,9 +105,27 @@ class CollectiveCalls:
             self._depth -= 1
             self._lock.release()
 
-    def _abort(self, name: str, error: BaseException) -> None:
-        if self._group.size > 1:
-            self._group.abort(stop_reason(self._group.rank, waiting_in(name), error))
+
+@contextmanager
+def new_group(
+    process_group: dist.ProcessGroup | None, timeout: timedelta | None, doing: str
+) -> Iterator[Group]:
+    """A context in which something is built on a group of its own. Collective.
+
+    What one rank raises inside, or in making the group, stops all ranks, unless it is agreed.
+
+    Args:
+        process_group: as for `Group.of`.
+        timeout: as for `Group.of`.
+        doing: what is built, for errors.
+    """
+    group = Group.of(process_group, timeout)
+    try:
+        yield group
+    except BaseException as error:
+        if not take_agreed(error) and group.size > 1:
+            group.abort(stop_reason(group.rank, waiting_in(doing), error))
+        raise
 
 
 def waiting_in(name: str) -> str:

@@ -82,7 +82,7 @@ class Calls:
     def __init__(
         self, place: Place | None, kind: type[BaseException] = Fault, *, after: str = ""
     ) -> None:
-        """`after`: count from the first call of this function on."""
+        """`after`: count from the first call of this function on, `Group.of` for instance."""
         self.place, self.kind, self.after = place, kind, after
         self.count = 0
         self.fired = ""
@@ -339,7 +339,7 @@ def fail_to_build(case: Case, places: Sequence[Place]) -> list[Outcome]:
 
 def build_once(case: Case, place: Place | None, group: dist.ProcessGroup) -> Outcome:
     built: list[Training] = []
-    calls = Calls(place, after="connect_control")
+    calls = Calls(place, after="of")
     raised = attempt(lambda: built.append(Training(case, group)), calls)
     raised_at = time.monotonic()
     later = attempt(built[0].take_step) if built else raised
@@ -356,7 +356,7 @@ def build_once(case: Case, place: Place | None, group: dist.ProcessGroup) -> Out
 
 
 def count_calls_to_build(case: Case) -> int:
-    calls = Calls(None, after="connect_control")
+    calls = Calls(None, after="of")
     with harness.separate_group() as group, calls.running():
         Training(case, group)
     return calls.count
@@ -469,12 +469,14 @@ def test_an_error_in_any_method_reaches_all_ranks(ranks: Pool, case: Case, tmp_p
 def test_an_error_in_the_constructor_reaches_all_ranks(ranks: Pool, stage: int) -> None:
     case = Case(stage, False, TRANSPORTS[stage % 2], step=0)
     counts = ranks.run(count_calls_to_build, case, ranks=RANKS)
-    places = sampled_places(case, counts, choose(quick=2, full=10))
+    places = [Place(1, 1), *sampled_places(case, counts, choose(quick=2, full=10))]
     seconds = 60 * len(places)
     by_rank = ranks.run(fail_to_build, case, places, ranks=RANKS, timeout=seconds)
     for place, *outcomes in zip(places, *by_rank, strict=True):
         fault = outcomes[place.rank]
         assert not fault.fired or all(o.raised or o.later for o in outcomes), (place, outcomes)
+        causes = [fault.fired in (o.raised or o.later or "") for o in outcomes]
+        assert all(causes), (place, outcomes)
         late = [o.raised_at - fault.fired_at for o in outcomes if fault.fired and o.raised]
         assert max(late, default=0.0) < SECONDS, (place, outcomes)
 
