@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from poplar.comm.group import WATCH_AFTER_SECONDS, Event, Group, on_device
+from poplar.comm.failure_reports import WATCH_AFTER_SECONDS
+from poplar.comm.group import Event, Group, on_device
 from poplar.comm.host_buffers import record
 
 # Once one peer has timed out, the others are only checked for whether they have finished.
