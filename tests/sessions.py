@@ -7,12 +7,10 @@ from typing import Any
 
 import models
 import ranks as harness
-import torch
 from models import ModelSpec
 
 import poplar
-from poplar.comm import Group
-from poplar.profiler.request import Request
+from poplar.profiler.job import Job
 from poplar.profiler.session import Session
 
 
@@ -21,21 +19,16 @@ def session_on_meta(
 ) -> Session:
     with poplar.parameters_on_meta():
         model = models.build(ModelSpec(kind="mlp", blocks=2))
-    request = Request(
+    job = Job(
         model=model,
         loss_fn=loss_fn,
         example=models.data(2, seed=1),
-        optimizer_class=torch.optim.AdamW,
-        optimizer_options={},
         max_batch=2,
-        memory_limit=None,
         stages=(3,),
         seconds=1.0,
         max_norm=None,
-        units=None,
-        compute_dtype="auto",
-        reduce_dtype=torch.float32,
-        allow_forward_state=False,
         device="cpu",
+        process_group=harness.group(),
+        timeout=timeout,
     )
-    return Session(request, Group.of(harness.group(), timeout))
+    return Session(job)

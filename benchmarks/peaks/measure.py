@@ -15,10 +15,9 @@ from rows import Row
 
 from peaks.subjects import SUBJECTS, Subject
 from poplar import HeteroZeroOptimizer, Plan
-from poplar.comm import Group
 from poplar.planner.prediction import memory_needed
+from poplar.profiler.job import Job
 from poplar.profiler.model_profile import model_profile, trained_units
-from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
 
@@ -96,23 +95,18 @@ def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> Clust
     A time budget would bound the batches on a slow machine, and times do not matter here.
     """
     subject = SUBJECTS[name]
-    request = Request(
+    job = Job(
         model=subject.model(),
         loss_fn=subject.loss,
         example=subject.batch(1),
-        optimizer_class=torch.optim.AdamW,
         optimizer_options={"lr": 1e-3},
         max_batch=max(batches),
         memory_limit=MEMORY_LIMIT,
         stages=(0,),
         seconds=1.0,
-        max_norm=1.0,
-        units=None,
         compute_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-        allow_forward_state=False,
     )
-    session = Session(request, Group.of(None, None))
+    session = Session(job)
     if context.rank:
         return None
     with session.as_in_training():

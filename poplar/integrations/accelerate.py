@@ -37,7 +37,7 @@ from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.tuning.autotune import autotune, tune
+from poplar.tuning.autotune import OPTIONS, autotune
 from poplar.values.plan import Plan
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
@@ -150,9 +150,7 @@ def prepare(
     return Prepared(model, optimizer, planned, made)
 
 
-_OF_THE_ENGINE_ONLY = (
-    inspect.signature(HeteroZeroOptimizer).parameters.keys() - inspect.signature(tune).parameters
-)
+_OF_THE_ENGINE_ONLY = inspect.signature(HeteroZeroOptimizer).parameters.keys() - OPTIONS
 """Options of `HeteroZeroOptimizer` that change no plan; `autotune` would give them to the class."""
 
 

@@ -90,9 +90,9 @@ def _plain_curves(session: Session, report: Report) -> tuple[list[BatchCurve], f
             return [], 1.0
         climbing = climb(
             passes,
-            max_batch=session.request.max_batch or DEFAULT_MAX_BATCH,
+            max_batch=session.job.max_batch or DEFAULT_MAX_BATCH,
             activation_bytes=session.memory.unsharded[session.group.rank],
-            longest_seconds=session.request.seconds * LONGEST_PASS,
+            longest_seconds=session.job.profile_seconds * LONGEST_PASS,
         )
         curves, noise = _measured(session, passes, climbing, report)
     return [replace(each, largest_unsharded=each.points[-1].batch) for each in curves], noise
@@ -108,9 +108,9 @@ def _engine_curves(
     probing = probe(
         passes,
         known=known[rank].points if known else (),
-        max_batch=session.request.max_batch or DEFAULT_MAX_BATCH,
+        max_batch=session.job.max_batch or DEFAULT_MAX_BATCH,
         activation_bytes=session.memory.sharded[rank],
-        longest_seconds=session.request.seconds * LONGEST_PASS,
+        longest_seconds=session.job.profile_seconds * LONGEST_PASS,
     )
     return _measured(session, passes, probing, report)
 
@@ -119,7 +119,7 @@ def _measured(
     session: Session, passes: Passes, trying: Iterator[list[BatchPoint]], report: Report
 ) -> tuple[list[BatchCurve], float]:
     """Memory of the sizes that are tried, then their times."""
-    budget, own = session.request.seconds, session.group.rank
+    budget, own = session.job.profile_seconds, session.group.rank
     report("memory against batch")
     by_rank = tried_sizes(session, passes, trying, "measuring memory")
     samples: Samples = defaultdict(list)
@@ -189,8 +189,8 @@ def _may_grow(session: Session, curves: Sequence[BatchCurve]) -> bool:
     if len(points) > 1:
         fitting = largest_on_a_line(points, session.memory.sharded[rank])
     largest = min(
-        session.request.max_batch or DEFAULT_MAX_BATCH,
-        last.batch * session.request.seconds * LONGEST_PASS / last.seconds,
+        session.job.max_batch or DEFAULT_MAX_BATCH,
+        last.batch * session.job.profile_seconds * LONGEST_PASS / last.seconds,
         fitting,
     )
     grows = session.group.size > 1 and int(largest) > last.batch * (1 + NEAR_ENOUGH)

@@ -26,21 +26,21 @@ def built_optimizer(
     No rank gathers the parameters for that: the values were kept, on CUDA in host memory. A model
     that was on `meta` is put back there.
     """
-    request = session.request
+    job = session.job
     hooked = plan.stage >= FIRST_STAGE_SHARDING_PARAMETERS
     with session.graphs.run(hooked=hooked), session.parameters_preserved():
         optimizer = HeteroZeroOptimizer(
-            request.model,
+            job.model,
             optimizer_class,
             plan=plan,
             process_group=session.group.process_group,
-            units=request.units,
-            compute_dtype=request.compute_dtype,  # type: ignore[arg-type]
-            reduce_dtype=request.reduce_dtype,
+            units=job.units,
+            compute_dtype=job.compute_dtype,  # type: ignore[arg-type]
+            reduce_dtype=job.reduce_dtype,
             timeout=session.group.timeout,
-            allow_forward_state=request.allow_forward_state,
-            weights=request.weights,
-            device=request.device,
+            allow_forward_state=job.allow_forward_state,
+            weights=job.weights,
+            device=job.device,
             on_out_of_memory="raise",  # a changed plan would be measured as the given one
             **options,
         )
@@ -68,4 +68,4 @@ def put_back_on_meta(session: Session) -> None:
         RuntimeError: a graph of autograd still holds one of them.
     """
     if session.is_on_meta:
-        move_to_meta([p for p in session.request.model.parameters() if not p.is_meta])
+        move_to_meta([p for p in session.job.model.parameters() if not p.is_meta])

@@ -39,9 +39,9 @@ from statistics import fmean
 
 import torch
 
-from poplar.comm import Group
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.collectives import measure_network
+from poplar.profiler.job import Job
 from poplar.profiler.known_devices import no_network
 from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget, memory_budget
 from poplar.profiler.model_profile import linear_layers, model_profile, pass_memory
@@ -50,7 +50,6 @@ from poplar.profiler.optimizer_step import measure_update
 from poplar.profiler.peak_flops import peak_flops
 from poplar.profiler.progress import Report
 from poplar.profiler.recomputed_curves import with_recomputed_curves
-from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.profiler.unit_seconds import mean_of
 from poplar.system import devices
@@ -65,10 +64,10 @@ STEPS = 0.4
 
 
 class Profiler:
-    """The instruments on one request; all methods are collective."""
+    """The instruments on one job; all methods are collective."""
 
-    def __init__(self, request: Request, group: Group) -> None:
-        self.session = Session(request, group)
+    def __init__(self, job: Job) -> None:
+        self.session = Session(job)
         self._budgets = self._read_budgets()
         self.session.memory = pass_memory(self.session, self._budgets)
         self._noise = 1.0
@@ -119,7 +118,7 @@ class Profiler:
     def with_network(self, profile: ClusterProfile, report: Report) -> ClusterProfile:
         """The profile with the times of the collectives, measured now."""
         report("the collectives")
-        network = measure_network(self.session, self.session.request.seconds * NETWORK)
+        network = measure_network(self.session, self.session.job.profile_seconds * NETWORK)
         return self.with_later_memory(replace(profile, network=network))
 
     def use(self, profile: ClusterProfile) -> None:
@@ -140,9 +139,9 @@ class Profiler:
         """
         if not self.session.asynchronous:
             return 0.0
-        request = self.session.request
-        seconds = (1 - trial_runs.PLAIN_PASSES) * STEPS * request.seconds
-        return seconds / (passes * len(request.stages) * (1 + trial_runs.STEPS))
+        job = self.session.job
+        seconds = (1 - trial_runs.PLAIN_PASSES) * STEPS * job.profile_seconds
+        return seconds / (passes * len(job.stages) * (1 + trial_runs.STEPS))
 
     def observe(
         self, profile: ClusterProfile, plans: Sequence[Plan], report: Report
@@ -150,7 +149,7 @@ class Profiler:
         """Run plans in turns: more turns if `measure_devices` met noise, one if it did not run
         because the devices were known. See `run_in_turns`.
         """
-        seconds = self.session.request.seconds * STEPS
+        seconds = self.session.job.profile_seconds * STEPS
         return trial_runs.run_in_turns(
             self.session, profile, plans, seconds=seconds, noise=self._noise, report=report
         )

@@ -80,7 +80,7 @@ class Collectives:
 
     def reduce_scatter(self, layout: Layout) -> Work:
         """Pack the gradient of a buffer and issue its reduction."""
-        device, wire_dtype = self.session.device, self.session.request.reduce_dtype
+        device, wire_dtype = self.session.device, self.session.job.reduce_dtype
         bucket = self.comm.buffer(layout, wire_dtype, device)
         bucket.pack([self._gradient[: layout.numel]], [0], 1.0)
         own = layout.size(self.session.group.rank)

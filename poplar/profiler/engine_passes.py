@@ -52,14 +52,14 @@ def sharded_passes(session: Session) -> Iterator[EnginePasses]:
         shares=memory.shares,
     )
     with built_optimizer(session, plan, torch.optim.SGD, {"lr": 0.0}) as optimizer:
-        request = session.request
+        job = session.job
         passes = EnginePasses(
-            request.model,
-            request.loss_fn,
-            request.example,
+            job.model,
+            job.loss_fn,
+            job.example,
             session.device,
             trained_units(session),
-            lengths=request.sample_lengths,
+            lengths=job.sample_lengths,
             engine=optimizer._engine,
             control=session.control,
             unsharded_bytes=memory.unsharded_units,

@@ -51,9 +51,9 @@ def memory_budget(session: Session) -> MemoryBudget:
         free, total = torch.cuda.mem_get_info(device)
         own = total - free - devices.describe(device).others_bytes
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        held = own - cached - model_bytes(session.request.model)
+        held = own - cached - model_bytes(session.job.model)
     elif limit is None:
-        parameters = session.request.model.parameters()
+        parameters = session.job.model.parameters()
         weights = sum(p.numel() * p.element_size() for p in parameters if not p.is_meta)
         held = host_limits.resident_memory() - weights
     if limit is not None and total is not None and limit > total:

@@ -19,7 +19,7 @@ def model_profile(session: Session, state_bytes: float) -> ModelProfile:
     """The model; `state_bytes` is the optimizer state per element, without an fp32 master."""
     units = _trained_units(session, shards_parameters=True)
     bytes_each = session.compute_dtype.itemsize
-    buffers = session.request.model.buffers()
+    buffers = session.job.model.buffers()
     return ModelProfile(
         unit_numels=tuple(sum(flat.numel for flat in unit.trained) for unit in units),
         unit_names=tuple(unit.name for unit in units),
@@ -32,7 +32,7 @@ def model_profile(session: Session, state_bytes: float) -> ModelProfile:
         param_bytes=float(bytes_each),
         grad_bytes=float(bytes_each),
         optimizer_bytes=state_bytes + (0.0 if bytes_each == 4 else 4.0),
-        wire_bytes=float(session.request.reduce_dtype.itemsize),
+        wire_bytes=float(session.job.reduce_dtype.itemsize),
         frozen_bytes=sum(tensor.numel() * tensor.element_size() for tensor in buffers),
     )
 
@@ -117,7 +117,7 @@ def _trained_units(session: Session, *, shards_parameters: bool) -> list[Unit]:
 
 def pass_memory(session: Session, budgets: Sequence[MemoryBudget]) -> PassMemory:
     """The limits of all ranks, from their budgets."""
-    model, cast = session.request.model, session.cast_to
+    model, cast = session.job.model, session.cast_to
     units = all_units(session)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     originals = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -39,7 +39,7 @@ def with_recomputed_curves(
     Unchanged if the model has no repeated units, or if every rank can hold the whole model beside
     the largest batch that may be planned.
     """
-    most = max(session.exchange(session.request.max_batch or DEFAULT_MAX_BATCH))
+    most = max(session.exchange(session.job.max_batch or DEFAULT_MAX_BATCH))
     limited = (_may_lack_memory(device, profile.model, most) for device in profile.devices)
     if not profile.model.recomputable_units or not any(limited):
         return profile
@@ -79,7 +79,7 @@ def _recomputing_passes(session: Session, blocks: Sequence[str]) -> Iterator[Pas
             passes.engine.recomputation.recompute(blocks)
             yield passes
         return
-    recomputation = Recomputation(session.request.model, session.setup.unit_names, {})
+    recomputation = Recomputation(session.job.model, session.setup.unit_names, {})
     recomputation.recompute(blocks)
     try:
         with session.as_in_training():
@@ -92,7 +92,7 @@ def _measured(session: Session, passes: Passes, device: DeviceProfile) -> list[l
     """The points of every rank: the first, the largest, and one as large as without recomputation,
     if memory and time allow.
     """
-    budget, own = session.request.seconds, session.group.rank
+    budget, own = session.job.profile_seconds, session.group.rank
     trying, doing = _trying(session, passes), "measuring memory with recomputation"
     by_rank = tried_sizes(session, passes, trying, doing)
     chosen = session.exchange(_few(by_rank[own], device.max_batch))
@@ -109,8 +109,8 @@ def _measured(session: Session, passes: Passes, device: DeviceProfile) -> list[l
 
 def _trying(session: Session, passes: Passes) -> Iterator[list[BatchPoint]]:
     """First passes of larger and larger sizes, as for the curve without recomputation."""
-    max_batch = session.request.max_batch or DEFAULT_MAX_BATCH
-    longest_seconds = session.request.seconds * LONGEST_PASS
+    max_batch = session.job.max_batch or DEFAULT_MAX_BATCH
+    longest_seconds = session.job.profile_seconds * LONGEST_PASS
     if _fits_unsharded(session):
         limit = session.memory.unsharded[session.group.rank]
         return climb(

@@ -1,4 +1,4 @@
-"""One profiling request on one rank: device, control channel, and how the ranks exchange results.
+"""One job on one rank: device, control channel, and how the ranks exchange results.
 
 Every method that communicates is collective: all ranks call it, and all of them get the same result
 or an error.
@@ -15,9 +15,9 @@ from torch import Tensor
 from poplar.comm import Group, connect_control
 from poplar.profiler import memory_limit
 from poplar.profiler.compilation import HookedGraphs, compiled_code_preserved
+from poplar.profiler.job import Job
 from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.passes import Passes
-from poplar.profiler.request import Request
 from poplar.profiler.unit_memory import TrainedUnit
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.zero import setup
@@ -38,52 +38,52 @@ T = TypeVar("T")
 class Session:
     """What every instrument of the profiler needs."""
 
-    def __init__(self, request: Request, group: Group) -> None:
-        """Check the request on all ranks and compare. Collective.
+    def __init__(self, job: Job) -> None:
+        """Check the job on all ranks and compare. Collective.
 
         Raises:
             ValueError, TypeError: an argument of this rank is wrong, or ranks differ.
             RankFailed: an argument of another rank is wrong.
         """
-        self.request = request
-        self.group = group
+        self.job = job
+        self.group = group = Group.of(job.process_group, job.timeout)
         self.control = connect_control(group)
         self.graphs = HookedGraphs()
         self._copies: list[Tensor] | None = None
 
         def check() -> tuple[setup.Request, dict[str, Any]]:
-            request.check()
+            job.check()
             checked = setup.check_request(
-                request.model,
-                request.optimizer_class,
-                request.optimizer_options,
+                job.model,
+                job.optimizer_class,
+                job.optimizer_options,
                 plan=None,
                 stage=0,
                 params=None,
-                units=request.units,
-                compute_dtype=request.compute_dtype,
-                reduce_dtype=request.reduce_dtype,
+                units=job.units,
+                compute_dtype=job.compute_dtype,
+                reduce_dtype=job.reduce_dtype,
                 world_size=group.size,
-                allow_forward_state=request.allow_forward_state,
-                weights=request.weights,
-                device=request.device,
+                allow_forward_state=job.allow_forward_state,
+                weights=job.weights,
+                device=job.device,
                 default_device=group.default_device,
             )
-            return checked, request.may_differ(checked.device)
+            return checked, job.may_differ(checked.device)
 
         self.setup, own = run_on_all_ranks(self.control, check, doing="profiling")
         self.device = self.setup.device
-        self.is_on_meta = is_on_meta(request.model)
+        self.is_on_meta = is_on_meta(job.model)
         """No rank holds the model: only passes on the engine are possible."""
         self.asynchronous = self.device.type == "cuda"
         """The device computes while the host goes on."""
-        also = request.must_be_equal()
+        also = job.must_be_equal()
         self.cast_to = setup.agree_on_request(self.control, self.setup, also=also)
         """Dtype that the engine casts the model to; None: it keeps the dtypes."""
-        trained = (p.dtype for p in request.model.parameters() if p.requires_grad)
+        trained = (p.dtype for p in job.model.parameters() if p.requires_grad)
         self.compute_dtype = self.cast_to or next(trained)
         by_rank = self.exchange(own)
-        devices, given = self.exchange(str(self.device)), self.exchange(request.memory_limit)
+        devices, given = self.exchange(str(self.device)), self.exchange(job.memory_limit)
         limits = memory_limit.by_rank(given, devices)
         self.memory_limit = limits[group.rank]
         """Bytes that this rank may use; None: what is free."""
@@ -92,10 +92,10 @@ class Session:
         here = [rank for rank, other in enumerate(by_rank) if other["host"] == own["host"]]
         self.ranks_on_this_host = len(here)
         self.rank_on_this_host = here.index(group.rank)
-        self.identity = request.identity(self.setup, self.cast_to, by_rank)
+        self.identity = job.identity(self.setup, self.cast_to, by_rank)
         place = {"place": f"{self.rank_on_this_host} of {self.ranks_on_this_host}"}
         mine = [by_rank[group.rank] | place]
-        self.device_identity = request.identity(self.setup, self.cast_to, mine)
+        self.device_identity = job.identity(self.setup, self.cast_to, mine)
         """What the curves of this rank's device are valid for, whatever runs on other hosts."""
         self.memory = PassMemory.unlimited(group.size)
         """What passes may allocate."""
@@ -104,21 +104,21 @@ class Session:
 
     def passes(self, units: Sequence[TrainedUnit] = ()) -> Passes:
         """Plain passes of the model; memory is measured for these units, too."""
-        request = self.request
+        job = self.job
         return Passes(
-            request.model,
-            request.loss_fn,
-            request.example,
+            job.model,
+            job.loss_fn,
+            job.example,
             self.device,
             units,
-            lengths=request.sample_lengths,
+            lengths=job.sample_lengths,
         )
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure inside; at the end the model and its compiled functions are as before."""
         try:
-            with model_preserved(self.request.model, self.device), compiled_code_preserved():
+            with model_preserved(self.job.model, self.device), compiled_code_preserved():
                 yield
         finally:
             self._copies = None
@@ -129,7 +129,7 @@ class Session:
         CUDA values are copied to the host once for all uses inside of `measuring`: for a large
         model that takes longer than the steps between.
         """
-        model = self.request.model
+        model = self.job.model
         if self.is_on_meta:
             return nullcontext()  # there are no values
         if not self.asynchronous:
@@ -141,7 +141,7 @@ class Session:
     @contextmanager
     def as_in_training(self) -> Iterator[None]:
         """Plain passes compute in the dtype of the engine inside, and free their gradients."""
-        model = self.request.model
+        model = self.job.model
         with (
             self.graphs.run(hooked=False),
             computing_in(model, self.cast_to, self.setup.unit_names),

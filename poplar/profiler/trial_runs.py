@@ -91,14 +91,14 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
 
 
 def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
-    request, samples = session.request, plan.samples(session.group.rank)
+    job, samples = session.job, plan.samples(session.group.rank)
 
     def take_batch() -> Any:
         return session.passes().step_batch(samples) if samples else None
 
     batch = run_on_all_ranks(session.control, take_batch, doing="allocating a batch")
-    options = request.optimizer_options
-    with built_optimizer(session, plan, request.optimizer_class, options) as optimizer:
+    options = job.optimizer_options
+    with built_optimizer(session, plan, job.optimizer_class, options) as optimizer:
         # The optimizer is dropped anyway; the ranks can go on together if this one is too small.
         optimizer._engine.free_state = optimizer._update.inner.state.clear
         try:
@@ -136,11 +136,11 @@ def _warm_up(session: Session, optimizer: HeteroZeroOptimizer, batch: Any) -> No
 
 
 def _run_step(session: Session, optimizer: HeteroZeroOptimizer, batch: Any) -> _Step:
-    request = session.request
+    job = session.job
     synchronize(session.device)
     began = time.perf_counter()
     with optimizer.trace() as spans:
-        optimizer.train_step(request.loss_fn, batch, max_norm=request.max_norm)
+        optimizer.train_step(job.loss_fn, batch, max_norm=job.max_norm)
         synchronize(session.device)
     total = time.perf_counter() - began
     waits = [span for span in spans if span.kind == "wait"]

@@ -6,23 +6,17 @@ plan that the profile lacks, run the best plans in turns, and choose the fastest
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal, ParamSpec
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from poplar.comm import Group
 from poplar.planner.calibration import refine
 from poplar.planner.prediction import describe, fits, predict
 from poplar.planner.search import FACTORED, POLICIES, RECOMPUTE, Factored, Recompute, alternatives
@@ -30,21 +24,17 @@ from poplar.planner.simple_plans import simplified
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profiler.batch_curves import with_measured
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.memory_limit import MemoryLimit
+from poplar.profiler.job import Job, digest, is_count
 from poplar.profiler.progress import Report, show_progress
-from poplar.profiler.request import Request, digest, is_count
+from poplar.profiler.session import Session
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning.profile_cluster import CachedProfile
 from poplar.values.observation import Observation, Trials
-from poplar.values.plan import STRATEGIES, Plan
+from poplar.values.plan import Plan
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.zero.checks.loss_mean import wrong_weight
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
-from poplar.zero.update import OptimizerFactory
-from poplar.zero.weights.initial_values import Weights
-
-_P = ParamSpec("_P")
 
 PROFILE_PART = 0.75
 """Part of the time budget for the profile; the rest is for measuring planned batches and trials."""
@@ -96,221 +86,177 @@ class Tuned:
     """The plans that ran, medians over their turns; empty if none ran."""
 
 
-def tune(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    example_batch: Any,
-    *,
-    global_batch: int,
-    optimizer_class: OptimizerFactory = torch.optim.AdamW,
-    stage: int | Literal["auto"] = "auto",
-    policy: str = "exact",
-    recompute: Recompute = "auto",
-    factored: Factored = "auto",
-    profile: ClusterProfile | None = None,
-    verify: bool = True,
-    weight: Weight | None = None,
-    loss: Loss = "mean",
-    max_batch: int | None = None,
-    memory_limit: MemoryLimit = None,
-    seconds: float = 60.0,
-    max_norm: float | None = 1.0,
-    process_group: dist.ProcessGroup | None = None,
-    units: Sequence[str | nn.Module | type[nn.Module]] | None = None,
-    compute_dtype: torch.dtype | str = "auto",
-    reduce_dtype: torch.dtype = torch.float32,
-    timeout: timedelta | None = None,
-    allow_forward_state: bool = False,
-    weights: Weights = None,
-    device: torch.device | str | None = None,
-    lengths: Iterable[float] | Tensor | None = None,
-    length_quantile: float = 0.99,
-    cache: bool | str | Path = True,
-    progress: bool = True,
-    **optimizer_kwargs: Any,
-) -> Tuned:
-    """`autotune`, with the profile and the trial runs behind the plan. Collective.
-
-    Args:
-        model, loss_fn, example_batch, optimizer_class, max_batch, memory_limit, max_norm,
-            process_group, units, compute_dtype, reduce_dtype, timeout, allow_forward_state,
-            weights, device, lengths, length_quantile, cache, progress, optimizer_kwargs: as for
-            `profile_cluster`, and as training will use them.
-        global_batch: samples behind one optimizer step, over all ranks. No plan changes it.
-        stage: a ZeRO stage, or "auto" for the fastest stage that fits.
-        policy: `"exact"`, `"even_shares"` for engines without uneven shares (DDP, FSDP2), or a
-            published policy to compare with: `"even"`, `"flops"`, `"paper"`.
-        recompute: "auto": with policy "exact", small devices may recompute units in the backward
-            (activation checkpointing) where that makes the step faster; "never": no rank does.
-        factored: "auto": with policy "exact", weight gradients of linear layers are sent as factors
-            where that makes the step faster (`Plan.factored`); "never": they are not. Use "never"
-            for a model that reads such a weight outside of its layer.
-        profile: use this profile of the same job instead of measuring.
-        verify: measure the batch sizes of the chosen plan that were not profiled, then time the
-            best plans of the best two stages in turns. A better plan that the search finds with
-            these times joins.
-        weight, loss: as for `train_step`. They change no plan: without them, a warning says if the
-            loss of the example is not the mean of its samples' losses.
-        seconds: time budget for profile and trials together, without compilation and tuning of
-            kernels.
-
-    Returns:
-        The same on every rank. The model is unchanged afterwards.
-
-    Raises:
-        NoPlanFits: no stage fits the ranks' memory; says how much is missing on which rank.
-        ValueError, TypeError, RuntimeError, RankFailed, CollectiveTimeout: as `profile_cluster`;
-            also a profile of another model, dtype or world size.
-    """
-    request = _TuningRequest(
-        model=model,
-        loss_fn=loss_fn,
-        example=example_batch,
-        optimizer_class=optimizer_class,
-        optimizer_options=optimizer_kwargs,
-        max_batch=_next_power_of_two(global_batch) if max_batch is None else max_batch,
-        memory_limit=memory_limit,
-        stages=tuple(range(len(STRATEGIES))) if stage == "auto" else (stage,),
-        seconds=seconds * PROFILE_PART,
-        max_norm=max_norm,
-        units=units,
-        compute_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
-        allow_forward_state=allow_forward_state,
-        weights=weights,
-        device=device,
-        lengths=lengths,
-        length_quantile=length_quantile,
-        global_batch=global_batch,
-        policy=policy,
-        recompute=recompute,
-        factored=factored,
-        verify=verify,
-        given=profile,
-    )
-    profiler = Profiler(request, Group.of(process_group, timeout))
-    cached = CachedProfile(profiler, cache, show=progress)
-    tuner = Tuner(
-        cached, global_batch=global_batch, policy=policy, recompute=recompute, factored=factored
-    )
-    tuner.weighs_samples = weight is None and loss == "mean"
-    return tuner.tune(profile, verify=verify)
-
-
-def _warn_of_wrong_weight(profiler: Profiler) -> None:
-    """On the first rank, warn if samples are the wrong weight for the loss."""
-    request, session = profiler.session.request, profiler.session
-    if session.group.rank == 0 and not session.is_on_meta:
-        found = wrong_weight(request.loss_fn, request.model, request.example)
-        if found is not None:
-            warnings.warn(found, stacklevel=5)
-
-
-def _plan_of(tune: Callable[_P, Tuned]) -> Callable[_P, Plan]:
-    @functools.wraps(tune)
-    def autotune(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
-        return tune(*args, **kwargs).plan
-
-    autotune.__name__ = autotune.__qualname__ = "autotune"
-    signature = inspect.signature(tune).replace(return_annotation="Plan")
-    autotune.__signature__ = signature  # type: ignore[attr-defined]
-    autotune.__doc__ = f"""The fastest plan for this model on these ranks. Collective.
-
-        plan = poplar.autotune(model, loss_fn, example_batch, global_batch=512, lr=3e-4)
-        print(plan)                              # the plan and its prediction
-        optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=3e-4)
-
-    Every rank calls it, and gets the same plan or an error.
-    {(tune.__doc__ or "").partition("Collective.")[2]}"""
-    return autotune
-
-
-autotune = _plan_of(tune)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _TuningRequest(Request):
-    """A profiling request with the arguments that only `tune` has."""
+class TuningJob(Job):
+    """A job with the arguments that only `autotune` has, which documents them."""
 
     global_batch: int
-    policy: str
-    recompute: Recompute
-    factored: Factored
-    verify: bool
-    given: ClusterProfile | None
+    policy: str = "exact"
+    recompute: Recompute = "auto"
+    factored: Factored = "auto"
+    profile: ClusterProfile | None = None
+    verify: bool = True
+    weight: Weight | None = None
+    loss: Loss = "mean"
 
     def check(self) -> None:
         if not is_count(self.global_batch):
             raise ValueError(f"global_batch must be an integer above 0, got {self.global_batch!r}")
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy={self.policy!r} is not known; use one of {sorted(POLICIES)}")
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(
-                f"recompute={self.recompute!r} is not known; use one of {sorted(RECOMPUTE)}"
-            )
-        if self.factored not in FACTORED:
-            raise ValueError(
-                f"factored={self.factored!r} is not known; use one of {sorted(FACTORED)}"
-            )
+        for name, known in _CHOICES.items():
+            if (given := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={given!r} is not known; use one of {sorted(known)}")
         super().check()
 
     def must_be_equal(self) -> dict[str, Any]:
         return {
             **super().must_be_equal(),
             "global_batch": self.global_batch,
-            "policy": self.policy,
-            "recompute": self.recompute,
-            "factored": self.factored,
+            **{name: getattr(self, name) for name in _CHOICES},
             "verify": bool(self.verify),
-            "profile": None if self.given is None else digest(self.given.to_dict()),
+            "profile": None if self.profile is None else digest(self.profile.to_dict()),
         }
+
+    @property
+    def profile_seconds(self) -> float:
+        return PROFILE_PART * self.seconds
+
+    @property
+    def plan_key(self) -> str:
+        """What the plan depends on beside the profile."""
+        return json.dumps([self.global_batch, *(getattr(self, name) for name in _CHOICES)])
+
+    @property
+    def weighs_samples(self) -> bool:
+        """The loss is taken for a mean over samples, because the user has given no weight."""
+        return self.weight is None and self.loss == "mean"
+
+
+_CHOICES: Mapping[str, Collection[str]] = {
+    "policy": POLICIES,
+    "recompute": RECOMPUTE,
+    "factored": FACTORED,
+}
+OPTIONS = frozenset({"stage", *(each.name for each in fields(TuningJob))})
+"""Names of the arguments of `autotune`, without the optimizer's."""
+
+
+def autotune(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Any,
+    *,
+    global_batch: int,
+    stage: int | Literal["auto"] = "auto",
+    **options: Any,
+) -> Plan:
+    """The fastest plan for this model on these ranks. Collective.
+
+        plan = poplar.autotune(model, loss_fn, example_batch, global_batch=512, lr=3e-4)
+        print(plan)                              # the plan and its prediction
+        optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=3e-4)
+
+    Every rank calls it, and gets the same plan or an error. The model is unchanged afterwards.
+
+    Args:
+        model, loss_fn, example_batch: as for `profile_cluster`.
+        global_batch: samples behind one optimizer step, over all ranks. No plan changes it.
+        stage: a ZeRO stage, or "auto" for the fastest stage that fits.
+        options: those below and those of `profile_cluster` but `stages`, as training will use them;
+            all others are options of the optimizer.
+
+    Keyword Args:
+        policy: `"exact"` (the default), `"even_shares"` for engines without uneven shares (DDP,
+            FSDP2), or a published policy to compare with: `"even"`, `"flops"`, `"paper"`.
+        recompute: "auto" (the default): with policy "exact", small devices may recompute units in
+            the backward (activation checkpointing) where that makes the step faster; "never": no
+            rank does.
+        factored: "auto" (the default): with policy "exact", weight gradients of linear layers are
+            sent as factors where that makes the step faster (`Plan.factored`); "never": they are
+            not. Use "never" for a model that reads such a weight outside of its layer.
+        profile: use this profile of the same job instead of measuring.
+        verify: measure the batch sizes of the chosen plan that were not profiled, then time the
+            best plans of the best two stages in turns. A better plan that the search finds with
+            these times joins. Default: True.
+        weight, loss: as for `train_step`. They change no plan: without them, a warning says if the
+            loss of the example is not the mean of its samples' losses.
+        seconds: time budget for profile and trials together, without compilation and tuning of
+            kernels; default: 60.
+
+    Raises:
+        NoPlanFits: no stage fits the ranks' memory; says how much is missing on which rank.
+        ValueError, TypeError, RuntimeError, RankFailed, CollectiveTimeout: as `profile_cluster`;
+            also a profile of another model, dtype or world size.
+    """
+    return tune(
+        model, loss_fn, example_batch, global_batch=global_batch, stage=stage, **options
+    ).plan
+
+
+def tune(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Any,
+    *,
+    global_batch: int,
+    stage: int | Literal["auto"] = "auto",
+    **options: Any,
+) -> Tuned:
+    """The plan of `autotune`, with the profile and the trial runs behind it. Collective.
+
+    Args and errors are those of `autotune`.
+    """
+    if options.get("max_batch") is None:
+        options["max_batch"] = _next_power_of_two(global_batch)
+    job = TuningJob.of(
+        model,
+        loss_fn,
+        example_batch,
+        global_batch=global_batch,
+        stages=Job.stages if stage == "auto" else (stage,),
+        **options,
+    )
+    return Tuner(CachedProfile(Profiler(job)), job).tune()
+
+
+def _warn_of_wrong_weight(session: Session) -> None:
+    """On the first rank, warn if samples are the wrong weight for the loss."""
+    job = session.job
+    if session.group.rank == 0 and not session.is_on_meta:
+        found = wrong_weight(job.loss_fn, job.model, job.example)
+        if found is not None:
+            warnings.warn(found, stacklevel=4)
 
 
 class Tuner:
     """One job on its ranks; all methods are collective."""
 
-    def __init__(
-        self,
-        cached: CachedProfile,
-        *,
-        global_batch: int,
-        policy: str,
-        recompute: Recompute = "auto",
-        factored: Factored = "auto",
-    ) -> None:
-        self.cached = cached
+    def __init__(self, cached: CachedProfile, job: TuningJob) -> None:
+        self.cached, self.job = cached, job
         self.profiler = cached.profiler
         self.session = cached.profiler.session
-        self.global_batch = global_batch
-        self.policy = policy
-        self.recompute = recompute
-        self.factored = factored
-        self.weighs_samples = False
-        """The loss is taken for a mean over samples, because the user has given no weight."""
 
-    def tune(self, given: ClusterProfile | None = None, *, verify: bool = True) -> Tuned:
-        """The best plan on `given`, or on a profile from the cache or measured now."""
-        seconds = self.session.request.seconds / PROFILE_PART
-        ends = time.perf_counter() + seconds
+    def tune(self) -> Tuned:
+        """The best plan on the given profile, or on one from the cache or measured now."""
+        job, given = self.job, self.job.profile
+        ends = time.perf_counter() + job.seconds
         profile = self.cached.profile() if given is None else self._checked_profile(given)
         # Compilation may have taken longer than the whole budget.
-        ends = max(ends, time.perf_counter() + (1.0 - PROFILE_PART) * seconds)
-        key = json.dumps([self.global_batch, self.policy, self.recompute, self.factored])
-        if self.weighs_samples:
-            _warn_of_wrong_weight(self.profiler)
-        known = self.cached.plans.get(key) if given is None else None
+        ends = max(ends, time.perf_counter() + (1.0 - PROFILE_PART) * job.seconds)
+        if job.weighs_samples:
+            _warn_of_wrong_weight(self.session)
+        known = self.cached.plans.get(job.plan_key) if given is None else None
         if known is not None and fits(profile, known):
             return Tuned(known, profile, ())
         plans = self._search(profile)
-        if not verify:
+        if not job.verify:
             return Tuned(plans[0], profile, ())
         with show_progress(self.cached.show) as report, self.session.measuring():
-            if self.policy == "exact":
+            if job.policy == "exact":
                 until = time.perf_counter() + POINTS_PART * self._seconds_left(ends)
                 profile, plans = self._measure_planned_batches(profile, plans, until, report)
             tuned = self._fastest(profile, plans, self._seconds_left(ends), report)
         if given is None:
-            self.cached.plans[key] = tuned.plan
+            self.cached.plans[job.plan_key] = tuned.plan
             self.cached.save(tuned.profile)
         return tuned
 
@@ -320,17 +266,18 @@ class Tuner:
         The search trusts the profile. Where noise suggests to cut the samples into many passes,
         the simpler plan shows in the trial runs whether that is worth it.
         """
+        job = self.job
 
         def best() -> tuple[Plan, ...]:
             plans = alternatives(
                 profile,
-                global_batch=self.global_batch,
-                stages=self.session.request.stages,
-                policy=self.policy,
-                recompute=self.recompute,
-                factored=self.factored,
+                global_batch=job.global_batch,
+                stages=job.stages,
+                policy=job.policy,
+                recompute=job.recompute,
+                factored=job.factored,
             )[:CANDIDATES]
-            simpler = [simplified(profile, plans[0], SIMPLER)] if self.policy == "exact" else []
+            simpler = [simplified(profile, plans[0], SIMPLER)] if job.policy == "exact" else []
             return tuple(dict.fromkeys([*plans, *simpler]))
 
         return self.session.on_first_rank(best, "the search")
@@ -397,7 +344,7 @@ class Tuner:
         best, observations = trials.ranking(running)[0], trials.observations()
         profile = self._refined(profile, observations)
         profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
-        plan = describe(profile, best, self.policy)
+        plan = describe(profile, best, self.job.policy)
         tuned = Tuned(plan, profile, observations)
         return self.session.on_first_rank(lambda: tuned, "the choice of a plan")
 
@@ -471,13 +418,13 @@ class Tuner:
                     f"{given.identity[key]!r}, here {own.get(key)!r}; measure again with "
                     "profile_cluster()"
                 )
-        request = self.session.request
-        if request.lengths is not None and "length_distribution" not in given.identity:
+        job = self.job
+        if job.lengths is not None and "length_distribution" not in given.identity:
             raise ValueError(
                 "the profile was measured without lengths=; measure again with "
                 "profile_cluster(lengths=...), or leave out lengths"
             )
-        limits = self.session.exchange((request.max_batch, self.session.memory_limit))
+        limits = self.session.exchange((job.max_batch, self.session.memory_limit))
         cut = (
             _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
         )

@@ -8,56 +8,26 @@ were measured in this job before, only the network and the calibration steps are
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from poplar.comm import Group
 from poplar.planner import calibration
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.profiler import known_devices
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.memory_limit import MemoryLimit
+from poplar.profiler.job import Job
 from poplar.profiler.progress import Report, show_progress
-from poplar.profiler.request import Request
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.zero.micro_batch_loss import LossFunction
-from poplar.zero.update import OptimizerFactory
-from poplar.zero.weights.initial_values import Weights
 
 
 def profile_cluster(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    example_batch: Any,
-    *,
-    optimizer_class: OptimizerFactory = torch.optim.AdamW,
-    max_batch: int | None = None,
-    memory_limit: MemoryLimit = None,
-    stages: Sequence[int] = (0, 1, 2, 3),
-    seconds: float = 60.0,
-    max_norm: float | None = 1.0,
-    process_group: dist.ProcessGroup | None = None,
-    units: Sequence[str | nn.Module | type[nn.Module]] | None = None,
-    compute_dtype: torch.dtype | str = "auto",
-    reduce_dtype: torch.dtype = torch.float32,
-    timeout: timedelta | None = None,
-    allow_forward_state: bool = False,
-    weights: Weights = None,
-    device: torch.device | str | None = None,
-    lengths: Iterable[float] | Tensor | None = None,
-    length_quantile: float = 0.99,
-    cache: bool | str | Path = True,
-    progress: bool = True,
-    **optimizer_kwargs: Any,
+    model: nn.Module, loss_fn: LossFunction, example_batch: Any, **options: Any
 ) -> ClusterProfile:
     """Measure every rank, and the network between them. Collective: every rank calls it.
 
@@ -68,17 +38,22 @@ def profile_cluster(
         loss_fn: as for `train_step`: `loss_fn(model, micro_batch)` -> mean loss.
         example_batch: a batch as in training; its samples are repeated for larger batches, so a
             few are enough. Use typical sequence lengths: they determine the time of a pass.
-        optimizer_class: with `optimizer_kwargs`, as training will use it.
+        options: those below; all others are options of the optimizer, as training will use them.
+
+    Keyword Args:
+        optimizer_class: as training will use it; default: AdamW.
         max_batch: largest micro-batch to try on this rank; default: what memory and time allow.
         memory_limit: what this rank may use, in bytes or as "10GiB"; default: the memory of its
             device, less what other processes use. Or a mapping by rank number or device, the same
             on all ranks: `{"cuda:1": "10GiB", 3: 8 << 30}`. An entry for a device counts for every
             rank on a device of this name; ranks without an entry have no limit.
-        stages: ZeRO stages to run steps at; other stages are predicted less accurately.
-        seconds: time budget. Exceeded if a few passes of each kind take longer, and by the warm-up:
-            each batch size runs until its time settles, so that compilation, cuDNN's choice of
-            algorithms and kernel tuning are not timed.
-        max_norm: gradient clipping in the measured steps, as in training; None for none.
+        stages: ZeRO stages to run steps at; default: all. Other stages are predicted less
+            accurately.
+        seconds: time budget; default: 60. Exceeded if a few passes of each kind take longer, and by
+            the warm-up: each batch size runs until its time settles, so that compilation, cuDNN's
+            choice of algorithms and kernel tuning are not timed.
+        max_norm: gradient clipping in the measured steps, as in training; None for none; default:
+            1.
         process_group, units, compute_dtype, reduce_dtype, timeout, allow_forward_state, weights,
             device: as for `HeteroZeroOptimizer`.
         lengths: length of each sample of the dataset, the same on all ranks, if lengths vary. The
@@ -86,12 +61,12 @@ def profile_cluster(
             expected longest of so many random samples, and the profile does not depend on how far
             the example is padded.
         length_quantile: memory is measured at the longest sample of at least this part of all
-            micro-batches of a size; longer ones may need more.
-        cache: True to use and store profiles in the default folder, a folder, or False. A cached
+            micro-batches of a size; default: 0.99. Longer ones may need more.
+        cache: True (the default) to use and store profiles in the default folder, a folder, or
+            False. A cached
             profile is used if model, dtype, devices and versions are the same. If only other hosts
             were lost or have joined, the curves of the devices are used.
-        progress: show on stderr of rank 0 what is being measured.
-        optimizer_kwargs: for `optimizer_class`.
+        progress: show on stderr of rank 0 what is being measured; default: True.
 
     Returns:
         The same `ClusterProfile` on every rank. Its `notes` say if the machine was too noisy.
@@ -103,39 +78,20 @@ def profile_cluster(
         CollectiveTimeout: a rank did not answer in time. Compiling one batch size may take long:
             pass a larger `timeout`.
     """
-    request = Request(
-        model=model,
-        loss_fn=loss_fn,
-        example=example_batch,
-        optimizer_class=optimizer_class,
-        optimizer_options=optimizer_kwargs,
-        max_batch=max_batch,
-        memory_limit=memory_limit,
-        stages=stages,
-        seconds=seconds,
-        max_norm=max_norm,
-        units=units,
-        compute_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
-        allow_forward_state=allow_forward_state,
-        weights=weights,
-        device=device,
-        lengths=lengths,
-        length_quantile=length_quantile,
-    )
-    profiler = Profiler(request, Group.of(process_group, timeout))
-    return CachedProfile(profiler, cache, show=progress).profile()
+    profiler = Profiler(Job.of(model, loss_fn, example_batch, **options))
+    return CachedProfile(profiler).profile()
 
 
 class CachedProfile:
     """The profile of one job, from the cache or measured; its methods are collective."""
 
-    def __init__(self, profiler: Profiler, cache: bool | str | Path, *, show: bool) -> None:
+    def __init__(self, profiler: Profiler) -> None:
         self.profiler = profiler
-        self.show = show and profiler.session.group.rank == 0
+        job, is_first = profiler.session.job, profiler.session.group.rank == 0
+        self.show = job.progress and is_first
         self.plans: dict[str, Plan] = {}
         """Verified plans that are cached with the profile."""
-        folder = _folder(cache, warns=profiler.session.group.rank == 0)
+        folder = _folder(job.cache, warns=is_first)
         self._cache = None if folder is None else Cache(folder)
         self._device_cache = None if folder is None else Cache(folder, "devices")
 
@@ -221,7 +177,7 @@ def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> 
     plans: list[Plan] = []
     notes = list(profile.notes)
     longest = profiler.longest_observed_pass(sum(calibration.PASSES_OBSERVED))
-    for stage in profiler.session.request.stages:
+    for stage in profiler.session.job.stages:
         try:
             plans += calibration.plans_to_observe(profile, stage, overlapped_seconds=longest)
         except NoPlanFits as error:

@@ -27,13 +27,12 @@ from torch import Tensor, nn
 
 import poplar
 from poplar import ClusterProfile, Plan
-from poplar.comm import Group
 from poplar.planner.search import search
 from poplar.profiler import batch_curves
 from poplar.profiler import cache as caching
 from poplar.profiler.cache import Cache
-from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.request import Request
+from poplar.profiler.job import Job
+from poplar.profiler.session import Session
 from poplar.system import devices, host_limits
 from poplar.tuning import autotune
 from poplar.tuning.profile_cluster import _folder
@@ -76,22 +75,10 @@ def asked_for(folder: str, spec: ModelSpec = SMALL, **changes: Any) -> dict[str,
 
 
 def identity() -> dict[str, str]:
-    """The identity of the usual request."""
+    """The identity of the usual job."""
     usual = asked_for("")
-    request = Request(
-        example=usual["example_batch"],
-        optimizer_class=torch.optim.AdamW,
-        optimizer_options={"lr": usual["lr"]},
-        max_norm=1.0,
-        units=None,
-        compute_dtype="auto",
-        reduce_dtype=torch.float32,
-        allow_forward_state=False,
-        **{key: usual[key] for key in ("model", "loss_fn", "stages", "seconds")},
-        **{key: usual[key] for key in ("max_batch", "memory_limit")},
-    )
-    profiler = Profiler(request, Group.of(harness.group(), None))
-    return dict(profiler.session.identity)
+    model, loss_fn, example = (usual.pop(name) for name in ("model", "loss_fn", "example_batch"))
+    return dict(Session(Job.of(model, loss_fn, example, **usual)).identity)
 
 
 def where_from(

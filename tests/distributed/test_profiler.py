@@ -23,14 +23,13 @@ from training import STAGES
 
 import poplar
 from poplar import ClusterProfile, Plan
-from poplar.comm import Group
 from poplar.comm.host_topology import Hosts
 from poplar.profiler import batch_curves, links, trial_runs
 from poplar.profiler import session as sessions
 from poplar.profiler.batch_curves import TIMES_EACH, measure_curves, measure_points
+from poplar.profiler.job import Job
 from poplar.profiler.memory import model_bytes, pass_bytes
 from poplar.profiler.model_profile import model_profile
-from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
 from poplar.profiler.trial_runs import PLAIN_PASSES, STEPS, measure_slowdowns
@@ -139,23 +138,18 @@ def watched_session(
         ran.append(len(batch["tokens"]))
         return models.mean_over_samples(model, batch)
 
-    request = Request(
+    job = Job(
         model=models.build(spec or ModelSpec(blocks=1)),
         loss_fn=loss,
         example=batch(),
-        optimizer_class=torch.optim.AdamW,
-        optimizer_options={},
         max_batch=8,
-        memory_limit=None,
         stages=(0,),
         seconds=0.3,
         max_norm=None,
         units=units,
-        compute_dtype="auto",
-        reduce_dtype=torch.float32,
-        allow_forward_state=False,
+        process_group=harness.group(),
     )
-    return Session(request, Group.of(harness.group(), None)), ran
+    return Session(job), ran
 
 
 def buffers_of_units(max_flat_bytes: int) -> tuple[list[StepUnits], list[tuple[Any, int]]]:
@@ -202,7 +196,7 @@ def steps_from_host_copies() -> tuple[int, list[str]]:
     """How often parameters were copied to the host for several plans, and which changed."""
     session, _ = watched_session()
     session.asynchronous = True  # as on CUDA
-    model = session.request.model
+    model = session.job.model
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with (
         mock.patch.object(sessions, "host_copies", side_effect=sessions.host_copies) as copies,
@@ -222,7 +216,7 @@ def test_parameters_are_copied_to_the_host_once_for_all_plans(ranks: Pool):
 def graphs_per_pass_of_a_compiled_model() -> list[float]:
     """Graphs that run in a pass at stage 0, then at stages 3 and 0, then after the profile."""
     session, _ = watched_session(ModelSpec(kind="mlp", blocks=2), ["blocks.0", "blocks.1"])
-    model, ran, counts = session.request.model, [], []
+    model, ran, counts = session.job.model, [], []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         def run(*args: Any) -> Any:

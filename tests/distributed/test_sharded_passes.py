@@ -14,13 +14,12 @@ from ranks import Pool
 from subset import choose
 from torch import Tensor, nn
 
-from poplar.comm import Group
 from poplar.profiler import batch_curves
 from poplar.profiler.batch_curves import measure_curves
 from poplar.profiler.engine_passes import sharded_passes
+from poplar.profiler.job import Job
 from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget
 from poplar.profiler.model_profile import pass_memory
-from poplar.profiler.request import Request
 from poplar.profiler.session import Session
 
 MODELS = {
@@ -37,37 +36,32 @@ DEEP = ModelSpec(blocks=12, width=64, hidden=200)
 
 
 def session_on(spec: ModelSpec, **options: Any) -> Session:
-    request = Request(
+    job = Job(
         model=models.build(spec),
         loss_fn=options.get("loss_fn", models.mean_over_samples),
         example=models.data(3, seed=1),
-        optimizer_class=torch.optim.AdamW,
-        optimizer_options={},
         max_batch=options.get("max_batch", 8),
-        memory_limit=None,
         stages=(0,),
         seconds=1.0,
         max_norm=None,
-        units=None,
         compute_dtype=options.get("compute_dtype", "auto"),
-        reduce_dtype=torch.float32,
-        allow_forward_state=False,
+        process_group=harness.group(),
     )
-    return Session(request, Group.of(harness.group(), None))
+    return Session(job)
 
 
 def both_ways(spec: ModelSpec, sizes: list[list[int]], options: dict[str, Any]) -> Any:
     """Activation bytes of this rank's sizes, plain and on the engine."""
     session = session_on(spec, **options)
     own = sizes[harness.rank()]
-    before = {name: value.clone() for name, value in session.request.model.state_dict().items()}
+    before = {name: value.clone() for name, value in session.job.model.state_dict().items()}
     with session.measuring():
         with session.as_in_training():
             plain = [session.passes().first(size) for size in own]
         with sharded_passes(session) as passes:
             passes.together(passes.check)
             sharded = passes.together(lambda: [passes.first(size) for size in own])
-    after = session.request.model.state_dict()
+    after = session.job.model.state_dict()
     changed = [name for name, value in after.items() if not value.equal(before[name])]
     return [p.activation_bytes for p in plain], [p.activation_bytes for p in sharded], changed
 
@@ -111,7 +105,7 @@ def curves_with(
         return value
 
     session = session_on(DEEP, loss_fn=loss, max_batch=max_batch)
-    whole = 4 * sum(p.numel() for p in session.request.model.parameters())
+    whole = 4 * sum(p.numel() for p in session.job.model.parameters())
     with session.as_in_training():
         one, two = (session.passes().first(size).activation_bytes for size in (1, 2))
     limits = [held * whole + one + (two - one) * more for more in room]

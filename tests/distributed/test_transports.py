@@ -43,13 +43,13 @@ def test_few_sizes_represent_a_model(numels: list[int], sample: list[int]) -> No
 
 def session(group: Any, control: Any, device: torch.device = CPU) -> Any:
     """What collectives read from the session of a profiler."""
-    request = SimpleNamespace(reduce_dtype=torch.float32)
+    job = SimpleNamespace(reduce_dtype=torch.float32)
     return SimpleNamespace(
         group=group,
         control=control,
         device=device,
         compute_dtype=torch.float32,
-        request=request,
+        job=job,
         memory=PassMemory.unlimited(group.size),
     )
 

@@ -52,7 +52,7 @@ def run_twice() -> tuple[tuple[int, ...], bool, int]:
             run_plan(session, PLAN, steps=1, report=lambda text: None)
         except OutOfMemoryInTrial as error:
             short = error.ranks
-        on_meta = all(parameter.is_meta for parameter in session.request.model.parameters())
+        on_meta = all(parameter.is_meta for parameter in session.job.model.parameters())
         loss_fn.active = False
         seen = run_plan(session, PLAN, steps=1, report=lambda text: None)
     return short, on_meta, len(seen.pass_seconds)
@@ -80,7 +80,7 @@ def run_with_a_failing_call(name: str, failing: int) -> tuple[bool, bool, int]:
                 run_plan(session, PLAN, steps=1, report=lambda text: None)
         except OutOfMemoryInTrial:
             ran_out = True
-        on_meta = all(parameter.is_meta for parameter in session.request.model.parameters())
+        on_meta = all(parameter.is_meta for parameter in session.job.model.parameters())
         seen = run_plan(session, PLAN, steps=1, report=lambda text: None)
     return ran_out, on_meta, len(seen.pass_seconds)
 

@@ -37,7 +37,7 @@ from poplar.planner.prediction import fits, predict
 from poplar.planner.search import POLICIES, alternatives
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning import autotune
-from poplar.tuning.autotune import Tuned, Tuner
+from poplar.tuning.autotune import Tuned, Tuner, TuningJob
 from poplar.values.observation import Observation
 from poplar.values.profile import BatchPoint
 
@@ -257,6 +257,13 @@ def test_invalid_argument_raises(ranks: Pool):
     assert_all_raise(ranks, cases, [message for _, message in BAD_ARGUMENTS])
 
 
+def test_unknown_argument_raises_with_its_name(ranks: Pool):
+    for failure, *_ in ranks.run(failures_in, [({"polcy": "even"}, {})]):
+        assert failure is not None
+        assert failure.is_a(TypeError), failure
+        assert "'polcy'" in failure.message
+
+
 def test_invalid_argument_on_one_rank_raises_on_all_ranks(ranks: Pool):
     cases = [({}, {2: options}) for options, _ in BAD_ARGUMENTS]
     answers = zip(*ranks.run(failures_in, cases), strict=True)
@@ -337,15 +344,12 @@ def test_failing_search_raises_on_all_ranks(ranks: Pool):
 class Session:
     """Replaces the session of a profiler: one process acts for all ranks."""
 
-    def __init__(self, size: int, stages: Sequence[int]) -> None:
+    def __init__(self, size: int) -> None:
         self.group = SimpleNamespace(rank=0, size=size)
         self.control = SimpleNamespace(
             group=self.group,
             exchange=lambda values, what: lambda: [values] * size,
             exchange_objects=lambda value, what: [value] * size,
-        )
-        self.request = SimpleNamespace(
-            stages=tuple(stages), max_batch=None, seconds=45.0, lengths=None
         )
         self.memory_limit = None
         self.identity: dict[str, str] = {}
@@ -370,8 +374,8 @@ class Bench:
     def __init__(self, known: ClusterProfile, true: ClusterProfile, stages: Sequence[int]) -> None:
         self.known, self.true = known, true
         self.profiler = self
-        self.session = Session(known.world_size, stages)
-        self.request = self.session.request
+        self.session = Session(known.world_size)
+        self.stages, self.seconds = stages, 60.0
         self.plans: dict[str, Plan] = {}
         self.tried: list[Plan] = []
         self.seen: list[Plan] = []
@@ -426,9 +430,18 @@ class Bench:
     def tune(
         self, given: ClusterProfile | None = None, *, global_batch: int = 40, **options: Any
     ) -> Tuned:
-        policy = options.pop("policy", "exact")
-        tuner = Tuner(self, global_batch=global_batch, policy=policy)  # type: ignore[arg-type]
-        return tuner.tune(given, **options)
+        job = TuningJob.of(
+            nn.Linear(1, 1),
+            lambda model, batch: batch,
+            (),
+            global_batch=global_batch,
+            stages=self.stages,
+            seconds=self.seconds,
+            weight=lambda batch: 1.0,  # no warning: the model cannot run
+            profile=given,
+            **options,
+        )
+        return Tuner(self, job).tune()  # type: ignore[arg-type]
 
 
 class NoisyBench(Bench):
@@ -598,7 +611,7 @@ def test_clearly_slower_plan_is_dropped_after_one_turn():
 
 def test_first_two_plans_run_once_without_time():
     bench = Bench(thorough(known()), known(), STAGES)
-    bench.request.seconds = 0.0
+    bench.seconds = 0.0
     bench.tune()
     turns = [plan.stage for plan in bench.seen]
     assert turns == predicted_order(known())[:2]
@@ -756,12 +769,12 @@ def test_given_profile_gets_planned_batches():
 
 @pytest.mark.parametrize(
     ("policy", "seconds", "verify"),
-    [("even", 45.0, True), ("paper", 45.0, True), ("exact", 0.0, True), ("exact", 45.0, False)],
+    [("even", 60.0, True), ("paper", 60.0, True), ("exact", 0.0, True), ("exact", 60.0, False)],
 )
 def test_no_batches_are_measured_without_need(policy, seconds, verify):
     true = in_steps(8, 8)
     bench = Bench(in_powers_of_two(true), true, [0])
-    bench.request.seconds = seconds
+    bench.seconds = seconds
     bench.tune(global_batch=42, policy=policy, verify=verify)
     assert bench.measured == []
 

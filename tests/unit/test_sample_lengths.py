@@ -15,8 +15,8 @@ from torch import nn
 from poplar.data import pytree
 from poplar.data.example_lengths import at_length, padded_length
 from poplar.data.sample_lengths import SampleLengths
+from poplar.profiler.job import Job
 from poplar.profiler.passes import Passes
-from poplar.profiler.request import Request
 
 CPU = torch.device("cpu")
 some_lengths = st.lists(st.integers(1, 30), min_size=1, max_size=5)
@@ -117,33 +117,18 @@ def test_without_lengths_the_example_is_repeated_as_it_is(passes):
     assert torch.equal(plain.step_batch(4)["ids"], plain.batch(4)["ids"])
 
 
-# Requests
+# Jobs
 
 
-def request_of(**options) -> Request:
-    given = {
-        "model": Words(),
-        "loss_fn": words_loss,
-        "example": {"ids": torch.zeros(2, 12)},
-        "optimizer_class": torch.optim.AdamW,
-        "optimizer_options": {},
-        "max_batch": None,
-        "memory_limit": None,
-        "stages": (0,),
-        "seconds": 1.0,
-        "max_norm": None,
-        "units": None,
-        "compute_dtype": "auto",
-        "reduce_dtype": torch.float32,
-        "allow_forward_state": False,
-    }
-    return Request(**{**given, **options})
+def job_of(**options) -> Job:
+    given = {"example": {"ids": torch.zeros(2, 12)}, **options}
+    return Job.of(Words(), words_loss, **given)
 
 
 def test_padding_of_the_example_is_no_part_of_the_identity_with_lengths():
     def example_entry(tokens, **options):
-        request = request_of(example={"ids": torch.zeros(2, tokens)}, **options)
-        return request.may_differ(CPU)["example"]
+        job = job_of(example={"ids": torch.zeros(2, tokens)}, **options)
+        return job.may_differ(CPU)["example"]
 
     assert example_entry(12) != example_entry(15)
     assert example_entry(12, lengths=[3, 12]) == example_entry(15, lengths=[3, 12])
@@ -151,13 +136,13 @@ def test_padding_of_the_example_is_no_part_of_the_identity_with_lengths():
 
 def test_lengths_are_part_of_the_identity():
     def entry(*lengths, quantile=0.99):
-        request = request_of(lengths=lengths, length_quantile=quantile)
-        return request.must_be_equal()["lengths"]
+        job = job_of(lengths=lengths, length_quantile=quantile)
+        return job.must_be_equal()["lengths"]
 
     assert entry(3, 12) == entry(12, 3)
     assert len({entry(3, 12), entry(3, 13), entry(3, 12, quantile=0.9)}) == 3
     assert "2 samples of 3 to 12, mean 7.5, memory at quantile 0.99" in entry(3, 12)
-    assert request_of().must_be_equal()["lengths"] is None
+    assert job_of().must_be_equal()["lengths"] is None
 
 
 @pytest.mark.parametrize(
@@ -171,4 +156,4 @@ def test_lengths_are_part_of_the_identity():
 )
 def test_wrong_lengths_raise(options, message):
     with pytest.raises(ValueError, match=message):
-        request_of(**options).check()
+        job_of(**options).check()

@@ -7,7 +7,6 @@ schedulers and gradient clipping keep their order.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -46,7 +45,7 @@ from poplar.integrations.lightning.precision import AutocastPrecision, supported
 from poplar.integrations.lightning.running_step import RunningStep
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.system.devices import describe
-from poplar.tuning.autotune import tune
+from poplar.tuning.autotune import OPTIONS, tune
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.zero.nonfinite import OnNonFinite
@@ -103,7 +102,7 @@ class PoplarStrategy(DistributedStrategy):
         **tuning: Any,
     ) -> None:
         super().__init__(timeout, process_group_backend)
-        unknown = tuning.keys() - inspect.signature(tune).parameters.keys()
+        unknown = tuning.keys() - OPTIONS
         if unknown:
             raise TypeError(
                 f"PoplarStrategy got unknown arguments {sorted(unknown)}; besides its own it takes "

@@ -1,4 +1,4 @@
-"""A profiling request of one rank: its checks, and the identity of the profile that it gives."""
+"""One job on one rank: its arguments, their checks, and the identity of its profile."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import poplar
@@ -26,33 +29,53 @@ from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.update import OptimizerFactory
 from poplar.zero.weights.initial_values import Weights
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _ONLY_VALUES = frozenset({"lr", "betas", "eps"})
 """Optimizer options that do not change times or memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """The arguments of `profile_cluster` on this rank."""
+class Job:
+    """What is measured on this rank: the arguments of `profile_cluster`, which documents them."""
 
     model: nn.Module
     loss_fn: LossFunction
     example: Any
-    optimizer_class: OptimizerFactory
-    optimizer_options: Mapping[str, Any]
-    max_batch: int | None
-    memory_limit: MemoryLimit
-    stages: Sequence[int]
-    seconds: float
-    max_norm: float | None
-    units: Sequence[str | nn.Module | type[nn.Module]] | None
-    compute_dtype: torch.dtype | str
-    reduce_dtype: torch.dtype
-    allow_forward_state: bool
+    optimizer_class: OptimizerFactory = torch.optim.AdamW
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    max_batch: int | None = None
+    memory_limit: MemoryLimit = None
+    stages: Sequence[int] = tuple(range(len(STRATEGIES)))
+    seconds: float = 60.0
+    max_norm: float | None = 1.0
+    process_group: dist.ProcessGroup | None = None
+    units: Sequence[str | nn.Module | type[nn.Module]] | None = None
+    compute_dtype: torch.dtype | str = "auto"
+    reduce_dtype: torch.dtype = torch.float32
+    timeout: timedelta | None = None
+    allow_forward_state: bool = False
     weights: Weights = None
     device: torch.device | str | None = None
     lengths: Iterable[float] | Tensor | None = None
     """Of the samples of the dataset; None: all are as long as the example."""
     length_quantile: float = 0.99
+    cache: bool | str | Path = True
+    progress: bool = True
+
+    @classmethod
+    def of(cls, model: nn.Module, loss_fn: LossFunction, example: Any, **options: Any) -> Self:
+        """The job of a user's arguments: options without a field here are the optimizer's."""
+        known = {each.name for each in fields(cls)}
+        own = {name: value for name, value in options.items() if name in known}
+        others = {name: value for name, value in options.items() if name not in known}
+        return cls(model=model, loss_fn=loss_fn, example=example, optimizer_options=others, **own)
+
+    @property
+    def profile_seconds(self) -> float:
+        """The part of `seconds` that the profile may take."""
+        return self.seconds
 
     @functools.cached_property
     def sample_lengths(self) -> SampleLengths | None:
