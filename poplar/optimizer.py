@@ -162,9 +162,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             statistics of BatchNorm in training mode, codebooks by moving average, running
             normalizers, `spectral_norm` with unequal passes. Each rank then has its own, and rank
             0's is saved.
-        overlap_param_gather: at stages 1 and 2, all-gather the updated parameters during the next
-            forward. Between steps they then read as NaN outside `full_parameters()`. Predictions
-            do not count on it: they are of steps that end with this all-gather.
         weights: the values of the parameters: the path of a safetensors file, of an index as
             Hugging Face writes it, or of a folder with either; or, for a model on `meta`, a
             function that initializes the parameters of one module, as for `model.apply`. Default:
@@ -215,7 +212,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         communicator: str | Communicator = "auto",
         timeout: timedelta | None = None,
         allow_forward_state: bool = False,
-        overlap_param_gather: bool = False,
         weights: Weights = None,
         device: torch.device | str | None = None,
         on_out_of_memory: OnOutOfMemory = "retry",
@@ -238,7 +234,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 reduce_dtype=reduce_dtype,
                 world_size=self._group.size,
                 allow_forward_state=allow_forward_state,
-                overlap_param_gather=overlap_param_gather,
                 default_device=self._group.default_device,
                 weights=weights,
                 device=device,
@@ -669,7 +664,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         run_on_all_ranks(self._control, check, doing="release()")
         if not values:
-            engine.strategy.updated.finish()
             self._detach()
             move_to_meta(list(self._model.parameters()))
             return

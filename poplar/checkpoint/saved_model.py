@@ -90,7 +90,6 @@ def _prepare(engine: Engine, model: nn.Module, path: Path, sharded: bool) -> Cat
                 f"{path} holds {SINGLE}, which readers prefer to an index; remove it, or save to "
                 "another folder"
             )
-    engine.strategy.updated.finish()
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}

@@ -243,7 +243,6 @@ def check_idle(parts: TrainingParts, doing: str) -> None:
         raise RuntimeError(f"{doing} in the middle of a step; call it after step()")
     if engine.has_unsharded_units:
         raise RuntimeError(f"{doing} inside full_parameters(); leave that context first")
-    engine.strategy.updated.finish()
     parts.update.adopt_replaced_data(engine.flats)
     for flat in engine.trained:
         parts.update.take_written_values(flat)

@@ -128,11 +128,10 @@ def _is_recorded(result: Any) -> bool:
 def _message(tensor: Tensor, what: str) -> str:
     return (
         f"{what} a parameter of shape {tuple(tensor.shape)} whose values are not on this rank now: "
-        "at stage 3 a parameter is sharded outside the forward of its module (and, with "
-        "overlap_param_gather, its update is on the way until then). Between steps, enter `with "
-        "optimizer.full_parameters(writeback=True):` on every rank to write, and without writeback "
-        "to read. A loss that uses parameters outside the forward of their modules needs stage 2, "
-        "or units=[...] with a module whose forward computes that part of the loss"
+        "at stage 3 a parameter is sharded outside the forward of its module. Between steps, enter "
+        "`with optimizer.full_parameters(writeback=True):` on every rank to write, and without "
+        "writeback to read. A loss that uses parameters outside the forward of their modules "
+        "needs stage 2, or units=[...] with a module whose forward computes that part of the loss"
     )
 
 

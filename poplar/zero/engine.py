@@ -374,7 +374,6 @@ class Engine:
     ) -> Iterator[None]:
         """A context in which units are unsharded, by default all. Collective at both ends."""
         self.reject_open_pass()
-        self.strategy.updated.finish()
         wanted = self.units if units is None else units
         added = [unit for unit in wanted if unit not in self._unsharded]  # others: outer contexts
         writable = [u for u in wanted if u not in self._writable] if writeback else []
@@ -485,8 +484,6 @@ class Engine:
                     self._gradient_hooks.append((parameter, handle.id))
                     yield handle
         if not self.strategy.shards_parameters:
-            if self.strategy.updated.overlap:
-                yield from self._register_update_hooks()
             return
         for unit in self.units:
             for module in unit.modules:
@@ -512,17 +509,6 @@ class Engine:
         return {
             module: self._forward_pre_hook(unit) for unit in self.units for module in unit.modules
         }
-
-    def _register_update_hooks(self) -> Iterator[RemovableHandle]:
-        """Before its forward, a unit waits for its updated values."""
-        for unit in self.units:
-
-            def enter(module: nn.Module, _inputs: Any, unit: Unit = unit) -> None:
-                if id(module) in self._modules:  # not a copy of the model
-                    self.strategy.updated.require(unit)
-
-            for module in unit.modules:
-                yield module.register_forward_pre_hook(_disable_compile(enter), prepend=True)
 
     def _gradient_hook(self, flat: FlatParameter) -> Callable[[Tensor], None]:
         def gradient_ready(parameter: Tensor) -> None:

@@ -76,7 +76,6 @@ class Request:
     """The modules of `Plan.factored`, by name."""
     local: frozenset[str] = frozenset()
     """Names of parameters of which each rank has a part of its own."""
-    overlap_param_gather: bool = False
 
     @property
     def shard_optimizer_class(self) -> OptimizerFactory:
@@ -121,7 +120,6 @@ def check_request(
     reduce_dtype: torch.dtype,
     world_size: int,
     allow_forward_state: bool,
-    overlap_param_gather: bool = False,
     default_device: torch.device,
     weights: Weights = None,
     device: torch.device | str | None = None,
@@ -140,11 +138,6 @@ def check_request(
         model_checks.reject_batch_norm(model_checks.batch_norms(model))
     model_checks.reject_sparse_embeddings(model)
     chosen = _stage_of(plan, stage, world_size)
-    if overlap_param_gather and not STRATEGY_CLASSES[chosen].gathers_updated_parameters:
-        raise ValueError(
-            f"overlap_param_gather=True at stage {chosen}; it applies to stages 1 and 2, where a "
-            "step ends with the all-gather of the updated parameters"
-        )
     groups = _param_groups(model, params)
     group_of = _group_indices(model, groups)
     found = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
@@ -171,7 +164,6 @@ def check_request(
         group_of=group_of,
         factored=factored,
         local=frozenset(local),
-        overlap_param_gather=overlap_param_gather,
     )
 
 
@@ -303,7 +295,6 @@ def build_engine(
     strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
     if request.factored and strategy.replicates_state:
         _check_products_agree(request.device, control)
-    strategy.updated.overlap = request.overlap_param_gather
     with request.values.real_tensors(request.device):
         units = _build_units(request, strategy, control, compute_dtype)
         rows = _attach_rows(request, units, control)

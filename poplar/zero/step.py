@@ -516,7 +516,6 @@ class Step:
     ) -> None:
         engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
         state.is_updating = True
-        strategy.updated.finish()  # of units that have had no forward since the last update
         for flat in engine.trained:
             unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
             strategy.wait_for_readers(flat)

@@ -45,20 +45,15 @@ class ModelState:
 
     def register(self) -> None:
         """Register the hooks on all modules; the engine removes them."""
-        before_saving = ModelHook(self._before_saving)
         after_saving = ModelHook(self._after_saving)
         before_loading = ModelHook(self._before_loading)
         after_loading = ModelHook(self._after_loading)
         for module in self._engine.model.modules():
             self._engine.hooks += [
-                module.register_state_dict_pre_hook(before_saving),
                 module.register_state_dict_post_hook(after_saving),
                 module.register_load_state_dict_pre_hook(before_loading),
                 module.register_load_state_dict_post_hook(after_loading),
             ]
-
-    def _before_saving(self, *_: Any) -> None:
-        self._engine.strategy.updated.finish()
 
     def _after_saving(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Replace the sharded parameters by what this rank stores of them."""
@@ -94,7 +89,6 @@ class ModelState:
         errors: list[str],
     ) -> None:
         """Load sharded parameters, and the masters of all."""
-        self._engine.strategy.updated.finish()
         for name, parameter in module._parameters.items():
             place, value = self._places.get(id(parameter)), state.get(prefix + name)
             if place is None or parameter is None or not isinstance(value, Tensor):

@@ -75,8 +75,8 @@ class PoplarStrategy(DistributedStrategy):
             None: as they are.
         lengths: of the samples of the training dataset, as for `HeteroBatchSampler` and
             `poplar.autotune`. Each micro-batch is then collated on its own.
-        units, communicator, overlap_param_gather, allow_forward_state, on_nonfinite, timeout: as
-            for `HeteroZeroOptimizer`.
+        units, communicator, allow_forward_state, on_nonfinite, timeout: as for
+            `HeteroZeroOptimizer`.
         process_group_backend: for `init_process_group`; None: by the device.
         tuning: further keyword arguments of `poplar.autotune`, such as `seconds` and `cache`.
     """
@@ -94,7 +94,6 @@ class PoplarStrategy(DistributedStrategy):
         lengths: batches.Lengths = None,
         units: Any = None,
         communicator: Any = "auto",
-        overlap_param_gather: bool = False,
         allow_forward_state: bool = False,
         on_nonfinite: OnNonFinite = "raise",
         timeout: timedelta | None = None,
@@ -121,7 +120,6 @@ class PoplarStrategy(DistributedStrategy):
         self._engine_options = {"units": units, "allow_forward_state": allow_forward_state}
         self._training_options = {
             "communicator": communicator,
-            "overlap_param_gather": overlap_param_gather,
             "on_nonfinite": on_nonfinite,
         }
         self._optimizer: HeteroZeroOptimizer | None = None

@@ -21,7 +21,6 @@ class ShardedGradients(Strategy):
 
     shards_parameters = False
     reduces_every_pass = True
-    gathers_updated_parameters = True
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(comm, reduce_dtype, device)

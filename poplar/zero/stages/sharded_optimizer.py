@@ -13,7 +13,6 @@ class ShardedOptimizer(LocalAccumulation):
     After the update, the new values are all-gathered into the parameters of all ranks.
     """
 
-    gathers_updated_parameters = True
     allows_local = True
 
     def _allocate_gradient(self, flat: FlatParameter) -> None:

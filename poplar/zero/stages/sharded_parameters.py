@@ -40,7 +40,6 @@ class ShardedParameters(ShardedGradients):
     """
 
     shards_parameters = True
-    gathers_updated_parameters = False
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(comm, reduce_dtype, device)

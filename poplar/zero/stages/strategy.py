@@ -27,7 +27,6 @@ from poplar.zero.factors.reduction import RowReduction, weigh_rows
 from poplar.zero.factors.rows import FactoredRows
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.stages.reduction import reductions_on
-from poplar.zero.stages.updated_parameters import UpdatedParameters
 from poplar.zero.streams import DeviceClock, streams_of
 from poplar.zero.unit import Unit
 from poplar.zero.waiting import WaitingTime
@@ -40,8 +39,6 @@ class Strategy(ABC):
     """Parameters are sharded, so a unit must be unsharded before it runs."""
     reduces_every_pass: ClassVar[bool]
     """Gradients are reduced in each pass, not only in a rank's last one."""
-    gathers_updated_parameters: ClassVar[bool] = False
-    """A step ends with an all-gather of the updated parameters."""
     allows_local: ClassVar[bool] = False
     """Parameters may be local: see [Note: local parameters]."""
     replicates_state: ClassVar[bool] = False
@@ -58,7 +55,6 @@ class Strategy(ABC):
             comm.group.trace.clock = DeviceClock(self.streams)
         self.waiting = WaitingTime(self.streams, comm.group.trace)
         self.reductions = reductions_on(self.streams, self.waiting)
-        self.updated = UpdatedParameters(self.wait)
         self.updates_agree = True
         """Equal gradients give equal bits on all ranks, because they run the same kernels."""
         self.persistent: frozenset[Unit] = frozenset()
@@ -209,16 +205,14 @@ class Strategy(ABC):
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Send the updated shards to the ranks that read them. Collective."""
-        for unit in units:
-            what = f"the new values of {unit.name}"
-            gathers = [
-                self.comm.all_gather(flat.values, flat.layout, what=what)
-                for flat in unit.trained
-                if not flat.is_local
-            ]
-            self.updated.start(unit, gathers)
-        if not self.updated.overlap:
-            self.updated.finish()
+        flats = [flat for unit in units for flat in unit.trained if not flat.is_local]
+        whats = [f"the new values of {flat.name}" for flat in flats]
+        pending = [
+            self.comm.all_gather(flat.values, flat.layout, what=what)
+            for flat, what in zip(flats, whats, strict=True)
+        ]
+        for gather, what in zip(pending, whats, strict=True):
+            self.wait(gather, what)
 
     def wait_for_readers(self, flat: FlatParameter) -> None:
         """Wait until no other rank reads `flat.shard`. Call it before writing to the shard."""
