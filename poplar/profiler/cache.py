@@ -41,8 +41,6 @@ class Cache:
     """Profiles and the plans verified on them, in one folder."""
 
     folder: Path
-    kind: str = "profiles"
-    """Name of the folder within: "profiles" of all ranks, or "devices", of one rank each."""
 
     def load(self, identity: Mapping[str, str]) -> tuple[ClusterProfile, dict[str, Plan]] | None:
         """The profile of this identity and its verified plans by key; None if there is none.
@@ -79,7 +77,7 @@ class Cache:
         return path
 
     def _path(self, identity: Mapping[str, str]) -> Path:
-        return self.folder / self.kind / f"{_checksum(dict(identity))[:32]}.json"
+        return self.folder / "profiles" / f"{_checksum(dict(identity))[:32]}.json"
 
 
 def _parsed(text: str, identity: Mapping[str, str]) -> tuple[ClusterProfile, dict[str, Plan]]:

@@ -42,7 +42,6 @@ import torch
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.collectives import measure_network
 from poplar.profiler.job import Job
-from poplar.profiler.known_devices import no_network
 from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget, memory_budget
 from poplar.profiler.model_profile import linear_layers, model_profile, pass_memory
 from poplar.profiler.noise import noise_notes
@@ -55,7 +54,7 @@ from poplar.profiler.unit_seconds import mean_of
 from poplar.system import devices
 from poplar.values.observation import Observation
 from poplar.values.plan import Plan
-from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
 
 NETWORK = 0.08
 """Part of the time budget for the collectives."""
@@ -106,7 +105,12 @@ class Profiler:
                 unit_backward_fraction=backward,
                 linear_layers=linear_layers(session, curves[0].parts.linear_rows),
             ),
-            network=no_network(session.group.size),
+            network=NetworkProfile(  # not measured yet
+                reduce_scatter_seconds=0.0,
+                all_gather_seconds=0.0,
+                send_seconds_per_byte=(0.0,) * session.group.size,
+                receive_seconds_per_byte=(0.0,) * session.group.size,
+            ),
             backward_fraction=fmean(curve.parts.backward_fraction for curve in curves),
             memory_reserve=MEMORY_RESERVE,
             identity=session.identity,
@@ -146,9 +150,7 @@ class Profiler:
     def observe(
         self, profile: ClusterProfile, plans: Sequence[Plan], report: Report
     ) -> list[list[Observation]]:
-        """Run plans in turns: more turns if `measure_devices` met noise, one if it did not run
-        because the devices were known. See `run_in_turns`.
-        """
+        """Run plans in turns: more turns if `measure_devices` met noise. See `run_in_turns`."""
         seconds = self.session.job.profile_seconds * STEPS
         return trial_runs.run_in_turns(
             self.session, profile, plans, seconds=seconds, noise=self._noise, report=report

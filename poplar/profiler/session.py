@@ -89,14 +89,8 @@ class Session:
         """Bytes that this rank may use; None: what is free."""
         for entries, limit in zip(by_rank, limits, strict=True):
             entries["memory_limit"] = limit
-        here = [rank for rank, other in enumerate(by_rank) if other["host"] == own["host"]]
-        self.ranks_on_this_host = len(here)
-        self.rank_on_this_host = here.index(group.rank)
+        self.ranks_on_this_host = sum(other["host"] == own["host"] for other in by_rank)
         self.identity = job.identity(self.setup, self.cast_to, by_rank)
-        place = {"place": f"{self.rank_on_this_host} of {self.ranks_on_this_host}"}
-        mine = [by_rank[group.rank] | place]
-        self.device_identity = job.identity(self.setup, self.cast_to, mine)
-        """What the curves of this rank's device are valid for, whatever runs on other hosts."""
         self.memory = PassMemory.unlimited(group.size)
         """What passes may allocate."""
         self.largest_unsharded: Sequence[int] | None = None

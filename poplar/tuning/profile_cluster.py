@@ -1,8 +1,7 @@
 """`profile_cluster`: measure every rank, run calibration steps, fit the cost model to them.
 
 Every rank gets the same profile or an error. A profile of the same job that is in the cache is
-used instead, with the memory that is available now. If the ranks are others, but all their devices
-were measured in this job before, only the network and the calibration steps are measured.
+used instead, with the memory that is available now.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch import nn
 
 from poplar.planner import calibration
 from poplar.planner.memory_shortfall import NoPlanFits
-from poplar.profiler import known_devices
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.job import Job
@@ -64,8 +62,7 @@ def profile_cluster(
             micro-batches of a size; default: 0.99. Longer ones may need more.
         cache: True (the default) to use and store profiles in the default folder, a folder, or
             False. A cached
-            profile is used if model, dtype, devices and versions are the same. If only other hosts
-            were lost or have joined, the curves of the devices are used.
+            profile is used if model, dtype, devices and versions are the same.
         progress: show on stderr of rank 0 what is being measured; default: True.
 
     Returns:
@@ -93,7 +90,6 @@ class CachedProfile:
         """Verified plans that are cached with the profile."""
         folder = _folder(job.cache, warns=is_first)
         self._cache = None if folder is None else Cache(folder)
-        self._device_cache = None if folder is None else Cache(folder, "devices")
 
     def profile(self) -> ClusterProfile:
         """Look into the cache, else measure what is not known, calibrate and save."""
@@ -109,11 +105,7 @@ class CachedProfile:
             self.profiler.use(profile)
             return profile
         with show_progress(self.show) as report, session.measuring():
-            devices = self._known_devices()
-            if devices is None:
-                devices = self.profiler.measure_devices(report)
-                self._save_own_device(known_devices.own_device(session, devices))
-            profile = self.profiler.with_network(devices, report)
+            profile = self.profiler.with_network(self.profiler.measure_devices(report), report)
             profile = _calibrated(self.profiler, profile, report)
         self.save(profile)
         return profile
@@ -125,33 +117,8 @@ class CachedProfile:
         try:
             self._cache.save(profile, self.plans)
         except OSError as error:
-            _warn_not_saved(error)
-
-    def _known_devices(self) -> ClusterProfile | None:
-        """The profile without a network, if every rank finds its device in the cache of its host.
-
-        Else None: all ranks are measured, because ranks of one host share cores and memory.
-        """
-        session, cache = self.profiler.session, self._device_cache
-        found = None if cache is None else cache.load(session.device_identity)
-        by_rank = session.exchange(None if found is None else found[0])
-        known = [device for device in by_rank if device is not None]
-        if len(known) < len(by_rank):
-            return None
-        profile = known_devices.all_devices(session, known)
-        profile = self.profiler.with_present_memory(profile)
-        self.profiler.use(profile)
-        return profile
-
-    def _save_own_device(self, profile: ClusterProfile) -> None:
-        """Write the profile of this rank's device; if that fails, one rank of each host warns."""
-        if self._device_cache is None:
-            return
-        try:
-            self._device_cache.save(profile, {})
-        except OSError as error:
-            if self.profiler.session.rank_on_this_host == 0:
-                _warn_not_saved(error)
+            text = f"the profile could not be saved in the cache: {error}"
+            warnings.warn(text, stacklevel=2)
 
 
 def _folder(cache: bool | str | Path, *, warns: bool) -> Path | None:
@@ -166,10 +133,6 @@ def _folder(cache: bool | str | Path, *, warns: bool) -> Path | None:
             stacklevel=4,
         )
     return folder
-
-
-def _warn_not_saved(error: OSError) -> None:
-    warnings.warn(f"the profile could not be saved in the cache: {error}", stacklevel=3)
 
 
 def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> ClusterProfile:

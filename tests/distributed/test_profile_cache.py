@@ -28,7 +28,6 @@ from torch import Tensor, nn
 import poplar
 from poplar import ClusterProfile, Plan
 from poplar.planner.search import search
-from poplar.profiler import batch_curves
 from poplar.profiler import cache as caching
 from poplar.profiler.cache import Cache
 from poplar.profiler.job import Job
@@ -36,7 +35,6 @@ from poplar.profiler.session import Session
 from poplar.system import devices, host_limits
 from poplar.tuning import autotune
 from poplar.tuning.profile_cluster import _folder
-from poplar.values.profile import DeviceProfile
 
 SMALL = ModelSpec(kind="mlp", blocks=1)
 GLOBAL_BATCH = 8
@@ -246,55 +244,6 @@ def test_plan_that_does_not_fit_stays_in_the_cache(ranks: Pool, tmp_path: Path):
         json.dumps([batch, "exact", "auto", "auto"]) for batch in (GLOBAL_BATCH, GLOBAL_BATCH + 1)
     ]
     assert ranks.run(plans_in_the_cache, str(tmp_path))[0] == sorted(expected)
-
-
-# Known devices
-
-
-def with_own_host(name: str | None = None) -> None:
-    """Every rank is on a host of its own; the last one's device may have another name."""
-    before, rank = devices.describe, harness.rank()
-    is_last = rank == harness.size() - 1
-    changes = {"host": f"host-{rank}"} | ({"name": name} if name and is_last else {})
-    _patch(devices, "describe", lambda device: replace(before(device), **changes))
-
-
-def profiled(folder: str, name: str | None = None) -> tuple[ClusterProfile, bool]:
-    """The profile, and whether the curves were measured on this rank."""
-    measured: list[bool] = []
-    real = batch_curves.measure_curves
-    _patch(batch_curves, "measure_curves", lambda *args: measured.append(True) or real(*args))
-    with_own_host(name)
-    try:
-        request = {"loss_fn": Counting(), "max_batch": 2, "stages": (0,)}
-        return poplar.profile_cluster(**asked_for(folder, **request)), bool(measured)
-    finally:
-        unpatch()
-
-
-def test_devices_are_not_measured_again_if_a_rank_is_lost(ranks: Pool, tmp_path: Path):
-    """Ranks find the curves of their devices; the network and the steps are measured again."""
-    before, _ = ranks.run(profiled, str(tmp_path))[0]
-    for profile, measured in ranks.run(profiled, str(tmp_path), ranks=3):
-        assert not measured
-        assert profile.world_size == 3
-        for device, known in zip(profile.devices, before.devices, strict=False):
-            assert curve_of(device) == curve_of(known)
-        assert profile.model == before.model
-        assert profile.network.all_gather_seconds > 0.0
-        assert profile.identity["world_size"] == "3"
-
-
-def curve_of(device: DeviceProfile) -> tuple[Any, ...]:
-    """What is measured on one rank alone. Times are scaled by the calibration."""
-    points = [(point.batch, point.activation_bytes) for point in device.points]
-    return points, device.optimizer_seconds, device.host, device.name
-
-
-def test_all_devices_are_measured_if_one_is_not_known(ranks: Pool, tmp_path: Path):
-    ranks.run(profiled, str(tmp_path), ranks=2)
-    answers = ranks.run(profiled, str(tmp_path), "Another 9000", ranks=3)
-    assert [measured for _, measured in answers] == [True] * 3
 
 
 def no_cache() -> dict[str, Any]:
