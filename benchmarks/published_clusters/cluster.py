@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from poplar.hardware.device_catalog import UNCALIBRATED_SPREAD
-from poplar.hardware.roofline import DEFAULT_EFFICIENCY
+from poplar.hardware.roofline import DEFAULT_EFFICIENCY, UNCALIBRATED_SPREAD
 
 LINK_SPREAD = 0.3
-"""Assumed relative error of links, as in `poplar.hardware.device_catalog`."""
+"""Assumed relative error of links, as in `poplar.hardware.roofline`."""
 RATIO_SPREAD = 0.2
 """Assumed relative error of each type of device if one is slower and the others are faster."""
 

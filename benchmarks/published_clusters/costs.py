@@ -33,7 +33,7 @@ _UPDATE_BYTES = 7 * BYTES
 _STATE_BYTES = 4 * BYTES
 """Parameter, gradient and moments."""
 _HELD_BYTES = 1 << 30
-"""CUDA context and libraries; assumed as in `poplar.hardware.device_catalog`."""
+"""CUDA context and libraries; assumed as in `poplar.hardware.roofline`."""
 
 Transfer = tuple[float, ...]
 """Seconds by host and direction: leaving host 0, arriving at host 0, leaving host 1, ..."""

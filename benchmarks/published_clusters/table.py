@@ -7,7 +7,7 @@ from functools import partial
 
 from rows import Column, Row, markdown_table
 
-from poplar.hardware.device_catalog import UNCALIBRATED_SPREAD
+from poplar.hardware.roofline import UNCALIBRATED_SPREAD
 from published_clusters.published import LEFT_OUT
 from published_clusters.row import BASELINE
 

@@ -137,8 +137,6 @@ def _document(
         "plan": plan.to_dict(),
         "estimate": to_json_types(figures),
         "gain_over": to_json_types(gains),
-        "price_per_hour": simulated.described.price_per_hour,
-        "currency": simulated.described.currency,
     }
 
 
@@ -182,9 +180,6 @@ def _figures(
             shown.add_row(f"over {name}", "no plan fits", "", "")
         else:
             add(f"over {name}", found, ".2f", "x")
-    if figures.samples_per_price is not None:
-        price_unit = simulated.described.currency or "unit of price"
-        add(f"samples per {price_unit}", figures.samples_per_price, ".4g")
     fullest = max(figures.memory_bytes, key=lambda memory: memory.middle)
     values = (fullest.middle, fullest.low, fullest.high)
     shown.add_row("most memory of a rank", *(format_bytes(value) for value in values))

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from poplar.hardware.gpu_specifications import Specification, find_device
 from poplar.values.regular_files import read_regular
-from poplar.values.schema import Fraction, NonNegative, Positive, Rule, from_fields
+from poplar.values.schema import Fraction, Positive, Rule, from_fields
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,7 +34,6 @@ class DeviceEntry:
     gpu: str
     count: _Multiple = 1
     memory_gib: Positive | None = None
-    price_per_hour: NonNegative | None = None
 
     def __post_init__(self) -> None:
         find_device(self.gpu)  # raises if it is unknown
@@ -54,19 +53,6 @@ class HostEntry:
     count: _Multiple = 1
     link_gb_per_s: Positive | None = None
     network_gbit_per_s: Positive | None = None
-    price_per_hour: NonNegative | None = None
-
-    def __post_init__(self) -> None:
-        unpriced = [
-            f"device[{index}] ({entry.specification.gpu})"
-            for index, entry in enumerate(self.device)
-            if entry.price_per_hour is None
-        ]
-        if self.price_per_hour is None and 0 < len(unpriced) < len(self.device):
-            raise ValueError(
-                f"no price for {', '.join(unpriced)}; give a price_per_hour of the whole host, of "
-                "each of its devices, or none at all"
-            )
 
     @property
     def ranks(self) -> int:
@@ -84,14 +70,6 @@ class HostEntry:
         """Between the host and other hosts, each way."""
         return 1e9 / 8 * (self.network_gbit_per_s or math.inf)
 
-    @property
-    def whole_price_per_hour(self) -> float | None:
-        """Price with its devices; None if there is none."""
-        devices = [(entry.price_per_hour, entry.count) for entry in self.device]
-        priced = [(self.price_per_hour, 1), *devices]
-        prices = [price * count for price, count in priced if price is not None]
-        return sum(prices) if prices else None
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterFile:
@@ -100,7 +78,6 @@ class ClusterFile:
     host: Annotated[tuple[HostEntry, ...], _ONE_TABLE]
     """Tables with a count become several hosts; all get a name and the cluster's network."""
     name: str = ""
-    currency: str = ""
     network_gbit_per_s: Positive | None = None
     overlap: Fraction | None = None
     """None: the default, varied with the outlook."""
@@ -136,10 +113,7 @@ class ClusterFile:
         """
         try:
             content = tomllib.loads(read_regular(path).decode())
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # TOMLDecodeError and UnicodeDecodeError are both
+        except (ValueError, RecursionError) as error:  # errors of TOML and Unicode are values
             raise ValueError(f"{path} is not valid TOML: {error}") from error
         return cls.from_dict(content, source=str(path))
 
@@ -157,13 +131,6 @@ class ClusterFile:
         return tuple(
             (host, entry) for host in self.host for entry in host.device for _ in range(entry.count)
         )
-
-    @property
-    def price_per_hour(self) -> float | None:
-        """Price of the cluster; None unless every host has a price."""
-        prices = [host.whole_price_per_hour for host in self.host]
-        known = [price for price in prices if price is not None]
-        return sum(known) if len(known) == len(prices) else None
 
     @property
     def device_types(self) -> tuple[Specification, ...]:

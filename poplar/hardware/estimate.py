@@ -2,7 +2,7 @@
 
 The plan is searched on the middle profile. An interval spans the same plan on all profiles of the
 cluster: faster, slower, and one type of device slower than the others. It is not a confidence
-interval: it follows from the assumed spreads of `device_catalog`.
+interval: it follows from the assumed spreads of `roofline`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ class Estimate:
     """By rank."""
     may_not_fit: str
     """The error of the pessimistic profile, if the plan does not fit there; else empty."""
-    samples_per_price: Interval | None
-    """Samples per unit of the currency, if prices are known."""
 
 
 def estimate(simulated: SimulatedCluster, plan: Plan) -> Estimate:
@@ -81,7 +79,6 @@ def estimate(simulated: SimulatedCluster, plan: Plan) -> Estimate:
     speeds = [sum_of_speeds(cluster, batches) for cluster in simulated.outlooks]
     memory = [memory_needed(cluster, plan) for cluster in simulated.outlooks]
     rate = Interval.spanning(rates)
-    price = simulated.described.price_per_hour
     return Estimate(
         step_seconds=Interval.spanning(steps),
         samples_per_second=rate,
@@ -89,7 +86,6 @@ def estimate(simulated: SimulatedCluster, plan: Plan) -> Estimate:
         of_sum_of_speeds=Interval.spanning(list(map(operator.truediv, rates, speeds))),
         memory_bytes=tuple(map(Interval.spanning, zip(*memory, strict=True))),
         may_not_fit=may_not_fit,
-        samples_per_price=rate.scaled(3600 / price) if price else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Estimated pass times of devices that were not measured: compute plus memory access.
+"""Estimated profiles of devices that were not measured: compute plus memory access.
 
     seconds(b) = 0.1 ms * layers + 6 bytes * parameters / bandwidth
                + b * (FLOPs / (efficiency * peak) + 5.2 * bytes produced / bandwidth)
@@ -21,8 +21,11 @@ others that of A100, with which V100 would be 47 % too fast and RTX 3090 39 % to
 
 from __future__ import annotations
 
+import math
+
 from poplar.hardware.gpu_specifications import Specification
 from poplar.hardware.model_shapes import HALF_BYTES, TrainingJob
+from poplar.values.profile import BatchPoint, DeviceProfile
 
 LAYER_SECONDS = 1e-4
 """Launches of one layer's forward and backward."""
@@ -44,6 +47,14 @@ CALIBRATED = ("A100", "A800", "H100", "H200", "V100", "RTX-3090")
 """Chips with a published measurement."""
 _UPDATE_BYTES = 30
 """AdamW per element: master and moments read and written, gradient read, parameter written."""
+SPREAD = 0.3
+"""Assumed relative error of activation memory, links, and the speed of a calibrated chip."""
+UNCALIBRATED_SPREAD = 0.5
+"""Assumed relative error of the speed of other chips."""
+HELD_BYTES = 1 << 30
+"""CUDA context, kernels and NCCL's buffers; assumed."""
+_UPDATE_LATENCY_SECONDS = 1e-3
+"""Launches of an optimizer step; assumed."""
 
 
 def pass_seconds(of: Specification, job: TrainingJob, batch: int) -> float:
@@ -60,3 +71,55 @@ def pass_seconds(of: Specification, job: TrainingJob, batch: int) -> float:
 def optimizer_seconds(of: Specification, job: TrainingJob) -> float:
     """AdamW over the whole model: bound by memory."""
     return _UPDATE_BYTES * job.architecture.numel / (of.memory_gb_per_s * 1e9)
+
+
+def spread(of: Specification) -> float:
+    """Assumed relative error of the roofline for this device."""
+    return SPREAD if of.gpu.startswith(CALIBRATED) else UNCALIBRATED_SPREAD
+
+
+def device_profile(
+    of: Specification,
+    job: TrainingJob,
+    *,
+    speed: float = 1.0,
+    activations: float = 1.0,
+    memory_gib: float | None = None,
+    host: str = "",
+) -> DeviceProfile:
+    """The estimated profile of a device.
+
+    Args:
+        of: the device.
+        job: the model, and how it is trained.
+        speed: factor of the estimated speed of passes and optimizer.
+        activations: factor of the estimated activation memory.
+        memory_gib: memory of the device; None: as specified.
+        host: name of its host.
+
+    Returns:
+        A profile up to the largest micro-batch that fits with the least activation memory that is
+        assumed to be possible, whatever the factors.
+    """
+    memory_bytes = int((memory_gib or of.memory_gib) * 2**30)
+    per_sample = job.activation_bytes_per_sample
+    largest = max(1, int(memory_bytes / ((1 - SPREAD) * per_sample)))
+    # The roofline is linear, so a few points are enough.
+    powers = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
+    return DeviceProfile(
+        name=of.gpu,
+        memory_bytes=memory_bytes,
+        points=tuple(
+            BatchPoint(
+                batch=batch,
+                seconds=pass_seconds(of, job, batch) / speed,
+                activation_bytes=math.ceil(activations * per_sample * batch),
+            )
+            for batch in (*powers, largest)
+        ),
+        optimizer_seconds=optimizer_seconds(of, job) / speed,
+        optimizer_latency_seconds=_UPDATE_LATENCY_SECONDS / speed,
+        held_bytes=HELD_BYTES,
+        peak_flops=of.half_flops,
+        host=host,
+    )

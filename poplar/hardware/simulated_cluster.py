@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from poplar.hardware.cluster_file import ClusterFile, HostEntry
-from poplar.hardware.device_catalog import SPREAD, device_profile, spread
 from poplar.hardware.gpu_specifications import Specification
 from poplar.hardware.model_shapes import TrainingJob
+from poplar.hardware.roofline import SPREAD, device_profile, spread
 from poplar.values.host_traffic import is_hierarchical, link_traffic, network_traffic
 from poplar.values.profile import ClusterProfile, ModelProfile, NetworkProfile
 

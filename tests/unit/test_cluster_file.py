@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import pytest
@@ -20,12 +19,10 @@ from poplar.values.profile import ModelProfile
 JOB = TrainingJob(architecture=architecture("llama-1.1b"))
 TWO_HOSTS = """
 name = "two kinds"
-currency = "USD"
 network_gbit_per_s = 100
 
 [[host]]
 name = "big"
-price_per_hour = 10
 
   [[host.device]]
   gpu = "A100-SXM-80"
@@ -38,11 +35,9 @@ link_gb_per_s = 12
   [[host.device]]
   gpu = "T4"
   memory_gib = 14.5
-  price_per_hour = 0.5
 
   [[host.device]]
   gpu = "V100-PCIe-16"
-  price_per_hour = 2.0
 """
 ALONE = '[[host]]\n[[host.device]]\ngpu = "T4"\ncount = 2\n'
 
@@ -76,37 +71,6 @@ def test_the_default_link_is_the_slowest_device_link(tmp_path):
     assert mixed.host[1].link_bytes_per_s == 16e9
     (fast,) = mixed.only(mixed.device_types[2]).host
     assert fast.link_bytes_per_s == 16e9, "a part of a cluster has the same links"
-
-
-def test_prices_of_hosts_and_devices_are_added(tmp_path):
-    assert read(tmp_path, TWO_HOSTS).price_per_hour == 12.5
-    one_missing = re.sub(r"price_per_hour = 10\n", "", TWO_HOSTS)
-    assert read(tmp_path, one_missing).price_per_hour is None
-
-
-def test_a_host_with_a_price_needs_no_device_prices(tmp_path):
-    text = TWO_HOSTS.replace("network_gbit_per_s = 25", "price_per_hour = 3")
-    assert read(tmp_path, text).price_per_hour == 15.5
-    assert read(tmp_path, text.replace("  price_per_hour = 0.5\n", "")).price_per_hour == 15.0
-
-
-def test_missing_device_prices_raise_with_the_devices(tmp_path):
-    third = '\n  [[host.device]]\n  gpu = "P100-PCIe-16"\n'
-    text = TWO_HOSTS.replace("  price_per_hour = 0.5\n", "") + third
-    with pytest.raises(ValueError, match="of each of its devices, or none") as raised:
-        read(tmp_path, text)
-    problem = "host[1]: no price for device[0] (T4), device[2] (P100); give"
-    assert f"cluster.toml: {problem}" in str(raised.value)
-    none = read(tmp_path, text.replace("  price_per_hour = 2.0\n", ""))
-    assert none.price_per_hour is None
-
-
-def test_a_host_price_needs_all_device_prices(tmp_path):
-    small = read(tmp_path, TWO_HOSTS).host[1]
-    assert small.whole_price_per_hour == 2.5
-    known, unknown = small.device[0], dataclasses.replace(small.device[1], price_per_hour=None)
-    with pytest.raises(ValueError, match=r"no price for device\[1\] \(V100-PCIe-16\)"):
-        dataclasses.replace(small, device=(known, unknown))
 
 
 def test_a_file_with_tens_of_thousands_of_hosts(tmp_path):
@@ -184,7 +148,6 @@ def test_profiles_of_a_described_cluster_can_be_saved(tmp_path):
         ("count = 4", "cuont = 4", "host[0].device[0].cuont", "is unknown; expected gpu, count"),
         ("memory_gib = 14.5", "memory_gib = -1", "host[1].device[0].memory_gib", "above 0, got -1"),
         ("link_gb_per_s = 12", 'link_gb_per_s = "fast"', "host[1].link_gb_per_s", "got 'fast'"),
-        ("price_per_hour = 10", "price_per_hour = -1", "host[0].price_per_hour", "at least 0"),
         ("network_gbit_per_s = 100", "", "network_gbit_per_s", "is missing for host 'big'"),
         ("network_gbit_per_s = 100", "network_gbit_per_s = inf", "network_gbit_per_s", "got inf"),
         ('name = "two kinds"', "overlap = 2", "overlap", "from 0 to 1, got 2"),

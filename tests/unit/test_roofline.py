@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from poplar.hardware import roofline
-from poplar.hardware.device_catalog import device_profile, spread
 from poplar.hardware.gpu_specifications import SPECIFICATIONS, find_device
 from poplar.hardware.model_shapes import TrainingJob, architecture
+from poplar.hardware.roofline import device_profile, spread
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from published_curves import CURVES
