@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from collectives import mpi_provider
 from collectives.case import DTYPES, OPERATIONS
-from collectives.measure import ALGORITHMS, PROVIDERS, Request, measure, shares_of
+from collectives.measure import PROVIDERS, Request, measure, shares_of
 from collectives.row import COLUMNS
 from collectives.targets import HEADLINE, targets
 from launch import LaunchError, run_ranks
@@ -165,7 +165,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--providers",
         choices=PROVIDERS,
         **several,
-        help="(default: all except process-group algorithms)",
+        help="(default: all for these hosts)",
     )
     parser.add_argument(
         "--sizes", type=bytes_of, metavar="SIZE", **several, help=f"(default: {' '.join(SIZES)})"
@@ -189,7 +189,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds = min(options.rounds, 5)
-    on_one_host = [name for name in PROVIDERS if name not in ("hierarchical", *ALGORITHMS)]
+    on_one_host = [name for name in PROVIDERS if name != "hierarchical"]
     default = on_one_host if options.link is None else ACROSS_HOSTS
     options.providers = options.providers or default
     if options.link is not None and not options.link > 0:

@@ -153,9 +153,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             computes the loss in the dtype that the model returns.
         reduce_dtype: dtype in which gradients are sent; they are added in fp32.
         communicator: "auto" (from the plan, else from where the ranks are), "process_group" (NCCL
-            or gloo; with algorithms: "process_group:padded+grouped"), "shared_memory" (CPU ranks of
-            one host), "hierarchical" (several hosts; on GPUs "hierarchical:process_group") or a
-            `poplar.comm.Communicator`.
+            or gloo), "shared_memory" (CPU ranks of one host), "hierarchical" (several hosts; on
+            GPUs "hierarchical:process_group") or a `poplar.comm.Communicator`.
         timeout: how long a rank waits for other ranks; default: 5 minutes; with NCCL less if
             the process group's timeout is shorter than 7 minutes.
         allow_forward_state: accept state that forwards write and that differs between ranks: the

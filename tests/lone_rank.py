@@ -114,7 +114,7 @@ def lone_communicator(group: Any) -> ProcessGroupCommunicator:
     """The transport over gloo, whose messages arrive at once and unwritten."""
     comm = ProcessGroupCommunicator(group)
 
-    def exchange(messages: Any, what: str, finish: Any = None, *, position: Any = None) -> Any:
+    def exchange(received: Any, sent: Any, what: str, finish: Any = None, **_: Any) -> Any:
         def wait() -> float:
             if finish is not None:
                 finish()
@@ -122,7 +122,7 @@ def lone_communicator(group: Any) -> ProcessGroupCommunicator:
 
         return SimpleNamespace(wait=wait)
 
-    comm._queue.exchange = exchange
+    comm.queue.exchange = exchange
     return comm
 
 

@@ -20,15 +20,12 @@ from collectives.torch_providers import AllToAll, Native
 from poplar.comm import Group, connect
 
 _FLOOR = "the floor"
-ALGORITHMS = ("process_group:padded+grouped", "process_group:library+padded")
-"""Names for `connect`; measured only if requested."""
 PROVIDERS = (
     "gloo",
     "all-to-all",
     "mpi",
     "deepspeed",
     "process_group",
-    *ALGORITHMS,
     "shared_memory",
     "hierarchical",
 )
@@ -120,7 +117,7 @@ def _make(
             report(f"without {name}: {absent}")
         else:
             found.append(make())
-    for name in ("process_group", *ALGORITHMS, "hierarchical"):
+    for name in ("process_group", "hierarchical"):
         if name in names:
             found.append(PoplarProvider(connect(Group.of(None, None), name), name))
     if "shared_memory" in names:

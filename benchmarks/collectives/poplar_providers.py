@@ -9,7 +9,6 @@ from collectives.case import Case
 from collectives.provider import Prepared, Provider
 from poplar.comm import Bucket, Codec, Communicator
 from poplar.comm.communicator import own_slice
-from poplar.comm.host_memory.transport import SharedMemoryCommunicator
 
 CPU = torch.device("cpu")
 
@@ -17,7 +16,7 @@ CPU = torch.device("cpu")
 class PoplarProvider(Provider):
     """A `Communicator`; without zero-copy, inputs and results are ordinary tensors.
 
-    Only shared memory has an all-reduce; the engine needs none.
+    An all-reduce is a reduce-scatter and an all-gather, as at stage 0.
     """
 
     def __init__(self, comm: Communicator, transport: str, *, zero_copy: bool = False) -> None:
@@ -25,14 +24,12 @@ class PoplarProvider(Provider):
         self.transport, self.zero_copy = transport, zero_copy
         self._comm = comm
 
-    def prepare(self, case: Case, mine: Tensor) -> Prepared | None:
+    def prepare(self, case: Case, mine: Tensor) -> Prepared:
         if case.operation == "reduce_scatter":
             return self._reduce_scatter(case, mine)
         if case.operation == "all_gather":
             return self._all_gather(case, mine)
-        if isinstance(self._comm, SharedMemoryCommunicator):
-            return self._all_reduce(self._comm, case, mine)
-        return None
+        return self._all_reduce(case, mine)
 
     def _bucket(self, case: Case) -> Bucket:
         codec = Codec(case.torch_dtype)
@@ -40,14 +37,18 @@ class PoplarProvider(Provider):
             return self._comm.buffer(case.layout, case.torch_dtype, CPU, codec)
         return Bucket(torch.empty(case.layout.numel, dtype=case.torch_dtype), case.layout, codec)
 
-    def _all_reduce(self, comm: SharedMemoryCommunicator, case: Case, mine: Tensor) -> Prepared:
-        bucket = self._bucket(case)
-        bucket.data.copy_(mine)
+    def _all_reduce(self, case: Case, mine: Tensor) -> Prepared:
+        summed = self._reduce_scatter(case, mine)
+        whole = self._bucket(case).data
+        own = own_slice(whole, case.layout, self._comm.group.rank)
 
         def run() -> None:
-            comm.all_reduce(bucket, what=str(case)).wait()
+            summed.run()
+            self._comm.wait_for_readers(whole)
+            own.copy_(summed.result())
+            self._comm.all_gather(whole, case.layout, what=str(case), own=own).wait()
 
-        return Prepared(run, lambda: bucket.data)
+        return Prepared(run, lambda: whole)
 
     def _reduce_scatter(self, case: Case, mine: Tensor) -> Prepared:
         bucket = self._bucket(case)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 
+from poplar.comm import process_group
 from poplar.comm.collective_queue import CollectiveQueue
 from poplar.zero.streams import DeviceStreams, Streams
 from two_ranks.rank import Rank
@@ -45,15 +46,15 @@ class Delays:
     def active(self, training: Training) -> Iterator[None]:
         """Delay collectives, what the reduction stream does, and the blocks of the model."""
         streams = DeviceStreams if self._device.type == "cuda" else Streams
-        issue, exchange = CollectiveQueue.issue, CollectiveQueue.exchange
+        work, exchange = process_group.StreamWork, CollectiveQueue.exchange
         reduction = streams.reduction
 
-        def late_issue(queue: Any, start: Callable[[], Any], *others: Any, **options: Any) -> Any:
+        def late_work(group: Any, call: Callable[[], Any] | None, *others: Any) -> Any:
             def late() -> Any:
                 self.pause()
-                return start()
+                return call() if call is not None else None
 
-            return issue(queue, late, *others, **options)
+            return work(group, late, *others)
 
         def late_exchange(*arguments: Any, **options: Any) -> Any:
             self.pause()
@@ -68,7 +69,7 @@ class Delays:
         hooks = [block.register_forward_hook(self.pause) for block in training.model.blocks]
         hooks += [block.register_full_backward_hook(self.pause) for block in training.model.blocks]
         with (
-            mock.patch.object(CollectiveQueue, "issue", late_issue),
+            mock.patch.object(process_group, "StreamWork", late_work),
             mock.patch.object(CollectiveQueue, "exchange", late_exchange),
             mock.patch.object(streams, "reduction", late_reduction),
         ):

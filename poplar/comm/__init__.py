@@ -3,7 +3,6 @@
 This package knows tensors and shard layouts only; it never refers to units, stages or models.
 """
 
-from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.comm.bucket import Bucket, Codec
 from poplar.comm.communicator import Communicator, Work
 from poplar.comm.control_channel import Control
@@ -11,8 +10,6 @@ from poplar.comm.group import Group
 from poplar.comm.transport_selection import connect, connect_control
 
 __all__ = [
-    "ALL_GATHERS",
-    "REDUCE_SCATTERS",
     "Bucket",
     "Codec",
     "Communicator",

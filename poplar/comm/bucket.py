@@ -125,3 +125,19 @@ class Bucket:
         """Write `weight * gradients[i]` at `offsets[i]`; unless accumulating, zero the gaps."""
         self.wait_until_writable()
         self.codec.pack(self.data, gradients, offsets, weight, accumulate)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One reduce-scatter; the arguments of `Communicator.reduce_scatter`."""
+
+    bucket: Bucket
+    out: Tensor
+    accumulate: bool
+    what: str
+    squares: Tensor | None = None
+
+    def add(self, parts: Sequence[Tensor]) -> None:
+        """`out` = (or +=) the sum of these parts, by rank."""
+        if self.out.numel():
+            self.bucket.codec.reduce(self.out, parts, self.accumulate, self.squares)

@@ -1,4 +1,4 @@
-"""The order of the collectives of one process group, and how the algorithms issue them."""
+"""The order of the collectives of one process group, and the messages of those on the host."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from poplar.comm.buffer_pool import BufferPool
 from poplar.comm.communicator import Work
 from poplar.comm.group import Group
+from poplar.comm.host_buffers import HostBuffers
 from poplar.comm.point_to_point import Channel, Exchange, Message, close_when_aborted
-from poplar.comm.work import ProcessGroupWork, StreamWork
 
 
 class CollectiveQueue:
@@ -20,16 +19,11 @@ class CollectiveQueue:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.buffers = BufferPool()
+        self.buffers = HostBuffers()
         self._positions = itertools.count()
         self._unfinished: dict[int, _ChainedWork] = {}
         if group.is_on_host(torch.device("cpu")):
             close_when_aborted(group, group.process_group)
-
-    def peers(self) -> list[int]:
-        """The other ranks, next rank first, so that not all ranks send to the same one first."""
-        rank, size = self.group.rank, self.group.size
-        return [(rank + step) % size for step in range(1, size)]
 
     def calls_natively(self, device: torch.device) -> bool:
         """Whether each collective is one native call; otherwise it is made of messages.
@@ -44,19 +38,25 @@ class CollectiveQueue:
 
     def exchange(
         self,
-        messages: Sequence[Message],
+        received: Sequence[Tensor],
+        sent: Sequence[Tensor],
         what: str,
         finish: Callable[[], None] | None = None,
         *,
         position: int | None = None,
     ) -> Exchange:
-        """Start to send and receive host tensors.
+        """Send `sent[r]` to every other rank `r`, and receive `received[r]` from it, on the host.
 
-        Collective if `position` is None. Several exchanges may share a reserved position.
+        Collective if `position`, which several exchanges may share, is not reserved already.
+        `finish` is called once, when all messages have been sent and received.
         """
-        group = self.group
-        assert all(group.is_on_host(message.tensor.device) for message in messages[:1])
+        group, rank, size = self.group, self.group.rank, self.group.size
         position = self.reserve() if position is None else position
+        messages = []
+        for step in range(1, size):  # next rank first, so that not all send to the same one first
+            peer = (rank + step) % size
+            messages.append(Message(peer, sent[peer], incoming=False))
+            messages.append(Message(peer, received[peer], incoming=True))
         return Exchange(
             group,
             group.process_group,
@@ -64,34 +64,6 @@ class CollectiveQueue:
             channel=Channel.TENSORS,
             number=position,
             what=what,
-            before_wait=lambda: self._finish_earlier(position),
-            finish=finish,
-        )
-
-    def issue(
-        self,
-        start: Callable[[], Sequence[dist.Work | None]],
-        device: torch.device,
-        what: str,
-        finish: Callable[[], None] | None = None,
-    ) -> Work:
-        """Issue collectives of torch.distributed itself, which need all ranks. Collective.
-
-        Args:
-            start: issues them; it keeps references to their tensors until the wait.
-            device: of the tensors. On devices, issue and wait on the same stream.
-            what: the collective's name in errors.
-            finish: called once, after the wait.
-        """
-        group, position = self.group, self.reserve()
-        if not group.is_on_host(device):
-            return StreamWork(group, start, device, what, finish)
-        peers = sorted(self.peers())
-        return ProcessGroupWork(
-            group,
-            lambda: [(work, peers) for work in start() if work is not None],
-            what=what,
-            peers=peers,
             before_wait=lambda: self._finish_earlier(position),
             finish=finish,
         )

@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from poplar.comm.bucket import Bucket, Codec
+from poplar.comm.bucket import Bucket, Codec, Reduction
 from poplar.comm.group import Group
-from poplar.comm.shard_layout import Layout
+from poplar.comm.shard_layout import Layout, transfers
 
 
 class Work(Protocol):
@@ -43,6 +43,14 @@ class CachedBytes(NamedTuple):
         return CachedBytes(self.private + other.private, self.shared + other.shared)
 
 
+class Splits(NamedTuple):
+    """How an all-to-all divides its tensors: elements by rank."""
+
+    received: list[int]
+    """Must equal the sizes that the peers send."""
+    sent: list[int]
+
+
 class Communicator(ABC):
     """A transport. All methods are collective over `group`; `what` names the call in errors."""
 
@@ -55,8 +63,8 @@ class Communicator(ABC):
     hosts: tuple[int, ...] = ()
     """By rank, the number of its host, if values are added on each host first."""
     reduction_order: str
-    """`"rank"`: ((r0 + r1) + r2) + ...; equal declared orders give equal bits. `"library"`: the
-    order of NCCL or gloo, which may differ from call to call."""
+    """`"rank"`: ((r0 + r1) + r2) + ...; `"host"`: on each host first. Equal orders give equal
+    bits."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -76,7 +84,6 @@ class Communicator(ABC):
     def wait_for_readers(self, data: Tensor) -> None:
         """Call before writing to shared `data`: waits until no peer reads from it."""
 
-    @abstractmethod
     def reduce_scatter(
         self,
         bucket: Bucket,
@@ -95,6 +102,11 @@ class Communicator(ABC):
             squares: receives `ops.block_sums_of_squares(out)` of the result, without another read
                 of `out`.
         """
+        return self.reduce(Reduction(bucket, out, accumulate, what, squares))
+
+    @abstractmethod
+    def reduce(self, reduction: Reduction) -> Work:
+        """Do what `reduce_scatter` says, which every transport does in its own way."""
 
     @abstractmethod
     def all_gather(
@@ -123,23 +135,14 @@ class Communicator(ABC):
         return self.all_gather(data.view(-1), layout, what=what)
 
     @abstractmethod
-    def all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        *,
-        what: str,
-    ) -> Work:
-        """Send the next `sent_sizes[r]` elements of `sent` to each rank `r`, this one included.
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Splits, *, what: str) -> Work:
+        """Send the next `sizes.sent[r]` elements of `sent` to each rank `r`, this one included.
 
         Args:
-            received: 1-D; `received_sizes[r]` elements from each rank `r`, concatenated. Must not
+            received: 1-D; `sizes.received[r]` elements from each rank `r`, concatenated. Must not
                 be read or written until the wait returns.
             sent: 1-D, contiguous, of the same dtype; must stay unchanged until the wait returns.
-            received_sizes: elements by rank; must equal the sizes that the peers send.
-            sent_sizes: elements by rank.
+            sizes: of the parts of both.
         """
 
     def abort(self, reason: str) -> None:
@@ -156,13 +159,23 @@ class Communicator(ABC):
     def trim(self) -> None:
         """Return cached memory that is no longer needed to the system. Called between steps."""
 
-    @abstractmethod
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         """Copy `data` of group rank `source` to every rank; returns when this rank has it."""
+        flat = data.view(-1)  # a gather of which `source` provides everything
+        ends = (flat.numel() * (rank >= source) for rank in range(self.group.size))
+        self.all_gather(flat, Layout((0, *ends)), what=what).wait()
 
-    @abstractmethod
     def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
         """This rank's slice under `new`, from all ranks' slices under `old`."""
+        rank, result = self.group.rank, shard.new_empty(new.size(self.group.rank))
+        sizes = Splits([0] * self.group.size, [0] * self.group.size)
+        for move in transfers(old, new):  # at most one for each pair of ranks
+            if move.source == rank:
+                sizes.sent[move.target] = move.stop - move.start
+            if move.target == rank:
+                sizes.received[move.source] = move.stop - move.start
+        self.all_to_all(result, shard, sizes, what=what).wait()
+        return result
 
 
 class CallbackWork:

@@ -7,16 +7,21 @@ with the same `what`: every rank sends it along, and ranks with different ones r
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from poplar.comm.copies import to_bytes
+from poplar.comm.failure_reports import WATCH_AFTER_SECONDS
 from poplar.comm.frame import (
     FRAME_SIZE,
     HEADER_SIZE,
@@ -27,16 +32,16 @@ from poplar.comm.frame import (
     header_of,
 )
 from poplar.comm.group import Group
-from poplar.comm.host_memory.rendezvous import Rendezvous
-from poplar.comm.host_memory.work import SharedMemoryWork
+from poplar.comm.host_memory.rendezvous import Rendezvous, SharedMemoryWork
 from poplar.comm.point_to_point import Channel, Exchange, Message, close_when_aborted
-from poplar.comm.work import wait_for_all_ranks
 from poplar.values.errors import CollectiveTimeout
 
 T = TypeVar("T")
 
 _BROADCAST = "the broadcast of the collective order"
 _HOST = torch.device("cpu")
+_LOOK_SECONDS = 0.25
+"""Interval at which a wait looks for failures that other ranks report."""
 _DEVICE_FLAT_BYTES = 1 << 30
 """A device backend splits a large collective into chunks itself: each call costs the host time."""
 _PARTS_BETWEEN_HOSTS = 8
@@ -226,6 +231,31 @@ class Control:
     ) -> Exchange:
         group = self.group.control_group
         return Exchange(self.group, group, messages, channel=channel, number=number, what=what)
+
+
+def wait_for_all_ranks(group: Group, work: dist.Work, what: str) -> None:
+    """Wait on the host for a native collective.
+
+    It ends early if another rank reports a failure.
+
+    Raises:
+        CollectiveTimeout: names the ranks that did not take part before the deadline.
+    """
+    start, is_done = time.monotonic(), work.get_future().done
+    while not is_done():
+        seconds = time.monotonic() - start
+        left = group.timeout.total_seconds() - seconds
+        if left <= 0 or group.sees_failure:
+            raise group.fail(what, group.peers())
+        if seconds > WATCH_AFTER_SECONDS and group.reports is not None:
+            group.reports.watch()
+        # A timeout of the wait raises, too.
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(seconds=min(left, _LOOK_SECONDS)))
+    try:
+        work.wait(group.timeout)  # it is over: this raises its error
+    except RuntimeError as error:
+        raise group.fail(what, group.peers(), error) from error
 
 
 def broadcast_parent(rank: int, source: int, size: int) -> int:

@@ -9,6 +9,7 @@ cores).
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +24,9 @@ from torch import Tensor
 
 from poplar.comm.frame import call_name
 from poplar.comm.group import Group
-from poplar.comm.work import ProcessGroupWork
+
+# Once one peer has timed out, the others are only checked for whether they have finished.
+_CHECK_TIMEOUT = timedelta(milliseconds=50)
 
 _INDEX_BITS = 8
 _NUMBER_BITS = 10
@@ -63,7 +66,7 @@ class Message:
     incoming: bool
 
 
-class Exchange(ProcessGroupWork):
+class Exchange:
     """Messages in flight on a process group."""
 
     def __init__(
@@ -78,23 +81,59 @@ class Exchange(ProcessGroupWork):
         before_wait: Callable[[], float] | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        """Start to send and receive, as `ProcessGroupWork`.
+        """Start to send and receive.
 
-        `channel`, `number` and `what` are the same on all ranks.
+        Args:
+            group: the participating ranks.
+            process_group: carries the messages.
+            messages: of this rank.
+            channel: as `number` and `what`, the same on all ranks.
+            number: of the exchange on its channel.
+            what: its name in errors.
+            before_wait: called first in `wait`; returns the seconds that it waited.
+            finish: called once, when all messages have been sent and received.
+
+        Raises:
+            CollectiveTimeout: the exchange cannot be started because a connection is closed.
         """
 
         def tag_of(message: Message) -> int:
             return message_tag(group, channel, number, what, message.tensor.nbytes)
 
+        self._group, self._what = group, what
+        self._before_wait, self._finish = before_wait, finish
         nonempty = [message for message in messages if message.tensor.numel() > 0]
-        super().__init__(
-            group,
-            lambda: _start(process_group, nonempty, tag_of),
-            what=what,
-            peers=sorted({message.peer for message in nonempty}),
-            before_wait=before_wait,
-            finish=finish,
-        )
+        group.check()
+        try:
+            self._works = _start(process_group, nonempty, tag_of)
+        except RuntimeError as error:
+            raise group.fail(what, sorted({one.peer for one in nonempty}), error) from error
+
+    def wait(self) -> float:
+        """As `Work.wait`."""
+        waited = self._before_wait() if self._before_wait is not None else 0.0
+        start = time.perf_counter()
+        self._wait_for_peers()
+        waited += time.perf_counter() - start
+        self._group.trace.add("wait", self._what, start)
+        if self._finish is not None:
+            self._finish()
+        self._works, self._before_wait, self._finish = [], None, None
+        return waited
+
+    def _wait_for_peers(self) -> None:
+        deadline = time.monotonic() + self._group.timeout.total_seconds()
+        missing: set[int] = set()
+        cause: RuntimeError | None = None
+        for work, peer in self._works:
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            try:
+                work.wait(min(left, _CHECK_TIMEOUT) if missing else left)
+            except RuntimeError as error:
+                missing.add(peer)
+                cause = cause or error
+        if missing:
+            raise self._group.fail(self._what, sorted(missing), cause) from cause
 
 
 def close_when_aborted(group: Group, process_group: dist.ProcessGroup) -> None:
@@ -117,7 +156,8 @@ def _close_connections(process_group: dist.ProcessGroup, peer: int, tag: int) ->
 
 def _start(
     process_group: dist.ProcessGroup, messages: Sequence[Message], tag_of: Callable[[Message], int]
-) -> list[tuple[dist.Work, Sequence[int]]]:
+) -> list[tuple[dist.Work, int]]:
+    """Send and receive; returns each work with the peer that it waits for."""
     # A receive tells the peer to send. On gloo that message would wait behind one that is sent
     # first, and large messages would cross the link in turns, not in both directions at once.
     messages = sorted(messages, key=lambda message: not message.incoming)
@@ -128,4 +168,4 @@ def _start(
         else process_group.send([message.tensor], message.peer, tag_of(message))
         for message in messages
     ]
-    return [(work, (message.peer,)) for work, message in zip(works, messages, strict=True)]
+    return [(work, message.peer) for work, message in zip(works, messages, strict=True)]

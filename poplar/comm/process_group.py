@@ -1,146 +1,221 @@
 """The transport over torch.distributed: NCCL on CUDA, gloo on the CPU. It works everywhere.
 
-The default is the direct algorithm: each rank sends every peer the slice that the peer owns, and
-adds what it receives in rank order and fp32. It supports any shares, keeps weights exact and is
-deterministic, which the reduce-scatters of NCCL and gloo are not. `algorithms` has the others.
+Each rank sends every peer the slice that the peer owns, and adds what it receives in rank order and
+fp32. This supports any shares, keeps weights exact and is deterministic, which the reduce-scatters
+of NCCL and gloo are not. For even shares it sends the same bytes as a ring. On devices a collective
+is one native call; on gloo it is made of messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS, Reduction
-from poplar.comm.bucket import Bucket
+from poplar.comm.bucket import Reduction
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.comm.column_gather import gather_columns
-from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
+from poplar.comm.communicator import CachedBytes, Communicator, Splits, Work, own_slice
 from poplar.comm.group import Group
 from poplar.comm.host_memory.segment_pool import caches_memory
-from poplar.comm.point_to_point import Message
-from poplar.comm.shard_layout import Layout, transfers
+from poplar.comm.shard_layout import ALIGNMENT, Layout
+from poplar.comm.stream_work import StreamWork
+
+RECEIVED_BYTES = 1 << 30
+"""A rank receives at most this much of one reduction at a time, and as much of the next one.
+
+A rank with the share `p` of `n` receives `n * p` times the bucket in all. With even shares a block
+of a 7B model (772 MiB in fp32) still takes one call.
+"""
+
+# torch 2.13 renamed this function; 2.10 to 2.12 have only the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Uneven reduce-scatter and all-gather from messages and even collectives."""
+    """Uneven reduce-scatters and gathers from messages and all-to-alls."""
 
-    def __init__(self, group: Group, reduce: str = "direct", gather: str = "direct") -> None:
-        """`reduce` and `gather`: names in `REDUCE_SCATTERS` and `ALL_GATHERS`."""
+    name = "process_group"
+    reduction_order = "rank"
+
+    def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self._queue = CollectiveQueue(group)
-        self._reduce, self._gather = REDUCE_SCATTERS[reduce], ALL_GATHERS[gather]
-        self.name = f"process_group:{reduce}+{gather}"
-        self.reduction_order = self._reduce.reduction_order
+        self.queue = CollectiveQueue(group)
         self.waits_on_stream = group.supports(torch.device("cuda"))
 
-    def reduce_scatter(
-        self,
-        bucket: Bucket,
-        out: Tensor,
-        *,
-        accumulate: bool,
-        what: str,
-        squares: Tensor | None = None,
-    ) -> Work:
-        return self._reduce.run(self._queue, Reduction(bucket, out, accumulate, what, squares))
+    def reduce(self, reduction: Reduction) -> Work:
+        bucket, queue = reduction.bucket, self.queue
+        if queue.calls_natively(bucket.data.device):
+            return _reduce_natively(queue, reduction)
+        own, others = reduction.out.numel(), self.group.size - 1
+        received = queue.buffers.take(others * own, bucket.data.dtype, bucket.data.device)
+        slices, parts = bucket.data.split(bucket.layout.sizes), [*received.view(others, own)]
+        parts.insert(self.group.rank, slices[self.group.rank])
+
+        def add() -> None:
+            reduction.add(parts)
+            queue.buffers.put_back(received)
+
+        return queue.exchange(parts, slices, reduction.what, add)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
     ) -> Work:
         if own is not None:
             own_slice(data, layout, self.group.rank).copy_(own)
-        return self._gather(self._queue, data, layout, what)
+        return gather(self.queue, data, layout, what)
 
     def gather_columns(
         self, data: Tensor, rows: Layout, columns: Sequence[tuple[int, int]], *, what: str
     ) -> Work:
         if all(needed == (0, data.shape[1]) for needed in columns):
             return super().gather_columns(data, rows, columns, what=what)
-        return gather_columns(self._queue, data, rows, columns, what)
+        if self.queue.calls_natively(data.device):
+            return _gather_columns_natively(self.queue, data, rows, columns, what)
+        first, last = columns[self.group.rank]
+        of_rank = data.split(rows.sizes)
+        own = of_rank[self.group.rank]
+        has_whole_rows = last - first == data.shape[1]
+        received = [
+            part if has_whole_rows or part is own else data.new_empty(len(part), last - first)
+            for part in of_rank
+        ]
 
-    def all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        *,
-        what: str,
-    ) -> Work:
-        return all_to_all(self._queue, received, sent, received_sizes, sent_sizes, what)
+        def copy_in() -> None:
+            for part, values in zip(of_rank, received, strict=True):
+                if values is not part:
+                    part[:, first:last].copy_(values)
 
-    def cached_bytes(self) -> CachedBytes:
-        return CachedBytes(private=self._queue.buffers.idle_bytes())
+        sent = [own[:, slice(*needed)].contiguous() for needed in columns]
+        return self.queue.exchange(received, sent, what, copy_in)
 
-    def trim(self) -> None:
-        self._queue.buffers.trim(caches_memory())
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Splits, *, what: str) -> Work:
+        return all_to_all(self.queue, received, sent, sizes, what)
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
-        broadcast(self._queue, data, source, what)
+        if not self.queue.calls_natively(data.device):
+            super().broadcast(data, source, what=what)
+            return
+        group = self.group.process_group
+        call = partial(dist.broadcast, data, group=group, group_src=source, async_op=True)
+        StreamWork(self.group, call, data.device, what).wait()
 
-    def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        return reshard(self._queue, shard, old, new, what)
+    def cached_bytes(self) -> CachedBytes:
+        return CachedBytes(private=self.queue.buffers.idle_bytes())
+
+    def trim(self) -> None:
+        self.queue.buffers.trim(caches_memory())
 
 
-def broadcast(queue: CollectiveQueue, data: Tensor, source: int, what: str) -> None:
-    """As `Communicator.broadcast`: one native call; on the host, messages from the source."""
-    if queue.calls_natively(data.device):
-        group = queue.group.process_group
-
-        def start() -> list[dist.Work | None]:
-            return [dist.broadcast(data, group=group, group_src=source, async_op=True)]
-
-        queue.issue(start, data.device, what).wait()
+def gather(
+    queue: CollectiveQueue, data: Tensor, layout: Layout, what: str, position: int | None = None
+) -> Work:
+    """As `Communicator.all_gather`; `position` is one that was reserved earlier, if any."""
+    rank, group = queue.group.rank, queue.group.process_group
+    if not queue.calls_natively(data.device):
+        slices = data.split(layout.sizes)
+        return queue.exchange(slices, [slices[rank]] * len(slices), what, position=position)
+    own = own_slice(data, layout, rank)
+    if layout.is_even:
+        call = partial(_all_gather, data, own, group=group, async_op=True)
     else:
-        is_source = queue.group.rank == source
-        peers = queue.peers() if is_source else [source]
-        messages = [Message(peer, data, incoming=not is_source) for peer in peers]
-        queue.exchange(messages, what).wait()
+        # Not `dist.all_gather`: NCCL makes one broadcast per rank of it, each with its own work.
+        parts, sent = list(data.split(layout.sizes)), [own] * layout.world_size
+        parts[rank] = sent[rank] = data[:0]
+        call = partial(dist.all_to_all, parts, sent, group=group, async_op=True)
+    return StreamWork(queue.group, call if data.numel() else None, data.device, what)
 
 
 def all_to_all(
     queue: CollectiveQueue,
     received: Tensor,
     sent: Tensor,
-    received_sizes: Sequence[int],
-    sent_sizes: Sequence[int],
+    sizes: Splits,
     what: str,
     position: int | None = None,
 ) -> Work:
-    """As `Communicator.all_to_all`: one native call; on the host, messages.
-
-    `position` is one that was reserved earlier, if any.
-    """
+    """As `Communicator.all_to_all`; `position` is one that was reserved earlier, if any."""
     if queue.calls_natively(sent.device):
-        splits = list(received_sizes), list(sent_sizes)
-
-        def start() -> list[dist.Work | None]:
-            group = queue.group.process_group
-            return [dist.all_to_all_single(received, sent, *splits, group=group, async_op=True)]
-
-        return queue.issue(start, sent.device, what)
+        group, splits = queue.group.process_group, (list(sizes.received), list(sizes.sent))
+        call = partial(dist.all_to_all_single, received, sent, *splits, group=group, async_op=True)
+        return StreamWork(queue.group, call, sent.device, what)
     rank = queue.group.rank
-    outgoing, incoming = sent.split(list(sent_sizes)), received.split(list(received_sizes))
+    outgoing, incoming = sent.split(list(sizes.sent)), received.split(list(sizes.received))
     incoming[rank].copy_(outgoing[rank])
-    messages = []
-    for peer in queue.peers():
-        messages.append(Message(peer, outgoing[peer], incoming=False))
-        messages.append(Message(peer, incoming[peer], incoming=True))
-    return queue.exchange(messages, what, position=position)
+    return queue.exchange(incoming, outgoing, what, position=position)
 
 
-def reshard(queue: CollectiveQueue, shard: Tensor, old: Layout, new: Layout, what: str) -> Tensor:
-    """As `Communicator.reshard`, by an all-to-all."""
-    rank, moves = queue.group.rank, transfers(old, new)
-    result = torch.empty(new.size(rank), dtype=shard.dtype, device=shard.device)
-    sent, received = [0] * queue.group.size, [0] * queue.group.size
-    for move in moves:  # at most one for each pair of ranks, because slices are contiguous
-        if move.source == rank:
-            sent[move.target] = move.stop - move.start
-        if move.target == rank:
-            received[move.source] = move.stop - move.start
-    all_to_all(queue, result, shard, received, sent, what).wait()
-    return result
+def _reduce_natively(queue: CollectiveQueue, reduction: Reduction) -> Work:
+    """One all-to-all; several if a rank would receive more than `RECEIVED_BYTES`.
+
+    Each takes an equal part of every rank's slice. The next one is issued before the previous one
+    is summed, so two buffers receive in turns. Both are allocated before the first call: if memory
+    runs out, the reduction can be issued again.
+    """
+    bucket, out, squares = reduction.bucket, reduction.out, reduction.squares
+    size, sizes = queue.group.size, bucket.layout.sizes
+    slices, largest = bucket.data.split(sizes), max(sizes)
+    count = max(1, -(-size * largest * bucket.data.element_size() // RECEIVED_BYTES))
+    step = max(1, -(-largest // (count * ALIGNMENT))) * ALIGNMENT
+    begins = range(0, max(largest, 1), step)
+    buffers = [bucket.data.new_empty(size * min(step, out.numel())) for _ in begins[:2]]
+    work: Work | None = None
+    for number, begin in enumerate(begins):
+        parts = [part[begin : begin + step] for part in slices]
+        blocks = slice(begin // ALIGNMENT, (begin + step) // ALIGNMENT)
+        sums = None if squares is None else squares[blocks]
+        piece = replace(reduction, out=out[begin : begin + step], squares=sums)
+        received = buffers[number % 2][: size * piece.out.numel()]
+        issued = _issue_piece(queue, piece, received, parts if step < largest else None)
+        if work is not None:
+            work.wait()
+        work = issued
+    assert work is not None
+    return work
+
+
+def _issue_piece(
+    queue: CollectiveQueue, piece: Reduction, received: Tensor, parts: list[Tensor] | None
+) -> Work:
+    """Send a part of a reduction with one call: `parts`, by owner; None: the whole bucket."""
+    data, own, group = piece.bucket.data, piece.out.numel(), queue.group.process_group
+    by_sender = list(received.view(queue.group.size, own))
+    if parts is not None:
+        call = partial(dist.all_to_all, by_sender, parts, group=group, async_op=True)
+    else:
+        splits = (own,) * queue.group.size, piece.bucket.layout.sizes
+        call = partial(dist.all_to_all_single, received, data, *splits, group=group, async_op=True)
+    add = partial(piece.add, by_sender)
+    return StreamWork(queue.group, call if data.numel() else None, data.device, piece.what, add)
+
+
+def _gather_columns_natively(
+    queue: CollectiveQueue,
+    data: Tensor,
+    rows: Layout,
+    columns: Sequence[tuple[int, int]],
+    what: str,
+) -> Work:
+    """One all-to-all of the columns that each rank needs."""
+    rank, (first, last) = queue.group.rank, columns[queue.group.rank]
+    own, others = data[slice(*rows.bounds(rank))], data[:, first:last]
+    parts = [own[:, slice(*needed)].reshape(-1) for needed in columns]
+    parts[rank] = parts[rank][:0]
+    received_rows = [0 if peer == rank else size for peer, size in enumerate(rows.sizes)]
+    received = data.new_empty(sum(received_rows), last - first)
+    sizes = [count * (last - first) for count in received_rows], [part.numel() for part in parts]
+    sent, group = torch.cat(parts), queue.group.process_group
+    call = partial(
+        dist.all_to_all_single, received.view(-1), sent, *sizes, group=group, async_op=True
+    )
+
+    def copy_in() -> None:
+        before, after = rows.bounds(rank)
+        others[:before].copy_(received[:before])
+        others[after:].copy_(received[before:])
+
+    return StreamWork(queue.group, call if data.numel() else None, data.device, what, copy_in)

@@ -11,15 +11,15 @@ collective once its data is there: in a later call, or in a wait for it or for a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm.bucket import Bucket
-from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
-from poplar.comm.host_buffers import HOST, HostBuffers, record
+from poplar.comm.bucket import Bucket, Reduction
+from poplar.comm.communicator import CachedBytes, Communicator, Splits, Work, own_slice
+from poplar.comm.host_buffers import HostBuffers, record
 from poplar.comm.host_memory.segment_pool import caches_memory
 from poplar.comm.shard_layout import Layout
 
@@ -37,30 +37,24 @@ class StagedCommunicator(Communicator):
         self._not_started: deque[_StagedWork] = deque()
         self.reduction_order, self.hosts = on_host.reduction_order, on_host.hosts
 
-    def reduce_scatter(
-        self,
-        bucket: Bucket,
-        out: Tensor,
-        *,
-        accumulate: bool,
-        what: str,
-        squares: Tensor | None = None,
-    ) -> Work:
+    def reduce(self, reduction: Reduction) -> Work:
+        bucket, out = reduction.bucket, reduction.out
         staged = self._copy_to_host(bucket)
         total = self._buffers.take(out.numel(), out.dtype, out.device)
 
         def start() -> Work:
-            return self._on_host.reduce_scatter(staged, total, accumulate=False, what=what)
+            on_host = Reduction(staged, total, accumulate=False, what=reduction.what)
+            return self._on_host.reduce(on_host)
 
         def copy_back() -> None:
-            if accumulate:
+            if reduction.accumulate:
                 out.add_(total.to(out.device, non_blocking=True))
             else:
                 out.copy_(total, non_blocking=True)
             self._buffers.put_back(total, record(out.device))
             self._buffers.put_back(staged.data)
-            if squares is not None:
-                squares.copy_(ops.block_sums_of_squares(out))
+            if reduction.squares is not None:
+                reduction.squares.copy_(ops.block_sums_of_squares(out))
 
         return self._issue(out.device, start, copy_back)
 
@@ -76,25 +70,10 @@ class StagedCommunicator(Communicator):
             lambda: self._copy_back(data, staged),
         )
 
-    def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
-        self._start_all()
-        staged = data.to(HOST, copy=True)
-        self._on_host.broadcast(staged, source, what=what)
-        data.copy_(staged)
-
-    def all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        *,
-        what: str,
-    ) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Splits, *, what: str) -> Work:
         on_host = self._buffers.take(sent.numel(), sent.dtype, sent.device)
         on_host.copy_(sent, non_blocking=True)
         staged = self._buffers.take(received.numel(), received.dtype, received.device)
-        sizes = received_sizes, sent_sizes
 
         def copy_back() -> None:
             self._copy_back(received, staged)
@@ -102,13 +81,9 @@ class StagedCommunicator(Communicator):
 
         return self._issue(
             sent.device,
-            lambda: self._on_host.all_to_all(staged, on_host, *sizes, what=what),
+            lambda: self._on_host.all_to_all(staged, on_host, sizes, what=what),
             copy_back,
         )
-
-    def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        self._start_all()
-        return self._on_host.reshard(shard.to(HOST), old, new, what=what).to(shard.device)
 
     def cached_bytes(self) -> CachedBytes:
         own = CachedBytes(private=self._buffers.idle_bytes())
@@ -143,10 +118,6 @@ class StagedCommunicator(Communicator):
         """Start this collective and all earlier ones; waits for their copies."""
         while not work.is_started:
             self._not_started.popleft().start()
-
-    def _start_all(self) -> None:
-        if self._not_started:
-            self._start_until(self._not_started[-1])
 
 
 class _StagedWork:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from poplar.comm import host_topology
-from poplar.comm.algorithms import ALL_GATHERS, REDUCE_SCATTERS
 from poplar.comm.communicator import Communicator
 from poplar.comm.control_channel import Control
 from poplar.comm.group import Group
@@ -28,7 +27,14 @@ T = TypeVar("T")
 
 CONTROL_SEGMENT_BYTES = 1 << 30
 """Addresses that each rank reserves for the control channel; memory is taken as needed."""
-TRANSPORTS = ("auto", "process_group", "shared_memory", "hierarchical", "staged")
+TRANSPORTS = (
+    "auto",
+    "process_group",
+    "shared_memory",
+    "hierarchical",
+    "hierarchical:process_group",
+    "staged",
+)
 
 
 def connect(
@@ -42,9 +48,8 @@ def connect(
 
     Args:
         group: the participating ranks.
-        choice: `"process_group"` (NCCL, gloo), optionally with the names of two `algorithms`, for
-            reductions and gathers, as in `"process_group:padded+grouped"`; `"shared_memory"` (CPU
-            ranks of one host); `"hierarchical"` (shared memory on each of several hosts);
+        choice: `"process_group"` (NCCL, gloo); `"shared_memory"` (CPU ranks of one host);
+            `"hierarchical"` (shared memory on each of several hosts);
             `"hierarchical:process_group"` (NCCL or gloo on each of them); `"staged"` (any device,
             through host memory); or a communicator built by the caller. `"auto"` takes staged for
             devices that the process group does not support (GPUs with gloo), shared memory or
@@ -70,17 +75,21 @@ def _connect(group: Group, choice: str, device: torch.device, planned: str | Non
     """As `connect`; what it raises follows from what is equal on all ranks."""
     if choice == "auto" and planned is not None:
         return _connect_planned(group, planned, device)
-    name, algorithms = _parse(choice)
-    if name == "staged" or (name == "auto" and not group.supports(device)):
+    if choice not in TRANSPORTS:
+        raise ValueError(
+            f"communicator={choice!r} is not known; use one of "
+            f"{', '.join(map(repr, TRANSPORTS))} or a poplar.comm.Communicator"
+        )
+    if choice == "staged" or (choice == "auto" and not group.supports(device)):
         if not group.is_on_host(HOST):  # NCCL alone: the control group carries host tensors
             group = replace(group, process_group=group.control_group)
         return StagedCommunicator(connect(group, "auto"))
     _check_device(group, choice, device)
-    if name == "process_group":
-        return ProcessGroupCommunicator(group, *algorithms)
+    if choice == "process_group":
+        return ProcessGroupCommunicator(group)
     control = Control(group)
     hosts = _find_hosts(control)
-    if name == "auto":
+    if choice == "auto":
         return _connect_default(group, control, hosts, device)
     return _connect_to_hosts(group, choice, control, hosts, device)
 
@@ -125,7 +134,7 @@ def _connect_default(
 def _connect_to_hosts(
     group: Group, choice: str, control: Control, hosts: Hosts, device: torch.device
 ) -> Communicator:
-    """A transport whose name needs no more parsing. Collective.
+    """A transport for ranks whose hosts are known. Collective.
 
     Raises:
         NotOneHost: the ranks of a host cannot share memory.
@@ -173,32 +182,6 @@ def _find_hosts(control: Control) -> Hosts:
     return Hosts.of(control.exchange_objects(host_topology.host_id(), what=what))
 
 
-def _parse(choice: str) -> tuple[str, tuple[str, ...]]:
-    """The name of the transport and of its algorithms.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    name, colon, rest = choice.partition(":")
-    algorithms = tuple(rest.split("+")) if colon else ()
-    if choice == "hierarchical:process_group":
-        return name, algorithms
-    if name not in TRANSPORTS or (colon and name != "process_group"):
-        raise ValueError(
-            f"communicator={choice!r} is not known; use one of "
-            f"{', '.join(map(repr, TRANSPORTS))} or a poplar.comm.Communicator"
-        )
-    if algorithms and not (
-        len(algorithms) == 2 and algorithms[0] in REDUCE_SCATTERS and algorithms[1] in ALL_GATHERS
-    ):
-        raise ValueError(
-            f"communicator={choice!r} is not known; name a reduction "
-            f"({', '.join(REDUCE_SCATTERS)}) and a gather ({', '.join(ALL_GATHERS)}) after the "
-            "colon, as in 'process_group:padded+grouped'"
-        )
-    return name, algorithms
-
-
 def _connect_hierarchical(group: Group, control: Control, hosts: Hosts) -> Communicator:
     """Hierarchical with shared memory on each host. Collective.
 
@@ -243,7 +226,7 @@ def connect_control(group: Group, choice: str | Communicator = "auto") -> Contro
     if len({*names}) > 1:
         given = ", ".join(f"rank {rank} has {name!r}" for rank, name in enumerate(names))
         raise agreed(ValueError(f"communicator must be the same on all ranks, got: {given}"))
-    if group.size == 1 or name.startswith("process_group"):
+    if group.size == 1 or name == "process_group":
         return control
     try:
         return Control(group, Rendezvous(group, control.exchange_objects, CONTROL_SEGMENT_BYTES))

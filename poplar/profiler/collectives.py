@@ -17,14 +17,13 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
-from poplar.comm import ALL_GATHERS, REDUCE_SCATTERS, Communicator, Work, connect
+from poplar.comm import Communicator, Work, connect
 from poplar.comm.host_memory.segment_pool import caches_memory
 from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.transport_selection import candidates
 from poplar.profiler.links import find_hosts, measure_links, tournament
 from poplar.profiler.model_profile import flat_numels
-from poplar.profiler.pass_memory import PassMemory
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
 from poplar.values.formatting import format_bytes
@@ -52,9 +51,6 @@ OTHER_ORDER_ADVANTAGE = 1.1
 have other bits, so timing noise must not select it."""
 MOST_NUMEL = 1 << 22
 """Largest buffer that is timed for this choice, in elements."""
-ROOM_FOR_STATE = 6
-"""Ranks with so many times the memory of the parameters, beside the parameters, do not lack any:
-gradients, optimizer state and buckets take less."""
 _IN_FLIGHT = 2
 
 
@@ -232,10 +228,9 @@ def _bytes_at_once(ranks: int) -> int:
     """Bytes that the largest collective needs on a rank, per element of its buffer.
 
     Gradients of three sets of collectives; and, for each collective in flight, a bucket, its
-    result, and a part as large as the bucket to and from every rank: one rank owns everything, and
-    the algorithm pads every part to the largest.
+    result, and a part as large as the bucket from every rank: one rank owns everything.
     """
-    return 4 * (3 + _IN_FLIGHT * (2 + 2 * ranks))
+    return 4 * (3 + _IN_FLIGHT * (2 + ranks))
 
 
 def sample_buffers(
@@ -294,58 +289,40 @@ def sample_numels(numels: Sequence[int]) -> list[int]:
 def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
     """Names for `connect` and seconds, fastest first, those that there was time for. Collective.
 
-    Compares the default transport, `candidates`, and the algorithms of the process group. Seconds
-    are those of a reduce-scatter and an all-gather of sample buffers, under even shares and with
-    half of the model on one rank. The fastest reduce-scatter and the fastest all-gather of the
-    process group, timed separately, make one transport.
+    Compares the default transport and `candidates`. Seconds are those of a reduce-scatter and an
+    all-gather of sample buffers, under even shares and with half of the model on one rank.
 
     Returns:
-        Empty if there is no choice: one rank, or a process group that cannot carry the tensors of
-        the device. Transports of another reduction order than the default one are left out if they
-        are not clearly faster.
+        Empty if there is no choice: one rank, one transport, or a process group that cannot carry
+        the tensors of the device. Transports of another reduction order than the default one are
+        left out if they are not clearly faster.
     """
     session, order = usual.session, usual.comm.reduction_order
     group = session.group
     if group.size == 1 or not group.supports(session.device):
         return ()
-    names = dict.fromkeys((usual.comm.name, *candidates(group, session.device)))
-    whole = [name for name in names if not name.startswith("process_group")]
-    sums, gathers = compared_algorithms(session.memory)
+    names = tuple(dict.fromkeys((usual.comm.name, *candidates(group, session.device))))
+    if len(names) == 1:
+        return ()
     sample = replace(usual, numels=sample_numels(usual.numels))
+    ways = {name: sample.over(name) for name in names}
     even = (1.0 / group.size,) * group.size
     skewed = (0.5, *(0.5 / (group.size - 1),) * (group.size - 1))
-    each = TRANSPORT_SECONDS / (len(sums) + len(gathers) + 2 * len(whole)) / 2
-    reduce_scatter, all_gather = Collectives.reduce_scatter, Collectives.all_gather
-    for name in (*whole, "process_group"):  # NCCL connects ranks in their first collective
-        sample.over(name).seconds(reduce_scatter, even, budget=0.0)
+    each = TRANSPORT_SECONDS / (4 * len(names))
+    both = Collectives.reduce_scatter, Collectives.all_gather
+    for way in ways.values():  # NCCL connects ranks in their first collective
+        way.seconds(Collectives.reduce_scatter, even, budget=0.0)
     deadline = time.monotonic() + TRANSPORT_SECONDS
 
-    def seconds(transport: str, issue: Issue) -> float:
+    def seconds(way: Collectives) -> float:
         """Infinite if time is up on any rank."""
-        own = sample.over(transport)
-        if any(own.exchange(float(time.monotonic() > deadline))):
+        if any(way.exchange(float(time.monotonic() > deadline))):
             return math.inf
-        return sum(own.seconds(issue, shares, each) for shares in (even, skewed))
+        return sum(way.seconds(issue, shares, each) for issue in both for shares in (even, skewed))
 
-    found = {name: seconds(name, reduce_scatter) + seconds(name, all_gather) for name in whole}
-    reducing = [(seconds(f"process_group:{n}+direct", reduce_scatter), n) for n in sums]
-    gathering = [(seconds(f"process_group:direct+{n}", all_gather), n) for n in gathers]
-    (reduce_seconds, reduce), (gather_seconds, gather) = min(reducing), min(gathering)
-    found[f"process_group:{reduce}+{gather}"] = reduce_seconds + gather_seconds
-    orders = {name: sample.over(name).comm.reduction_order for name in found}
+    found = {name: seconds(way) for name, way in ways.items()}
+    orders = {name: way.comm.reduction_order for name, way in ways.items()}
     return ranked(found, orders, order)
-
-
-def compared_algorithms(memory: PassMemory) -> tuple[list[str], list[str]]:
-    """Names of the reductions in rank order and of the gathers of the process group.
-
-    Without those that pad where a rank may lack memory: they hold `n` parts as large as the largest
-    one, twice for a reduction, which plans do not count.
-    """
-    sums = [name for name, way in REDUCE_SCATTERS.items() if way.reduction_order == "rank"]
-    if min(memory.unsharded) > ROOM_FOR_STATE * memory.parameters:
-        return sums, list(ALL_GATHERS)
-    return [n for n in sums if n != "padded"], [n for n in ALL_GATHERS if n != "padded"]
 
 
 def ranked(

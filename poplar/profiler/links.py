@@ -10,13 +10,14 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from poplar.comm.host_topology import Hosts, host_id
-from poplar.comm.work import StreamWork
+from poplar.comm.stream_work import StreamWork
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
 from poplar.values.profile import LinkProfile
@@ -142,21 +143,20 @@ class Messages:
         sent = torch.zeros(sum(splits), dtype=torch.uint8, device=self._device)
         received = torch.empty_like(sent)
 
-        def start() -> list[dist.Work | None]:
-            group = self._process_group
-            return [
-                dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
-            ]
+        group = self._process_group
+        call = partial(
+            dist.all_to_all_single, received, sent, splits, splits, group=group, async_op=True
+        )
 
         def run_on_stream() -> None:
             # With a timeout NCCL's wait looks once a millisecond, far longer than a message takes.
-            StreamWork(self._group, start, self._device, _WHAT, None).wait()
+            StreamWork(self._group, call, self._device, _WHAT).wait()
 
         def run_on_host() -> None:
             try:
-                for work in start():
-                    assert work is not None
-                    work.wait(self._group.timeout)
+                work = call()
+                assert work is not None
+                work.wait(self._group.timeout)
             except RuntimeError as error:
                 peers = [rank for rank, own in enumerate(splits) if own]
                 raise self._group.timeout_error(_WHAT, peers, str(error)) from error

@@ -18,7 +18,7 @@ from ranks import Pool
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm import Codec, Communicator, Control, Group, algorithms, connect
+from poplar.comm import Codec, Communicator, Control, Group, connect, process_group
 from poplar.comm.shard_layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,7 +93,7 @@ def test_one_all_to_all_gives_the_same_bits(ranks: Pool, depth: int) -> None:
 
 
 def reduce_scatter_in_pieces(received_bytes: int) -> list[str]:
-    with mock.patch.object(algorithms, "RECEIVED_BYTES", received_bytes):
+    with mock.patch.object(process_group, "RECEIVED_BYTES", received_bytes):
         return reduce_scatter_many(11, 60, 3, native=True)
 
 
@@ -113,7 +113,7 @@ def sums_of_squares_in_pieces() -> bool:
     bucket = comm.buffer(layout, torch.float32, torch.device("cpu"))
     bucket.pack([gradient(comm.group.rank, layout.numel, 0)], [0], 0.25)
     out, squares = torch.empty(high - low), torch.full((-(-(high - low) // 64),), torch.nan)
-    with native_calls(), mock.patch.object(algorithms, "RECEIVED_BYTES", 2000):
+    with native_calls(), mock.patch.object(process_group, "RECEIVED_BYTES", 2000):
         comm.reduce_scatter(bucket, out, accumulate=False, what="x", squares=squares).wait()
     return torch.equal(squares, ops.block_sums_of_squares(out))
 
@@ -151,7 +151,7 @@ def calls_of(operation: str) -> list[str]:
     with ExitStack() as patches:
         patches.enter_context(native_calls())
         patches.enter_context(count(dist, "all_to_all", dist.all_to_all))
-        patches.enter_context(count(algorithms, "_all_gather", algorithms._all_gather))
+        patches.enter_context(count(process_group, "_all_gather", process_group._all_gather))
         for name in ("all_to_all_single", "broadcast", "batch_isend_irecv", "isend", "irecv"):
             patches.enter_context(count(dist, name, getattr(dist, name)))
         low, high = uneven.bounds(comm.group.rank)

@@ -17,7 +17,7 @@ from torch import Tensor
 from poplar.comm import Group, connect
 from poplar.comm.shard_layout import Layout
 
-TRANSPORTS = ("shared_memory", "process_group", "native calls", "process_group:padded+grouped")
+TRANSPORTS = ("shared_memory", "process_group", "native calls")
 
 
 def random_columns(draw: random.Random, width: int) -> tuple[int, int]:

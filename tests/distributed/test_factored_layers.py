@@ -24,7 +24,6 @@ from training import STAGES, Run, assert_exact, train_many
 
 from poplar import HeteroZeroOptimizer, Plan, RankFailed, UnitPlan
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.comm.point_to_point import Message
 from poplar.planner.factored_layers import factored_traffic
 from poplar.zero.factors.reduction import RowReduction, _Rows
 from poplar.zero.factors.rows import FactoredRows
@@ -427,11 +426,16 @@ def bytes_sent(stages: Sequence[int]) -> list[int]:
         exchange = CollectiveQueue.exchange
 
         def counted(
-            queue: CollectiveQueue, messages: Sequence[Message], what: str, *args: Any, **kw: Any
+            queue: CollectiveQueue,
+            received: Any,
+            parts: Sequence[Tensor],
+            what: str,
+            *args: Any,
+            **kw: Any,
         ) -> Any:
-            outgoing = [message.tensor for message in messages if not message.incoming]
-            sent[what] += sum(tensor.nbytes for tensor in outgoing)  # noqa: B023
-            return exchange(queue, messages, what, *args, **kw)  # noqa: B023
+            peers = {*range(RANKS)} - {harness.rank()}
+            sent[what] += sum(parts[peer].nbytes for peer in peers)  # noqa: B023
+            return exchange(queue, received, parts, what, *args, **kw)  # noqa: B023
 
         samples = PASSES * ROWS[harness.rank()]
         with mock.patch.object(CollectiveQueue, "exchange", counted):

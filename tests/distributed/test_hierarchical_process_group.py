@@ -13,7 +13,7 @@ from communicators import connect_natively
 from native_calls import all_to_all_of_parts
 from torch import Tensor
 
-from poplar.comm import Bucket, Codec, Communicator, Group, work
+from poplar.comm import Bucket, Codec, Communicator, Group, stream_work
 from poplar.comm.hierarchy.transport import HierarchicalCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import Layout
@@ -90,7 +90,7 @@ def pending_steps(names: str) -> list[str]:
     layout = Layout.even(64 * group.size, group.size)
     bucket = Bucket(torch.ones(layout.numel), layout, Codec())
     never = mock.Mock(query=lambda: False)
-    with mock.patch.object(work, "record", return_value=never):
+    with mock.patch.object(stream_work, "record", return_value=never):
         comm.reduce_scatter(
             bucket, torch.zeros(64), accumulate=False, what="a reduction", squares=None
         ).wait()

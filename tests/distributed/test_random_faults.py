@@ -75,7 +75,7 @@ ALLOCATIONS = frozenset(
         "resize_",
     ]
 )
-DEVICE_MEMORY = ("poplar.comm.communicator", "poplar.comm.algorithms", "poplar.comm.buffer_pool")
+DEVICE_MEMORY = ("poplar.comm.communicator", "poplar.comm.process_group")
 """Modules outside of `poplar.zero` that allocate on the model's device. Transports of CPU tensors
 use host memory, which does not run out with an exception."""
 HOST_VALUES = "poplar.zero.agreement"

@@ -29,7 +29,6 @@ TRANSPORTS = (
     "shared_memory",
     "process_group",
     "native calls",
-    "process_group:padded+grouped",
     "staged",
     "hierarchical",
     "hierarchical:process_group",

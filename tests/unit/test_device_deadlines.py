@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from poplar.comm import Group, failure_reports, work
+from poplar.comm import Group, failure_reports, stream_work
 from poplar.comm.failure_reports import FailureReports
-from poplar.comm.work import StreamWork
+from poplar.comm.stream_work import StreamWork
 from poplar.values.errors import CollectiveTimeout
 
 DEADLINE = timedelta(seconds=0.3)
@@ -125,8 +125,8 @@ class FakeWork:
         return self.is_over
 
 
-def issue(group: Group, works: list[Any]) -> StreamWork:
-    return StreamWork(group, lambda: works, torch.device("cuda", 0), "a reduction", None)
+def issue(group: Group, work: Any) -> StreamWork:
+    return StreamWork(group, lambda: work, torch.device("cuda", 0), "a reduction")
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
         events.append(FakeEvent(None))
         return events[-1]
 
-    monkeypatch.setattr(work, "record", record)
+    monkeypatch.setattr(stream_work, "record", record)
     return events
 
 
@@ -146,14 +146,14 @@ def test_a_collective_that_the_device_does_not_finish_is_aborted_while_the_host_
     groups: list[Group],
 ) -> None:
     """As in a read of the device in the user's loss function, on all ranks but the lost one."""
-    works = [issue(group, [FakeWork(), None]) for group in groups[:2]]
+    works = [issue(group, FakeWork()) for group in groups[:2]]
     for group in groups[:2]:
         assert group.reports is not None
         group.reports.watch(group.follow_failure, group.abort_late_collectives)
     for rank, group in enumerate(groups[:2]):
         assert wait_until(lambda group=group: aborts(group))
         with pytest.raises(CollectiveTimeout, match=rf"rank {rank}: .* waiting for rank\(s\) 2 "):
-            issue(group, [FakeWork()])
+            issue(group, FakeWork())
     assert len(works) == 2
 
 
@@ -162,7 +162,7 @@ def test_a_wait_of_a_stream_that_does_not_end_is_aborted_while_the_host_is_block
 ) -> None:
     """As of an unshard that is needed at once: the host has waited, the device has not."""
     for group in groups[:2]:
-        issue(group, [FakeWork()]).wait()
+        issue(group, FakeWork()).wait()
         assert group.reports is not None
         group.reports.watch(group.follow_failure, group.abort_late_collectives)
     assert len(stream) == 2
@@ -175,7 +175,7 @@ def test_a_wait_of_a_stream_that_does_not_end_is_aborted_while_the_host_is_block
 def test_a_rank_whose_stream_waits_is_not_taken_for_the_cause(
     groups: list[Group], stream: list[FakeEvent]
 ) -> None:
-    issue(groups[0], [FakeWork()]).wait()
+    issue(groups[0], FakeWork()).wait()
     assert stream
     groups[0].follow_failure()
     with pytest.raises(CollectiveTimeout, match=r"rank 1: the loss failed, .* rank\(s\) 2 "):
@@ -189,9 +189,9 @@ def test_collectives_that_are_over_or_abandoned_are_not_late(
     group.__dict__["rank"] = 0
     over, abandoned = FakeWork(), FakeWork()
     over.is_over = True
-    kept = issue(group, [over])
-    issue(group, [FakeWork()]).wait()
-    issue(group, [abandoned])
+    kept = issue(group, over)
+    issue(group, FakeWork()).wait()
+    issue(group, abandoned)
     stream[0].left = 0  # the device has got there
     assert len(group.in_flight) == 2
     group.abort_late_collectives()
@@ -227,9 +227,9 @@ def test_no_call_from_another_thread_makes_a_context_on_the_first_device(
     process_group: Any = group.process_group
     monkeypatch.setattr(process_group, "abort", looks)
     monkeypatch.setattr(torch.cuda, "device", thread.enter)
-    monkeypatch.setattr(work, "record", lambda _device: event)
+    monkeypatch.setattr(stream_work, "record", lambda _device: event)
     device = torch.device("cuda", 3)
-    kept = [StreamWork(group, lambda: [waiting], device, "a sum", None) for _ in range(2)]
+    kept = [StreamWork(group, lambda: waiting, device, "a sum") for _ in range(2)]
     kept[0].wait()
     group.abort_late_collectives()
     group.follow_failure()
@@ -242,7 +242,7 @@ def test_a_wait_frees_the_tensors_of_a_collective(
     """torch's work refers to its outputs until the device has finished it."""
     issued = FakeWork()
     alive = weakref.ref(issued)
-    issue(groups[0], [issued]).wait()
+    issue(groups[0], issued).wait()
     del issued
     assert stream
     assert alive() is None

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from poplar.comm import ALL_GATHERS
-from poplar.profiler.collectives import compared_algorithms
 from poplar.profiler.pass_memory import PassMemory
 
 MIB = 1 << 20
@@ -57,10 +55,3 @@ def test_with_what_is_missing_on_every_rank_the_parameters_fit(seed: int) -> Non
         assert min(short.budgets) < short.unsharded_units or (
             sum(short.capacities) < short.parameters
         )
-
-
-def test_transports_that_pad_are_compared_only_where_memory_is_ample() -> None:
-    plenty = PassMemory.unlimited(3)
-    assert compared_algorithms(plenty) == (["direct", "padded"], list(ALL_GATHERS))
-    short = replace(plenty, parameters=MIB, unsharded=(100.0 * MIB, 5.0 * MIB, 100.0 * MIB))
-    assert compared_algorithms(short) == (["direct"], ["direct", "grouped"])

@@ -27,4 +27,4 @@ def test_receives_are_posted_before_sends(seed: int) -> None:
     for _, ((tensor,), peer, tag), _ in calls:
         assert tensor is tensors[peer]
         assert tag == 1
-    assert sorted(works) == [(peer, (peer,)) for peer in range(6)]  # each work has its own peer
+    assert sorted(works) == [(peer, peer) for peer in range(6)]  # each work has its own peer

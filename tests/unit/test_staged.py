@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from poplar.comm import Bucket, Codec, Work, staged
+from poplar.comm.bucket import Reduction
 from poplar.comm.communicator import Communicator
 from poplar.comm.host_buffers import HostBuffers
 from poplar.comm.shard_layout import Layout
@@ -47,22 +48,20 @@ class OnHost(Communicator):
         self.buffers: list[int] = []
         self.broken = False
 
-    def reduce_scatter(self, bucket: Bucket, out: Any, *, what: str, **options: Any) -> Work:
+    def reduce(self, reduction: Reduction) -> Work:
         if self.broken:
-            raise RuntimeError(f"{what} cannot start")
-        self.started.append(what)
-        self.buffers.append(bucket.data.data_ptr())
-        out.copy_(bucket.data[: out.numel()])
+            raise RuntimeError(f"{reduction.what} cannot start")
+        self.started.append(reduction.what)
+        data, out = reduction.bucket.data, reduction.out
+        self.buffers.append(data.data_ptr())
+        out.copy_(data[: out.numel()])
         return SimpleNamespace(wait=lambda: 1.0)
 
     def all_gather(self, data: Any, layout: Layout, *, what: str, own: Any = None) -> Work:
         self.started.append(what)
         return SimpleNamespace(wait=lambda: 0.0)
 
-    def broadcast(self, data: Any, source: int, *, what: str) -> None:
-        self.started.append(what)
-
-    abort = reshard = all_to_all = None  # type: ignore[assignment]
+    abort = all_to_all = None  # type: ignore[assignment]
 
 
 @pytest.fixture

@@ -83,9 +83,7 @@ def test_gpus_beside_gloo_are_staged(monkeypatch: pytest.MonkeyPatch, choice: st
     assert connect(group, choice, CUDA) == "StagedCommunicator"
 
 
-@pytest.mark.parametrize(
-    "choice", ["process_group", "process_group:padded+grouped", "hierarchical:process_group"]
-)
+@pytest.mark.parametrize("choice", ["process_group", "hierarchical:process_group"])
 def test_a_backend_without_support_for_the_device_raises_with_the_alternatives(
     monkeypatch: pytest.MonkeyPatch, choice: str
 ) -> None:

@@ -27,9 +27,9 @@ class Route:
     """The sizes of these, by rank of this host."""
     parts: tuple[Bounds, ...]
     """The buffer's elements in the order of `host_layout`; adjacent parts are one."""
-    relayed: tuple[int, ...]
+    relayed: list[int]
     """By rank of the group, elements of its slice that this rank relays."""
-    relays: tuple[int, ...]
+    relays: list[int]
     """By rank of the group, elements of this rank's slice that it relays."""
     sent: tuple[Bounds, ...]
     """The elements of this rank's slice, counted from its start, in the order of `relays`."""
@@ -64,8 +64,8 @@ class Route:
             by_rank=by_rank,
             host_layout=Layout((0, *accumulate(sizes))),
             parts=_joined(bounds for parts in by_rank for bounds in parts),
-            relayed=tuple(relayed),
-            relays=tuple(relays),
+            relayed=relayed,
+            relays=relays,
             sent=_joined(places[relay] for relay in sorted(places)),
             by_host=tuple(_joined(received[peer] for peer in ranks) for ranks in hosts.members),
         )

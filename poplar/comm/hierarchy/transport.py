@@ -8,23 +8,28 @@ hosts it is one all-to-all of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from poplar.comm.algorithms import Reduction
-from poplar.comm.bucket import Bucket, Codec
+from poplar.comm.bucket import Bucket, Codec, Reduction
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.comm.communicator import CachedBytes, CallbackWork, Communicator, Work, own_slice
+from poplar.comm.communicator import (
+    CachedBytes,
+    CallbackWork,
+    Communicator,
+    Splits,
+    Work,
+    own_slice,
+)
 from poplar.comm.group import Group
 from poplar.comm.hierarchy.routes import Route
 from poplar.comm.hierarchy.step_stream import StepStream, StepsWork
 from poplar.comm.hierarchy.within_host import ProcessGroupOfHost, SharedHostMemory, WithinHost, join
 from poplar.comm.host_memory.rendezvous import Rendezvous
 from poplar.comm.host_topology import Hosts
-from poplar.comm.point_to_point import Message
-from poplar.comm.process_group import all_to_all, broadcast, reshard
+from poplar.comm.process_group import all_to_all
 from poplar.comm.shard_layout import Layout
 
 
@@ -84,19 +89,10 @@ class HierarchicalCommunicator(Communicator):
     def trim(self) -> None:
         self._within.comm.trim()
 
-    def reduce_scatter(
-        self,
-        bucket: Bucket,
-        out: Tensor,
-        *,
-        accumulate: bool,
-        what: str,
-        squares: Tensor | None = None,
-    ) -> Work:
-        def steps() -> Work:
-            return self._reduce(Reduction(bucket, out, accumulate, what, squares))
-
-        return self._issue(self._reductions, steps, out.device, bucket, out, squares)
+    def reduce(self, reduction: Reduction) -> Work:
+        bucket, out = reduction.bucket, reduction.out
+        used = bucket, out, reduction.squares
+        return self._issue(self._reductions, lambda: self._reduce(reduction), out.device, *used)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
@@ -108,43 +104,10 @@ class HierarchicalCommunicator(Communicator):
 
         return self._issue(self._gathers, steps, data.device, data, own)
 
-    def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
-        if self._between.calls_natively(data.device):
-            broadcast(self._between, data, source, what)
-            return
-        rank, flat = self.group.rank, data.view(-1)
-        own_host, source_host = self._hosts.host_of(rank), self._hosts.host_of(source)
-        ranks = self._hosts.members[own_host]
-        leaders = [
-            ranks[0] for host, ranks in enumerate(self._hosts.members) if host != source_host
-        ]
-        messages = []
-        if rank == source:
-            messages = [Message(leader, flat, incoming=False) for leader in leaders]
-        elif rank in leaders:
-            messages = [Message(source, flat, incoming=True)]
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Splits, *, what: str) -> Work:
         with self._within.abort_on_error(what):
-            self._between.exchange(messages, what).wait()
-        leader = source if source_host == own_host else ranks[0]
-        self._within.comm.broadcast(flat, ranks.index(leader), what=what)
-
-    def all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        *,
-        what: str,
-    ) -> Work:
-        sizes = received_sizes, sent_sizes
-        with self._within.abort_on_error(what):
-            exchange = all_to_all(self._between, received, sent, *sizes, what)
+            exchange = all_to_all(self._between, received, sent, sizes, what)
         return self._within.joined(exchange, what)
-
-    def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        with self._within.abort_on_error(what):
-            return reshard(self._between, shard, old, new, what)
 
     def _issue(
         self, stream: StepStream, steps: Callable[[], Work], device: torch.device, *used: object
@@ -179,8 +142,8 @@ class HierarchicalCommunicator(Communicator):
             reduction.add(sums)
 
         def send(position: int) -> Work:
-            sizes = route.relays, route.relayed
-            exchange = self._exchange(received, total[own:], *sizes, reduction.what, position)
+            sizes = Splits(received=route.relays, sent=route.relayed)
+            exchange = self._exchange(received, total[own:], sizes, reduction.what, position)
             return CallbackWork(exchange, add_hosts)
 
         return self._within.reduce(reduction, route, total, send)
@@ -192,25 +155,18 @@ class HierarchicalCommunicator(Communicator):
         route = self._route(layout)
 
         def receive(relayed: Tensor, position: int) -> Work:
-            sizes = route.relayed, route.relays
-            return self._exchange(relayed, join(own, route.sent), *sizes, what, position)
+            sizes = Splits(received=route.relayed, sent=route.relays)
+            return self._exchange(relayed, join(own, route.sent), sizes, what, position)
 
         return self._within.gather(data, own, route, what, receive)
 
     def _exchange(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        what: str,
-        position: int,
+        self, received: Tensor, sent: Tensor, sizes: Splits, what: str, position: int
     ) -> Work:
         """One all-to-all of all hosts, with the number of elements of each rank."""
         if len(self._hosts.members) == 1:
             return StepsWork()
-        sizes = received_sizes, sent_sizes
-        return all_to_all(self._between, received, sent, *sizes, what, position)
+        return all_to_all(self._between, received, sent, sizes, what, position)
 
     def _route(self, layout: Layout) -> Route:
         if layout not in self._routes:

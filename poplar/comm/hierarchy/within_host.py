@@ -13,17 +13,15 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from poplar.comm.algorithms import Reduction, gather_direct
-from poplar.comm.bucket import Bucket
+from poplar.comm.bucket import Bucket, Reduction
 from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.communicator import CallbackWork, Communicator, Work, own_slice
 from poplar.comm.copies import copy
 from poplar.comm.group import Group
 from poplar.comm.hierarchy.routes import Bounds, Route
-from poplar.comm.host_memory.rendezvous import Rendezvous
+from poplar.comm.host_memory.rendezvous import Rendezvous, SharedMemoryWork
 from poplar.comm.host_memory.transport import SharedMemoryCommunicator
-from poplar.comm.host_memory.work import SharedMemoryWork
-from poplar.comm.process_group import ProcessGroupCommunicator
+from poplar.comm.process_group import ProcessGroupCommunicator, gather
 
 
 class WithinHost(ABC):
@@ -156,8 +154,8 @@ class ProcessGroupOfHost(WithinHost):
 
     def __init__(self, between: CollectiveQueue, host_group: Group) -> None:
         """`host_group`: the ranks of the host, ascending; `between`: of all ranks."""
-        self.comm = ProcessGroupCommunicator(host_group)
-        self._between, self._queue = between, CollectiveQueue(host_group)
+        self.comm: ProcessGroupCommunicator = ProcessGroupCommunicator(host_group)
+        self._between = between
 
     def reduce(
         self, reduction: Reduction, route: Route, total: Tensor, send: Callable[[int], Work]
@@ -183,9 +181,9 @@ class ProcessGroupOfHost(WithinHost):
         receive: Callable[[Tensor, int], Work],
     ) -> Work:
         gathered = data.new_empty(route.host_layout.numel)
-        shared = own_slice(gathered, route.host_layout, self._queue.group.rank)
+        shared = own_slice(gathered, route.host_layout, self.comm.group.rank)
         shared[: own.numel()].copy_(own)
-        between, within = self._between.reserve(), self._queue.reserve()
+        between, within = self._between.reserve(), self.comm.queue.reserve()
         exchange = receive(shared[own.numel() :], between)
 
         def copy_out() -> None:
@@ -193,7 +191,7 @@ class ProcessGroupOfHost(WithinHost):
             torch._foreach_copy_(places, gathered.split(sizes_of(route.parts)))
 
         def gather_on_host() -> Work:
-            work = gather_direct(self._queue, gathered, route.host_layout, what, within)
+            work = gather(self.comm.queue, gathered, route.host_layout, what, within)
             return CallbackWork(work, copy_out)
 
         return self._between.chain(exchange, gather_on_host, data.device, between)

@@ -117,10 +117,6 @@ class Rendezvous:
             self.wait_until_over(block.last_collective)
             block.last_collective = None
 
-    def is_shared(self, data: Tensor) -> bool:
-        """Whether `data` is in this rank's segment."""
-        return self._block_of(data) is not None
-
     def last_collective(self, data: Tensor) -> int | None:
         """The last collective in which peers read or wrote `data`; None if they never did."""
         block = self._block_of(data)
@@ -411,6 +407,33 @@ class Rendezvous:
             failure = self.group.timeout_error(what, missing, "no answer")
         self._abort(str(failure))
         return failure
+
+
+class SharedMemoryWork:
+    """A posted collective; `wait` waits for the peers' posts and then reads them."""
+
+    def __init__(
+        self, rendezvous: Rendezvous, collective: int, what: str, read: Callable[[], float | None]
+    ) -> None:
+        """`read` reads the peers' data and returns the seconds that it waited, if any."""
+        self._rendezvous, self._collective, self._what = rendezvous, collective, what
+        self._read: Callable[[], float | None] | None = read
+        rendezvous.unfinished[collective] = self.wait
+
+    def wait(self) -> float:
+        """As `Work.wait`."""
+        if self._read is None:
+            return 0.0
+        rendezvous, collective = self._rendezvous, self._collective
+        # In the order of issue, independent of the order of waits: peers may be in an earlier
+        # collective that only progresses while all ranks wait for it.
+        waited = rendezvous.finish_earlier(collective)
+        with rendezvous.abort_on_error(self._what):
+            waited += rendezvous.wait_until_posted(collective, self._what)
+            waited += self._read() or 0.0
+        self._read = None
+        rendezvous.finish(collective)
+        return waited
 
 
 def _open_segments(

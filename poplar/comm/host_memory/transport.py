@@ -7,7 +7,6 @@ slice of every bucket and adds them in rank order. `rendezvous` defines how rank
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 
 from poplar import _core, ops
-from poplar.comm.bucket import Bucket, Codec
-from poplar.comm.communicator import CachedBytes, Communicator, Work, own_slice
-from poplar.comm.copies import copy, copy_except
-from poplar.comm.host_memory.rendezvous import Rendezvous
-from poplar.comm.host_memory.work import SharedMemoryWork
-from poplar.comm.shard_layout import ALIGNMENT, Layout, transfers
+from poplar.comm.bucket import Bucket, Codec, Reduction
+from poplar.comm.communicator import CachedBytes, Communicator, Splits, Work, own_slice
+from poplar.comm.copies import copy
+from poplar.comm.host_memory.rendezvous import Rendezvous, SharedMemoryWork
+from poplar.comm.shard_layout import ALIGNMENT, Layout
 
 _MIN_SHARED_NUMEL = 2 * _core.CHUNK
 """Elements of a slice from which on several ranks may reduce chunks of it."""
@@ -63,21 +61,13 @@ class SharedMemoryCommunicator(Communicator):
     def wait_for_readers(self, data: Tensor) -> None:
         self._rendezvous.wait_for_readers(data)
 
-    def reduce_scatter(
-        self,
-        bucket: Bucket,
-        out: Tensor,
-        *,
-        accumulate: bool,
-        what: str,
-        squares: Tensor | None = None,
-    ) -> Work:
+    def reduce(self, reduction: Reduction) -> Work:
+        bucket, squares = reduction.bucket, reduction.squares
         rank, rendezvous = self.group.rank, self._rendezvous
         own, low = bucket.layout.size(rank), bucket.layout.bounds(rank)[0]
         # Peers can write sums of this rank's slice only into its bucket.
-        in_place = not accumulate and out.data_ptr() == bucket.data.data_ptr() + (
-            low * bucket.data.element_size()
-        )
+        begin = bucket.data.data_ptr() + low * bucket.data.element_size()
+        in_place = not reduction.accumulate and reduction.out.data_ptr() == begin
         shares_work = (
             in_place and own >= _MIN_SHARED_NUMEL and ops.native and bucket.squares is not None
         )
@@ -88,23 +78,22 @@ class SharedMemoryCommunicator(Communicator):
             extra_bytes=_extra_bytes(bucket) if shares_work else 0,
         )
 
-        def reduce() -> float:
+        def read() -> float:
             waited = 0.0
             if shares_work:
                 self._reduce_chunks(rank, collective, bucket)
             elif own:
-                parts = self.slices(collective, bucket.data, low, own)
-                bucket.codec.reduce(out, parts, accumulate, squares)
+                reduction.add(self.slices(collective, bucket.data, low, own))
             if ops.native:
                 for peer in rendezvous.peers_sharing_work(collective):
                     self._reduce_chunks(peer, collective, bucket)
             if shares_work:
-                waited = rendezvous.wait_for_chunks(collective, own, what)
+                waited = rendezvous.wait_for_chunks(collective, own, reduction.what)
                 if squares is not None:
                     squares.copy_(self._squares(rank, collective, bucket))
             return waited
 
-        return SharedMemoryWork(rendezvous, collective, what, reduce)
+        return SharedMemoryWork(rendezvous, collective, reduction.what, read)
 
     def _reduce_chunks(self, rank: int, collective: int, bucket: Bucket) -> None:
         """Reduce the chunks of a rank's slice that no other rank has taken, in its own bucket."""
@@ -122,35 +111,6 @@ class SharedMemoryCommunicator(Communicator):
             return bucket.squares[low:high]
         first = bucket.layout.numel + low
         return self._rendezvous.peer_view(rank, collective, torch.float32, first, high - low)
-
-    def all_reduce(self, bucket: Bucket, *, what: str) -> Work:
-        """`bucket.data` = the sum over ranks of their buckets. Collective.
-
-        The owner of a slice adds it in rank order and fp32, rounds the sum once to the bucket's
-        dtype, and writes it into every rank's buffer.
-        """
-        rendezvous, data = self._rendezvous, bucket.data
-        low, high = bucket.layout.bounds(self.group.rank)
-        is_shared = rendezvous.is_shared(data)
-        shared, block = (data, None) if is_shared else rendezvous.allocate(data.dtype, data.numel())
-        if not is_shared:
-            copy_except(shared, data, low, high)
-        collective = rendezvous.post(shared)
-
-        def reduce() -> float:
-            # Peers may still read, for an earlier collective, what this overwrites.
-            waited = rendezvous.wait_until_over(collective - 1)
-            if low < high:
-                parts = self.slices(collective, data, low, high - low)
-                bucket.codec.reduce_each(parts, parts)
-            rendezvous.mark_written(collective)
-            waited += rendezvous.wait_until_written(collective, what)
-            if block is not None:
-                copy_except(data, shared, low, high)
-                rendezvous.free(block)
-            return waited
-
-        return SharedMemoryWork(rendezvous, collective, what, reduce)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
@@ -173,17 +133,9 @@ class SharedMemoryCommunicator(Communicator):
 
         return SharedMemoryWork(rendezvous, collective, what, gather)
 
-    def all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        *,
-        what: str,
-    ) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Splits, *, what: str) -> Work:
         rendezvous, rank, step = self._rendezvous, self.group.rank, sent.element_size()
-        begins = (0, *itertools.accumulate(sent_sizes))
+        begins = (0, *itertools.accumulate(sizes.sent))
         # Only the sender knows where each rank's part begins, so it posts that in a header.
         header = _HEADER_ALIGNMENT * -(-8 * len(begins) // _HEADER_ALIGNMENT)
         posted, block = rendezvous.allocate(torch.uint8, header + sent.numel() * step)
@@ -194,7 +146,7 @@ class SharedMemoryCommunicator(Communicator):
 
         def read() -> None:
             own = sent[begins[rank] : begins[rank + 1]]
-            for peer, part in enumerate(received.split(list(received_sizes))):
+            for peer, part in enumerate(received.split(list(sizes.received))):
                 if peer == rank:
                     copy(part, own)
                     continue
@@ -235,45 +187,6 @@ class SharedMemoryCommunicator(Communicator):
 
     def trim(self) -> None:
         self._rendezvous.trim()
-
-    def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
-        rendezvous, flat = self._rendezvous, data.view(-1)
-        # A copy: the source may overwrite its data before all ranks have read it.
-        collective = rendezvous.post_copy(flat if self.group.rank == source else flat[:0])
-
-        def read() -> None:
-            if self.group.rank != source:
-                count = flat.numel()
-                copy(
-                    flat,
-                    rendezvous.peer_view(source, collective, flat.dtype, 0, count, total=count),
-                )
-
-        SharedMemoryWork(rendezvous, collective, what, read).wait()
-
-    def reshard(self, shard: Tensor, old: Layout, new: Layout, *, what: str) -> Tensor:
-        rendezvous, rank = self._rendezvous, self.group.rank
-        result = torch.empty(new.size(rank), dtype=shard.dtype, device=shard.device)
-        collective = rendezvous.post_copy(shard)
-
-        def read() -> None:
-            first = new.bounds(rank)[0]
-            for move in transfers(old, new):
-                if move.target != rank:
-                    continue
-                begin, count = move.start - old.bounds(move.source)[0], move.stop - move.start
-                total = old.size(move.source)
-                part = (
-                    shard[begin : begin + count]
-                    if move.source == rank
-                    else rendezvous.peer_view(
-                        move.source, collective, shard.dtype, begin, count, total=total
-                    )
-                )
-                copy(result[move.start - first : move.stop - first], part)
-
-        SharedMemoryWork(rendezvous, collective, what, read).wait()
-        return result
 
 
 def _extra_bytes(bucket: Bucket) -> int:

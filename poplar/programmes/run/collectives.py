@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from poplar.comm.bucket import Codec, WideCodec
-from poplar.comm.communicator import Communicator
+from poplar.comm.communicator import Communicator, Splits
 from poplar.comm.shard_layout import Layout
 
 Bounds = Sequence[int]
@@ -134,11 +134,12 @@ def all_to_all(
         sent = _parts(x, target_dim, target)
         own = sent[comm.group.rank]
         shapes = [_resized(own, source_dim, stop - start) for start, stop in pairwise(source)]
-        sizes = [math.prod(shape) for shape in shapes], [part.numel() for part in sent]
-        received = torch.empty(sum(sizes[0]), dtype=x.dtype, device=x.device)
+        numels = [math.prod(shape) for shape in shapes]
+        sizes = Splits(received=numels, sent=[part.numel() for part in sent])
+        received = torch.empty(sum(numels), dtype=x.dtype, device=x.device)
         flat = torch.cat([part.reshape(-1) for part in sent])
-        comm.all_to_all(_words(received), _words(flat), *sizes, what=what).wait()
-        parts = zip(received.split(sizes[0]), shapes, strict=True)
+        comm.all_to_all(_words(received), _words(flat), sizes, what=what).wait()
+        parts = zip(received.split(numels), shapes, strict=True)
         return torch.cat([part.view(shape) for part, shape in parts], source_dim)
 
     def back(gradient: Tensor) -> Tensor:
