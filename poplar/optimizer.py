@@ -940,7 +940,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return TrainingParts(
             engine=self._engine,
             update=self._update,
-            param_groups=self.param_groups,
+            optimizer=self,
             stage=self._stage,
             plan=self._plan,
             scaler=self._default_scaler,

@@ -1,15 +1,15 @@
 """`load_checkpoint`: reads what this rank needs of a checkpoint with any other layout.
 
 [Note: a load]
-All that can fail comes first: names, shapes and groups are compared, new optimizer state is
-allocated, each rank verifies a share of the files, optimizer state is read. The ranks agree after
-each part. Only then do values change, which are read in place.
+All that can fail comes first: names, shapes and groups are compared, each rank verifies a share of
+the files, optimizer state is read into new memory. The ranks agree after each part. Only then do
+values change, which are read in place, and the optimizer state is applied as that of a state dict.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,23 @@ from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.names import canonical
 from poplar.checkpoint.random_state import check_random_state, set_random_state
 from poplar.checkpoint.save import RANK, SCALER, STATE
-from poplar.checkpoint.saved_names import check_model, saved_groups_of, saved_optimizer_keys
-from poplar.checkpoint.state_dicts.loaded_state import settings_of
+from poplar.checkpoint.saved_names import check_model, read_groups, saved_optimizer_keys
+from poplar.checkpoint.state_dicts.loaded_state import LoadedState
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
+from poplar.checkpoint.state_dicts.place import Place, places_of
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.checkpoint.training_state import (
     Checkpointed,
     TrainingParts,
     check_idle,
     is_extra_state,
-    loaded_runs,
     model_values,
-    new_run_state,
     optimizer_name,
-    shard_of,
     stored_values,
 )
 from poplar.values.errors import DamagedCheckpoint
 from poplar.zero.agreement import run_on_all_ranks
-from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.update import ParameterRun, StateLayout
+from poplar.zero.update import StateLayout
 
 
 def load_checkpoint(
@@ -97,6 +95,7 @@ def _prepared(
     load = run_on_all_ranks(control, prepare, doing=doing)
     run_on_all_ranks(control, load.verify, doing=doing)
     run_on_all_ranks(control, load.read_optimizer_state, doing=doing)
+    load.optimizer_state.agree(control)
     load.set_objects(doing)
     return load
 
@@ -114,21 +113,15 @@ class Load:
         self._model = {n: v for n, v in values.items() if not is_extra_state(n)}
         self._check_values()
         self._stored_names = check_model(opened, self._model)
-        self._groups = saved_groups_of(opened, parts)
         keys = saved_optimizer_keys(opened, parts)
-        layouts = [parts.update.state_layout(group) for group in range(len(parts.param_groups))]
         # torch's `get_state_dict` stores the masters with the optimizer state.
         self._masters = {n: found.pop(MASTER) for n, found in keys.items() if MASTER in found}
-        self._shared = self._read_shared(keys, layouts)
-        self._runs = loaded_runs(parts, self._shared)
-        self._states: dict[ParameterRun, dict[str, Any]] = {}
-        for run in self._runs:
-            shared = self._shared.get(canonical(run.flat.names[run.first]))
-            if shared is not None:
-                self._states[run] = new_run_state(run, layouts[run.group], shared)
+        self._to_read: dict[str, Tensor] = {}
+        """Optimizer state by name in the checkpoint, in memory of its own."""
+        self.optimizer_state = self._loaded_state(keys)
         self._values = dict(self._value_targets())
         opened.check_complete(self._values)
-        opened.check_complete(dict(self._optimizer_targets()))
+        opened.check_complete(self._to_read)
         self._read_further_values(wanted, values.keys() - self._model.keys())
 
     def _read_further_values(self, wanted: Mapping[str, Any], extra_states: Iterable[str]) -> None:
@@ -171,7 +164,8 @@ class Load:
 
     def read_optimizer_state(self) -> None:
         """Read this rank's part of the optimizer state, which is not used yet. Local."""
-        self.opened.read_into(dict(self._optimizer_targets()))
+        self.opened.read_into(self._to_read)
+        self._to_read = {}  # which `optimizer_state` frees while it is applied
 
     def verify(self) -> None:
         """Verify this rank's share of the files. Local."""
@@ -215,12 +209,8 @@ class Load:
 
     def finish(self) -> None:
         """Use what was read, and send values to the ranks that store all. Collective."""
-        parts, update = self.parts, self.parts.update
-        for flat in parts.engine.trained:
-            runs = [run for run in self._runs if run.flat is flat]
-            update.replace_runs(flat, runs, self._states)
-        for group, saved in zip(parts.param_groups, self._groups, strict=True):
-            group.update(settings_of(saved))
+        parts = self.parts
+        self.optimizer_state.apply()
         strategy, comm = parts.engine.strategy, parts.engine.comm
         if not strategy.shards_parameters and not strategy.replicates_state:
             for flat in parts.engine.flats:
@@ -268,77 +258,51 @@ class Load:
                 f"is {own}; build it with optimizer_class={manifest.optimizer}"
             )
 
-    def _read_shared(
-        self,
-        keys: Mapping[str, Mapping[str, str]],
-        layouts: Sequence[StateLayout],
-    ) -> dict[str, dict[str, Any]]:
-        """By parameter with state, its state that is not per element."""
-        shared: dict[str, dict[str, Any]] = {}
-        for flat in self.parts.engine.trained:
-            for name, parameter, group in zip(
-                map(canonical, flat.names), flat.parameters, flat.groups, strict=True
-            ):
-                if not (found := keys.get(name)):
-                    continue
-                layout = layouts[group]
-                self._check_state(name, parameter, found, layout)
-                shared[name] = {
-                    key: self.opened.value(found[key])
-                    for key, (elementwise, _) in layout.items()
-                    if not elementwise
-                }
-        return shared
+    def _loaded_state(self, keys: Mapping[str, Mapping[str, str]]) -> LoadedState:
+        """The optimizer state, of which the elements that this rank owns are still to be read.
 
-    def _check_state(
-        self,
-        name: str,
-        parameter: Tensor,
-        found: Mapping[str, str],
-        layout: StateLayout,
-    ) -> None:
-        if found.keys() != layout.keys():
-            raise ValueError(
-                f"{self.opened.folder} has the state {sorted(found)} of {name!r}, but this "
-                f"optimizer, {optimizer_name(self.parts)}, has {sorted(layout)}; use the optimizer "
-                "class and options with which it was saved"
-            )
-        for key, (elementwise, _) in layout.items():
-            described = self.opened.tensor(found[key])
-            if elementwise and (described is None or described.size != parameter.shape):
-                raise ValueError(
-                    f"{self.opened.folder}: {found[key]} has no shape {tuple(parameter.shape)}"
-                )
+        Args:
+            keys: by parameter and name of its state, the name in the checkpoint.
+        """
+        parts, opened = self.parts, self.opened
 
-    def _optimizer_targets(self) -> Iterator[tuple[str, Tensor]]:
-        for run, state in self._states.items():
-            if run.owned is None or run.tensor is None:
-                continue
-            base = run.flat.owned[0] + run.owned.start
-            for key, values in state.items():
-                if not isinstance(values, Tensor) or values.shape != run.tensor.shape:
-                    continue
-                for position in range(run.first, run.last):
-                    name = canonical(run.flat.names[position])
-                    shard = shard_of(run.flat, position, values, base, *run.flat.owned)
-                    yield f"optim.state.{name}.{key}", shard
+        def state_of(place: Place, _: str, layout: StateLayout) -> dict[str, Any]:
+            values: dict[str, Any] = {}
+            start, stop = place.owned
+            for key, stored in keys.get(place.name, {}).items():
+                is_elementwise, example = layout.get(key, (False, None))
+                if is_elementwise:
+                    self._check_shape(stored, place.parameter.shape)
+                    own = torch.empty(stop - start, dtype=example.dtype, device=place.flat.device)
+                    values[key] = ShardTensor(own, place.parameter.shape, start)
+                    self._to_read[stored] = values[key]
+                elif key not in layout:
+                    values[key] = stored  # `LoadedState` refuses the key
+                elif start < stop or not place.parameter.numel():  # else the owners know it
+                    values[key] = opened.value(stored)
+            return values
+
+        groups = read_groups(opened)
+        try:
+            return LoadedState(parts.optimizer, parts.engine, parts.update, groups, state_of)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{opened.folder} does not fit this optimizer: {error}") from error
+
+    def _check_shape(self, stored: str, shape: torch.Size) -> None:
+        described = self.opened.tensor(stored)
+        if described is None or described.size != shape:
+            raise ValueError(f"{stored} has no shape {tuple(shape)}")
 
     def _value_targets(self) -> Iterator[tuple[str, Tensor]]:
-        placed: dict[int, tuple[FlatParameter, int]] = {
-            id(parameter): (flat, position)
-            for flat in self.parts.engine.flats
-            for position, parameter in enumerate(flat.parameters)
-        }
+        places = {id(place.parameter): place for place in places_of(self.parts.engine.flats)}
         done: set[int] = set()
         for name, value in self._model.items():
             if id(value) in done:
                 continue
             done.add(id(value))
             target = value.detach()
-            if id(value) in placed:
-                flat, position = placed[id(value)]
-                stored, owned = stored_values(flat), flat.owned
-                target = shard_of(flat, position, stored, owned[0], *owned)
+            if place := places.get(id(value)):
+                target = place.shard(stored_values(place.flat), place.flat.owned[0])
             yield self._masters.get(name, self._stored_names[name]), target
 
 

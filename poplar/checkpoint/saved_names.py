@@ -9,7 +9,7 @@ from torch import Tensor
 
 from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
-from poplar.checkpoint.names import canonical, names_of
+from poplar.checkpoint.names import canonical
 from poplar.checkpoint.training_state import TrainingParts
 from poplar.values.errors import DamagedCheckpoint
 from poplar.values.formatting import format_names
@@ -78,28 +78,6 @@ def saved_optimizer_keys(
     if unknown := sorted(keys.keys() - own):
         raise ValueError(f"{opened.folder} has optimizer state of {format_names(unknown)}")
     return keys
-
-
-def saved_groups_of(opened: OpenedCheckpoint, parts: TrainingParts) -> list[dict[str, Any]]:
-    """The saved hyper-parameters of each param group.
-
-    Raises:
-        ValueError: the groups have other parameters.
-    """
-    groups = read_groups(opened)
-    own = [set(names) for names in names_of(parts.engine.model, parts.param_groups)]
-    saved = [set(group["params"]) for group in groups]
-    if own != saved:
-        differing = [
-            index
-            for index in range(max(len(own), len(saved)))
-            if own[index : index + 1] != saved[index : index + 1]
-        ]
-        raise ValueError(
-            f"{opened.folder} has {len(saved)} param group(s), this optimizer {len(own)}, and the "
-            f"parameters of group(s) {differing} differ; build the optimizer with the same groups"
-        )
-    return groups
 
 
 def read_groups(opened: OpenedCheckpoint) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ which the model computes are a rounding, so that readers of any dtype get the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from poplar.checkpoint.names import canonical, names_of
-from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+from poplar.checkpoint.state_dicts.place import Place, places_of
 from poplar.values.plan import Plan
 from poplar.zero.collective_calls import CollectiveCalls
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
-from poplar.zero.update import ParameterRun, ShardedUpdate, adjacent_runs, is_elementwise
+from poplar.zero.update import ShardedUpdate, is_elementwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class TrainingParts:
 
     engine: Engine
     update: ShardedUpdate
-    param_groups: list[dict[str, Any]]
-    """The user's: hyper-parameters and parameters."""
+    optimizer: torch.optim.Optimizer
+    """The user's, with the param groups."""
     stage: int
     plan: Plan | None
     scaler: GradScaler | None
@@ -92,9 +92,8 @@ def saved_entries(parts: TrainingParts) -> Entries:
     """This rank's part of model and optimizer. Views: nothing is copied or sent."""
     rank = parts.engine.comm.group.rank
     shards = {
-        id(parameter): shard
-        for flat in parts.engine.flats
-        for parameter, shard in zip(flat.parameters, _value_shards(flat, rank), strict=True)
+        id(place.parameter): place.saved_shard(stored_values(place.flat), place.flat.owned[0], rank)
+        for place in places_of(parts.engine.flats)
     }
     model: dict[str, Any] = {}
     aliases: dict[str, str] = {}
@@ -117,10 +116,9 @@ def saved_entries(parts: TrainingParts) -> Entries:
 
 def saved_groups(parts: TrainingParts) -> list[dict[str, Any]]:
     """The param groups, with the names of their parameters."""
-    names = names_of(parts.engine.model, parts.param_groups)
-    return [
-        {**group, "params": inside} for group, inside in zip(parts.param_groups, names, strict=True)
-    ]
+    groups = parts.optimizer.param_groups
+    names = names_of(parts.engine.model, groups)
+    return [{**group, "params": inside} for group, inside in zip(groups, names, strict=True)]
 
 
 def saved_optimizer_state(parts: TrainingParts) -> dict[str, dict[str, Any]]:
@@ -128,107 +126,21 @@ def saved_optimizer_state(parts: TrainingParts) -> dict[str, dict[str, Any]]:
     rank = parts.engine.comm.group.rank
     found: dict[str, dict[str, Any]] = {}
     for run in parts.update.runs:
-        state = parts.update.state_of(run)
-        if not state or run.owned is None:
+        if not (state := parts.update.state_of(run)):
             continue
-        base = run.flat.owned[0] + run.owned.start
-        low, high = run.flat.layout.bounds(rank)
-        for position in range(run.first, run.last):
-            pieces: dict[str, Any] = {}
-            for key, value in state.items():
-                if is_elementwise(value, run.tensor):
-                    pieces[key] = shard_of(run.flat, position, value, base, low, high)
-                else:
-                    pieces[key] = value
-            found[canonical(run.flat.names[position])] = pieces
+        for place in (Place(run.flat, position) for position in range(run.first, run.last)):
+            found[place.name] = {
+                key: place.saved_shard(value, run.first_owned, rank)
+                if is_elementwise(value, run.tensor)
+                else value
+                for key, value in state.items()
+            }
     return found
-
-
-def shard_of(
-    flat: FlatParameter, position: int, values: Tensor, base: int, low: int, high: int
-) -> ShardTensor:
-    """The part of one parameter in `[low, high)`, a view.
-
-    Args:
-        values: 1-D, one per element of the flat parameter from `base` on.
-        low: the part wanted, in elements of the flat parameter.
-        high: its end.
-    """
-    parameter, offset = flat.parameters[position], flat.offsets[position]
-    start = min(max(low, offset, base), offset + parameter.numel())
-    stop = max(start, min(high, offset + parameter.numel(), base + values.numel()))
-    local = values[start - base : stop - base] if stop > start else values[:0]
-    return ShardTensor(local, parameter.shape, start - offset)
 
 
 def stored_values(flat: FlatParameter) -> Tensor:
     """The values of the owned part that are stored: masters, or those of frozen parameters."""
     return flat.master if flat.trained else flat.shard
-
-
-def _value_shards(flat: FlatParameter, rank: int) -> Iterator[ShardTensor]:
-    low, high = flat.layout.bounds(rank)
-    for position in range(len(flat.parameters)):
-        yield shard_of(flat, position, stored_values(flat), flat.owned[0], low, high)
-
-
-def loaded_runs(
-    parts: TrainingParts, shared: Mapping[str, Mapping[str, Any]]
-) -> list[ParameterRun]:
-    """Runs of parameters with the same group and the same shared state. Equal on all ranks.
-
-    Args:
-        shared: by parameter, its state that is not per element; nothing for those without state.
-    """
-    return [
-        run
-        for flat in parts.engine.trained
-        for run in adjacent_runs(flat, [_comparable(shared.get(canonical(n))) for n in flat.names])
-    ]
-
-
-def _comparable(state: Mapping[str, Any] | None) -> Any:
-    if state is None:
-        return None
-    return [
-        (key, value.tolist() if isinstance(value, Tensor) else value)
-        for key, value in sorted(state.items())
-    ]
-
-
-def new_run_state(
-    run: ParameterRun, layout: Mapping[str, Any], shared: Mapping[str, Any]
-) -> dict[str, Any]:
-    """State for the owned part of a run, to be filled; empty if this rank owns nothing.
-
-    Args:
-        layout: as `ShardedUpdate.state_layout` gives it.
-        shared: the state that is not per element.
-    """
-    if run.tensor is None:
-        return {}
-    state: dict[str, Any] = {}
-    for key, (elementwise, example) in layout.items():
-        if elementwise:
-            state[key] = torch.empty_like(run.tensor, dtype=example.dtype)
-            for gap in _padding(run):
-                state[key][gap] = 0  # it is updated too
-        elif isinstance(example, Tensor):
-            state[key] = torch.empty_like(example).copy_(torch.as_tensor(shared[key], device="cpu"))
-        else:
-            state[key] = shared[key]
-    return state
-
-
-def _padding(run: ParameterRun) -> Iterator[slice]:
-    """What belongs to no parameter in the tensor of a run."""
-    flat = run.flat
-    assert run.owned is not None
-    for position in range(run.first, run.last):
-        start, stop = flat.span(position)
-        gap = flat.intersect_owned(start + flat.parameters[position].numel(), stop)
-        if gap is not None:
-            yield slice(gap.start - run.owned.start, gap.stop - run.owned.start)
 
 
 def check_idle(parts: TrainingParts, doing: str) -> None:

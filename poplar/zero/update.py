@@ -52,6 +52,11 @@ class ParameterRun:
     def stop(self) -> int:
         return self.flat.span(self.last - 1)[1]
 
+    @property
+    def first_owned(self) -> int:
+        """The element of the flat parameter at which `tensor` and state of its shape begin."""
+        return max(self.start, self.flat.owned[0])
+
     def bind(self) -> None:
         """Set `owned` and `tensor` by the current layout and master of the flat parameter."""
         self.owned = self.flat.intersect_owned(self.start, self.stop)

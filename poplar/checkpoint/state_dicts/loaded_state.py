@@ -18,14 +18,14 @@ from torch import Tensor
 from poplar.checkpoint.names import canonical, names_of
 from poplar.checkpoint.state_dicts.elements import Elements
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
+from poplar.checkpoint.state_dicts.place import Place, places_of
 from poplar.comm import Control
 from poplar.values.errors import agreed
 from poplar.values.formatting import format_names
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
-from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
-from poplar.zero.update import ParameterRun, ShardedUpdate, adjacent_runs
+from poplar.zero.update import ParameterRun, ShardedUpdate, StateLayout, adjacent_runs
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -52,12 +52,21 @@ def load_state_dict(
         changing_values: see `CollectiveCalls`.
     """
     control, doing = engine.control, "load_state_dict()"
+    scaler_states: list[dict[str, Any] | None] = []
 
     def check() -> LoadedState:
         given = dict(state_dict)
         for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             given = hook(optimizer, given) or given
-        return LoadedState(optimizer, engine, update, given)
+        if not {"state", "param_groups"} <= given.keys():
+            raise ValueError(
+                f"an optimizer's state dict has 'state' and 'param_groups', got {list(given)}"
+            )
+        scaler_states.append(given.get("poplar", {}).get("scaler"))
+        state = given["state"]
+        return LoadedState(
+            optimizer, engine, update, given["param_groups"], lambda _, key, __: state.get(key, {})
+        )
 
     loaded = run_on_all_ranks(control, check, doing=doing)
     loaded.agree(control)
@@ -66,8 +75,8 @@ def load_state_dict(
         loaded.apply()
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
-        if scaler is not None and loaded.scaler is not None:
-            scaler.load_state_dict(loaded.scaler)
+        if scaler is not None and scaler_states[0] is not None:
+            scaler.load_state_dict(scaler_states[0])
 
     changing = f"{doing} after values had changed; load again before training"
     with changing_values(doing):
@@ -85,14 +94,16 @@ class ParameterState:
 
 
 class LoadedState:
-    """A state dict that fits this optimizer on this rank.
+    """Saved optimizer state that fits this optimizer on this rank.
 
     Args:
         optimizer: the optimizer, whose param groups are those of the user.
         engine: its engine.
         update: its update.
-        state_dict: as `Optimizer.load_state_dict` takes it. Parameters are identified by name if
-            it has names, else by position.
+        groups: the saved param groups. Parameters are identified by name if they have names, else
+            by position.
+        state_of: the saved state of a parameter, given its place, its key in `groups`, and what its
+            state consists of with the saved hyper-parameters.
 
     Raises:
         ValueError, TypeError: it is of another model, optimizer class, rank or plan.
@@ -103,38 +114,31 @@ class LoadedState:
         optimizer: torch.optim.Optimizer,
         engine: Engine,
         update: ShardedUpdate,
-        state_dict: Mapping[str, Any],
+        groups: Groups,
+        state_of: Callable[[Place, Any, StateLayout], Mapping[str, Any]],
     ) -> None:
-        if not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError(
-                f"an optimizer's state dict has 'state' and 'param_groups', got {list(state_dict)}"
-            )
-        self.scaler: dict[str, Any] | None = state_dict.get("poplar", {}).get("scaler")
         self._optimizer, self._engine, self._update = optimizer, engine, update
-        groups, state = optimizer.param_groups, state_dict["state"]
-        names = names_of(engine.model, groups)
-        keys = _match(groups, names, state_dict["param_groups"])
-        self._settings = [settings_of(group) for group in state_dict["param_groups"]]
+        names = names_of(engine.model, optimizer.param_groups)
+        keys = _match(optimizer.param_groups, names, groups)
+        self._settings = [_settings_of(group) for group in groups]
         for index, settings in enumerate(self._settings):
             _check_settings(index, settings, optimizer.defaults)
         self._layouts = [
             update.state_layout(index, settings) for index, settings in enumerate(self._settings)
         ]
         self._states = {
-            (flat, position): self._read(flat, position, state.get(keys[id(parameter)], {}))
-            for flat in engine.trained
-            for position, parameter in enumerate(flat.parameters)
+            place: self._read(place, state_of(place, keys[id(place.parameter)], layout))
+            for place in places_of(engine.trained)
+            for layout in (self._layouts[place.flat.groups[place.position]],)
         }
-        self._others: dict[tuple[FlatParameter, int], dict[str, Any] | None] = {}
+        self._others: dict[Place, dict[str, Any] | None] = {}
 
-    def _read(
-        self, flat: FlatParameter, position: int, values: Mapping[str, Any]
-    ) -> ParameterState:
+    def _read(self, place: Place, values: Mapping[str, Any]) -> ParameterState:
         """Check the state of one parameter."""
-        name = flat.names[position]
-        layout = self._layouts[flat.groups[position]]
+        name, flat = place.name, place.flat
+        layout = self._layouts[flat.groups[place.position]]
         values = {key: value for key, value in values.items() if value is not None}
-        start, stop = flat.owned_range(position)
+        start, stop = place.owned
         if _is_absent(values.values()):
             Elements.none().part(start, stop, f"the state of {name!r}")
             return ParameterState({}, {})
@@ -146,7 +150,7 @@ class LoadedState:
             )
         if master is not None and flat.dtype is not torch.float32:  # else the model has its values
             values[MASTER] = master
-        shape, elements, others = flat.parameters[position].shape, {}, {}
+        shape, elements, others = place.parameter.shape, {}, {}
         for key, value in values.items():
             what = f"{key!r} of {name!r}"
             if key == MASTER or layout[key][0]:
@@ -167,8 +171,8 @@ class LoadedState:
             ValueError: on all ranks, if they loaded the state of different steps.
         """
         mine = []
-        for (flat, position), state in self._states.items():
-            start, stop = flat.owned_range(position)
+        for place, state in self._states.items():
+            start, stop = place.owned
             known = dict(state.others) if state.elements.keys() - {MASTER} or state.others else None
             mine.append((start < stop, known))
         by_rank = control.exchange_objects(mine, what="load_state_dict()")
@@ -181,35 +185,33 @@ class LoadedState:
                 if (owns or others is not None) and others != wanted
             ]
             if wrong:
-                flat, position = place
                 raise agreed(
                     ValueError(
-                        f"the ranks loaded different states of {flat.names[position]!r}: "
+                        f"the ranks loaded different states of {place.name!r}: "
                         f"{[others for _, others in found]} by rank; load the same checkpoint on "
                         "all ranks"
                     )
                 )
 
     def apply(self) -> None:
-        """Replace the state and the hyper-parameters of the optimizer. Local, after `agree`."""
+        """Replace state and hyper-parameters of the optimizer. Local, once, after `agree`."""
         for flat in self._engine.trained:
-            runs = self._runs_of(flat)
+            places = list(places_of([flat]))
+            # Adjacent parameters with the same group and step are one run, on all ranks.
+            runs = adjacent_runs(flat, [self._others[place] for place in places])
             states = {run: state for run in runs if (state := self._state_of(run))}
             self._update.replace_runs(flat, runs, states)
-            if flat.master is not flat.shard:
-                self._copy(flat, range(len(flat.parameters)), MASTER, flat.master, flat.owned[0])
+            for place in places:
+                if flat.master is not flat.shard:
+                    self._copy(place, MASTER, flat.master, flat.owned[0])
+                del self._states[place]  # its memory may be needed for the next flat parameter
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             group.update(settings)
         self._update.use_settings(self._optimizer.param_groups)
 
-    def _runs_of(self, flat: FlatParameter) -> list[ParameterRun]:
-        """Adjacent parameters with the same group and step are one run. Equal on all ranks."""
-        positions = range(len(flat.parameters))
-        return adjacent_runs(flat, [self._others[flat, position] for position in positions])
-
     def _state_of(self, run: ParameterRun) -> dict[str, Any]:
         """The state of the owned part of a run, in the memory that it has now if that fits."""
-        others = self._others[run.flat, run.first]
+        others = self._others[Place(run.flat, run.first)]
         if run.tensor is None or others is None:
             return {}
         old = self._old_state_of(run)
@@ -219,8 +221,8 @@ class LoadedState:
                 state[key] = old.get(key, None)
                 if state[key] is None:
                     state[key] = torch.zeros_like(run.tensor, dtype=value.dtype)
-                start = max(run.start, run.flat.owned[0])
-                self._copy(run.flat, range(run.first, run.last), key, state[key], start)
+                for position in range(run.first, run.last):
+                    self._copy(Place(run.flat, position), key, state[key], run.first_owned)
             elif isinstance(value, Tensor):
                 state[key] = torch.tensor(others[key], dtype=value.dtype, device=value.device)
             else:
@@ -234,16 +236,11 @@ class LoadedState:
                 return dict(self._update.inner.state.get(old.tensor, {}))
         return {}
 
-    def _copy(
-        self, flat: FlatParameter, positions: Sequence[int], key: str, to: Tensor, first: int
-    ) -> None:
-        """Copy the owned elements of parameters to a tensor that begins at element `first`."""
-        for position in positions:
-            elements = self._states[flat, position].elements.get(key)
-            start, stop = flat.owned_range(position)
-            if elements is not None and start < stop:
-                base = flat.offsets[position] - first
-                to[base + start : base + stop].copy_(elements.part(start, stop, key))
+    def _copy(self, place: Place, key: str, to: Tensor, first: int) -> None:
+        """Copy the owned elements of a parameter to a flat tensor that begins at `first`."""
+        elements = self._states[place].elements.get(key)
+        if elements is not None:
+            place.part(to, first).copy_(elements.part(*place.owned, key))
 
 
 def _is_absent(values: Iterable[Any]) -> bool:
@@ -290,7 +287,7 @@ def _in_order(index: int, own: Sequence[str], by_name: Mapping[str, Any]) -> lis
     return [by_name[name] for name in own]
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of the hyper-parameters of a saved param group, without those of this process."""
     ignored = _NO_SETTINGS | _IMPLEMENTATION
     return {key: copy.deepcopy(value) for key, value in group.items() if key not in ignored}

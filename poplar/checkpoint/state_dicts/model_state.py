@@ -6,25 +6,16 @@ Where parameters are sharded (stage 3), a state dict has a `ParameterShard` for 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from poplar.checkpoint.state_dicts.elements import Elements
-from poplar.checkpoint.state_dicts.owners import Owners
+from poplar.checkpoint.state_dicts.place import Place, places_of
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook
-from poplar.zero.unit import Unit
 from poplar.zero.update import ShardedUpdate
-
-
-class Place(NamedTuple):
-    """Where a parameter is stored."""
-
-    unit: Unit
-    flat: FlatParameter
-    position: int
 
 
 class ModelState:
@@ -36,12 +27,8 @@ class ModelState:
 
     def __init__(self, engine: Engine, update: ShardedUpdate) -> None:
         self._engine, self._update = engine, update
-        self._places = {
-            id(parameter): Place(unit, flat, position)
-            for unit in engine.units
-            for flat in unit.flats
-            for position, parameter in enumerate(flat.parameters)
-        }
+        self._places = {id(place.parameter): place for place in places_of(engine.flats)}
+        self._units = {flat: unit for unit in engine.units for flat in unit.flats}
 
     def register(self) -> None:
         """Register the hooks on all modules; the engine removes them."""
@@ -61,8 +48,11 @@ class ModelState:
             return
         for name, parameter in module._parameters.items():
             place = self._places.get(id(parameter))
-            if place is not None and self._engine.is_sharded(place.unit) and prefix + name in state:
+            if place is not None and self._is_sharded(place) and prefix + name in state:
                 state[prefix + name] = self._shard(place)
+
+    def _is_sharded(self, place: Place) -> bool:
+        return self._engine.is_sharded(self._units[place.flat])
 
     def _shard(self, place: Place) -> Tensor:
         """A view of what this rank stores of a sharded parameter."""
@@ -71,11 +61,8 @@ class ModelState:
         flat = place.flat
         # The checkpoint may be loaded in place.
         self._engine.strategy.wait_for_readers(flat)
-        start, stop = flat.owned_range(place.position)
-        base = flat.offsets[place.position] - flat.owned[0]
-        shape = flat.parameters[place.position].shape
-        owners = Owners.of(self._engine, flat, place.position)
-        return ParameterShard(flat.shard[base + start : base + stop], shape, start, owners)
+        part, owners = place.part(flat.shard, flat.owned[0]), place.owners(self._engine)
+        return ParameterShard(part, place.parameter.shape, place.owned[0], owners)
 
     def _before_loading(
         self,
@@ -95,7 +82,7 @@ class ModelState:
                 continue
             if value.shape != parameter.shape:
                 continue  # `load_state_dict` reports it
-            if self._engine.is_sharded(place.unit):
+            if self._is_sharded(place):
                 try:
                     self._load_shard(place, Elements.of(value, value.shape, prefix + name))
                 except (TypeError, ValueError) as error:
@@ -112,20 +99,16 @@ class ModelState:
 
     def _load_shard(self, place: Place, elements: Elements) -> None:
         flat = place.flat
-        start, stop = flat.owned_range(place.position)
-        part = elements.part(start, stop, flat.names[place.position])
-        base = flat.offsets[place.position] - flat.owned[0]
+        part = elements.part(*place.owned, place.name)
         self._engine.strategy.wait_for_readers(flat)
-        flat.shard[base + start : base + stop].copy_(part)
+        place.part(flat.shard, flat.owned[0]).copy_(part)
         if _is_wider(part, flat):
             self._load_master(place, elements)
 
     def _load_master(self, place: Place, elements: Elements) -> None:
         flat = place.flat
-        start, stop = flat.owned_range(place.position)
-        base = flat.offsets[place.position] - flat.owned[0]
-        part = elements.part(start, stop, flat.names[place.position])
-        flat.master[base + start : base + stop].copy_(part)
+        part = elements.part(*place.owned, place.name)
+        place.part(flat.master, flat.owned[0]).copy_(part)
 
     def _after_loading(self, module: nn.Module, *_: Any) -> None:
         """Update the masters of the module's own parameters, each once."""
@@ -133,7 +116,7 @@ class ModelState:
             place = self._places.get(id(parameter))
             if place is None or not place.flat.trained:
                 continue
-            if self._engine.strategy.shards_parameters and not self._engine.is_sharded(place.unit):
+            if self._engine.strategy.shards_parameters and not self._is_sharded(place):
                 continue  # full_parameters() does it at its end
             start, stop = place.flat.span(place.position)
             self._update.refresh(place.flat, start, stop)

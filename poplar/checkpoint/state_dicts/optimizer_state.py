@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poplar.checkpoint.state_dicts.owners import Owners
+from poplar.checkpoint.state_dicts.place import Place, places_of
 from poplar.system.storage import with_own_storage
 from poplar.zero.engine import Engine
-from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.update import ParameterRun, ShardedUpdate, copy_value, is_elementwise
 
 MASTER = "master"
@@ -34,11 +33,7 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
 
     def __init__(self, engine: Engine, update: ShardedUpdate) -> None:
         self._engine, self._update = engine, update
-        self._places = {
-            id(parameter): (flat, position)
-            for flat in engine.trained
-            for position, parameter in enumerate(flat.parameters)
-        }
+        self._places = {id(place.parameter): place for place in places_of(engine.trained)}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -49,16 +44,16 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         if id(parameter) not in self._places:
             raise KeyError(parameter)
-        flat, position = self._places[id(parameter)]
-        run = self._run_of(flat, position)
-        if run.tensor is None or not self._is_owned(parameter):
-            return self._absent(flat, position)
+        place = self._places[id(parameter)]
+        flat, run = place.flat, self._run_of(place)
+        if run.tensor is None or not _is_owned(place):
+            return self._absent(place)
         state = self._update.created_state_of(run)
         if flat.master is not flat.shard:
-            self._update.take_written_values(flat, *flat.span(position))
+            self._update.take_written_values(flat, *flat.span(place.position))
             state[MASTER] = run.tensor
         return {
-            key: self._view(run, position, value)
+            key: self._view(run, place, value)
             if is_elementwise(value, run.tensor)
             else copy_value(value)
             for key, value in state.items()
@@ -70,7 +65,7 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         Raises:
             ValueError: other keys, or another step, which parameters share.
         """
-        if not self._is_owned(parameter):
+        if not _is_owned(self._places[id(parameter)]):
             return
         state = self[parameter]
         shared = {key for key, value in state.items() if _is_shared(value, parameter)}
@@ -82,26 +77,20 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         for key in state.keys() - shared:
             state[key].copy_(values[key])
 
-    def _run_of(self, flat: FlatParameter, position: int) -> ParameterRun:
+    def _run_of(self, place: Place) -> ParameterRun:
         return next(
             run
             for run in self._update.runs
-            if run.flat is flat and run.first <= position < run.last
+            if run.flat is place.flat and run.first <= place.position < run.last
         )
 
-    def _is_owned(self, parameter: Tensor) -> bool:
-        """Whether this rank owns elements of a parameter, or it has none."""
-        flat, position = self._places[id(parameter)]
-        start, stop = flat.owned_range(position)
-        return start < stop or parameter.numel() == 0
-
-    def _absent(self, flat: FlatParameter, position: int) -> dict[str, Any]:
+    def _absent(self, place: Place) -> dict[str, Any]:
         """The state of a parameter of which this rank owns nothing: no elements."""
         from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
-        layout = self._update.state_layout(flat.groups[position])
-        shape = flat.parameters[position].shape
-        owners = Owners.of(self._engine, flat, position)
+        flat, shape = place.flat, place.parameter.shape
+        layout = self._update.state_layout(flat.groups[place.position])
+        owners = place.owners(self._engine)
         absent = {
             key: ShardTensor(value.new_empty(0), shape, 0, owners)
             if elementwise
@@ -113,19 +102,17 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
             absent[MASTER] = ShardTensor(flat.master[:0], shape, 0, owners)
         return absent
 
-    def _view(self, run: ParameterRun, position: int, value: Tensor) -> Tensor:
+    def _view(self, run: ParameterRun, place: Place, value: Tensor) -> Tensor:
         """The owned elements of one parameter in a state tensor of its run."""
-        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
-
-        flat, parameter = run.flat, run.flat.parameters[position]
-        start, stop = flat.owned_range(position)
-        # State tensors begin at the first element of the run that this rank owns.
-        base = flat.offsets[position] - max(run.start, flat.owned[0])
-        part = value[base + start : base + stop]
         if self._engine.strategy.replicates_state:
-            return with_own_storage(part.view(parameter.shape))
-        owners = Owners.of(self._engine, flat, position)
-        return ShardTensor(part, parameter.shape, start, owners)
+            return with_own_storage(place.part(value, run.first_owned).view(place.parameter.shape))
+        return place.shard(value, run.first_owned, place.owners(self._engine))
+
+
+def _is_owned(place: Place) -> bool:
+    """Whether this rank owns elements of a parameter, or it has none."""
+    start, stop = place.owned
+    return start < stop or place.parameter.numel() == 0
 
 
 def _is_shared(value: Any, parameter: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from poplar.checkpoint.state_dicts.boxes import Box, boxes_of_range
-from poplar.checkpoint.state_dicts.owners import Owners
+from poplar.checkpoint.state_dicts.place import Owners
 from poplar.checkpoint.state_dicts.whole_state import install
 
 _aten = torch.ops.aten

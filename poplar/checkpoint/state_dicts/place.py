@@ -1,0 +1,133 @@
+"""`Place`: which elements of a parameter this rank has, and where they are in its flat tensors.
+
+Saving, loading and state dicts cut flat tensors here and nowhere else. `Owners` knows the ranks
+that have the other elements.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from poplar.checkpoint.names import canonical
+from poplar.comm import Control
+from poplar.comm.shard_layout import Layout
+from poplar.zero.engine import Engine
+from poplar.zero.flat_parameter import FlatParameter
+
+if TYPE_CHECKING:
+    from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter in a flat parameter.
+
+    A flat tensor is 1-D and has one value for each element of a part of the flat parameter, which
+    includes what this rank owns of the parameter. `first` is the element of the flat parameter at
+    which it begins.
+    """
+
+    flat: FlatParameter
+    position: int
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.flat.parameters[self.position]
+
+    @property
+    def name(self) -> str:
+        """The name as torch's `get_state_dict` gives it."""
+        return canonical(self.flat.names[self.position])
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """Start and end of the owned elements, counted from the parameter's first."""
+        return self.flat.owned_range(self.position)
+
+    def part(self, values: Tensor, first: int) -> Tensor:
+        """The owned elements in a flat tensor, a view."""
+        start, stop = self.owned
+        base = self.flat.offsets[self.position] - first
+        return values[base + start : base + stop]
+
+    def shard(self, values: Tensor, first: int, owners: Owners | None = None) -> ShardTensor:
+        """The owned elements in a flat tensor, as a view of a part of the parameter."""
+        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+
+        return ShardTensor(self.part(values, first), self.parameter.shape, self.owned[0], owners)
+
+    def saved_shard(self, values: Tensor, first: int, rank: int) -> ShardTensor:
+        """What a rank saves: as `shard`, but each element on one rank, also if all own all."""
+        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+
+        offset, numel = self.flat.offsets[self.position], self.parameter.numel()
+        bounds = self.flat.layout.bounds(rank)
+        start, stop = (min(max(bound - offset, 0), numel) for bound in bounds)
+        part = values[offset + start - first : offset + stop - first]
+        return ShardTensor(part, self.parameter.shape, start)
+
+    def owners(self, engine: Engine) -> Owners | None:
+        """The ranks that own elements; None if each rank has a whole parameter of its own."""
+        return None if self.flat.is_local else Owners(engine, self)
+
+
+def places_of(flats: Iterable[FlatParameter]) -> Iterator[Place]:
+    """The places of all parameters."""
+    return (Place(flat, position) for flat in flats for position in range(len(flat.parameters)))
+
+
+class Owners:
+    """How the elements of a parameter, and its state, are divided among the ranks.
+
+    It does not keep the engine alive.
+    """
+
+    def __init__(self, engine: Engine, place: Place) -> None:
+        self._engine = weakref.ref(engine)
+        self._name, offset = place.name, place.flat.offsets[place.position]
+        numel = place.parameter.numel()
+        bounds = place.flat.layout.offsets
+        self._layout = Layout(tuple(min(max(bound - offset, 0), numel) for bound in bounds))
+        self._device = place.flat.device
+
+    @property
+    def control(self) -> Control:
+        """The channel for small values of the ranks."""
+        return self._live_engine.control
+
+    @property
+    def _live_engine(self) -> Engine:
+        engine = self._engine()
+        if engine is None:
+            raise RuntimeError(
+                f"the optimizer of {self._name!r} does not exist any more, so the ranks cannot "
+                "gather its elements; call full_tensor() while it does"
+            )
+        return engine
+
+    def gather(self, local: Tensor) -> Tensor:
+        """All elements, 1-D, on the device of `local`. Collective.
+
+        Args:
+            local: those that this rank had when the object was made.
+
+        Raises:
+            RuntimeError: in the middle of a step, or the optimizer does not exist any more.
+        """
+        engine = self._live_engine
+        if engine.scheduler.active:
+            raise RuntimeError("full_tensor() inside a pass; end the backward first")
+        own = local.to(self._device)
+        whole = torch.empty(self._layout.numel, dtype=own.dtype, device=self._device)
+        what = f"gathering {self._name}"
+        engine.comm.all_gather(whole, self._layout, what=what, own=own).wait()
+        return whole.to(local.device)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Owners:
+        return self  # it never changes
