@@ -924,7 +924,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: there is no rank `to`.
         """
-        from poplar.checkpoint.state_dicts.full_state import full_state_dict
+        from poplar.checkpoint.sharded_state import full_state_dict
 
         self._step.raise_if_nonfinite()
         state = full_state_dict(self, self._engine, self._update, to)

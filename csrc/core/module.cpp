@@ -11,7 +11,6 @@
 
 #include "buffers.h"
 #include "crc32c.h"
-#include "gather.h"
 #include "partition.h"
 #include "passes.h"
 #include "rendezvous.h"
@@ -158,32 +157,6 @@ Ascending. Returns an empty list as soon as all ranks are there. Releases the GI
           py::arg("rank"), py::arg("collective"), py::arg("chunks"), py::arg("seconds"),
           "Whether this many chunks of a rank's slice are reduced within `seconds`.");
   module.attr("WORK_COUNTERS_BYTES") = sizeof(poplar::WorkCounters);
-}
-
-void gather(const py::buffer& target, const std::vector<py::buffer>& sources,
-            const std::vector<std::size_t>& offsets) {
-  const py::buffer_info to = poplar::contiguous(target, true);
-  if (sources.size() != offsets.size()) {
-    throw std::invalid_argument(std::to_string(sources.size()) + " sources, but " +
-                                std::to_string(offsets.size()) + " offsets");
-  }
-  std::vector<py::buffer_info> infos;
-  std::vector<poplar::Piece> pieces;
-  infos.reserve(sources.size());
-  pieces.reserve(sources.size());
-  const std::size_t size = poplar::bytes_of(to);
-  for (std::size_t i = 0; i < sources.size(); ++i) {
-    const py::buffer_info& info = infos.emplace_back(poplar::contiguous(sources[i]));
-    const std::size_t bytes = poplar::bytes_of(info);
-    if (offsets[i] > size || bytes > size - offsets[i]) {
-      throw std::invalid_argument(std::to_string(bytes) + " bytes from byte " +
-                                  std::to_string(offsets[i]) + " on exceed the target of " +
-                                  std::to_string(size));
-    }
-    pieces.push_back({info.ptr, bytes, offsets[i]});
-  }
-  const py::gil_scoped_release others_may_run;
-  poplar::gather(to.ptr, pieces);
 }
 
 }  // namespace
@@ -353,19 +326,6 @@ Args:
     data: any object with the buffer protocol.
     crc: the checksum of the bytes before.
     portable: compute it with tables, not by the processor's instruction. The result is the same.
-
-Releases the GIL.)");
-
-  module.def("gather", gather, py::arg("target"), py::arg("sources"), py::arg("offsets"),
-             R"(Copy many buffers into one, with stores that bypass the caches.
-
-Args:
-    target: a writable contiguous buffer, best at a multiple of 16 bytes.
-    sources: contiguous buffers, outside of the target.
-    offsets: of each source, its first byte in the target, best a multiple of 16.
-
-Raises:
-    ValueError: a source ends behind the target, or there are not as many offsets.
 
 Releases the GIL.)");
 }

@@ -15,8 +15,7 @@ from poplar.checkpoint.save import SCALER, STATE
 from poplar.checkpoint.saved_model import Files, Writer, write_index
 from poplar.checkpoint.saved_names import read_groups
 from poplar.values.errors import DamagedCheckpoint
-from poplar.zero.weights.safetensors_file import DTYPES
-from poplar.zero.weights.weight_files import SINGLE
+from poplar.zero.weights.weight_files import DTYPES, SINGLE
 
 Format = Literal["torch", "safetensors", "huggingface"]
 Dtype = Literal["model", "stored"]

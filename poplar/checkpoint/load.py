@@ -19,13 +19,12 @@ from torch import Tensor
 from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
-from poplar.checkpoint.names import canonical
 from poplar.checkpoint.random_state import check_random_state, set_random_state
 from poplar.checkpoint.save import RANK, SCALER, STATE
 from poplar.checkpoint.saved_names import check_model, read_groups, saved_optimizer_keys
 from poplar.checkpoint.state_dicts.loaded_state import LoadedState
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
-from poplar.checkpoint.state_dicts.place import Place, places_of
+from poplar.checkpoint.state_dicts.place import Place, canonical, places_of
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.checkpoint.training_state import (
     Checkpointed,

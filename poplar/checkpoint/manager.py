@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from poplar.checkpoint.files.save_job import PendingSave, aside_name, remove, replaced_name
-from poplar.checkpoint.files.staging import Staging
+from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name, remove, replaced_name
 from poplar.checkpoint.load import load_checkpoint
-from poplar.checkpoint.save import Agreement, start_save
+from poplar.checkpoint.save import Saver
 from poplar.checkpoint.training_state import Checkpointed
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.collective_calls import CollectiveCalls, collective
@@ -61,8 +60,8 @@ class CheckpointManager:
         self._optimizer = optimizer
         self._state = state if state is not None else {}
         self._keep = keep
-        self._staging = Staging() if asynchronous else None
-        self._agreement = Agreement()
+        self._asynchronous = asynchronous
+        self._saver = Saver(optimizer, asynchronous=asynchronous)
         self._pending: PendingSave | None = None
 
     @property
@@ -86,32 +85,36 @@ class CheckpointManager:
         """
         self.wait()
         control = self._optimizer.training_parts().engine.control
-        step = run_on_all_ranks(control, lambda: _checked(step), doing="CheckpointManager.save()")
-        self._pending = start_save(
-            self.folder / _NAME.format(step=step),
-            self._optimizer,
-            state=self._state,
-            step=step,
-            replaces=True,
-            agreement=self._agreement,
-            copy=None if self._staging is None else self._staging.copy,
-            before=self._clean,
-            after=lambda: self._prune(step),
-        )
-        if self._staging is None:
+
+        def prepare() -> int:
+            number = _checked(step)
+            if control.group.rank == 0:
+                self._clean()
+            return number
+
+        number = run_on_all_ranks(control, prepare, doing="CheckpointManager.save()")
+        path = self.folder / _NAME.format(step=number)
+        self._pending = self._saver.start(path, state=self._state, step=number, replaces=True)
+        if not self._asynchronous:
             self.wait()
 
     @collective
     def wait(self) -> None:
-        """Wait until the last save is complete. Collective.
+        """Wait until the last save is complete, and remove old checkpoints. Collective.
 
         Raises:
             OSError, RankFailed: it failed, and the earlier checkpoints are still there; or it is
                 complete, and older ones could not be removed.
         """
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        if pending is None:
+            return
+        pending.wait()
+        control = self._optimizer.training_parts().engine.control
+        if self._keep is not None:
+            run_on_all_ranks(
+                control, lambda: self._prune(pending.job), doing="removing checkpoints"
+            )
 
     @collective
     def load_latest(self, *, weights_only: bool = True) -> int | None:
@@ -155,19 +158,29 @@ class CheckpointManager:
                 found[int(match[1])] = path
         return found
 
-    def _prune(self, saved: int) -> None:
-        """Remove all but `keep` checkpoints, never the one that was just saved."""
-        if self._keep is None:
+    def _prune(self, saved: SaveJob) -> None:
+        """Remove all but `keep` checkpoints on the first rank, never the one just saved."""
+        if saved.rank != 0 or self._keep is None:
             return
-        others = sorted(self._finished().keys() - {saved}, reverse=True)
-        for step in others[self._keep - 1 :]:
-            path = self.folder / _NAME.format(step=step)
-            aside = aside_name(path)  # no longer loaded, even if its removal is interrupted
-            if path.exists():
-                path.rename(aside)
-            for old in (aside, replaced_name(path)):
-                with contextlib.suppress(OSError):
-                    remove(old)
+        others = sorted(self._finished().keys() - {saved.manifest.step}, reverse=True)
+        try:
+            for step in others[self._keep - 1 :]:
+                self._remove(self.folder / _NAME.format(step=step))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the checkpoint {str(saved.folder)!r} is complete, but older ones could not be "
+                f"removed: {error.strerror}",
+                error.filename,
+            ) from error
+
+    def _remove(self, path: Path) -> None:
+        aside = aside_name(path)  # no longer loaded, even if its removal is interrupted
+        if path.exists():
+            path.rename(aside)
+        for old in (aside, replaced_name(path)):
+            with contextlib.suppress(OSError):
+                remove(old)
 
 
 def _checked(step: int) -> int:

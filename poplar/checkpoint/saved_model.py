@@ -23,8 +23,7 @@ from poplar.comm.shard_layout import Layout
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.weights.safetensors_file import DTYPES
-from poplar.zero.weights.weight_files import INDEX, SINGLE
+from poplar.zero.weights.weight_files import DTYPES, INDEX, SINGLE
 
 T = TypeVar("T")
 

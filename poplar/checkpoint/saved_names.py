@@ -9,7 +9,7 @@ from torch import Tensor
 
 from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
-from poplar.checkpoint.names import canonical
+from poplar.checkpoint.state_dicts.place import canonical
 from poplar.checkpoint.training_state import TrainingParts
 from poplar.values.errors import DamagedCheckpoint
 from poplar.values.formatting import format_names

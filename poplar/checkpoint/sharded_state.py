@@ -1,19 +1,24 @@
-"""Moves the sharded training state from one layout to another.
+"""The sharded training state in another layout.
 
-To other shares when the plan changes, or to one rank for a full state dict.
+`reshard` moves it to other shares when the plan changes; `full_state_dict` collects it on one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from poplar.checkpoint.state_dicts.optimizer_state import MASTER
+from poplar.checkpoint.state_dicts.place import names_of
 from poplar.comm.shard_layout import Layout
+from poplar.values.errors import agreed
+from poplar.zero.agreement import caught, raise_on_any_error
 from poplar.zero.engine import Engine
-from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.update import ParameterRun, ShardedUpdate, copy_value, is_elementwise
 
 
@@ -29,7 +34,7 @@ def reshard(
         shares: fraction of each rank.
         unit_shares: by name, the shares of units that do not use `shares`.
     """
-    schemas = gather_schemas(engine, update)
+    schemas = _gather_schemas(engine, update)
     for unit in engine.units:
         for flat in unit.flats:
             new = engine.strategy.divided(flat, unit_shares.get(unit.name, shares))
@@ -50,7 +55,7 @@ def _reshard_trained(
 ) -> None:
     update.take_written_values(flat)
     old = flat.layout
-    local_state_of = reshard_state(engine, update, flat, schemas, old, new)
+    local_state_of = _reshard_state(engine, update, flat, schemas, old, new)
     master = None
     if flat.master is not flat.shard:
         master = engine.comm.reshard(flat.master, old, new, what=f"moving unit {flat.name}")
@@ -58,7 +63,7 @@ def _reshard_trained(
     update.rebind(flat, {run: local_state_of(run) for run in update.runs if run.flat is flat})
 
 
-def gather_schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any, Any]]]:
+def _gather_schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any, Any]]]:
     """For each run and state name: its dtype if elementwise, else its value. Collective.
 
     Ranks that own nothing of a run get the schema from those that do.
@@ -76,7 +81,7 @@ def gather_schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tupl
     ]
 
 
-def reshard_state(
+def _reshard_state(
     engine: Engine,
     update: ShardedUpdate,
     flat: FlatParameter,
@@ -123,3 +128,109 @@ def reshard_state(
         }
 
     return local
+
+
+def full_state_dict(
+    optimizer: torch.optim.Optimizer, engine: Engine, update: ShardedUpdate, to: int
+) -> dict[str, Any] | None:
+    """The state dict of a plain optimizer on rank `to`, None on other ranks. Collective."""
+    size = engine.comm.group.size
+    by_rank = engine.control.exchange_objects(to, what="full_state_dict()")
+    if to not in range(size) or len(set(by_rank)) > 1:
+        raise agreed(
+            ValueError(
+                f"to={to!r} must be one of the {size} ranks, which count from 0, and the same on "
+                f"all ranks; they gave {by_rank}"
+            )
+        )
+    names = names_of(engine.model, optimizer.param_groups)
+    indices: dict[int, int] = {}
+    groups = []
+    for group, inside in zip(optimizer.param_groups, names, strict=True):
+        first = len(indices)
+        indices |= {id(p): first + place for place, p in enumerate(group["params"])}
+        settings = {key: value for key, value in group.items() if key != "params"}
+        params = list(range(first, len(indices)))
+        groups.append({"param_names": inside, **settings, "params": params})
+    state = _collect(engine, update, indices, to)
+    here = engine.comm.group.rank == to
+    return {"state": state, "param_groups": groups} if here else None
+
+
+def _collect(
+    engine: Engine, update: ShardedUpdate, indices: Mapping[int, int], to: int
+) -> dict[int, dict[str, Any]]:
+    """The whole state by index of the parameter, on the CPU of rank `to`. Collective.
+
+    The state of one flat parameter at a time is on the device of `to`.
+
+    Args:
+        indices: index of each parameter in the param groups, by `id(parameter)`.
+        to: the rank that gets it; others get an empty dict.
+    """
+    schemas = _gather_schemas(engine, update)
+    state: dict[int, dict[str, Any]] = {}
+    error: Exception | None = None  # the other ranks send until the end
+    for flat in engine.trained:
+        update.take_written_values(flat)
+        old = engine.strategy.state_layout(flat, to)
+        new = old if flat.is_local else layout_on_rank(flat, to, engine.comm.group.size)
+        state_of = _reshard_state(engine, update, flat, schemas, old, new)
+        master = _collect_master(engine, flat, old, new)
+        if engine.comm.group.rank == to and error is None:
+            add = partial(_add, state, update.runs, flat, state_of, master, indices)
+            error = caught(add)
+    raise_on_any_error(engine.control, error, doing="full_state_dict()")
+    return dict(sorted(state.items()))
+
+
+def _add(
+    state: dict[int, dict[str, Any]],
+    runs: Sequence[ParameterRun],
+    flat: FlatParameter,
+    state_of: Callable[[ParameterRun], dict[str, Any]],
+    master: Tensor | None,
+    indices: Mapping[int, int],
+) -> None:
+    """Add the whole state of one flat parameter, on the CPU."""
+    for run in runs:
+        values = state_of(run) if run.flat is flat else {}
+        for position in range(run.first, run.last) if values else ():
+            index = indices[id(flat.parameters[position])]
+            start = flat.offsets[position] - run.start
+            state[index] = {
+                key: _of_parameter(value, flat, position, start, run.stop - run.start)
+                for key, value in values.items()
+            }
+    if master is not None:
+        for position, parameter in enumerate(flat.parameters):
+            value = _of_parameter(master, flat, position, flat.offsets[position], flat.numel)
+            state.setdefault(indices[id(parameter)], {})[MASTER] = value
+
+
+def _collect_master(engine: Engine, flat: FlatParameter, old: Layout, new: Layout) -> Tensor | None:
+    """The fp32 values of a flat parameter, if there are other ones, in layout `new`. Collective."""
+    if flat.master is flat.shard:
+        return None
+    part = flat.intersect_owned(*old.bounds(engine.comm.group.rank))
+    own = flat.master[part] if part is not None else flat.master[:0]
+    if old == new:
+        return own
+    return engine.comm.reshard(own, old, new, what=f"collecting the masters of {flat.name}")
+
+
+def _of_parameter(value: Any, flat: FlatParameter, position: int, start: int, numel: int) -> Any:
+    """The part of a state value that belongs to one parameter, in its shape, on the CPU.
+
+    Args:
+        start: the parameter's first element in a state tensor.
+        numel: elements of a state tensor; a tensor of another size belongs to all parameters.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() != 1 or value.numel() != numel:
+        return copy_value(value).cpu()
+    parameter = flat.parameters[position]
+    part = value[start : start + parameter.numel()].view(parameter.shape)
+    whole = torch.empty(parameter.shape, dtype=value.dtype, device="cpu")
+    return whole.copy_(part)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from poplar.checkpoint.names import canonical, names_of
-from poplar.checkpoint.state_dicts.place import Place, places_of
+from poplar.checkpoint.state_dicts.place import Place, canonical, names_of, places_of
 from poplar.values.plan import Plan
 from poplar.zero.collective_calls import CollectiveCalls
 from poplar.zero.engine import Engine

@@ -33,7 +33,7 @@ from training import assert_raised
 
 import poplar
 from poplar import Plan
-from poplar.checkpoint import save
+from poplar.checkpoint import save_plan
 from poplar.checkpoint.files import manifest, save_job
 from poplar.checkpoint.files.data_file import DataFile
 from poplar.checkpoint.files.opened import OpenedCheckpoint
@@ -300,7 +300,8 @@ def save_under_two_plans(folder: str) -> None:
     """What the ranks write is agreed on again only when it has changed."""
     model, optimizer = build(TWO)
     manager = poplar.CheckpointManager(folder, optimizer, asynchronous=True)
-    divide = mock.patch.object(save, "dedup_save_plans", side_effect=save.dedup_save_plans)
+    real = save_plan.dedup_save_plans
+    divide = mock.patch.object(save_plan, "dedup_save_plans", side_effect=real)
     with divide as divided:
         for step in range(1, 4):
             train(optimizer, step, 1)
@@ -327,7 +328,7 @@ def fail_to_prune(folder: str) -> list[harness.Failure]:
     _, optimizer = build(TWO)
     manager = poplar.CheckpointManager(folder, optimizer, keep=1)
     manager.save(1)
-    failing = mock.patch.object(manager, "_prune", side_effect=OSError(13, "denied", "old"))
+    failing = mock.patch.object(manager, "_remove", side_effect=OSError(13, "denied", "old"))
     with failing, harness.catching() as caught:
         manager.save(2)
     assert manager.load_latest() == 2

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from poplar.checkpoint.state_dicts.boxes import boxes_of_range
+from poplar.checkpoint.state_dicts.shard_tensor import boxes_of_range
 from tests.subset import choose
 
 

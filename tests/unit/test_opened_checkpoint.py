@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from poplar.checkpoint.digests import digest
 from poplar.checkpoint.files.opened import OpenedCheckpoint
+from poplar.checkpoint.save_plan import digest
 from poplar.values.errors import DamagedCheckpoint
 
 

@@ -1,14 +1,11 @@
-"""Data files of a checkpoint: `torch.distributed.checkpoint` writes their items.
+"""A data file of a checkpoint: `torch.distributed.checkpoint` writes its items.
 
-Poplar adds what it lacks: a checksum of each file, a stop when another rank has failed, and, when
-items are read, that only regular files of the folder are opened and that tensors have the dtype and
-shape that the metadata says, because a checkpoint may come from a stranger.
+Poplar adds what it lacks: a checksum of the file, and a stop when another rank has failed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import io
 import os
@@ -19,22 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemWriter,
     _StoragePrefix,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
-from torch.distributed.checkpoint.utils import _create_file_view, find_state_dict_object
-from torch.serialization import get_unsafe_globals_in_checkpoint
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from poplar._core import crc32c
-from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.stored_files import open_stored
-from poplar.values.errors import DamagedCheckpoint
 
 _CHUNK = 16 << 20
 """Bytes between two looks at whether the save has been cancelled."""
@@ -169,84 +161,6 @@ class _GivenValues(DefaultSavePlanner):
         return io.BytesIO(pickled.data)
 
 
-class DataFiles:
-    """Reads items of the data files of a checkpoint.
-
-    Raises:
-        DamagedCheckpoint: from all methods, if the content is not what was expected.
-    """
-
-    def __init__(self, folder: Path, metadata: Metadata, *, weights_only: bool) -> None:
-        """`weights_only`: as of `torch.load`, for values."""
-        self._folder = folder
-        self._weights_only = weights_only
-        self._metadata = metadata
-
-    def read(self, items: Sequence[ReadItem], targets: Mapping[str, Tensor]) -> None:
-        """Read into the memory of tensors, by name."""
-        ordered = sorted(items, key=lambda item: self._place(item.storage_index)[:2])
-        try:
-            for item in ordered:
-                self._read_item(item, targets[item.dest_index.fqn])
-        except DamagedCheckpoint:
-            raise
-        except Exception as error:  # torch raises many types for content that it cannot read
-            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # no byte of the file
-                raise
-            names = ", ".join(sorted({item.storage_index.fqn for item in items}))[:200]
-            raise DamagedCheckpoint(
-                self._folder, f"its files do not have the elements of {names}: {error}"
-            ) from error
-
-    def _read_item(self, item: ReadItem, target: Tensor) -> None:
-        index = item.storage_index
-        described: Any = self._metadata.state_dict_metadata[index.fqn]
-        sizes = next(part.sizes for part in described.chunks if part.offsets == index.offset)
-        file_name, offset, length = self._place(index)
-        with os.fdopen(open_stored(self._folder, file_name), "rb") as file:
-            view: Any = _create_file_view(file, offset, length)
-            stored = torch.load(view, map_location="cpu", weights_only=True)
-        if (stored.dtype, stored.shape) != (described.properties.dtype, sizes):
-            raise TypeError(
-                f"{stored.dtype} of shape {tuple(stored.shape)} at byte {offset} of {file_name}, "
-                f"but {METADATA} describes {described.properties.dtype} of {tuple(sizes)}"
-            )
-        box = find_state_dict_object({item.dest_index.fqn: target}, item.dest_index)
-        wanted = narrow_tensor_by_index(box.detach(), item.dest_offsets, item.lengths)
-        wanted.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
-
-    def value(self, index: MetadataIndex) -> Any:
-        """A value that is no tensor.
-
-        Raises:
-            ValueError: it contains an object of a class, and only weights may be loaded.
-        """
-        file_name, offset, length = self._place(index)
-        path = self._folder / file_name
-        with os.fdopen(open_stored(self._folder, file_name), "rb") as file:
-            if offset + length > os.fstat(file.fileno()).st_size:
-                raise DamagedCheckpoint(path, f"it has no byte {offset + length - 1}")
-            file.seek(offset)
-            item = io.BytesIO(file.read(length))
-        try:
-            return torch.load(item, map_location="cpu", weights_only=self._weights_only)
-        except Exception as error:  # torch raises many types for content that it cannot read
-            if classes := _refused_classes(item):
-                raise ValueError(
-                    f"{path}: the value at byte {offset} needs {classes}, which may run any "
-                    "code. If you trust the checkpoint, register these classes with "
-                    "torch.serialization.add_safe_globals, or load it with weights_only=False"
-                ) from error
-            raise DamagedCheckpoint(path, f"the item at byte {offset}: {error}") from error
-
-    def _place(self, index: MetadataIndex) -> tuple[str, int, int]:
-        """File, first byte and bytes of an item."""
-        place = self._metadata.storage_data.get(index)
-        if place is None:
-            raise DamagedCheckpoint(self._folder / METADATA, f"it has no place for {index.fqn!r}")
-        return place.relative_path, place.offset, place.length
-
-
 def checksum(folder: Path, name: str) -> Stored:
     """What is in a file now.
 
@@ -316,12 +230,3 @@ def _without_checksum_of_torch() -> Iterator[None]:
 
 def _with_path(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, error.strerror, str(path))
-
-
-def _refused_classes(item: Any) -> str:
-    """What a pickled item names that is not allowed; empty if it is none or is damaged."""
-    item.seek(0)
-    try:
-        return ", ".join(sorted(get_unsafe_globals_in_checkpoint(item)))
-    except Exception:
-        return ""

@@ -18,7 +18,7 @@ import torch
 
 from poplar._core import crc32c
 from poplar.checkpoint.files.data_file import Stored
-from poplar.checkpoint.files.metadata_unpickler import is_count
+from poplar.checkpoint.files.metadata_file import is_count
 from poplar.checkpoint.files.stored_files import open_stored, read_stored
 from poplar.values.errors import DamagedCheckpoint
 from poplar.values.schema import Count, PositiveCount, from_fields, parse_json

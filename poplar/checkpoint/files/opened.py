@@ -1,7 +1,13 @@
-"""An existing checkpoint: its names, shapes and values, and whether its files are as written."""
+"""An existing checkpoint: its names, shapes and values, and whether its files are as written.
+
+It may come from a stranger: only regular files of the folder are opened, values are tensors and
+plain types, and tensors have the dtype and shape that the metadata says.
+"""
 
 from __future__ import annotations
 
+import errno
+import io
 import math
 import os
 from collections.abc import Mapping
@@ -10,16 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
+from torch.distributed.checkpoint.utils import _create_file_view, find_state_dict_object
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from poplar.checkpoint.files import manifest as manifest_file
-from poplar.checkpoint.files.data_file import DataFiles, checksum
+from poplar.checkpoint.files.data_file import checksum
 from poplar.checkpoint.files.manifest import Manifest, read_manifest
 from poplar.checkpoint.files.metadata_file import METADATA, read_metadata
 from poplar.checkpoint.files.save_job import aside_name
+from poplar.checkpoint.files.stored_files import open_stored
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.values.errors import DamagedCheckpoint
 
@@ -58,7 +68,7 @@ class OpenedCheckpoint:
         """By name, its place in the nested form."""
         if self.manifest is not None:
             self._check_against(self.manifest)
-        self._files = DataFiles(folder, self.metadata, weights_only=weights_only)
+        self._weights_only = weights_only
 
     def _check_against(self, manifest: Manifest) -> None:
         """Check what Poplar writes: all values have a path, and are in files with checksums."""
@@ -109,7 +119,7 @@ class OpenedCheckpoint:
         """
         described = self.tensor(name)
         if described is None:
-            return self._files.value(MetadataIndex(name))
+            return self._read_value(MetadataIndex(name))
         value = self.empty(name, described.properties.dtype)
         self.read_into({name: value})
         return value
@@ -161,8 +171,60 @@ class OpenedCheckpoint:
                 what its metadata says.
         """
         items = [item for name, target in targets.items() for item in self._items(name, target)]
-        if items:
-            self._files.read(items, targets)
+        try:
+            for item in sorted(items, key=lambda item: self._place(item.storage_index)[:2]):
+                self._read_item(item, targets[item.dest_index.fqn])
+        except DamagedCheckpoint:
+            raise
+        except Exception as error:  # torch raises many types for content that it cannot read
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # no byte of the file
+                raise
+            names = ", ".join(sorted(targets))[:200]
+            raise DamagedCheckpoint(
+                self.folder, f"its files do not have the elements of {names}: {error}"
+            ) from error
+
+    def _read_item(self, item: ReadItem, target: Tensor) -> None:
+        index, described = item.storage_index, self.described[item.storage_index.fqn]
+        sizes = next(part.sizes for part in described.chunks if part.offsets == index.offset)
+        file_name, offset, length = self._place(index)
+        with os.fdopen(open_stored(self.folder, file_name), "rb") as file:
+            view: Any = _create_file_view(file, offset, length)
+            stored = torch.load(view, map_location="cpu", weights_only=True)
+        if (stored.dtype, stored.shape) != (described.properties.dtype, sizes):
+            raise TypeError(
+                f"{stored.dtype} of shape {tuple(stored.shape)} at byte {offset} of {file_name}, "
+                f"but {METADATA} describes {described.properties.dtype} of {tuple(sizes)}"
+            )
+        box = find_state_dict_object({item.dest_index.fqn: target}, item.dest_index)
+        wanted = narrow_tensor_by_index(box.detach(), item.dest_offsets, item.lengths)
+        wanted.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+
+    def _read_value(self, index: MetadataIndex) -> Any:
+        file_name, offset, length = self._place(index)
+        path = self.folder / file_name
+        with os.fdopen(open_stored(self.folder, file_name), "rb") as file:
+            if offset + length > os.fstat(file.fileno()).st_size:
+                raise DamagedCheckpoint(path, f"it has no byte {offset + length - 1}")
+            file.seek(offset)
+            item = io.BytesIO(file.read(length))
+        try:
+            return torch.load(item, map_location="cpu", weights_only=self._weights_only)
+        except Exception as error:  # torch raises many types for content that it cannot read
+            if classes := _refused_classes(item):
+                raise ValueError(
+                    f"{path}: the value at byte {offset} needs {classes}, which may run any "
+                    "code. If you trust the checkpoint, register these classes with "
+                    "torch.serialization.add_safe_globals, or load it with weights_only=False"
+                ) from error
+            raise DamagedCheckpoint(path, f"the item at byte {offset}: {error}") from error
+
+    def _place(self, index: MetadataIndex) -> tuple[str, int, int]:
+        """File, first byte and bytes of an item."""
+        place = self.metadata.storage_data.get(index)
+        if place is None:
+            raise DamagedCheckpoint(self.folder / METADATA, f"it has no place for {index.fqn!r}")
+        return place.relative_path, place.offset, place.length
 
     def check_complete(self, targets: Mapping[str, Tensor]) -> None:
         """Check that no elements of these tensors are missing; nothing is read."""
@@ -188,3 +250,12 @@ def _not_a_checkpoint(folder: Path) -> str:
             text += f": saving it was interrupted, and {aside_name(folder).name} is incomplete"
         return text
     return f"{folder} is not a checkpoint: it has neither {manifest_file.NAME} nor {METADATA}"
+
+
+def _refused_classes(item: Any) -> str:
+    """What a pickled item names that is not allowed; empty if it is none or is damaged."""
+    item.seek(0)
+    try:
+        return ", ".join(sorted(get_unsafe_globals_in_checkpoint(item)))
+    except Exception:
+        return ""

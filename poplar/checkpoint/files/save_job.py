@@ -87,14 +87,7 @@ class PendingSave:
     All that may fail to start is started here; nothing is written before `begin`.
     """
 
-    def __init__(
-        self,
-        job: SaveJob,
-        control: Control,
-        *,
-        asynchronous: bool,
-        after: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, job: SaveJob, control: Control, *, asynchronous: bool) -> None:
         if not job.aside.exists():
             raise FileNotFoundError(
                 f"{job.aside}, which the first rank has made, does not exist for rank {job.rank}: "
@@ -103,7 +96,6 @@ class PendingSave:
         self.job = job
         self._control = control
         self._doing = f"saving the checkpoint {str(job.folder)!r}"
-        self._after = after
         self._may_write, self._cancel = threading.Event(), threading.Event()
         self._is_awaited = not asynchronous
         self._error: BaseException | None = None
@@ -178,7 +170,6 @@ class PendingSave:
             self._write()
             if self.job.rank == 0:
                 publish(self.job, self._is_stopped)
-                self._finish()
         except Cancelled:
             pass
         except BaseException as error:
@@ -197,20 +188,6 @@ class PendingSave:
     def _close(self) -> None:
         self._file.close()
         self._file.release()
-
-    def _finish(self) -> None:
-        """Call `after`; its error says that the checkpoint is complete."""
-        if self._after is None:
-            return
-        try:
-            self._after()
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"the checkpoint {str(self.job.folder)!r} is complete, but older ones could not be "
-                f"removed: {error.strerror}",
-                error.filename,
-            ) from error
 
     def _is_stopped(self) -> bool:
         return self._cancel.is_set() or bool(self._control.group.failures)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from poplar._core import gather
-from poplar.checkpoint.digests import PLAIN
 from poplar.checkpoint.files.data_file import Pickled
 
 _ALIGNMENT = 64
@@ -33,22 +30,14 @@ class Staging:
         tensors = [value for value in values.values() if isinstance(value, Tensor)]
         self._reserve(sum(_padded(t.nbytes) for t in tensors), any(t.is_cuda for t in tensors))
         copies: dict[MetadataIndex, Any] = {}
-        gathered: list[Tensor] = []
-        offsets: list[int] = []
         start = 0
         for index, value in values.items():
             if not isinstance(value, Tensor):
-                copies[index] = value if isinstance(value, PLAIN) else Pickled.of(value)
+                copies[index] = Pickled.of(value)
                 continue
             place = self._buffer[start : start + value.nbytes].view(value.dtype).view(value.shape)
-            if _is_plain_memory(value):
-                gathered.append(value)
-                offsets.append(start)
-            else:
-                place.copy_(value, non_blocking=True)
-            copies[index] = place
+            copies[index] = place.copy_(value, non_blocking=True)
             start += _padded(value.nbytes)
-        gather(_memory_of(self._buffer), [_memory_of(tensor) for tensor in gathered], offsets)
         for device in {t.device for t in tensors if t.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
@@ -81,16 +70,6 @@ def _pin(memory: Tensor) -> Callable[[], None]:
         cuda.cudaHostUnregister(memory.data_ptr())
 
     return unpin
-
-
-def _is_plain_memory(tensor: Tensor) -> bool:
-    """Whether the tensor's values are the bytes at its address, on the CPU."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _memory_of(tensor: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor as a buffer, without NumPy."""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def _padded(size: int) -> int:

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poplar.checkpoint.names import canonical, names_of
-from poplar.checkpoint.state_dicts.elements import Elements
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
-from poplar.checkpoint.state_dicts.place import Place, places_of
+from poplar.checkpoint.state_dicts.place import Elements, Place, canonical, names_of, places_of
 from poplar.comm import Control
 from poplar.values.errors import agreed
 from poplar.values.formatting import format_names

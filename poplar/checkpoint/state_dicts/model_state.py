@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from poplar.checkpoint.state_dicts.elements import Elements
-from poplar.checkpoint.state_dicts.place import Place, places_of
+from poplar.checkpoint.state_dicts.place import Elements, Place, places_of
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook

@@ -1,20 +1,19 @@
 """`Place`: which elements of a parameter this rank has, and where they are in its flat tensors.
 
 Saving, loading and state dicts cut flat tensors here and nowhere else. `Owners` knows the ranks
-that have the other elements.
+that have the other elements, and `Elements` are those that a value of a state dict has.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from poplar.checkpoint.names import canonical
 from poplar.comm import Control
 from poplar.comm.shard_layout import Layout
 from poplar.zero.engine import Engine
@@ -22,6 +21,23 @@ from poplar.zero.flat_parameter import FlatParameter
 
 if TYPE_CHECKING:
     from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Parts of names that torch.compile and activation checkpointing add, and that torch removes."""
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The name of every parameter, by param group."""
+    names = {id(parameter): canonical(name) for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,68 @@ class Place:
 def places_of(flats: Iterable[FlatParameter]) -> Iterator[Place]:
     """The places of all parameters."""
     return (Place(flat, position) for flat in flats for position in range(len(flat.parameters)))
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements `[start, start + len(values))` of a tensor, in row-major order."""
+
+    values: Tensor
+    """1-D."""
+    start: int
+
+    @classmethod
+    def of(cls, value: object, shape: Sequence[int], name: str) -> Elements:
+        """What a value of a state dict holds of a tensor of this shape.
+
+        Args:
+            value: the whole tensor, or a `ShardTensor` with a part of it.
+            shape: the expected shape.
+            name: of the value, for messages.
+
+        Raises:
+            TypeError: it is another kind of tensor, or none.
+            ValueError: it has another shape.
+        """
+        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, but should be a tensor")
+        if tuple(value.shape) != tuple(shape):
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}, but here it has shape {tuple(shape)}; "
+                "the state is of another model"
+            )
+        if isinstance(value, ShardTensor):
+            return cls(value.local, value.start)
+        if type(value) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; load it with torch.distributed.checkpoint, "
+                "or make it a whole tensor first"
+            )
+        return cls(value.detach().reshape(-1), 0)
+
+    @classmethod
+    def none(cls) -> Elements:
+        """No elements."""
+        return cls(torch.empty(0, device="cpu"), 0)
+
+    def part(self, start: int, stop: int, name: str) -> Tensor:
+        """Elements `[start, stop)`, counted from the tensor's first.
+
+        Raises:
+            ValueError: some of them are not held.
+        """
+        end = self.start + self.values.numel()
+        if start >= stop:
+            return self.values[:0]
+        if not self.start <= start <= stop <= end:
+            raise ValueError(
+                f"{name} holds elements [{self.start}, {end}), but this rank owns [{start}, "
+                f"{stop}): it was saved by another rank or under another plan; load it with "
+                "torch.distributed.checkpoint, or save full_state_dict()"
+            )
+        return self.values[start - self.start : stop - self.start]
 
 
 class Owners:

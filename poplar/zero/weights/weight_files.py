@@ -1,25 +1,32 @@
 """Reads the weights of a model from safetensors: one file, or several with an index.
 
 Only the elements that a rank keeps are read. Names, shapes and files are checked before anything is
-read, so that a wrong file changes nothing.
+read, so that a wrong file changes nothing. The library checks the header of a file; elements are
+read here, because the library maps files as private, writable memory, so that it cannot open a file
+that is larger than a memory limit, and reads whole rows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor, nn
 
 from poplar.values.formatting import format_names
-from poplar.values.regular_files import read_regular
+from poplar.values.regular_files import open_regular, read_regular
 from poplar.values.schema import parse_json
-from poplar.zero.weights.safetensors_file import SafetensorsFile
 
+DTYPES: Mapping[torch.dtype, str] = {d: name for name, d in _TYPES.items() if d is not None}
+"""Names of dtypes in headers, as far as the installed version of the library knows them."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _INDEX_BYTES = 64 << 20
@@ -28,6 +35,70 @@ _SAMPLE = 8
 """Elements at each of three places of a tensor, by which files of different ranks are compared."""
 _LISTED = 5
 """Names in an error message."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """Its first byte in the file."""
+
+
+class SafetensorsFile:
+    """The tensors of one file, by name."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            ValueError: there is no such file, or it is truncated or not in this format.
+        """
+        self.path = path
+        try:
+            with os.fdopen(open_regular(path), "rb") as file:
+                # The library checks names, places, the sizes of header and file, and nesting.
+                with safe_open(path, framework="np"):
+                    pass
+                header_bytes = int.from_bytes(file.read(8), "little")
+                header = parse_json(file.read(header_bytes))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ValueError(
+                f"cannot read {path} as safetensors ({error}); it is missing, truncated or of "
+                "another format"
+            ) from error
+        header.pop("__metadata__", None)
+        self.tensors = {
+            name: StoredTensor(
+                entry["dtype"], tuple(entry["shape"]), 8 + header_bytes + entry["data_offsets"][0]
+            )
+            for name, entry in header.items()
+        }
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `[start, stop)` of a flattened tensor, on the CPU.
+
+        Raises:
+            OSError: the file cannot be read, or has become shorter.
+            ValueError: its dtype is not supported.
+        """
+        stored = self.tensors[name]
+        if (dtype := _TYPES.get(stored.dtype)) is None:
+            raise ValueError(
+                f"{name!r} in {self.path} has the dtype {stored.dtype}; supported are "
+                f"{', '.join(DTYPES.values())}"
+            )
+        start, stop = max(0, start), min(stop, math.prod(stored.shape))
+        values = torch.empty(max(0, stop - start), dtype=dtype, device="cpu")
+        buffer = values.view(torch.uint8).numpy().data
+        place = stored.begin + start * values.itemsize
+        with os.fdopen(open_regular(self.path), "rb", buffering=0) as file:
+            while buffer:
+                count = os.preadv(file.fileno(), [buffer], place)
+                if not count:
+                    raise OSError(f"{self.path} ends at byte {place}, inside {name!r}")
+                buffer, place = buffer[count:], place + count
+        return values
 
 
 class WeightFiles:

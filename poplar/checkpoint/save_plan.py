@@ -1,0 +1,162 @@
+"""`Agreement`: which rank writes what of a checkpoint, and what all ranks must save alike."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import (
+    create_default_global_save_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.utils import find_state_dict_object
+
+from poplar.checkpoint.training_state import Entries
+from poplar.comm import Control
+from poplar.comm.copies import to_bytes
+from poplar.comm.host_topology import host_id
+from poplar.values.errors import agreed
+
+PLAIN = (bool, bytes, complex, float, int, str, type(None))
+"""Types of values that never change and that `repr` tells apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What this rank adds to a checkpoint."""
+
+    entries: Entries
+    state: Mapping[str, int]
+    """By name in `state`, a digest of the value, which is equal on all ranks."""
+    buffers: Mapping[str, Tensor]
+    own_buffers: dict[str, Tensor]
+    """Part of `entries`: the buffers that differ from the first rank's, once that is known."""
+
+
+class Agreement:
+    """Which rank writes what. Kept between saves: a rank sends its part only if it has changed."""
+
+    metadata: Metadata
+    on_this_host: Sequence[int]
+    """The ranks on the host of this rank."""
+
+    def __init__(self) -> None:
+        self._by_rank: list[tuple[list[WriteItem], Mapping[str, Any]]] = []
+        self._plans: list[SavePlan] = []
+
+    def values_of(self, entries: Entries, rank: int) -> dict[MetadataIndex, Any]:
+        """By item that a rank writes, its part of a value."""
+        values = dict(entries.values)
+        return {item.index: _resolve(values, item) for item in self.by_rank[rank]}
+
+    @property
+    def by_rank(self) -> list[Sequence[WriteItem]]:
+        """By rank, what it writes."""
+        return [plan.items for plan in self._plans]
+
+    def agree(self, control: Control, content: Content, name: str, doing: str) -> None:
+        """Exchange what has changed, and set `content.own_buffers`. Collective.
+
+        Args:
+            control: the control channel.
+            content: of this rank.
+            name: of the checkpoint's folder.
+            doing: for errors.
+
+        Raises:
+            ValueError: the ranks have different values in `state`, or save to different folders.
+        """
+        rank, entries = control.group.rank, content.entries
+        part = create_default_local_save_plan(dict(entries.values), rank == 0).items, entries.paths
+        is_known = bool(self._by_rank) and self._by_rank[rank] == part
+        buffers = {name: digest(buffer) for name, buffer in content.buffers.items()}
+        own = name, host_id(), content.state, buffers, None if is_known else part
+        received = control.exchange_objects(own, what=doing)
+        names = [name for name, *_ in received]
+        if names != [name] * len(names):
+            raise agreed(ValueError(f"the ranks save different checkpoints; by rank: {names}"))
+        self.on_this_host = [r for r, (_, host, *_) in enumerate(received) if host == own[1]]
+        if any(changed is not None for *_, changed in received):
+            self._set([changed or self._by_rank[r] for r, (*_, changed) in enumerate(received)])
+        _check_equal_state([of_state for _, _, of_state, *_ in received])
+        first = received[0][3]
+        differing = {n: b.cpu() for n, b in content.buffers.items() if buffers[n] != first.get(n)}
+        content.own_buffers.update(differing)
+
+    def _set(self, by_rank: list[tuple[list[WriteItem], Mapping[str, Any]]]) -> None:
+        """Divide what all ranks have among them."""
+        plans, metadata = create_default_global_save_plan(
+            dedup_save_plans([SavePlan(items) for items, _ in by_rank], True)
+        )
+        _check_complete(metadata)
+        paths = {name: where for _, paths in reversed(by_rank) for name, where in paths.items()}
+        self._by_rank, self._plans = by_rank, plans
+        self.metadata = replace(
+            metadata, planner_data=paths, version=CURRENT_DCP_VERSION, storage_meta=StorageMeta()
+        )
+
+
+def _check_equal_state(by_rank: Sequence[Mapping[str, int]]) -> None:
+    """Check that all ranks save the same `state`, given its digests."""
+    first = by_rank[0]
+    for rank, digests in enumerate(by_rank):
+        differing = [
+            name
+            for name in sorted(first.keys() | digests.keys())
+            if first.get(name) != digests.get(name)
+        ]
+        if differing:
+            raise agreed(
+                ValueError(
+                    f"state {differing} of rank {rank} is not that of rank 0, but one is saved for "
+                    "all ranks. (DataLoader workers move a sampler ahead of training: save "
+                    "sampler.state_dict(steps_done=...).) To save what differs by rank, collect it "
+                    "with torch.distributed.all_gather_object and save the list"
+                )
+            )
+
+
+def _resolve(values: dict[str, Any], item: WriteItem) -> Any:
+    """The part of a value that an item stores."""
+    if item.tensor_data is None:
+        return values[item.index.fqn]
+    part: Tensor = find_state_dict_object(values, item.index)
+    return part.detach()
+
+
+def _check_complete(metadata: Metadata) -> None:
+    """Check that the parts of all ranks make up every tensor."""
+    for name, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            assert stored == math.prod(tensor.size), f"{name}: {stored} of {tensor.size}"
+
+
+def digest(value: Any) -> int:
+    """Equal for equal numbers, strings, tensors, and containers of these. Of others, the type."""
+    if isinstance(value, Tensor):
+        data = to_bytes(value.detach().cpu().contiguous().reshape(-1))
+        return _of_text(f"{value.dtype} {tuple(value.shape)} {zlib.crc32(data)}")
+    if isinstance(value, Mapping):
+        entries = sorted((repr(key), digest(entry)) for key, entry in value.items())
+        return _of_text(f"mapping {entries}")
+    if isinstance(value, (list, tuple)):
+        return _of_text(f"sequence {[digest(entry) for entry in value]}")
+    return _of_text(repr(value) if isinstance(value, PLAIN) else type(value).__qualname__)
+
+
+def _of_text(text: str) -> int:
+    return zlib.crc32(text.encode())
