@@ -7,7 +7,7 @@ All ranks of the group issue the same collectives in the same order. Each return
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -119,20 +119,6 @@ class Communicator(ABC):
             own: this rank's slice if it is not in `data` yet; it is then copied there too. It must
                 stay unchanged until the wait returns and, if shared, `wait_for_readers` returns.
         """
-
-    def gather_columns(
-        self, data: Tensor, rows: Layout, columns: Sequence[tuple[int, int]], *, what: str
-    ) -> Work:
-        """Fill the columns of `data` that this rank needs; each rank provides its rows.
-
-        Args:
-            data: `[rows.numel, width]`, contiguous; must not be read or written until the wait
-                returns. Columns that this rank does not need may be filled too.
-            rows: the rows that each rank provides.
-            columns: by rank, the first column that it needs and the one after its last.
-        """
-        layout = Layout(tuple(row * data.shape[1] for row in rows.offsets))
-        return self.all_gather(data.view(-1), layout, what=what)
 
     @abstractmethod
     def all_to_all(self, received: Tensor, sent: Tensor, sizes: Splits, *, what: str) -> Work:

@@ -8,7 +8,6 @@ is one native call; on gloo it is made of messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -68,30 +67,6 @@ class ProcessGroupCommunicator(Communicator):
         if own is not None:
             own_slice(data, layout, self.group.rank).copy_(own)
         return gather(self.queue, data, layout, what)
-
-    def gather_columns(
-        self, data: Tensor, rows: Layout, columns: Sequence[tuple[int, int]], *, what: str
-    ) -> Work:
-        if all(needed == (0, data.shape[1]) for needed in columns):
-            return super().gather_columns(data, rows, columns, what=what)
-        if self.queue.calls_natively(data.device):
-            return _gather_columns_natively(self.queue, data, rows, columns, what)
-        first, last = columns[self.group.rank]
-        of_rank = data.split(rows.sizes)
-        own = of_rank[self.group.rank]
-        has_whole_rows = last - first == data.shape[1]
-        received = [
-            part if has_whole_rows or part is own else data.new_empty(len(part), last - first)
-            for part in of_rank
-        ]
-
-        def copy_in() -> None:
-            for part, values in zip(of_rank, received, strict=True):
-                if values is not part:
-                    part[:, first:last].copy_(values)
-
-        sent = [own[:, slice(*needed)].contiguous() for needed in columns]
-        return self.queue.exchange(received, sent, what, copy_in)
 
     def all_to_all(self, received: Tensor, sent: Tensor, sizes: Splits, *, what: str) -> Work:
         return all_to_all(self.queue, received, sent, sizes, what)
@@ -191,31 +166,3 @@ def _issue_piece(
         call = partial(dist.all_to_all_single, received, data, *splits, group=group, async_op=True)
     add = partial(piece.add, by_sender)
     return StreamWork(queue.group, call if data.numel() else None, data.device, piece.what, add)
-
-
-def _gather_columns_natively(
-    queue: CollectiveQueue,
-    data: Tensor,
-    rows: Layout,
-    columns: Sequence[tuple[int, int]],
-    what: str,
-) -> Work:
-    """One all-to-all of the columns that each rank needs."""
-    rank, (first, last) = queue.group.rank, columns[queue.group.rank]
-    own, others = data[slice(*rows.bounds(rank))], data[:, first:last]
-    parts = [own[:, slice(*needed)].reshape(-1) for needed in columns]
-    parts[rank] = parts[rank][:0]
-    received_rows = [0 if peer == rank else size for peer, size in enumerate(rows.sizes)]
-    received = data.new_empty(sum(received_rows), last - first)
-    sizes = [count * (last - first) for count in received_rows], [part.numel() for part in parts]
-    sent, group = torch.cat(parts), queue.group.process_group
-    call = partial(
-        dist.all_to_all_single, received.view(-1), sent, *sizes, group=group, async_op=True
-    )
-
-    def copy_in() -> None:
-        before, after = rows.bounds(rank)
-        others[:before].copy_(received[:before])
-        others[after:].copy_(received[before:])
-
-    return StreamWork(queue.group, call if data.numel() else None, data.device, what, copy_in)

@@ -6,12 +6,12 @@ whose network has become faster by as much as the factors save under even batche
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 
 from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts, costs_of
-from poplar.planner.factored_costs import can_exchange, exchanges_of
+from poplar.planner.factored_costs import exchanges_of
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 
@@ -32,39 +32,38 @@ def with_factored_layers(
 
     Memory is not counted again: rows take less than the gradients that they replace.
     """
-    replicated = plan.stage == 0
-    if not cluster.model.linear_layers or not can_exchange(cluster, replicated=replicated):
-        return plan
-    even = Plan.even(plan.world_size, plan.global_batch, plan.global_batch, plan.stage)
-    seconds = {}
     candidates = [plan]
-    if worthwhile(cluster, even):
-        faster = StageCosts(_with_faster_network(cluster, even), plan.stage)
-        candidates.append(decide(faster).plan)
-    best = _seconds(cluster, plan)
+    even = Plan.even(plan.world_size, plan.global_batch, plan.global_batch, plan.stage)
+    if names := worthwhile(cluster, even):
+        faster = _with_faster_network(cluster, replace(even, factored=names))
+        candidates.append(decide(StageCosts(faster, plan.stage)).plan)
+    best, limit = plan, _seconds(cluster, plan) / (1.0 + preference)
     for candidate in candidates:
-        factored = dataclasses.replace(
-            candidate, factored=worthwhile(cluster, candidate), prediction=None
-        )
-        if factored.factored:
-            seconds[factored] = _seconds(cluster, factored)
-    if not seconds:
-        return plan
-    fastest = min(seconds, key=seconds.__getitem__)
-    return fastest if seconds[fastest] * (1.0 + preference) < best else plan
+        names = worthwhile(cluster, candidate)
+        factored = replace(candidate, factored=names, prediction=None)
+        if names and (seconds := _seconds(cluster, factored)) < limit:
+            best, limit = factored, seconds
+    return best
 
 
 def worthwhile(cluster: ClusterProfile, plan: Plan) -> tuple[str, ...]:
-    """The layers whose factors take less time than their reduction under a plan."""
-    every = dataclasses.replace(
-        plan, factored=tuple(layer.name for layer in cluster.model.linear_layers), prediction=None
-    )
-    costs = costs_of(cluster, dataclasses.replace(plan, factored=()))
+    """The layers whose factors take less time than their reduction under a plan.
+
+    None are known to, without the rates of links. Where every rank updates all parameters, all must
+    multiply with the same bits, so they must be of one kind.
+    """
+    names = tuple(layer.name for layer in cluster.model.linear_layers)
+    costs = costs_of(cluster, replace(plan, factored=()))
+    is_alike = costs.shares_matter or len({device.name for device in cluster.devices}) == 1
+    if not is_alike or cluster.world_size == 1:
+        return ()
+    if costs.collectives.reduce_scatter.link_seconds is None:
+        return ()
     communication = costs.communication(plan.shares)
     whole = communication.reduce + (0.0 if costs.shares_matter else communication.gather)
     return tuple(
         exchange.layer.name
-        for exchange in exchanges_of(cluster, every)
+        for exchange in exchanges_of(cluster, replace(plan, factored=names, prediction=None))
         if costs.exchange_seconds(exchange, plan.shares)
         < whole * exchange.layer.numel / cluster.model.numel
     )
@@ -72,22 +71,19 @@ def worthwhile(cluster: ClusterProfile, plan: Plan) -> tuple[str, ...]:
 
 def _with_faster_network(cluster: ClusterProfile, plan: Plan) -> ClusterProfile:
     """The cluster on which a reduction takes as long as that of this plan with its factors."""
-    before, costs = (
-        costs_of(cluster, dataclasses.replace(plan, factored=names))
-        for names in ((), worthwhile(cluster, plan))
-    )
-    plain, factored = before.communication(plan.shares), costs.communication(plan.shares)
-    network = cluster.network
+    costs, network = costs_of(cluster, plan), cluster.network
+    plain = costs_of(cluster, replace(plan, factored=())).communication(plan.shares)
+    factored = costs.communication(plan.shares)
     reduced = factored.reduce / plain.reduce if plain.reduce else 1.0
     gathered = factored.gather / plain.gather if plain.gather else 1.0
-    faster = dataclasses.replace(
+    faster = replace(
         network,
         reduce_scatter_seconds=network.reduce_scatter_seconds * reduced,
         all_gather_seconds=network.all_gather_seconds * gathered,
     ).with_residuals(
         plan.stage, synchronization=costs.synchronization_residual, step=costs.step_residual
     )
-    return dataclasses.replace(cluster, network=faster)
+    return replace(cluster, network=faster)
 
 
 def _seconds(cluster: ClusterProfile, plan: Plan) -> float:

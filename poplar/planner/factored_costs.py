@@ -1,9 +1,16 @@
-"""Seconds in which ranks exchange the factors of a layer and multiply them.
+"""Seconds in which ranks exchange the factors of a linear layer, and multiply them.
 
     exchange = max over links of bytes / rate  +  latencies  +  what a rank multiplies more
 
 The last one: without factors, a rank multiplies its own rows for the whole weight in its backward;
-with them, all rows for what it owns.
+with them, all rows for what it owns. A layer has `outputs` times `inputs` weights; with `N` rows of
+all `R` ranks, and even shares and rows, all ranks together send
+
+                                reduced                          as factors
+    sharded                     (R - 1) outputs inputs           (R - 1) N (inputs + outputs / R)
+    every rank updates all      2 (R - 1) outputs inputs         (R - 1) N (inputs + outputs)
+
+elements: an owner gets the whole inputs, and the gradients of the outputs that it owns.
 """
 
 from __future__ import annotations
@@ -12,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poplar.planner.collective_costs import CollectiveCosts
-from poplar.planner.factored_layers import factored_traffic
+from poplar.values.host_traffic import Traffic
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile, LinearLayer
 
-_COLLECTIVES = 3
-"""Of an exchange: the numbers of rows, output gradients, and inputs."""
+_COLLECTIVES = 2
+"""Of an exchange: the numbers of rows, and the rows."""
 _EFFICIENCY = 0.5
 """Part of a device's peak FLOP/s that products of a few rows reach at least."""
 
@@ -49,25 +56,13 @@ def exchanges_of(cluster: ClusterProfile, plan: Plan) -> tuple[Exchange, ...]:
     return tuple(Exchange(known[name], samples) for name in plan.factored)
 
 
-def can_exchange(cluster: ClusterProfile, *, replicated: bool) -> bool:
-    """Whether the time of an exchange is known, and the engine would run it.
-
-    Args:
-        cluster: with measured rates, and no hierarchical transport.
-        replicated: every rank updates all parameters, so all must multiply with the same bits.
-    """
-    is_one_kind = len({device.name for device in cluster.devices}) == 1
-    has_rates = CollectiveCosts.of(cluster.network).reduce_scatter.link_seconds is not None
-    return has_rates and cluster.world_size > 1 and (is_one_kind or not replicated)
-
-
 def seconds_of_exchange(
     cluster: ClusterProfile, exchange: Exchange, shares: Sequence[float], *, replicated: bool
 ) -> float:
     """Seconds of one reduction of the layer as factors.
 
     Args:
-        cluster: see `can_exchange`; without rates, bytes take no time.
+        cluster: without measured rates, bytes take no time.
         exchange: the layer and the samples of each rank.
         shares: fraction of the layer that each rank owns.
         replicated: every rank updates all parameters.
@@ -75,15 +70,12 @@ def seconds_of_exchange(
     layer, model = exchange.layer, cluster.model
     costs = CollectiveCosts.of(cluster.network)
     rows = [layer.rows_per_sample * samples for samples in exchange.samples]
-    traffic = factored_traffic(
-        layer.outputs, layer.inputs, rows, shares, replicated=replicated, itemsize=1
-    )
+    owned = [1.0] * len(shares) if replicated else shares
     links = costs.reduce_scatter.link_seconds or [(0.0, 0.0)] * len(rows)
     sending = max(
         max(moved.leaving * out, moved.arriving * into)
-        for moved, (out, into) in zip(traffic, links, strict=True)
+        for moved, (out, into) in zip(factored_traffic(layer, rows, owned), links, strict=True)
     )
-    owned = [1.0] * len(shares) if replicated else shares
     multiplying = 0.0
     for device, own_rows, part in zip(cluster.devices, rows, owned, strict=True):
         more = 2.0 * layer.numel * (sum(rows) * part - own_rows)
@@ -91,3 +83,23 @@ def seconds_of_exchange(
             multiplying = max(multiplying, more / (_EFFICIENCY * device.peak_flops))
     latency = _COLLECTIVES * costs.all_gather.latency
     return sending / model.numel + latency + multiplying
+
+
+def factored_traffic(
+    layer: LinearLayer, rows: Sequence[float], owned: Sequence[float]
+) -> list[Traffic]:
+    """Elements that each rank sends and receives in one reduction of a layer as factors.
+
+    Where a slice begins or ends inside a row of the weight, up to 2 more columns are sent.
+
+    Args:
+        layer: its sizes.
+        rows: of each rank.
+        owned: fraction of the weight that each rank computes.
+    """
+    needed = [layer.inputs + layer.outputs * part if part > 0 else 0.0 for part in owned]
+    all_rows, all_needed = sum(rows), sum(needed)
+    return [
+        Traffic(own_rows * (all_needed - own_needs), (all_rows - own_rows) * own_needs)
+        for own_rows, own_needs in zip(rows, needed, strict=True)
+    ]

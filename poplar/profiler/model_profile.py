@@ -11,7 +11,7 @@ from poplar.profiler.session import Session
 from poplar.profiler.unit_memory import TrainedUnit
 from poplar.values.profile import LinearLayer, ModelProfile
 from poplar.zero import setup
-from poplar.zero.factors.checks import factorable_layers
+from poplar.zero.factors.layers import factorable_layers
 from poplar.zero.unit import Member, Unit, build_units
 
 

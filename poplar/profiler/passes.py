@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle
 from statistics import median
 from types import MappingProxyType
@@ -20,7 +21,6 @@ from poplar.data import pytree
 from poplar.data.example_lengths import at_length
 from poplar.data.sample_lengths import SampleLengths
 from poplar.profiler.compilation import is_compiled
-from poplar.profiler.linear_rows import counting_rows
 from poplar.profiler.memory import PassBytes, batch_bytes, pass_bytes
 from poplar.profiler.timing import repeats_in_a_sample, seconds_of
 from poplar.profiler.unit_memory import TrainedUnit
@@ -438,3 +438,25 @@ def time_sizes(
         )
         for size in sizes
     ]
+
+
+@contextmanager
+def counting_rows(model: nn.Module) -> Iterator[Counter[str]]:
+    """Count the rows `numel / inputs` of the inputs of each `nn.Linear` in the forwards inside.
+
+    Yields the counts by module name. Nothing is counted in a model with compiled modules, because
+    hooks would change what is compiled.
+    """
+    rows: Counter[str] = Counter()
+
+    def count(name: str, layer: nn.Linear, arguments: tuple[Any, ...]) -> None:
+        if arguments and isinstance(arguments[0], Tensor):
+            rows[name] += arguments[0].numel() // layer.in_features
+
+    is_plain = not any(map(is_compiled, model.modules()))
+    with ExitStack() as stack:
+        for name, layer in model.named_modules():
+            if is_plain and type(layer) is nn.Linear:
+                handle = layer.register_forward_pre_hook(partial(count, name))
+                stack.callback(handle.remove)
+        yield rows

@@ -22,12 +22,10 @@ from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.values.errors import CollectiveTimeout
 from poplar.zero.absent_parameter import direct_access
 from poplar.zero.agreement import run_on_all_ranks
-from poplar.zero.checks.model_checks import Removable
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.checks.recorded_calls import reject_forward_in_replay
-from poplar.zero.factors.rows import FactoredRows
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.model_hook import ModelHook
+from poplar.zero.model_hook import ModelHook, Removable
 from poplar.zero.passes.collective_pass import Mode, PassSettings
 from poplar.zero.passes.collective_scheduler import CollectiveScheduler
 from poplar.zero.recomputation import Recomputation
@@ -85,7 +83,6 @@ class Engine:
         self._call_depth = 0
         """Modules of the model whose forward is running, in one another."""
         self._visits: dict[Unit, int] = {}
-        self._gradient_hooks: list[tuple[nn.Parameter, int]] = []
         self._newest_hook = -1
         self.recomputation = Recomputation(model, blocks, self._unshards_before_forwards())
         self.hooks: list[Removable] = [
@@ -117,17 +114,12 @@ class Engine:
         self.step = StepState()
 
     def _run_gradient_hooks_last(self) -> None:
-        """Run the engine's hooks, which take `.grad`, after those registered since the last step.
-
-        torch runs the hooks of a tensor in the order of its dictionary.
-        """
+        """Run the engine's hooks after those that were registered since the last step."""
         if RemovableHandle.next_id == self._newest_hook:
             return
         with direct_access():
-            for parameter, own in self._gradient_hooks:
-                hooks = parameter._post_accumulate_grad_hooks
-                if hooks and own in hooks and next(reversed(hooks)) != own:
-                    hooks[own] = hooks.pop(own)
+            for flat in self.trained:
+                flat.run_hooks_last()
         self._newest_hook = RemovableHandle.next_id
 
     @property
@@ -347,11 +339,10 @@ class Engine:
         """Reduce `.grad` and the accumulated gradients as a last pass. Collective.
 
         Raises:
-            RuntimeError: `.grad` of a factored weight was set, which is not what is sent for it.
+            RuntimeError, TypeError: a gradient that was set cannot be reduced.
         """
         for flat in self.trained:
-            if flat.rows is not None and flat.parameters[0].grad is not None:
-                raise RuntimeError(_gradient_of_factored_weight(flat.names[0]))
+            flat.check_gradients()
         weight = 1.0 / self.comm.group.size
         self.begin_pass(weight=weight, leader=0, last=True, mode=Mode.REDUCE_ONLY)
         self.end_pass()
@@ -472,17 +463,10 @@ class Engine:
 
     # Hooks.
 
-    def _register_hooks(self) -> Iterator[RemovableHandle]:
+    def _register_hooks(self) -> Iterator[Removable]:
         for unit in self.units:
             for flat in unit.trained:
-                if flat.rows is not None:
-                    yield from self._register_row_hooks(flat, flat.rows)
-                    continue
-                for parameter in flat.parameters:
-                    hook = self._gradient_hook(flat)
-                    handle = parameter.register_post_accumulate_grad_hook(hook)
-                    self._gradient_hooks.append((parameter, handle.id))
-                    yield handle
+                yield from flat.watch(self._gradient_hook(flat))
         if not self.strategy.shards_parameters:
             return
         for unit in self.units:
@@ -510,8 +494,8 @@ class Engine:
             module: self._forward_pre_hook(unit) for unit in self.units for module in unit.modules
         }
 
-    def _gradient_hook(self, flat: FlatParameter) -> Callable[[Tensor], None]:
-        def gradient_ready(parameter: Tensor) -> None:
+    def _gradient_hook(self, flat: FlatParameter) -> Callable[[nn.Parameter], None]:
+        def gradient_ready(parameter: nn.Parameter) -> None:
             if self._in_early_forward:
                 raise RuntimeError(
                     f"rank {self.comm.group.rank}: loss_fn ran a backward, but it must only return "
@@ -525,33 +509,16 @@ class Engine:
                 is_last = gradient_ready not in hooks or hooks[-1] is gradient_ready
                 self._begin_implicit_pass(Mode.TRAIN)
             if not is_last:  # only in this pass: take the gradient when the later hooks have run
-                take = partial(self.scheduler.current.gradient_ready, flat, parameter)  # type: ignore[arg-type]
+                take = partial(self.scheduler.current.gradient_ready, flat, parameter)
                 Variable._execution_engine.queue_callback(take)
             calls_back = not self._explicit_pass or self.step.in_user_loop
             if calls_back and not self._callback_queued:
                 self._callback_queued = True
                 Variable._execution_engine.queue_callback(self._on_backward_end)
             if is_last:
-                self.scheduler.current.gradient_ready(flat, parameter)  # type: ignore[arg-type]
+                self.scheduler.current.gradient_ready(flat, parameter)
 
         return gradient_ready
-
-    def _register_row_hooks(
-        self, flat: FlatParameter, rows: FactoredRows
-    ) -> Iterator[RemovableHandle]:
-        """The gradient of a factored weight is complete when all calls of its layer are."""
-        (weight,), gradient_ready = flat.parameters, self._gradient_hook(flat)
-
-        def rows_complete(token: Tensor) -> None:
-            token.grad = None
-            gradient_ready(weight)
-
-        def reject(weight: Tensor) -> None:
-            weight.grad = None
-            raise RuntimeError(_gradient_of_factored_weight(flat.names[0]))
-
-        yield rows.token.register_post_accumulate_grad_hook(rows_complete)
-        yield weight.register_post_accumulate_grad_hook(reject)
 
     def _forward_pre_hook(self, unit: Unit) -> Callable[..., None]:
         def enter(module: nn.Module, _inputs: Any) -> None:
@@ -722,14 +689,6 @@ class Engine:
 def _disable_compile(hook: Callable[..., None]) -> Callable[..., None]:
     """Exclude a hook from `torch.compile`: it communicates, so it runs between graphs."""
     return ModelHook(torch.compiler.disable(hook))
-
-
-def _gradient_of_factored_weight(name: str) -> str:
-    return (
-        f"{name} got a gradient of its own, but Plan.factored names its layer, so only what the "
-        "forward of the layer captures is sent; call the layer instead of using its weight, or "
-        "leave the layer out of Plan.factored"
-    )
 
 
 def _do_nothing() -> None:

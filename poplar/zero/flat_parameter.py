@@ -6,7 +6,8 @@ loops then process the same elements in the same lanes and give the same bits fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,10 @@ from poplar import ops
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.system.storage import with_own_storage
 from poplar.zero.absent_parameter import direct_access, mark_absent, mark_present
-from poplar.zero.factors.rows import FactoredRows
+from poplar.zero.model_hook import Removable
+
+if TYPE_CHECKING:
+    from poplar.zero.stages.strategy import Strategy
 
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,8 +70,8 @@ class FlatParameter:
         self.is_local = False
         """Every rank has other values, all of which it owns: nothing is communicated. See
         [Note: local parameters] in `stages.strategy`."""
-        self.rows: FactoredRows | None = None
-        """Instead of the gradient of the only parameter, until it is reduced."""
+        self._hooks: list[tuple[nn.Parameter, int]] = []
+        """The hooks of `watch` by their numbers."""
         self._no_gradient = torch.empty(0, device=self.device)
         self.drop_gradient()
         self._squares_version: int | None = None
@@ -84,16 +88,55 @@ class FlatParameter:
     def begin_step(self) -> None:
         """Drop what earlier passes have left on this rank, except `.grad`."""
         self.used.clear()
-        if self.rows is not None:
-            self.rows.drop_weighted()
+
+    def watch(self, ready: Callable[[nn.Parameter], None]) -> list[Removable]:
+        """Call `ready(parameter)` when autograd has accumulated the gradient of a parameter."""
+        handles = [p.register_post_accumulate_grad_hook(ready) for p in self.parameters]
+        numbers = (handle.id for handle in handles)
+        self._hooks = list(zip(self.parameters, numbers, strict=True))
+        return [*handles]
+
+    def run_hooks_last(self) -> None:
+        """Run the hooks of `watch` after those that the user has registered since.
+
+        torch runs the hooks of a tensor in the order of its dictionary.
+        """
+        for parameter, own in self._hooks:
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks and own in hooks and next(reversed(hooks)) != own:
+                hooks[own] = hooks.pop(own)
+
+    def check_gradients(self, *parameters: nn.Parameter) -> None:
+        """Raise if gradients of these parameters, by default of all, cannot be reduced.
+
+        Raises:
+            TypeError: a gradient is sparse.
+        """
+        for parameter in parameters or self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                position = next(n for n, own in enumerate(self.parameters) if own is parameter)
+                raise TypeError(
+                    f"parameter {self.names[position]!r} has a sparse gradient, but flat "
+                    "parameters are dense; use a layer with dense gradients"
+                )
+
+    def held_gradients(self) -> list[Tensor]:
+        """What the passes have left that has not been accumulated or reduced."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def accumulate(self, strategy: Strategy, weight: float) -> None:
+        """Add what a pass has left, times `weight`, to what earlier passes of the step have."""
+        strategy.accumulate(self, weight)
+
+    def reduce(self, strategy: Strategy, weight: float) -> None:
+        """As `accumulate`, and start to reduce the sum over all ranks. Collective."""
+        strategy.reduce(self, weight)
 
     def drop_parameter_gradients(self) -> None:
         """Drop the gradients of the open pass: set `.grad` of the parameters to None."""
         with direct_access():
             for parameter in self.parameters:
                 parameter.grad = None
-        if self.rows is not None:
-            self.rows.drop_captured()
 
     def mark_squares_valid(self) -> None:
         """`squares` belong to the reduced gradient."""
@@ -228,8 +271,6 @@ class FlatParameter:
         for position, gradient in enumerate(arrived):
             if gradient is None:
                 continue
-            if gradient.is_sparse:
-                raise TypeError(sparse_gradient(self, self.parameters[position]))
             self.used.add(position)
             if weight != 0.0:
                 gradients.append(gradient)
@@ -251,15 +292,6 @@ class FlatParameter:
         """The part of `[start, stop)` that is owned, relative to the owned part; None if empty."""
         low, high = max(start, self.owned[0]), min(stop, self.owned[1])
         return slice(low - self.owned[0], high - self.owned[0]) if low < high else None
-
-
-def sparse_gradient(flat: FlatParameter, parameter: nn.Parameter) -> str:
-    """The message for a gradient that cannot be packed."""
-    name = next(n for n, own in zip(flat.names, flat.parameters, strict=True) if own is parameter)
-    return (
-        f"parameter {name!r} has a sparse gradient, but flat parameters are dense; use a layer "
-        "with dense gradients"
-    )
 
 
 def layout_on_rank(flat: FlatParameter, rank: int, world_size: int) -> Layout:

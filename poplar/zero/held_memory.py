@@ -74,8 +74,7 @@ def held_memory(
     cached = engine.comm.cached_bytes()
     states = [value for state in update.inner.state.values() for value in state.values()]
     gradients = [tensor for flat in trained for tensor in (flat.gradient, flat.squares)]
-    found = [p.grad for flat in trained for p in flat.parameters if p.grad is not None]
-    found += [part for flat in trained if flat.rows is not None for part in flat.rows.tensors()]
+    found = [gradient for flat in trained for gradient in flat.held_gradients()]
     own = [grad for grad in found if not isinstance(grad, PlaceholderGradient)]
     in_flight = [bucket.data for bucket in engine.strategy.reductions.buckets()]
     return HeldMemory(

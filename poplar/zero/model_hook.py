@@ -7,7 +7,13 @@ hooks must not refer to the engine there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+
+class Removable(Protocol):
+    """A change of the model that can be taken back, such as a hook."""
+
+    def remove(self) -> None: ...
 
 
 class ModelHook:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ from poplar.values.plan import Plan
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.checks import model_checks
 from poplar.zero.engine import Engine
-from poplar.zero.factors.capture import FactoredForward
-from poplar.zero.factors.checks import factored_layers
-from poplar.zero.factors.rows import FactoredRows
+from poplar.zero.factors.layers import factored_layers
+from poplar.zero.factors.parameter import FactoredParameter
 from poplar.zero.flat_adamw import flat_class
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.input_cast import cast_inputs
@@ -49,6 +49,10 @@ STRATEGY_CLASSES: tuple[type[Strategy], ...] = (
 )
 """By ZeRO stage."""
 
+_MULTIPLICATION = (
+    "multiplication of rows (Plan.factored at stage 0, where every rank computes all products; use "
+    "stage 1, or leave factored out of the plan)"
+)
 BUILDING = "building the optimizer"
 """What the ranks do, in messages."""
 
@@ -101,7 +105,16 @@ class Request:
             "buffers": [
                 (name, tuple(b.shape), str(b.dtype)) for name, b in self.model.named_buffers()
             ],
+            _MULTIPLICATION: self._multiplication(),
         }
+
+    def _multiplication(self) -> str:
+        """What decides the bits of a product, if every rank must compute the same ones."""
+        if not (self.factored and STRATEGY_CLASSES[self.stage].replicates_state):
+            return ""
+        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        precision = torch.get_float32_matmul_precision()
+        return f"{_kernels(self.device)}, matmul precision {precision}{threads}"
 
     def _shape(self, name: str, parameter: nn.Parameter) -> tuple[int, ...] | str:
         return "local" if name in self.local else tuple(parameter.shape)
@@ -293,11 +306,8 @@ def build_engine(
 ) -> tuple[Engine, ShardedUpdate]:
     """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
     strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
-    if request.factored and strategy.replicates_state:
-        _check_products_agree(request.device, control)
     with request.values.real_tensors(request.device):
         units = _build_units(request, strategy, control, compute_dtype)
-        rows = _attach_rows(request, units, control)
         shares, own_shares = _shares(request.plan, comm)
 
         def allocate(flat: FlatParameter) -> None:
@@ -307,8 +317,6 @@ def build_engine(
         request.values.place(flats, strategy, allocate, control)
     _broadcast_unmanaged(request, flats, comm, compute_dtype)
     engine = Engine(request.model, units, strategy, comm, control, blocks=request.unit_names)
-    # Before modules are recomputed, which wraps what is then their forward.
-    engine.hooks += [FactoredForward(request.factored[name], own) for name, own in rows.items()]
     engine.recomputation.follow(request.plan, comm.group.rank)
     engine.hooks += cast_inputs(request.model, compute_dtype, request.unit_names)
     hyper = [
@@ -326,16 +334,19 @@ def _build_units(
 ) -> list[Unit]:
     """Assign the parameters to units, whose flat parameters have no values yet. Collective."""
     plan = request.plan
-    factored = {id(layer.weight) for layer in request.factored.values()}
+    factored = {
+        id(layer.weight): partial(FactoredParameter, layer=layer, control=control)
+        for layer in request.factored.values()
+    }
     members = []
     for name, parameter in request.model.named_parameters():
         trained = id(parameter) in request.group_of
         if trained or strategy.shards_parameters:
             group = request.group_of.get(id(parameter), -1)
             dtype = _computing_dtype(parameter, compute_dtype)
-            alone = id(parameter) in factored
+            kind = factored.get(id(parameter))
             is_local = name in request.local
-            members.append(Member(name, parameter, group, trained, dtype, alone, is_local))
+            members.append(Member(name, parameter, group, trained, dtype, kind, is_local))
     merge = merge_policy(request, shards_parameters=strategy.shards_parameters)
     numel = sum(member.numel for member in members)
     units = build_units(
@@ -348,39 +359,6 @@ def _build_units(
     _check_unit_names(control, plan, units, request.unit_names)
     strategy.persistent = persistent_units(plan, units)
     return units
-
-
-def _attach_rows(
-    request: Request, units: Sequence[Unit], control: Control
-) -> dict[str, FactoredRows]:
-    """Let the gradients of the factored weights travel as rows; returns them by module name."""
-    flat_of = {id(flat.parameters[0]): flat for unit in units for flat in unit.trained}
-    rows = {}
-    for name, layer in request.factored.items():
-        outputs, inputs = layer.weight.shape
-        rows[name] = FactoredRows(name, outputs, inputs, request.device, control)
-        flat_of[id(layer.weight)].rows = rows[name]
-    return rows
-
-
-def _check_products_agree(device: torch.device, control: Control) -> None:
-    """Check that a product of the same rows has the same bits on all ranks. Collective.
-
-    Raises:
-        ValueError: on all ranks, if they multiply in different ways.
-    """
-    mine = f"{_kernels(device)}, matmul precision {torch.get_float32_matmul_precision()}"
-    if device.type == "cpu":
-        mine += f", {torch.get_num_threads()} threads"
-    kernels = control.exchange_objects(mine, what=BUILDING)
-    if len(set(kernels)) > 1:
-        raise agreed(
-            ValueError(
-                "Plan.factored at stage 0, where every rank multiplies the rows by itself, but the "
-                f"products would differ between ranks, which multiply with {kernels}. Use stage "
-                "1, where each element is computed by one rank, or leave factored out of the plan"
-            )
-        )
 
 
 def _shares(

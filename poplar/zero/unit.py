@@ -7,7 +7,7 @@ backward. Parameters that belong to no block, or to several, form the root unit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,8 +55,8 @@ class Member:
     group: int
     trained: bool
     dtype: torch.dtype
-    alone: bool = False
-    """It has a flat parameter of its own, because it is reduced in another way."""
+    kind: Callable[..., FlatParameter] | None = None
+    """Makes a flat parameter of its own for it, because it is reduced in another way."""
     is_local: bool = False
     """Every rank has another part of it, and maybe of another size."""
 
@@ -232,14 +232,14 @@ def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatPara
     groups: dict[tuple[torch.dtype, bool, bool, str], list[Member]] = {}
     for member in inside:
         if member.dtype in PACKABLE:
-            own = member.name if member.alone else ""
+            own = member.name if member.kind else ""
             key = (member.dtype, member.trained, member.is_local, own)
             groups.setdefault(key, []).append(member)
     for (dtype, trained, is_local, _), members in groups.items():
         members.sort(key=lambda member: member.group)
         for numbers in cut([member.numel for member in members], limit):
             part = [members[number] for number in numbers]
-            flat = FlatParameter(
+            flat = (part[0].kind or FlatParameter)(
                 unit,
                 [(member.name, member.parameter) for member in part],
                 dtype=dtype,

@@ -24,9 +24,10 @@ from training import STAGES, Run, assert_exact, train_many
 
 from poplar import HeteroZeroOptimizer, Plan, RankFailed, UnitPlan
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.planner.factored_layers import factored_traffic
-from poplar.zero.factors.reduction import RowReduction, _Rows
-from poplar.zero.factors.rows import FactoredRows
+from poplar.planner.factored_costs import factored_traffic
+from poplar.values.profile import LinearLayer
+from poplar.zero.factors.capture import CapturingForward
+from poplar.zero.factors.parameter import FactoredParameter, RowReduction
 
 RANKS = 3
 UNEVEN = (0.55, 0.3, 0.15)
@@ -151,11 +152,11 @@ def fail_once(owner: type, name: str) -> AbstractContextManager[object]:
 
 
 def no_memory_to_capture(_model: nn.Module) -> AbstractContextManager[object]:
-    return fail_once(FactoredRows, "capture")
+    return fail_once(CapturingForward, "capture")
 
 
-def no_memory_to_pack(_model: nn.Module) -> AbstractContextManager[object]:
-    return fail_once(_Rows, "fill")
+def no_memory_for_the_gradient(_model: nn.Module) -> AbstractContextManager[object]:
+    return fail_once(FactoredParameter, "_allocate_gradient")
 
 
 def no_memory_to_send(_model: nn.Module) -> AbstractContextManager[object]:
@@ -169,7 +170,7 @@ def no_memory_to_multiply(_model: nn.Module) -> AbstractContextManager[object]:
 FAILURES: dict[Failing, type[Exception]] = {
     fail_in_backward: LossError,
     no_memory_to_capture: torch.OutOfMemoryError,
-    no_memory_to_pack: torch.OutOfMemoryError,
+    no_memory_for_the_gradient: torch.OutOfMemoryError,
     no_memory_to_send: torch.OutOfMemoryError,
     no_memory_to_multiply: torch.OutOfMemoryError,
 }
@@ -357,7 +358,7 @@ def misuse_layers(stage: int) -> dict[str, Failure | None]:
 MISUSES = {
     "weight": "first.weight got a gradient of its own, but Plan.factored names its layer",
     "input": "modified by an inplace operation",
-    "second order": "second-order gradients (create_graph=True) through layer",
+    "second order": "second-order gradients (create_graph=True) through the layer of",
     "other plan": "apply_plan cannot change which layers are factored; got ['first']",
     "set gradients": "first.weight got a gradient of its own",
 }
@@ -396,6 +397,7 @@ def test_stage_0_needs_ranks_that_multiply_alike(ranks: Pool) -> None:
 OUTPUTS, INPUTS = 1024, 64
 ROWS = (3, 0, 5)
 PASSES = 2
+WIRE_BYTES = 4
 OWNERS = (0.6, 0.0, 0.4)
 
 
@@ -451,6 +453,8 @@ def test_ranks_send_the_predicted_bytes(ranks: Pool) -> None:
     by_rank = ranks.run(bytes_sent, stages, ranks=RANKS)
     for number, stage in enumerate(stages):
         rows = [PASSES * each for each in ROWS]
-        predicted = factored_traffic(OUTPUTS, INPUTS, rows, OWNERS, replicated=stage == 0)
+        layer = LinearLayer(name="0", unit=0, outputs=OUTPUTS, inputs=INPUTS, rows_per_sample=1)
+        predicted = factored_traffic(layer, rows, OWNERS if stage else (1.0,) * RANKS)
         for rank, traffic in enumerate(predicted):
-            assert by_rank[rank][number] == pytest.approx(traffic.leaving, rel=0.01), (stage, rank)
+            sent = by_rank[rank][number]
+            assert sent == pytest.approx(WIRE_BYTES * traffic.leaving, rel=0.01), (stage, rank)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from poplar.comm import Bucket, Codec, Communicator, Group, process_group
+from poplar.comm.communicator import Splits
 from poplar.comm.hierarchy.transport import HierarchicalCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
@@ -69,8 +70,7 @@ def collectives(comm: Communicator, dtype: torch.dtype) -> dict[str, Callable[[]
     bucket = Bucket(torch.ones(LAYOUT.numel).to(dtype), LAYOUT, Codec(dtype))
     own = LAYOUT.size(comm.group.rank)
     out, squares = torch.zeros(own), torch.zeros(own // 64)
-    data, matrix = torch.ones(LAYOUT.numel), torch.ones(8, 6)
-    rows, columns = Layout((0, 1, 3, 3, 8)), [(0, 2), (2, 4), (4, 6), (0, 0)]
+    data = torch.ones(LAYOUT.numel)
 
     def reduce() -> None:
         comm.reduce_scatter(bucket, out, accumulate=True, what="it", squares=squares).wait()
@@ -78,8 +78,8 @@ def collectives(comm: Communicator, dtype: torch.dtype) -> dict[str, Callable[[]
     return {
         "reduce_scatter": reduce,
         "all_gather": lambda: void(comm.all_gather(data, LAYOUT, what="it").wait()),
-        "gather_columns": lambda: void(
-            comm.gather_columns(matrix, rows, columns, what="it").wait()
+        "all_to_all": lambda: void(
+            comm.all_to_all(torch.zeros(8), data[:8], Splits([2] * 4, [2] * 4), what="it").wait()
         ),
         "reshard": lambda: void(comm.reshard(out, LAYOUT, Layout.even(1024, 4), what="it")),
     }

@@ -15,8 +15,9 @@ from poplar.planner.calibration import refine
 from poplar.planner.cost_model import costs_of
 from poplar.planner.explain import explain
 from poplar.planner.factored_choice import worthwhile
+from poplar.planner.factored_costs import factored_traffic
 from poplar.planner.search import search
-from poplar.profiler.linear_rows import counting_rows
+from poplar.profiler.passes import counting_rows
 from poplar.simulator.step_simulation import simulate
 from poplar.values.observation import Observation
 from poplar.values.profile import (
@@ -27,7 +28,7 @@ from poplar.values.profile import (
     ModelProfile,
     NetworkProfile,
 )
-from poplar.zero.factors.checks import factorable_layers
+from poplar.zero.factors.layers import factorable_layers
 
 GIGABIT = 1e9 / 8
 """Bytes per second."""
@@ -220,6 +221,40 @@ def test_rows_are_counted_by_layer_over_all_calls() -> None:
     assert rows == {"once": 35, "twice": 70}
     model["once"](torch.ones(1, 4))
     assert rows["once"] == 35, "outside of the context nothing is counted"
+
+
+# Bytes
+
+
+LAYERS = ((4096, 25088), (1000, 4096), (768, 3072), (37, 26), (1, 1))
+
+
+def layer_of(outputs: int, inputs: int) -> LinearLayer:
+    return LinearLayer(name="a", unit=0, outputs=outputs, inputs=inputs, rows_per_sample=1)
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize(("outputs", "inputs"), LAYERS)
+def test_factors_are_as_many_elements_as_a_reduction_at_the_break_even(
+    outputs: int, inputs: int, ranks: int, replicated: bool
+) -> None:
+    """The break-even of the table in `docs/guides/which-stage.md`."""
+    reduced = (1 + replicated) * (ranks - 1) * outputs * inputs
+    rows = outputs * inputs / (inputs + outputs / ranks)
+    if replicated:
+        rows = 2 * outputs * inputs / (outputs + inputs)
+    owned = (1.0 if replicated else 1 / ranks,) * ranks
+    traffic = factored_traffic(layer_of(outputs, inputs), (rows / ranks,) * ranks, owned)
+    assert sum(rank.leaving for rank in traffic) == pytest.approx(reduced)
+
+
+@pytest.mark.parametrize("owned", [(0.6, 0.4, 0.0), (1.0, 1.0, 1.0)])
+def test_what_ranks_send_is_what_ranks_receive(owned: tuple[float, ...]) -> None:
+    traffic = factored_traffic(layer_of(7, 11), (5, 0, 3), owned)
+    leaving, arriving = zip(*((rank.leaving, rank.arriving) for rank in traffic), strict=True)
+    assert sum(leaving) == pytest.approx(sum(arriving))
+    assert all(got == 0 for got, part in zip(arriving, owned, strict=True) if part == 0.0)
 
 
 def test_tied_and_frozen_layers_cannot_be_factored() -> None:

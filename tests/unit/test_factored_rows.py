@@ -6,7 +6,6 @@ import copy
 import pickle
 import random
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from poplar import ops
+from poplar.comm.communicator import Splits
 from poplar.comm.shard_layout import Layout
 from poplar.system.trace import Trace
-from poplar.zero.factors.capture import FactoredForward
-from poplar.zero.factors.reduction import RowReduction, blocks, weigh_rows
-from poplar.zero.factors.rows import FactoredRows
-from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.factors.capture import CapturingForward
+from poplar.zero.factors.parameter import FactoredParameter, RowReduction, blocks
 from poplar.zero.stages.reduction import Reductions
 from poplar.zero.streams import Streams
 from poplar.zero.waiting import WaitingTime
@@ -39,35 +37,70 @@ class CountsOfRanks:
         return lambda: [torch.tensor([count]) for count in self.counts]
 
 
-class RowsOfRanks:
-    """A transport that fills in the rows of the other ranks, in the order of the gathers."""
+class Transport:
+    """All-to-alls of ranks in one process, which call it one after the other and then wait."""
 
-    def __init__(self, rank: int, matrices: list[Tensor]) -> None:
-        self.group, self.matrices = SimpleNamespace(rank=rank), matrices
+    def __init__(self, rank: int, sent: dict[int, tuple[Tensor, ...]], ranks: int) -> None:
+        self.group, self.sent = SimpleNamespace(rank=rank, size=ranks), sent
 
-    def gather_columns(self, data: Tensor, rows: Layout, columns: Any, *, what: str) -> Any:
-        whole, (first, last) = self.matrices.pop(0), columns[self.group.rank]
-        own = slice(*rows.bounds(self.group.rank))
-        torch.testing.assert_close(data[own], whole[own])
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Splits, *, what: str) -> Any:
+        rank = self.group.rank
+        self.sent[rank] = sent.split(sizes.sent)
 
         def wait() -> float:
-            data[:, first:last] = whole[:, first:last]
+            parts = [self.sent[peer][rank] for peer in range(self.group.size)]
+            assert [part.numel() for part in parts] == sizes.received
+            received.copy_(torch.cat(parts))
             return 0.0
 
         return SimpleNamespace(wait=wait)
 
 
-def flat_of(layer: nn.Linear, dtype: torch.dtype = torch.float32) -> FlatParameter:
-    return FlatParameter("a", [("a.weight", layer.weight)], dtype=dtype, trained=True, groups=[0])
+class Strategy:
+    """What a factored parameter uses of a ZeRO stage, on one rank."""
+
+    def __init__(
+        self, comm: Any, wire_dtype: torch.dtype, owned: list[tuple[int, int]] | None = None
+    ) -> None:
+        self.comm, self.owned = comm, owned
+        self.codec = SimpleNamespace(wire_dtype=wire_dtype)
+        self.reductions, self.deferred = SimpleNamespace(defer=self.defer), []
+
+    def defer(self, reduction: RowReduction) -> None:
+        self.deferred.append(reduction)
+
+    def owned_part(self, layout: Layout, rank: int) -> tuple[int, int]:
+        return layout.bounds(rank) if self.owned is None else self.owned[rank]
+
+    def ensure_gradient(self, flat: FactoredParameter, allocate: Callable[[], None]) -> None:
+        if not flat.gradient.numel():
+            allocate()
+            flat.squares = torch.full((flat.layout.size(self.comm.group.rank) // 64,), torch.nan)
+
+
+def flat_of(
+    layer: nn.Linear, dtype: torch.dtype = torch.float32, counts: list[int] | None = None
+) -> FactoredParameter:
+    return FactoredParameter(
+        "a",
+        [("a.weight", layer.weight)],
+        dtype=dtype,
+        trained=True,
+        groups=[0],
+        layer=layer,
+        control=CountsOfRanks(counts or [0]),
+    )
 
 
 # Capture
 
 
-def layer_and_rows(bias: bool = True) -> tuple[nn.Linear, FactoredRows]:
+def layer_and_forward(bias: bool = True) -> tuple[nn.Linear, CapturingForward]:
     torch.manual_seed(0)
     layer = nn.Linear(7, 5, bias=bias)
-    return layer, FactoredRows("a", 5, 7, CPU, CountsOfRanks([0]))
+    forward = CapturingForward(layer, "a.weight")
+    forward.install()
+    return layer, forward
 
 
 def plain(layer: nn.Module, x: Tensor) -> Tensor:
@@ -107,52 +140,50 @@ USES = (plain, twice, changed_in_place, checkpointed, checkpointed_twice, in_bf1
 @pytest.mark.parametrize("shape", [(6, 7), (0, 7), (2, 3, 7), (2, 0, 7), (7,)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_captured_rows_give_the_gradient_of_autograd(use, shape, bias):
-    layer, rows = layer_and_rows(bias)
+    layer, forward = layer_and_forward(bias)
+    forward.remove()
     reference = copy.deepcopy(layer)
+    forward.install()
     x = torch.randn(shape, requires_grad=True)
     same = x.detach().clone().requires_grad_()
     use(reference, same).square().sum().backward()
     announced: list[int] = []
-    rows.token.register_post_accumulate_grad_hook(lambda token: announced.append(1))
-    hidden = FactoredForward(layer, rows)
+    forward.token.register_post_accumulate_grad_hook(lambda token: announced.append(1))
     use(layer, x).square().sum().backward()
     assert announced == [1], "once, when all calls have been captured"
     assert layer.weight.grad is None
-    found = sum((dy.float().t() @ x.float() for x, dy in rows._captured), torch.zeros(5, 7))
+    found = sum((dy.float().t() @ x.float() for x, dy in forward.captured), torch.zeros(5, 7))
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if use is in_bf16 else {}
     torch.testing.assert_close(found, reference.weight.grad, **tolerance)
     torch.testing.assert_close(x.grad, same.grad)
     if bias:
         torch.testing.assert_close(layer.bias.grad, reference.bias.grad)
-    hidden.remove()
+    forward.remove()
     assert "forward" not in vars(layer)
 
 
 def test_inputs_that_need_no_gradient_are_captured_without_a_bias():
-    layer, rows = layer_and_rows(bias=False)
-    FactoredForward(layer, rows)
+    layer, forward = layer_and_forward(bias=False)
     layer(input=torch.ones(3, 7)).sum().backward()
-    assert sum(len(x) for x, _ in rows._captured) == 3
+    assert sum(len(x) for x, _ in forward.captured) == 3
 
 
 def test_a_forward_without_gradients_captures_nothing():
-    layer, rows = layer_and_rows()
-    FactoredForward(layer, rows)
+    layer, forward = layer_and_forward()
     with torch.no_grad():
         assert not layer(torch.ones(3, 7)).requires_grad
     layer.weight.requires_grad_(False)
     layer(torch.ones(3, 7)).sum().backward()
-    assert rows._captured == []
+    assert forward.captured == []
 
 
 def test_inputs_may_change_after_the_backward_but_not_before():
-    layer, rows = layer_and_rows()
-    FactoredForward(layer, rows)
+    layer, forward = layer_and_forward()
     x = torch.ones(3, 7)
     loss = layer(x).sum()
     loss.backward()
     x.zero_()
-    assert torch.equal(rows._captured[0][0], torch.ones(3, 7))
+    assert torch.equal(forward.captured[0][0], torch.ones(3, 7))
     loss = layer(x).sum()
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -160,12 +191,11 @@ def test_inputs_may_change_after_the_backward_but_not_before():
 
 
 def test_a_copy_of_the_layer_is_plain():
-    layer, rows = layer_and_rows()
-    FactoredForward(layer, rows)
+    layer, forward = layer_and_forward()
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         copied(torch.ones(3, 7)).sum().backward()
         assert copied.weight.grad is not None
-    assert rows._captured == []
+    assert forward.captured == []
 
 
 # Reduction
@@ -183,85 +213,95 @@ def test_blocks_cover_a_range_in_at_most_three_parts():
             start, *(block.stop for block in found)
         ]  # fmt: skip
         parts = [
-            numbers[b.first_row : b.last_row, b.first_column : b.last_column].flatten()
+            numbers[b.rows.start : b.rows.stop, b.columns.start : b.columns.stop].flatten()
             for b in found
         ]
         assert torch.equal(torch.cat([numbers[:0, 0], *parts]), numbers.flatten()[start:stop])
 
 
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16 wire", "bf16 layer", "bf16"])
-@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.every_combination
-def test_an_owner_computes_its_part_of_the_gradient(dtypes, accumulated):
+def test_an_owner_computes_its_part_of_the_gradient(dtypes, passes):
     draw = random.Random(1)
     compute = torch.bfloat16 if dtypes in ("bf16 layer", "bf16") else torch.float32
     wire = torch.bfloat16 if dtypes in ("bf16 wire", "bf16") else torch.float32
-    for _ in range(60):
+    for _ in range(30):
         outputs, inputs, ranks = draw.randint(1, 30), draw.randint(1, 30), draw.randint(1, 4)
-        counts = [draw.choice((0, 0, 1, 5)) for _ in range(ranks)]
-        total, rank, weight = sum(counts), draw.randrange(ranks), draw.random()
-        x, dy = torch.randn(total, inputs).to(compute), torch.randn(total, outputs).to(compute)
-        sent_x = x.to(torch.bfloat16 if dtypes != "fp32" else torch.float32)
-        sent_dy = (dy.float() * weight).to(wire)
-
-        flat = flat_of(nn.Linear(inputs, outputs), compute)
-        cuts = sorted(64 * draw.randint(0, flat.numel // 64) for _ in range(ranks - 1))
-        flat.layout = Layout((0, *cuts, flat.numel))
-        owned = [(0, flat.numel)] * ranks  # as at stage 0
+        layer = nn.Linear(inputs, outputs)
+        flats = [flat_of(layer, compute) for _ in range(ranks)]
+        cuts = sorted(64 * draw.randint(0, flats[0].numel // 64) for _ in range(ranks - 1))
+        layout = Layout((0, *cuts, flats[0].numel))
+        owned = [(0, layout.numel)] * ranks  # as at stage 0
         if draw.random() < 0.7:
-            owned = [flat.layout.bounds(other) for other in range(ranks)]
-        flat.owned = low, high = owned[rank]
-        flat.gradient = torch.full((high - low,), 0.5 if accumulated else torch.nan)
-        flat.squares = torch.full((flat.layout.size(rank) // 64,), torch.nan)
+            owned = [layout.bounds(rank) for rank in range(ranks)]
+        sent: dict[int, tuple[Tensor, ...]] = {}
+        strategies = [Strategy(Transport(rank, sent, ranks), wire, owned) for rank in range(ranks)]
+        whole = torch.zeros(layout.numel)
+        for _ in range(passes):
+            counts = [draw.choice((0, 0, 1, 5)) for _ in range(ranks)]
+            for rank, (flat, strategy) in enumerate(zip(flats, strategies, strict=True)):
+                flat.layout, flat.owned = layout, owned[rank]
+                flat._control.counts, weight = counts, draw.random()
+                x = torch.randn(counts[rank], inputs).to(compute)
+                dy = torch.randn(counts[rank], outputs).to(compute)
+                cut = draw.randint(0, counts[rank])
+                for own in (slice(0, cut), slice(cut, None)):  # two calls of the layer
+                    flat.forward.capture(x[own], dy[own])
+                flat.accumulate(strategy, weight)
+                flat.forward.capture(x * torch.nan, dy)
+                flat.reduce(strategy, 0.0)  # a pass without weight
+                sent_x = x.to(torch.bfloat16 if dtypes != "fp32" else torch.float32)
+                sent_dy = (dy.float() * weight).to(wire)
+                product = (sent_dy.double().t() @ sent_x.double()).float().flatten()
+                whole[: outputs * inputs] += product
+            works = [strategy.deferred.pop().send() for strategy in strategies]
+            for work in works:
+                work.wait()
+        for rank, flat in enumerate(flats):
+            low, high = owned[rank]
+            numel = max(min(high, outputs * inputs) - low, 0)
+            torch.testing.assert_close(flat.gradient[:numel], whole[low:high][:numel])
+            assert not flat.gradient[numel:].any()
+            own_blocks = flat.gradient[slice(*(b - low for b in layout.bounds(rank)))]
+            torch.testing.assert_close(flat.squares, ops.block_sums_of_squares(own_blocks))
+            assert flat.held_gradients() == []
 
-        rows = FactoredRows("a", outputs, inputs, CPU, CountsOfRanks(counts))
-        begins = (0, *accumulate(counts))
-        first, last = list(pairwise(begins))[rank]
-        middle = draw.randint(first, last)
-        for own in (slice(first, middle), slice(middle, last)):  # two calls of the layer
-            rows.capture(x[own], dy[own])
-        weigh_rows(flat, rows, weight, wire)
-        rows.capture(x[first:last] * torch.nan, dy[first:last])
-        weigh_rows(flat, rows, 0.0, wire)  # a pass without weight
-        comm = RowsOfRanks(rank, [sent_dy, sent_x])
-        RowReduction(flat, rows, owned, comm, wire, accumulate=accumulated).send().wait()
 
-        whole = torch.zeros(flat.numel)
-        whole[: outputs * inputs] = (sent_dy.double().t() @ sent_x.double()).float().flatten()
-        expected = whole[low:high] + (0.5 if accumulated else 0.0)
-        numel = min(high, outputs * inputs) - low  # the padding has no meaning if accumulated
-        torch.testing.assert_close(flat.gradient[: max(numel, 0)], expected[: max(numel, 0)])
-        if not accumulated:
-            assert not flat.gradient[max(numel, 0) :].any()
-        own_blocks = flat.gradient[slice(*(b - low for b in flat.layout.bounds(rank)))]
-        torch.testing.assert_close(flat.squares, ops.block_sums_of_squares(own_blocks))
-        assert rows.tensors() == []
+def test_a_reduction_that_runs_out_of_memory_is_repeated_from_there(monkeypatch):
+    """Also if a part of the gradient has been computed: nothing is added twice."""
+    layer = nn.Linear(70, 5)
+    flat, nothing = flat_of(layer, counts=[0, 2, 0]), (torch.empty(0, dtype=torch.uint8),) * 3
+    strategy = Strategy(Transport(1, {0: nothing, 2: nothing}, 3), torch.float32)
+    flat.layout, flat.owned = Layout((0, 64, 320, flat.numel)), (64, 320)
+    x, dy = torch.randn(2, 70), torch.randn(2, 5)
+    expected = 2 * (dy.t() @ x).flatten()[64:320]
+    for _ in range(2):
+        flat.forward.capture(x, dy)
+        flat.reduce(strategy, 1.0)
+        reduction = strategy.deferred.pop()
+        all_to_all, calls = strategy.comm.all_to_all, []
+        monkeypatch.setattr(strategy.comm, "all_to_all", lambda *_, **__: fail())
+        with pytest.raises(MemoryError):
+            reduction.send()
+        monkeypatch.setattr(strategy.comm, "all_to_all", all_to_all)
+        work, addmm = reduction.send(), Tensor.addmm_
+
+        def fails_once(*args: Any, **options: Any) -> Tensor:
+            calls.append(1)  # noqa: B023
+            return fail() if len(calls) == 2 else addmm(*args, **options)  # noqa: B023
+
+        with monkeypatch.context() as patches:
+            patches.setattr(Tensor, "addmm_", fails_once)
+            with pytest.raises(MemoryError):
+                work.wait()
+            work.wait()
+        assert len(calls) == 4
+    torch.testing.assert_close(flat.gradient, expected)
 
 
-def test_a_reduction_that_runs_out_of_memory_is_sent_again_from_there(monkeypatch):
-    layer = nn.Linear(7, 5)
-    flat, x, dy = flat_of(layer), torch.randn(2, 7), torch.randn(2, 5)
-    flat.layout, flat.owned = Layout((0, flat.numel)), (0, flat.numel)
-    flat.gradient, flat.squares = torch.empty(flat.numel), torch.empty(1)
-    rows = FactoredRows("a", 5, 7, CPU, CountsOfRanks([2]))
-    rows.capture(x, dy)
-    weigh_rows(flat, rows, 1.0, torch.float32)
-    comm = RowsOfRanks(0, [dy, x])
-    reduction = RowReduction(flat, rows, [flat.owned], comm, torch.float32, accumulate=False)
-    gather = comm.gather_columns
-
-    def fail_for_x(data: Tensor, *args: Any, **options: Any) -> Any:
-        if data.shape[1] == 7:
-            raise MemoryError
-        return gather(data, *args, **options)
-
-    monkeypatch.setattr(comm, "gather_columns", fail_for_x)
-    with pytest.raises(MemoryError):
-        reduction.send()
-    monkeypatch.setattr(comm, "gather_columns", gather)
-    reduction.send().wait()
-    assert comm.matrices == []
-    torch.testing.assert_close(flat.gradient[:35].view(5, 7), dy.t() @ x)
+def fail() -> Any:
+    raise MemoryError
 
 
 def test_a_deferred_reduction_is_sent_before_a_later_one_is_waited_for():

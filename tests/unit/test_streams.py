@@ -11,6 +11,7 @@ import pickle
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from poplar.comm import Bucket, Codec
 from poplar.comm.shard_layout import Layout
 from poplar.system.trace import Trace
 from poplar.values.errors import CollectiveTimeout
-from poplar.zero.factors.rows import FactoredRows
+from poplar.zero.factors.parameter import FactoredParameter
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.reduction import StreamReductions
 from poplar.zero.stages.replicated import Replicated
@@ -163,9 +164,9 @@ class SimulatedTransport:
 
         return SimulatedWork(self.device, self.device.collective(), copy_out)
 
-    def gather_columns(self, data: Tensor, *_arguments: Any, **_options: Any) -> SimulatedWork:
-        assert self.device.current == "reduction", "its buffer belongs to the reduction stream"
-        data.zero_()
+    def all_to_all(self, received: Tensor, *_arguments: Any, **_options: Any) -> SimulatedWork:
+        assert self.device.current == "reduction", "its buffers belong to the reduction stream"
+        received.zero_()
         self.row_uses.append(self.device.issue())  # this rank's rows are copied from there
         return SimulatedWork(
             self.device,
@@ -181,7 +182,10 @@ class SimulatedTransport:
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None: ...
 
 
-def simulated(kind: type[Strategy], count: int) -> tuple[Strategy, SimulatedTransport, list[Unit]]:
+def simulated(
+    kind: type[Strategy], count: int, control: Any = None
+) -> tuple[Strategy, SimulatedTransport, list[Unit]]:
+    """A strategy and its units; with a control channel, gradients are sent as factors."""
     device = Device()
     transport = SimulatedTransport(device)
     with mock.patch(
@@ -190,10 +194,12 @@ def simulated(kind: type[Strategy], count: int) -> tuple[Strategy, SimulatedTran
         strategy = kind(transport, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
     units = []
     for index in range(count):
-        parameter = nn.Parameter(torch.zeros(256))
-        flat = FlatParameter(
-            f"unit {index}", [("weight", parameter)], dtype=torch.float32, trained=True, groups=[0]
-        )
+        layer, name = nn.Linear(16, 16, bias=False), f"unit {index}"
+        make: Any = FlatParameter
+        weight = nn.Parameter(torch.zeros(256))
+        if control is not None:
+            make, weight = partial(FactoredParameter, layer=layer, control=control), layer.weight
+        flat = make(name, [("weight", weight)], dtype=torch.float32, trained=True, groups=[0])
         units.append(Unit(index, f"unit {index}", (), (flat,), resident=False))
     strategy.prepare(units)
     for unit in units:
@@ -267,10 +273,10 @@ def test_accumulators_are_reduced_without_a_wait_of_the_backward() -> None:
 @pytest.mark.parametrize("kind", [Replicated, ShardedOptimizer, ShardedGradients])
 def test_rows_are_sent_without_a_wait_of_the_backward(kind: type[Strategy]) -> None:
     """Neither the host nor the compute stream waits for the number of rows of other ranks."""
-    strategy, transport, units = simulated(kind, 4)
     control, counts, freed = mock.Mock(), mock.Mock(), []
     counts.return_value = [torch.tensor([3])] * RANKS
     control.exchange.return_value = counts
+    strategy, transport, units = simulated(kind, 4, control)
     defer = strategy.reductions.defer
 
     def freed_after_use() -> None:
@@ -285,9 +291,8 @@ def test_rows_are_sent_without_a_wait_of_the_backward(kind: type[Strategy]) -> N
     with mock.patch.object(strategy.reductions, "defer", watched):
         for flat in flats_of(units):
             transport.device.issue("compute")
-            flat.rows = FactoredRows("a", 16, 16, flat.device, control)
-            flat.rows.capture(torch.ones(3, 16), torch.ones(3, 16))
-            strategy.reduce(flat, 0.5)
+            flat.forward.capture(torch.ones(3, 16), torch.ones(3, 16))
+            flat.reduce(strategy, 0.5)
     assert counts.call_count == 0
     assert transport.row_uses == []
     strategy.wait_for_reductions(units)

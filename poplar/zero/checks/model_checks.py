@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,14 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from poplar.zero.absent_parameter import AbsentValues
 from poplar.zero.flat_parameter import PACKABLE
+from poplar.zero.model_hook import Removable
 
 _OWNERS: dict[int, weakref.ref[Any]] = {}
-
-
-class Removable(Protocol):
-    """A change of the model that can be taken back, such as a hook."""
-
-    def remove(self) -> None: ...
 
 
 def reject_wrapped(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
-"""Captures the rows of factored layers in forward and backward.
+"""Captures the rows of a factored layer in forward and backward.
 
 Autograd sees the weight as a constant, so it computes the gradients of input and bias only. In the
-backward of a call, its inputs and output gradients go to the layer's `FactoredRows`.
+backward of a call, its inputs and output gradients are captured.
 """
 
 from __future__ import annotations
@@ -14,36 +14,51 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from poplar.zero.factors.rows import FactoredRows
+Rows = tuple[Tensor, Tensor]
+"""Inputs `x` and output gradients `dy` of the same rows: `[rows, inputs]` and `[rows, outputs]`."""
 
 
-class FactoredForward:
-    """Takes the place of the `forward` of an `nn.Linear`."""
+class CapturingForward:
+    """Takes the place of the `forward` of an `nn.Linear` from `install` to `remove`."""
 
-    def __init__(self, module: nn.Linear, rows: FactoredRows) -> None:
-        self._module, self._rows = module, rows
-        module.forward = self  # type: ignore[method-assign]
+    def __init__(self, module: nn.Linear, name: str) -> None:
+        """`name`: of the weight, for errors."""
+        self.module, self.name = module, name
+        self.token = torch.zeros((), device=module.weight.device, requires_grad=True)
+        """An input of every call of the layer: autograd accumulates its gradient when the backward
+        has passed all of them, as it would with the gradient of the weight."""
+        self.captured: list[Rows] = []
+        """The rows of each call since it was cleared."""
+
+    def install(self) -> None:
+        """Replace the `forward` of the module."""
+        self.module.forward = self  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Give the module its `forward` back."""
-        if vars(self._module).get("forward") is self:
-            del self._module.forward
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+
+    def capture(self, x: Tensor, dy: Tensor) -> None:
+        """Keep the rows of one call of the layer. `x` is copied, because it may change later."""
+        self.captured.append((x.to(dy.dtype, copy=True), dy))
 
     # In a compiled module it runs between graphs: it keeps tensors of the backward.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, input: Tensor) -> Tensor:
-        weight, bias = self._module.weight, self._module.bias
+        weight, bias = self.module.weight, self.module.bias
         if not torch.is_grad_enabled() or not weight.requires_grad:
             return F.linear(input, weight, bias)
+        outputs, inputs = weight.shape
         # Two dimensions: the output is then no view, which a function may not write in place.
-        x_rows = input.reshape(-1, self._rows.inputs)
+        x_rows = input.reshape(-1, inputs)
         y = F.linear(x_rows, weight.detach(), bias)
-        y = _captured(y, x_rows.detach(), self._rows.token, self._rows)
-        return y if input.dim() == 2 else y.view(*input.shape[:-1], self._rows.outputs)
+        y = _captured(y, x_rows.detach(), self.token, self)
+        return y if input.dim() == 2 else y.view(*input.shape[:-1], outputs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has the plain `forward`: it does not belong to the engine."""
-        return _same, (MethodType(nn.Linear.forward, self._module),)
+        return _same, (MethodType(nn.Linear.forward, self.module),)
 
 
 class _Capture(torch.autograd.Function):
@@ -54,28 +69,29 @@ class _Capture(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, token: Tensor, rows: FactoredRows) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, token: Tensor, layer: CapturingForward) -> Tensor:
         ctx.mark_dirty(y)  # not a view: the user may change it in place, as in ReLU(inplace=True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
-        ctx.rows = rows
+        ctx.layer = layer
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"second-order gradients (create_graph=True) through layer {ctx.rows.name!r}, "
-                "whose weight gradient is sent as factors; leave it out of Plan.factored"
+                f"second-order gradients (create_graph=True) through the layer of "
+                f"{ctx.layer.name!r}, whose gradient is sent as factors; leave the layer out of "
+                "Plan.factored"
             )
         if dy is None:
             return None, None, None, None
         (x,) = ctx.saved_tensors
-        ctx.rows.capture(x, dy)
+        ctx.layer.capture(x, dy)
         return dy, None, dy.new_zeros((), dtype=torch.float32), None
 
 
-_captured: Callable[[Tensor, Tensor, Tensor, FactoredRows], Tensor] = _Capture.apply
+_captured: Callable[[Tensor, Tensor, Tensor, CapturingForward], Tensor] = _Capture.apply
 
 
 def _same(forward: Callable[..., Any]) -> Callable[..., Any]:

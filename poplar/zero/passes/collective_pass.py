@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from poplar.comm import Control
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import OutOfOrder
-from poplar.zero.flat_parameter import FlatParameter, sparse_gradient
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.passes.collective_order import Slot, SlotKind
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -183,12 +183,9 @@ class CollectivePass(ABC):
                 "gradient after the unit was reduced. Run one backward per micro-batch: add the "
                 "losses first, and use activation checkpointing with use_reentrant=False"
             )
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise TypeError(sparse_gradient(flat, parameter))
+        flat.check_gradients(parameter)
         if not self.mode.has_gradients:
-            parameter.grad = None
-            if flat.rows is not None:
-                flat.rows.drop_captured()
+            flat.drop_parameter_gradients()
             return
         arrived = self._ready_gradients.setdefault(flat, set())
         arrived.add(parameter)
@@ -198,7 +195,7 @@ class CollectivePass(ABC):
         if self.reduces:
             self._gradients_complete(flat)
         else:
-            self._strategy.accumulate(flat, self._weight)
+            flat.accumulate(self._strategy, self._weight)
 
     def finish(self, *, failed: bool = False) -> None:
         """Issue the remaining slots, with zeros for missing gradients, and reshard all units.
@@ -220,7 +217,7 @@ class CollectivePass(ABC):
             if failed:
                 flat.drop_parameter_gradients()
             else:
-                self._strategy.accumulate(flat, self._weight)
+                flat.accumulate(self._strategy, self._weight)
 
     # Issuing.
 
@@ -228,7 +225,7 @@ class CollectivePass(ABC):
         with self._unbroken():
             if slot.kind is SlotKind.REDUCE:
                 flat = self._flats[slot.index]
-                self._strategy.reduce(flat, self._weight)
+                flat.reduce(self._strategy, self._weight)
                 self._reduced.add(flat)
             else:
                 unit = self._units[slot.index]

@@ -31,20 +31,14 @@ class LocalAccumulation(Strategy):
         self._started.clear()
 
     def accumulate(self, flat: FlatParameter, weight: float) -> None:
-        if flat.rows is not None:
-            self._weigh_rows(flat, flat.rows, weight)
-            return
         gradients, offsets = flat.take_gradients(weight)
-        self._ensure_gradient(flat)
+        self.ensure_gradient(flat)
         has_started = flat in self._started
         if gradients or not has_started:
             self._sums[flat].pack(gradients, offsets, weight, accumulate=has_started)
         self._started.add(flat)
 
     def reduce(self, flat: FlatParameter, weight: float) -> None:
-        if flat.rows is not None:
-            self._reduce_rows(flat, flat.rows, weight, accumulate=False)
-            return
         self.accumulate(flat, weight)
         if flat.is_local:
             flat.squares.copy_(ops.block_sums_of_squares(flat.gradient))

@@ -37,16 +37,12 @@ class ShardedGradients(Strategy):
 
     def reduce(self, flat: FlatParameter, weight: float) -> None:
         accumulate = flat in self._started
-        if flat.rows is not None:
-            self._reduce_rows(flat, flat.rows, weight, accumulate=accumulate)
-            self._started.add(flat)
-            return
         self.reductions.make_room()
         gradients, offsets = flat.take_gradients(weight)
         bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
         bucket.pack(gradients, offsets, weight)
         del gradients  # free them before the next unit's gradients are allocated
-        self._ensure_gradient(flat)
+        self.ensure_gradient(flat)
         self._started.add(flat)
 
         def issue() -> Work:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -23,8 +24,6 @@ from torch import Tensor
 from poplar import ops
 from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
-from poplar.zero.factors.reduction import RowReduction, weigh_rows
-from poplar.zero.factors.rows import FactoredRows
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.stages.reduction import reductions_on
 from poplar.zero.streams import DeviceClock, streams_of
@@ -134,14 +133,17 @@ class Strategy(ABC):
     def _allocate_gradient(self, flat: FlatParameter) -> None:
         """Allocate `flat.gradient` for this step."""
 
-    def _ensure_gradient(self, flat: FlatParameter) -> None:
-        """Allocate the gradient before the first write of a step."""
+    def ensure_gradient(
+        self, flat: FlatParameter, allocate: Callable[[], None] | None = None
+    ) -> None:
+        """Allocate the gradient before the first write of a step.
+
+        Args:
+            flat: the flat parameter.
+            allocate: allocates `flat.gradient` in another way than this strategy.
+        """
         if flat not in self._allocated:
-            if flat.rows is None:
-                self._allocate_gradient(flat)
-            else:  # nothing is packed, so each rank needs only the part that it computes
-                low, high = flat.owned
-                flat.gradient = torch.empty(high - low, dtype=torch.float32, device=flat.device)
+            (allocate or partial(self._allocate_gradient, flat))()
             blocks = -(-flat.layout.size(self.comm.group.rank) // ops.ALIGNMENT)
             # NaN exposes a block that a transport does not fill.
             flat.squares = torch.full((blocks,), math.nan, dtype=torch.float32, device=flat.device)
@@ -165,27 +167,6 @@ class Strategy(ABC):
 
         A rank without gradients contributes zeros.
         """
-
-    def _weigh_rows(self, flat: FlatParameter, rows: FactoredRows, weight: float) -> None:
-        """As `accumulate`, for a gradient that travels as factors."""
-        weigh_rows(flat, rows, weight, self.codec.wire_dtype)
-
-    def _reduce_rows(
-        self, flat: FlatParameter, rows: FactoredRows, weight: float, *, accumulate: bool
-    ) -> None:
-        """As `reduce`, for a gradient that travels as factors. Collective.
-
-        Args:
-            accumulate: add to the gradient that earlier passes of the step have left.
-        """
-        self._weigh_rows(flat, rows, weight)
-        self._ensure_gradient(flat)
-        ranks = range(self.comm.group.size)
-        owned = [self.owned_part(flat.layout, rank) for rank in ranks]
-        wire_dtype = self.codec.wire_dtype
-        self.reductions.defer(
-            RowReduction(flat, rows, owned, self.comm, wire_dtype, accumulate=accumulate)
-        )
 
     def wait_for_reductions(self, units: Sequence[Unit]) -> None:
         """Wait until this rank's slice of the mean gradient is final. Collective."""

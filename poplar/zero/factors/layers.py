@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from poplar.values.formatting import format_names
+
 
 def factored_layers(
     model: nn.Module, names: Sequence[str], trained: Collection[int]
@@ -40,23 +42,17 @@ def factored_layers(
 def factorable_layers(model: nn.Module, trained: Collection[int]) -> dict[str, nn.Linear]:
     """All modules that `factored_layers` accepts, by name."""
     modules = dict(model.named_modules())
-    return {
-        name: module
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear) and _problem(modules, module, trained) is None
-    }
+    names = [name for name, each in modules.items() if _problem(modules, each, trained) is None]
+    return factored_layers(model, names, trained)
 
 
 def _problem(
-    modules: Mapping[str, nn.Module],
-    module: nn.Module | None,
-    trained: Collection[int],
+    modules: Mapping[str, nn.Module], module: nn.Module | None, trained: Collection[int]
 ) -> str | None:
     """Why a module cannot be factored; None if it can."""
     if module is None:
         linear = [name for name, other in modules.items() if type(other) is nn.Linear]
-        known = _shortened(linear) or "none"
-        return f"is not a module of the model, whose nn.Linear modules are: {known}"
+        return f"is not a module of the model, whose nn.Linear modules are: {format_names(linear)}"
     if type(module) is not nn.Linear:
         return f"is a {type(module).__name__}, not a plain nn.Linear"
     weight = module._parameters.get("weight")
@@ -74,12 +70,4 @@ def _problem(
         for own, parameter in other._parameters.items()
         if parameter is weight and other is not module
     ]
-    if holders:
-        return f"shares its weight with {_shortened(holders)}"
-    return None
-
-
-def _shortened(names: Sequence[str]) -> str:
-    """The names for a message, at most 8 of them."""
-    listed = ", ".join(map(repr, names[:8]))
-    return listed if len(names) <= 8 else f"{listed} and {len(names) - 8} more"
+    return f"shares its weight with {format_names(holders)}" if holders else None
