@@ -6,7 +6,6 @@ quick and planning works without torch.
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -72,23 +71,6 @@ _HOME = {
     "verify": "poplar.tuning.verification",
 }
 
-_MOVED = {
-    "BatchPoint": "poplar.values.profile",
-    "DamagedCheckpoint": "poplar.values.errors",
-    "DeviceProfile": "poplar.values.profile",
-    "DistributedTraining": "poplar.programmes.run.distributed_training",
-    "Explanation": "poplar.planner.explain",
-    "ModelProfile": "poplar.values.profile",
-    "NetworkProfile": "poplar.values.profile",
-    "OutOfOrder": "poplar.values.errors",
-    "Prediction": "poplar.planner.prediction",
-    "Timeline": "poplar.simulator.timeline",
-    "Tuned": "poplar.tuning.autotune",
-    "Verification": "poplar.tuning.verification",
-    "Workload": "poplar.cli.workload",
-}
-"""Names that leave this module with the next release, and the modules that have them."""
-
 __all__ = [
     "CheckpointManager",
     "ClusterProfile",
@@ -121,13 +103,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        warnings.warn(
-            f"poplar.{name} leaves `poplar`; import it from {_MOVED[name]}",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return getattr(import_module(_MOVED[name]), name)
     if name not in _HOME:
         raise AttributeError(f"module 'poplar' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

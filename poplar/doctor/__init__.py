@@ -5,8 +5,7 @@ training fail or hang; *advice* is about what makes it slower or may surprise.
 """
 
 from poplar.doctor.checks import Finding
-from poplar.doctor.examination import examine
+from poplar.doctor.examination import Report, examine
 from poplar.doctor.facts import RankFacts
-from poplar.doctor.report import Report
 
 __all__ = ["Finding", "RankFacts", "Report", "examine"]

@@ -66,11 +66,10 @@ def _all_support_bf16(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     without = [rank for rank in ranks if "bfloat16" not in rank.dtypes]
     if without:
         names = ", ".join(sorted({rank.device.name for rank in without}))
-        yield Finding(
-            kind="advice",
-            ranks=_numbers(without),
-            what=f"no bfloat16 ({names})",
-            fix='compute_dtype="auto" uses float16 with one loss scale on all ranks, also on those '
+        yield _advice(
+            without,
+            f"no bfloat16 ({names})",
+            'compute_dtype="auto" uses float16 with one loss scale on all ranks, also on those '
             "with bfloat16; compute_dtype=torch.bfloat16 is an error",
         )
 
@@ -81,12 +80,11 @@ def _torch_has_kernels_for_each_device(ranks: Sequence[RankFacts]) -> Iterator[F
             continue
         if not _has_kernels(rank.device.capability, rank.architectures):
             major, minor = rank.device.capability
-            yield Finding(
-                kind="problem",
-                ranks=(rank.rank,),
-                what=f"torch {rank.versions['torch']} has no kernels for {rank.device.name} "
+            yield _problem(
+                [rank],
+                f"torch {rank.versions['torch']} has no kernels for {rank.device.name} "
                 f"(sm_{major}{minor}; only {', '.join(rank.architectures)})",
-                fix=_build_for(rank.device.capability),
+                _build_for(rank.device.capability),
             )
 
 
@@ -122,25 +120,22 @@ def _devices_are_not_shared(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             together[rank.device.uuid].append(rank)
     for sharers in together.values():
         if len(sharers) > 1:
-            allowed = all(rank.may_share_device for rank in sharers)
-            yield Finding(
-                kind="advice" if allowed else "problem",
-                ranks=_numbers(sharers),
-                what=f"share one device, {sharers[0].device.name}",
-                fix="pass each rank its part of the memory as memory_limit="
-                if allowed
-                else "start one rank per device of the host, and check CUDA_VISIBLE_DEVICES",
-            )
+            what = f"share one device, {sharers[0].device.name}"
+            if all(rank.may_share_device for rank in sharers):
+                fix = "pass each rank its part of the memory as memory_limit="
+                yield _advice(sharers, what, fix)
+            else:
+                fix = "start one rank per device of the host, and check CUDA_VISIBLE_DEVICES"
+                yield _problem(sharers, what, fix)
 
 
 def _a_transport_exists(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     without = [rank for rank in ranks if rank.transport.startswith("none")]
     if without:
-        yield Finding(
-            kind="problem",
-            ranks=_numbers(without),
-            what=f"no transport ({without[0].transport})",
-            fix="install a build of torch with torch.distributed",
+        yield _problem(
+            without,
+            f"no transport ({without[0].transport})",
+            "install a build of torch with torch.distributed",
         )
 
 
@@ -150,23 +145,21 @@ def _hosts_can_be_reached(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         nodes[rank.device.host].add(rank.node)
     for name, several in nodes.items():
         if len(several) > 1:
-            yield Finding(
-                kind="problem",
-                ranks=_numbers(rank for rank in ranks if rank.device.host == name),
-                what=f"{len(several)} nodes have the same host name {name!r}",
-                fix="give each host a unique name; ranks with one host name count as one host",
+            yield _problem(
+                [rank for rank in ranks if rank.device.host == name],
+                f"{len(several)} nodes have the same host name {name!r}",
+                "give each host a unique name; ranks with one host name count as one host",
             )
     if len({rank.node for rank in ranks}) == 1:
         return
     unreachable = [rank for rank in ranks if _is_loopback(rank.address) and not rank.interface]
     if unreachable:
         names = ", ".join(sorted({rank.device.host for rank in unreachable}))
-        yield Finding(
-            kind="problem",
-            ranks=_numbers(unreachable),
-            what=f"the host name ({names}) resolves to a loopback address or not at all, so other "
-            "hosts cannot connect",
-            fix="set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface "
+        yield _problem(
+            unreachable,
+            f"the host name ({names}) resolves to a loopback address or not at all, so other hosts "
+            "cannot connect",
+            "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface "
             "between the hosts, or correct /etc/hosts",
         )
 
@@ -188,19 +181,16 @@ def _cores_suffice(on_host: Sequence[RankFacts]) -> Iterator[Finding]:
     cores = max(rank.cores for rank in on_host)
     threads = sum(rank.threads for rank in on_host if rank.device.kind == "cpu")
     if len(on_host) > cores:
-        yield Finding(
-            kind="advice",
-            ranks=_numbers(on_host),
-            what=f"{len(on_host)} ranks on {cores} cores",
-            fix="start fewer ranks; ranks that share a core slow each other down",
+        yield _advice(
+            on_host,
+            f"{len(on_host)} ranks on {cores} cores",
+            "start fewer ranks; ranks that share a core slow each other down",
         )
     elif threads > cores and len(on_host) > 1:
-        yield Finding(
-            kind="advice",
-            ranks=_numbers(on_host),
-            what=f"{threads} threads of torch on {cores} cores",
-            fix="they slow each other down considerably; set OMP_NUM_THREADS="
-            f"{cores // len(on_host)}",
+        yield _advice(
+            on_host,
+            f"{threads} threads of torch on {cores} cores",
+            f"they slow each other down considerably; set OMP_NUM_THREADS={cores // len(on_host)}",
         )
 
 
@@ -209,12 +199,10 @@ def _shared_memory_suffices(on_host: Sequence[RankFacts]) -> Iterator[Finding]:
     needed = _SMALL_SHARED_MEMORY * len(on_host)
     if not free or min(free) < needed:
         there = f"{format_bytes(min(free))} free in /dev/shm" if free else "no /dev/shm"
-        yield Finding(
-            kind="advice",
-            ranks=_numbers(on_host),
-            what=f"{there}, {format_bytes(needed)} expected for {len(on_host)} ranks",
-            fix="DataLoader workers and the shared-memory transport need it; start the "
-            "container with --shm-size=8g or --ipc=host",
+        yield _advice(
+            on_host,
+            f"{there}, {format_bytes(needed)} expected for {len(on_host)} ranks",
+            "DataLoader workers need it; start the container with --shm-size=8g or --ipc=host",
         )
 
 
@@ -222,38 +210,34 @@ def _devices_run_at_full_speed(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for rank in ranks:
         device = rank.device
         if device.throttled:
-            yield Finding(
-                kind="advice",
-                ranks=(rank.rank,),
-                what=f"{device.name} runs below its clock rate: {device.throttled}",
-                fix="check cooling and power limits before profiling",
+            yield _advice(
+                [rank],
+                f"{device.name} runs below its clock rate: {device.throttled}",
+                "check cooling and power limits before profiling",
             )
         if device.kind == "cuda" and device.others_bytes > device.total_bytes // 10:
-            yield Finding(
-                kind="advice",
-                ranks=(rank.rank,),
-                what=f"other processes hold {format_bytes(device.others_bytes)} of the "
+            yield _advice(
+                [rank],
+                f"other processes hold {format_bytes(device.others_bytes)} of the "
                 f"{format_bytes(device.total_bytes)} of {device.name}",
-                fix="nvidia-smi lists them; plans use only the rest",
+                "nvidia-smi lists them; plans use only the rest",
             )
         narrowed = [link for link in device.links if "(of x" in link]
         if narrowed:
-            yield Finding(
-                kind="advice",
-                ranks=(rank.rank,),
-                what=f"{device.name} is connected by {narrowed[0]}",
-                fix="another slot may provide all lanes",
+            yield _advice(
+                [rank],
+                f"{device.name} is connected by {narrowed[0]}",
+                "another slot may provide all lanes",
             )
 
 
 def _fast_operators_are_available(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     without = [rank for rank in ranks if not rank.native_operators]
     if without:
-        yield Finding(
-            kind="advice",
-            ranks=_numbers(without),
-            what=without[0].operators,
-            fix="plain PyTorch computes the same values more slowly; build the operators (see "
+        yield _advice(
+            without,
+            without[0].operators,
+            "plain PyTorch computes the same values more slowly; build the operators (see "
             "CONTRIBUTING.md)",
         )
 
@@ -277,13 +261,16 @@ def _differences(
 ) -> Iterator[Finding]:
     """One finding that lists the ranks of each value, if the values differ."""
     if len(set(values)) > 1:
-        yield Finding(
-            kind=kind,
-            ranks=_numbers(ranks),
-            what=f"{what} differs: {describe_values(ranks, values)}",
-            fix=fix,
-        )
+        yield _finding(kind, ranks, f"{what} differs: {describe_values(ranks, values)}", fix)
 
 
-def _numbers(ranks: Iterable[RankFacts]) -> tuple[int, ...]:
-    return tuple(rank.rank for rank in ranks)
+def _problem(ranks: Iterable[RankFacts], what: str, fix: str) -> Finding:
+    return _finding("problem", ranks, what, fix)
+
+
+def _advice(ranks: Iterable[RankFacts], what: str, fix: str) -> Finding:
+    return _finding("advice", ranks, what, fix)
+
+
+def _finding(kind: str, ranks: Iterable[RankFacts], what: str, fix: str) -> Finding:
+    return Finding(kind=kind, ranks=tuple(rank.rank for rank in ranks), what=what, fix=fix)

@@ -1,4 +1,4 @@
-"""Exchange the facts of all ranks through the launcher's store, without a collective.
+"""The facts and findings of all ranks, exchanged through the launcher's store without a collective.
 
 Ranks with different NCCL versions or device types cannot compare them by a collective, because it
 would hang. The store always works, and carries a few hundred bytes per rank.
@@ -10,24 +10,91 @@ import functools
 import itertools
 import json
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from poplar.doctor.checks import findings
-from poplar.doctor.facts import RankFacts, collect_facts, own_device, own_world_size
-from poplar.doctor.report import Report
+from poplar.doctor.checks import Finding, findings
+from poplar.doctor.facts import (
+    RankFacts,
+    collect_facts,
+    describe_values,
+    own_device,
+    own_world_size,
+)
 from poplar.values.errors import CollectiveTimeout
-from poplar.values.formatting import format_ranks
+from poplar.values.formatting import format_bytes, format_ranks, format_usage
 from poplar.values.schema import from_fields, parse_json, to_json_types
 
 _TIMEOUT = timedelta(seconds=60)
 _GRACE = timedelta(seconds=5)
 
 _examinations = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The facts and findings of all ranks; equal on all ranks."""
+
+    ranks: tuple[RankFacts, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem that training would fail on."""
+        return not any(finding.kind == "problem" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """This report as JSON types."""
+        return {"ok": self.ok, **to_json_types(self)}
+
+    def __str__(self) -> str:
+        header = ("rank", "host", "device", "memory", "used by others", "/dev/shm free", "dtypes")
+        rows = [header, *(_row(facts) for facts in self.ranks)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += ["", *self._facts_of_all(), ""]
+        lines += map(str, self.findings or ["no problems found: these ranks can train"])
+        return "\n".join(lines)
+
+    def _facts_of_all(self) -> Iterator[str]:
+        """Facts that are usually equal on all ranks: one value, or each value with its ranks."""
+        by_rank = [
+            {
+                **facts.versions,
+                "operators": facts.operators,
+                "transport": facts.transport,
+                "links": ", ".join(facts.device.links),
+            }
+            for facts in self.ranks
+        ]
+        for name in by_rank[0]:
+            value = describe_values(self.ranks, [facts[name] for facts in by_rank])
+            if value:
+                yield f"{name}: {value}"
+
+
+def _row(facts: RankFacts) -> tuple[str, ...]:
+    device = facts.device
+    capability = "" if device.capability is None else " sm_{}{}".format(*device.capability)
+    shared = facts.shared_memory_bytes
+    return (
+        str(facts.rank),
+        device.host,
+        f"{device.name}, {device.cores} cores"
+        if device.kind == "cpu"
+        else f"{device.name}{capability}",
+        format_usage(facts.memory_bytes, device.total_bytes),
+        format_bytes(device.others_bytes),
+        "none" if shared is None else format_bytes(shared[0]),
+        ", ".join(facts.dtypes),
+    )
 
 
 def examine(device: torch.device | None = None, *, timeout: timedelta = _TIMEOUT) -> Report:

@@ -439,12 +439,6 @@ def test_without_a_package_the_error_says_what_to_install(package, record, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("old", ["callbacks", "report"])
-def test_the_old_packages_work_with_a_warning(old):
-    with pytest.warns(DeprecationWarning, match=rf"poplar\.{old} is now poplar\.monitoring"):
-        exec(f"from poplar.{old} import RunFile")
-
-
 def test_records_need_neither_torch_nor_matplotlib():
     program = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'matplotlib', 'jinja2')))\n"

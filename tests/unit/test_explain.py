@@ -290,8 +290,6 @@ def test_explanations_are_frozen_values():
 
 def test_explain_is_public():
     assert poplar.explain is explain
-    with pytest.warns(DeprecationWarning, match=r"import it from poplar\.planner\.explain"):
-        assert poplar.Explanation is Explanation
 
 
 # Device groups

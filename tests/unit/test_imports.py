@@ -198,10 +198,8 @@ def test_planning_works_where_torch_is_not_installed():
 def test_the_public_names_are_where_the_package_says():
     assert len(poplar.__all__) <= 27
     assert set(poplar._HOME) == set(poplar.__all__)
-    for name, home in {**poplar._HOME, **poplar._MOVED}.items():
+    for name, home in poplar._HOME.items():
         assert getattr(import_module(home), name).__name__ == name
-    with pytest.warns(DeprecationWarning, match=r"import it from poplar\.values\.profile"):
-        assert poplar.BatchPoint.__name__ == "BatchPoint"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         poplar.nothing  # noqa: B018
 
