@@ -82,7 +82,7 @@ class RunRecord(Document):
     """The content of a report; see `poplar.monitoring.write_report`."""
 
     _noun = "recorded run"
-    _versions = (2,)
+    _version = 2
     _remedy = "record the run again"
 
     title: str

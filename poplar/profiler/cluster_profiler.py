@@ -42,16 +42,18 @@ import torch
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.collectives import measure_network
 from poplar.profiler.job import Job
-from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget, memory_budget
+from poplar.profiler.memory import model_bytes
+from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget
 from poplar.profiler.model_profile import linear_layers, model_profile, pass_memory
 from poplar.profiler.noise import noise_notes
 from poplar.profiler.optimizer_step import measure_update
-from poplar.profiler.peak_flops import peak_flops
 from poplar.profiler.progress import Report
 from poplar.profiler.recomputed_curves import with_recomputed_curves
 from poplar.profiler.session import Session
-from poplar.profiler.unit_seconds import mean_of
-from poplar.system import devices
+from poplar.profiler.timing import peak_flops
+from poplar.profiler.unit_hooks import mean_of
+from poplar.system import devices, host_limits
+from poplar.values.formatting import format_bytes
 from poplar.values.observation import Observation
 from poplar.values.plan import Plan
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
@@ -206,3 +208,36 @@ def _with_budgets(profile: ClusterProfile, budgets: Sequence[MemoryBudget]) -> C
     pairs = zip(profile.devices, budgets, strict=True)
     devices = tuple(replace(device, **budget._asdict()) for device, budget in pairs)
     return replace(profile, devices=devices)
+
+
+def memory_budget(session: Session) -> MemoryBudget:
+    """The budget of this rank at the moment; all ranks of a host should ask at the same time.
+
+    On CUDA, memory in the cache of torch's allocator counts as free: call it after
+    `torch.cuda.empty_cache()` on all ranks, because other processes cannot use what is cached.
+
+    Raises:
+        ValueError: the `memory_limit` of this rank is larger than its memory.
+    """
+    device, limit = session.device, session.memory_limit
+    held, total = 0, _smallest(host_limits.total_memory(), host_limits.process_limit())
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        own = total - free - devices.describe(device).others_bytes
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        held = own - cached - model_bytes(session.job.model)
+    elif limit is None:
+        parameters = session.job.model.parameters()
+        weights = sum(p.numel() * p.element_size() for p in parameters if not p.is_meta)
+        held = host_limits.resident_memory() - weights
+    if limit is not None and total is not None and limit > total:
+        raise ValueError(
+            f"rank {session.group.rank}: a memory_limit of {format_bytes(limit)}, but {device} has "
+            f"{format_bytes(total)}; lower it, or leave it out to use what is free"
+        )
+    available = limit or devices.memory_available(device, session.ranks_on_this_host)
+    return MemoryBudget(available, max(0, held))
+
+
+def _smallest(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)

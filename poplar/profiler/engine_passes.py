@@ -1,4 +1,4 @@
-"""Passes on the engine at stage 3, for models and batches that do not fit beside all parameters.
+"""Optimizers for measuring, and passes on the engine at stage 3, for what does not fit unsharded.
 
 They give the same points as plain passes: seconds without waits, and the memory of activations
 alone. Gradients are dropped and nothing is reduced, updated or clipped.
@@ -6,23 +6,24 @@ alone. Gradients are dropped and nothing is reduced, updated or clipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import fmean
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from poplar.comm import Control
-from poplar.profiler.built_optimizer import built_optimizer
+from poplar.optimizer import HeteroZeroOptimizer
 from poplar.profiler.memory import PassBytes
 from poplar.profiler.model_profile import trained_units
 from poplar.profiler.passes import Passes
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS, SHORTEST_SECONDS
-from poplar.profiler.unit_memory import TrainedUnit
+from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
 from poplar.values.errors import CollectiveTimeout
@@ -30,8 +31,67 @@ from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.zero.agreement import leader_of
 from poplar.zero.engine import Engine
 from poplar.zero.passes.collective_pass import Mode
+from poplar.zero.update import OptimizerFactory
+from poplar.zero.weights.materialization import move_to_meta
 
 T = TypeVar("T")
+
+
+@contextmanager
+def built_optimizer(
+    session: Session,
+    plan: Plan,
+    optimizer_class: OptimizerFactory,
+    options: Mapping[str, Any],
+) -> Iterator[HeteroZeroOptimizer]:
+    """An optimizer under a plan. Collective at both ends; the parameters are restored at the end.
+
+    No rank gathers the parameters for that: the values were kept, on CUDA in host memory. A model
+    that was on `meta` is put back there.
+    """
+    job = session.job
+    hooked = plan.stage >= FIRST_STAGE_SHARDING_PARAMETERS
+    with session.graphs.run(hooked=hooked), session.parameters_preserved():
+        optimizer = HeteroZeroOptimizer(
+            job.model,
+            optimizer_class,
+            plan=plan,
+            process_group=session.group.process_group,
+            units=job.units,
+            compute_dtype=job.compute_dtype,  # type: ignore[arg-type]
+            reduce_dtype=job.reduce_dtype,
+            timeout=session.group.timeout,
+            allow_forward_state=job.allow_forward_state,
+            weights=job.weights,
+            device=job.device,
+            on_out_of_memory="raise",  # a changed plan would be measured as the given one
+            **options,
+        )
+        optimizer.expect_artificial_data()
+        try:
+            yield optimizer
+            session.exchange(None)  # no rank reads the shards of another one any more
+            if session.is_on_meta:
+                optimizer.release(values=False)
+        except BaseException:
+            optimizer._detach()
+            with suppress(RuntimeError):  # the error may hold a graph: the caller retries
+                put_back_on_meta(session)
+            raise
+        else:
+            optimizer._detach()
+        del optimizer
+        gc.collect()  # Python does not see how much memory a reference cycle holds
+
+
+def put_back_on_meta(session: Session) -> None:
+    """Put the parameters on `meta` if the model was there before; an optimizer must not own them.
+
+    Raises:
+        RuntimeError: a graph of autograd still holds one of them.
+    """
+    if session.is_on_meta:
+        move_to_meta([p for p in session.job.model.parameters() if not p.is_meta])
 
 
 @contextmanager

@@ -3,14 +3,16 @@
 On CUDA a pass needs what the allocator reserves, which is more than its live tensors if memory is
 fragmented. On the CPU resident memory does not show live tensors, because glibc keeps freed memory.
 So every storage that an operator allocates is counted until it is freed, and what an operator
-allocates for itself while it runs (`kernel_memory`).
+allocates for itself while it runs (`KernelMemory`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,16 @@ from torch.utils._pytree import tree_leaves
 
 from poplar.data import pytree
 from poplar.profiler.compilation import eagerly
-from poplar.profiler.kernel_memory import KernelMemory
-from poplar.profiler.unit_memory import TrainedUnit, UnitBytes, UnitWindows
+from poplar.profiler.unit_hooks import TrainedUnit, UnitBytes, UnitWindows
+
+T = TypeVar("T")
+
+SMALLEST = 512 << 10
+"""Fewer bytes do not count: the system counts pages per thread, and adds them up now and then."""
+_LEAST_BYTES = 1 << 20
+"""An operator on smaller tensors is not measured."""
+_PROCESS = Path("/proc/self")
+_RESET_PEAK = "5"
 
 
 class PassBytes(NamedTuple):
@@ -145,3 +155,68 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
     """The storages of all tensors in a pytree, by identity."""
     storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return {storage._cdata: storage for storage in storages}
+
+
+class KernelMemory:
+    """Measures what an operator allocates for itself, once for the same shapes and options.
+
+    Convolutions of oneDNN copy their inputs into another layout, for example. No tensor shows that,
+    so the peak of the process's resident memory is compared with what remains after the operator.
+    glibc keeps freed memory resident, so it is told to return it before and after.
+    """
+
+    def __init__(self) -> None:
+        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._measured: dict[Hashable, int] = {}
+        if self._malloc_trim is not None:
+            try:
+                self._run(lambda: None)  # the code that measures is resident from now on
+            except OSError:  # no /proc
+                self._malloc_trim = None
+
+    def measure(
+        self, operator: Hashable, arguments: Any, nbytes: int, run: Callable[[], T]
+    ) -> tuple[T, int]:
+        """Run an operator.
+
+        Args:
+            operator: equal for calls of the same one.
+            arguments: a pytree with tensors.
+            nbytes: of the tensors in `arguments`.
+            run: calls it.
+
+        Returns:
+            Its result, and the bytes beside the result that it needed at most. 0 where that cannot
+            be measured (neither Linux nor glibc).
+        """
+        if self._malloc_trim is None or nbytes < _LEAST_BYTES:
+            return run(), 0
+        key = (operator, *map(_describe, tree_leaves(arguments)))
+        if key in self._measured:
+            return run(), self._measured[key]
+        result, found = self._run(run)
+        self._measured[key] = found if found >= SMALLEST else 0
+        return result, self._measured[key]
+
+    def _run(self, run: Callable[[], T]) -> tuple[T, int]:
+        assert self._malloc_trim is not None
+        self._malloc_trim(0)
+        (_PROCESS / "clear_refs").write_text(_RESET_PEAK)
+        result = run()
+        peak = _status("VmHWM")
+        self._malloc_trim(0)
+        return result, peak - _status("VmRSS")
+
+
+def _describe(leaf: Any) -> Hashable:
+    """What memory depends on."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype
+    return leaf if isinstance(leaf, Hashable) else repr(leaf)
+
+
+def _status(name: str) -> int:
+    for line in (_PROCESS / "status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_PROCESS / 'status'} has no {name}")

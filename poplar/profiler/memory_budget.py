@@ -1,14 +1,11 @@
-"""How much memory this rank may use."""
+"""How much memory a rank may use, and what of it a measured pass may allocate."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from poplar.profiler.memory import model_bytes
-from poplar.profiler.session import Session
-from poplar.system import devices, host_limits
 from poplar.values.formatting import format_bytes
 
 MEMORY_RESERVE = 0.05
@@ -36,34 +33,82 @@ class MemoryBudget(NamedTuple):
         )
 
 
-def memory_budget(session: Session) -> MemoryBudget:
-    """The budget of this rank at the moment; all ranks of a host should ask at the same time.
+@dataclass(frozen=True, kw_only=True)
+class PassMemory:
+    """Limits of all ranks, for passes without optimizer state. Equal on all ranks."""
 
-    On CUDA, memory in the cache of torch's allocator counts as free: call it after
-    `torch.cuda.empty_cache()` on all ranks, because other processes cannot use what is cached.
+    parameters: int
+    """Bytes of all parameters where they are sharded, fp32 masters included."""
+    unsharded_units: int
+    """Bytes of the units that are unsharded at once at stage 3, and of the buffers."""
+    budgets: tuple[float, ...]
+    """By rank, bytes for everything that a pass at stage 3 holds."""
+    unsharded: tuple[float, ...]
+    """By rank, bytes for activations beside all parameters, as in plain passes; below 0 if they
+    do not fit, and if the model is on `meta`."""
 
-    Raises:
-        ValueError: the `memory_limit` of this rank is larger than its memory.
-    """
-    device, limit = session.device, session.memory_limit
-    held, total = 0, _smallest(host_limits.total_memory(), host_limits.process_limit())
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        own = total - free - devices.describe(device).others_bytes
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        held = own - cached - model_bytes(session.job.model)
-    elif limit is None:
-        parameters = session.job.model.parameters()
-        weights = sum(p.numel() * p.element_size() for p in parameters if not p.is_meta)
-        held = host_limits.resident_memory() - weights
-    if limit is not None and total is not None and limit > total:
-        raise ValueError(
-            f"rank {session.group.rank}: a memory_limit of {format_bytes(limit)}, but {device} has "
-            f"{format_bytes(total)}; lower it, or leave it out to use what is free"
+    @classmethod
+    def unlimited(cls, ranks: int) -> PassMemory:
+        """No limits but those of the devices."""
+        plenty = (math.inf,) * ranks
+        return cls(parameters=0, unsharded_units=0, budgets=plenty, unsharded=plenty)
+
+    @property
+    def capacities(self) -> tuple[float, ...]:
+        """By rank, bytes for its shard and activations at stage 3."""
+        return tuple(max(0.0, budget - self.unsharded_units) for budget in self.budgets)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Provisional shares, in proportion to the capacities."""
+        total = sum(self.capacities)
+        if total in (0.0, math.inf):
+            return (1.0 / len(self.capacities),) * len(self.capacities)
+        return tuple(capacity / total for capacity in self.capacities)
+
+    @property
+    def sharded(self) -> tuple[float, ...]:
+        """By rank, bytes for activations beside this rank's shard and the unsharded units."""
+        both = zip(self.capacities, self.shares, strict=True)
+        return tuple(capacity - share * self.parameters for capacity, share in both)
+
+    @property
+    def fits_unsharded(self) -> bool:
+        """Whether all ranks have memory for the whole model."""
+        return min(self.unsharded) > 0.0
+
+    def spare(self, rank: int) -> float:
+        """Bytes for measurements without passes: beside all parameters, if there is room."""
+        return self.unsharded[rank] if self.unsharded[rank] > 0.0 else self.capacities[rank]
+
+    def check_sharded(self) -> None:
+        """Check that the ranks together can hold the parameters.
+
+        Raises:
+            ValueError: they cannot; says what is missing.
+        """
+        if min(self.sharded) >= 0.0 and sum(self.capacities) > 0.0:
+            return
+        by_rank = ", ".join(
+            f"rank {rank} may use {format_bytes(max(0.0, budget))}{self._lacking(budget)}"
+            for rank, budget in enumerate(self.budgets)
         )
-    available = limit or devices.memory_available(device, session.ranks_on_this_host)
-    return MemoryBudget(available, max(0, held))
+        raise ValueError(
+            f"the parameters, {format_bytes(self.parameters)}, do not fit even if they are sharded "
+            f"over all ranks, beside {format_bytes(self.unsharded_units)} of unsharded units on "
+            f"each: {by_rank}. What would fit: {format_bytes(self.missing, round_up=True)} more on "
+            "each rank (raise memory_limit; a plan also needs memory for gradients and the "
+            "optimizer), more ranks, or smaller units (units=[...])"
+        )
 
+    def _lacking(self, budget: float) -> str:
+        lacks = self.unsharded_units - budget
+        return f" ({format_bytes(lacks)} too little for the units)" if lacks > 0.0 else ""
 
-def _smallest(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)
+    @property
+    def missing(self) -> float:
+        """Bytes with which, on every rank, the ranks could hold the parameters; at least 0."""
+        size = len(self.budgets)
+        needed = self.parameters + size * self.unsharded_units
+        one_rank = self.unsharded_units - min(self.budgets)
+        return max(0.0, one_rank, (needed - sum(self.budgets)) / size)

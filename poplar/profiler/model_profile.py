@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from poplar.profiler.memory_budget import MemoryBudget
-from poplar.profiler.pass_memory import PassMemory
+from poplar.profiler.memory_budget import MemoryBudget, PassMemory
 from poplar.profiler.session import Session
-from poplar.profiler.unit_memory import TrainedUnit
+from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.values.profile import LinearLayer, ModelProfile
 from poplar.zero import setup
 from poplar.zero.factors.layers import factorable_layers

@@ -23,8 +23,7 @@ from poplar.data.sample_lengths import SampleLengths
 from poplar.profiler.compilation import is_compiled
 from poplar.profiler.memory import PassBytes, batch_bytes, pass_bytes
 from poplar.profiler.timing import repeats_in_a_sample, seconds_of
-from poplar.profiler.unit_memory import TrainedUnit
-from poplar.profiler.unit_seconds import UnitClock, UnitFractions, median_of
+from poplar.profiler.unit_hooks import TrainedUnit, UnitClock, UnitFractions, median_of
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_cached_memory, free_failed_pass, is_out_of_memory
 from poplar.values.curve import error_of_median

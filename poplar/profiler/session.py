@@ -16,9 +16,9 @@ from poplar.comm import Group, connect_control
 from poplar.profiler import memory_limit
 from poplar.profiler.compilation import HookedGraphs, compiled_code_preserved
 from poplar.profiler.job import Job
-from poplar.profiler.pass_memory import PassMemory
+from poplar.profiler.memory_budget import PassMemory
 from poplar.profiler.passes import Passes
-from poplar.profiler.unit_memory import TrainedUnit
+from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks

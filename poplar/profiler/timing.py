@@ -1,4 +1,4 @@
-"""Wall time of work on a device."""
+"""Wall time of work on a device, and the peak FLOP/s of the device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from statistics import median
 
 import torch
 
-from poplar.system.devices import synchronize
+from poplar.hardware.gpu_specifications import specification
+from poplar.system.devices import checked_kind, synchronize
 
 SHORTEST_SAMPLE_SECONDS = 0.1
 """Shorter work is timed several times at once: a CPU quota is enforced every 10 to 100 ms."""
 SHORTEST_SECONDS = 1e-9
 """What work takes at least: a coarse clock may not advance meanwhile, and profiles refuse 0."""
+
+_HALF = (torch.float16, torch.bfloat16)
+_MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
+"""Large enough for a product to be bound by arithmetic, not by memory or launches."""
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
@@ -37,3 +42,32 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
     run()
     repeats = repeats_in_a_sample(2.0 * seconds_of(run, device))
     return median(seconds_of(run, device, repeats) for _ in range(3))
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of matrix products in `dtype`; None if the device cannot multiply `dtype`.
+
+    From the specification for fp16 and bf16 on known GPUs, else measured in under a second.
+    """
+    if checked_kind(device) == "cuda" and dtype in _HALF:
+        printed = specification(torch.cuda.get_device_name(device))
+        if printed is not None and (printed.bf16 or dtype != torch.bfloat16):
+            return printed.half_flops
+    try:
+        return measure_flops(device, dtype)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product. Does not change random state.
+
+    Raises:
+        RuntimeError: this device cannot multiply `dtype`, or has no memory for it.
+    """
+    side = _MATRIX_SIDE[checked_kind(device)]
+    generator = torch.Generator(device).manual_seed(0)
+    # Random values: products of constants draw less power and run at higher clocks.
+    matrix = torch.randn(side, side, generator=generator, device=device).to(dtype)
+    out = torch.empty_like(matrix)
+    return 2 * side**3 / median_seconds(lambda: torch.mm(matrix, matrix, out=out), device)

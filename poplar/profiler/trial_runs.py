@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.profiler.batch_curves import time_batches
-from poplar.profiler.built_optimizer import built_optimizer, put_back_on_meta
 from poplar.profiler.compilation import frames_compiled
+from poplar.profiler.engine_passes import built_optimizer, put_back_on_meta
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS

@@ -69,6 +69,9 @@ class UnitPlan:
         object.__setattr__(self, "recomputed_on", tuple(sorted(self.recomputed_on)))
 
 
+_RENAMED = {"keep_gathered": "persistent"}
+_REPEATED = ("strategy", "transport")
+"""Fields of units in older plans, which had the values of the plan."""
 _PREDICTED: Mapping[str, Any] = {
     "step_seconds": NonNegative,
     "samples_per_second": Annotated[float, Rule("at least 0", lambda rate: rate >= 0.0)],
@@ -96,7 +99,7 @@ class Plan(Document):
     """
 
     _noun = "plan"
-    _versions = (1,)
+    _version = 1
     _remedy = "write it again with Plan.to_json"
 
     stage: Stage
@@ -294,20 +297,18 @@ class Plan(Document):
             shares=tuple([1.0 / len(passes) for _ in passes] if shares is None else shares),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """As `Document.to_dict`; without `factored` where it is empty, for earlier versions."""
-        content = Document.to_dict(self)
-        if not self.factored:
-            del content["factored"]
-        return content
-
     @classmethod
     def _current_fields(cls, content: Any) -> dict[str, Any]:
         """The fields in JSON content; units of older plans repeat the stage and the transport."""
         fields = super(Plan, cls)._current_fields(content)
         units = fields.get("units")
         if isinstance(units, (list, tuple)):
-            fields["units"] = [_current_unit(unit, fields.get("stage")) for unit in units]
+            fields["units"] = [
+                {_RENAMED.get(name, name): unit[name] for name in unit if name not in _REPEATED}
+                if isinstance(unit, Mapping) and "keep_gathered" in unit
+                else unit
+                for unit in units
+            ]
         return fields
 
     @property
@@ -485,22 +486,3 @@ def _parse_sizes(text: str) -> list[int]:
         raise ValueError(
             f"expected one whole number per rank, as in '2,2,2,15', got {text!r}"
         ) from None
-
-
-def _current_unit(unit: Any, stage: Any) -> Any:
-    """The fields of a unit in the names of today, if it follows the plan of this stage.
-
-    Raises:
-        ValueError: an older plan whose unit has another stage than the plan, or a transport.
-    """
-    if not isinstance(unit, Mapping):
-        return unit
-    fields = {"persistent" if name == "keep_gathered" else name: unit[name] for name in unit}
-    followed = STRATEGIES[stage : stage + 1] if isinstance(stage, int) else ()
-    strategy, transport = fields.pop("strategy", None), fields.pop("transport", None)
-    if transport is not None or strategy not in (None, *followed):
-        raise ValueError(
-            f"unit {unit.get('name')!r} has the strategy {strategy!r} and the transport "
-            f"{transport!r}, but units follow the plan, of stage {stage}; make the plan again"
-        )
-    return fields

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated
 
 from poplar.values.curve import MonotoneCurve, pooled
 from poplar.values.plan import STRATEGIES
@@ -40,6 +40,15 @@ _Latencies = Annotated[
     tuple[NonNegative, ...], Rule("4 numbers or none", lambda values: len(values) in (0, 4))
 ]
 _RECEIVE_BUFFERS = Rule("freed, step or kept", lambda kept: kept in ("freed", "step", "kept"))
+_COSTS = (
+    "memory_bytes",
+    "optimizer_seconds",
+    "optimizer_latency_seconds",
+    "held_bytes",
+    "pass_overhead_seconds",
+    "step_overhead_seconds",
+)
+"""Fields of a device, beside its points, that times and memory depend on."""
 _DIFFERENT = Rule("all different", lambda values: len(set(values)) == len(values))
 
 
@@ -116,27 +125,11 @@ class DeviceProfile:
     @property
     def costs(self) -> Hashable:
         """The fields that costs depend on: without names, specifications and standard errors."""
-        return (
-            self.memory_bytes,
-            *(
-                tuple(
-                    (
-                        point.batch,
-                        point.seconds,
-                        point.activation_bytes,
-                        point.unit_bytes,
-                        point.bytes_after_unit,
-                    )
-                    for point in points
-                )
-                for points in (self.points, self.recomputed_points)
-            ),
-            self.optimizer_seconds,
-            self.optimizer_latency_seconds,
-            self.held_bytes,
-            self.pass_overhead_seconds,
-            self.step_overhead_seconds,
+        curves = (
+            (p.batch, p.seconds, p.activation_bytes, p.unit_bytes, p.bytes_after_unit)
+            for p in (*self.points, *self.recomputed_points)
         )
+        return (len(self.points), *curves, *(getattr(self, name) for name in _COSTS))
 
     @property
     def max_batch(self) -> int:
@@ -421,7 +414,7 @@ class ClusterProfile(Document):
     """The input of the plan search."""
 
     _noun = "profile"
-    _versions = (1, 2, 3)
+    _version = 3
     _remedy = "measure again"
 
     devices: Annotated[tuple[DeviceProfile, ...], Rule("at least one device", bool)]
@@ -493,23 +486,6 @@ class ClusterProfile(Document):
             rates.append(network.network_seconds_per_byte)
         equal = _numbered(zip(self.device_group_indices, *rates, strict=True))
         return _numbered(zip(equal, host_compositions(network.hosts, equal), strict=True))
-
-    @classmethod
-    def _current_fields(cls, content: Any) -> dict[str, Any]:
-        """The fields in JSON content. Format 1 has older names in `network`. Before format 3,
-        `model` does not say to which units buffers belong.
-        """
-        fields = super()._current_fields(content)
-        network, model = fields.get("network"), fields.get("model")
-        if content["version"] < 3 and isinstance(model, Mapping):
-            fields["model"] = {**model}
-            fields["model"].pop("largest_flat_numels", None)
-            buffers = fields["model"].pop("flat_numels", ())
-            fields["model"]["merged_buffers"] = [[numel] for numel in buffers]
-        if content["version"] == 1 and isinstance(network, Mapping):
-            names = {"meeting_seconds": "synchronization_seconds"}
-            fields["network"] = {names.get(key, key): value for key, value in network.items()}
-        return fields
 
 
 def host_compositions(hosts: Sequence[int], keys: Sequence[Hashable]) -> list[Hashable]:

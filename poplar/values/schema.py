@@ -60,8 +60,8 @@ class Document:
     __slots__ = ()
 
     _noun: ClassVar[str]
-    _versions: ClassVar[tuple[int, ...]]
-    """Versions that can be read; the last one is written."""
+    _version: ClassVar[int]
+    """Of the format that is written and read."""
     _remedy: ClassVar[str]
     """What to do about content that cannot be read."""
 
@@ -108,17 +108,17 @@ class Document:
 
     @classmethod
     def _current_fields(cls, content: Any) -> dict[str, Any]:
-        """The fields in JSON content; a subclass renames those of older versions."""
+        """The fields in JSON content, without the version."""
         written = f"{cls._noun} written by {cls.__name__}.to_json"
         if not isinstance(content, Mapping) or "version" not in content:
             raise ValueError(f"this is not a {written}: it has no field 'version'")
         for field, noun in _NOUN_BY_FIELD.items():
             if field in content and noun != cls._noun:
                 raise ValueError(f"this is a {noun}, not a {written}")
-        if type(content["version"]) is not int or content["version"] not in cls._versions:
+        if type(content["version"]) is not int or content["version"] != cls._version:
             raise ValueError(
                 f"{cls._noun} format {content['version']!r}, but this version of Poplar reads "
-                f"format {' or '.join(map(str, cls._versions))}; {cls._remedy}"
+                f"format {cls._version}; {cls._remedy}"
             )
         return {name: value for name, value in content.items() if name != "version"}
 
@@ -197,7 +197,7 @@ def to_json_types(value: Any) -> Any:
         fields = dataclasses.fields(value)
         content = {field.name: to_json_types(getattr(value, field.name)) for field in fields}
         if isinstance(value, Document):
-            return {"version": value._versions[-1], **content}
+            return {"version": value._version, **content}
         return content
     if isinstance(value, Mapping):
         return {key: to_json_types(item) for key, item in value.items()}

@@ -21,7 +21,7 @@ from poplar.profiler.collectives import (
     sample_numels,
     time_transports,
 )
-from poplar.profiler.pass_memory import PassMemory
+from poplar.profiler.memory_budget import PassMemory
 from poplar.values.profile import NetworkProfile
 
 WORLD = 4

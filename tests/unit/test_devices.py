@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from poplar.hardware.gpu_specifications import SPECIFICATIONS, specification
-from poplar.profiler import peak_flops
+from poplar.profiler import timing
 from poplar.system import devices, host_limits, nvml
 
 CPU = torch.device("cpu")
@@ -412,23 +412,23 @@ def test_every_specification_has_a_source():
 
 
 def test_peak_flops_come_from_specification_or_measurement(cuda, monkeypatch):
-    monkeypatch.setattr(peak_flops, "measure_flops", lambda device, dtype: 1.0)
+    monkeypatch.setattr(timing, "measure_flops", lambda device, dtype: 1.0)
     device = torch.device("cuda", 0)
-    assert peak_flops.peak_flops(device, torch.bfloat16) == 165.2e12
-    assert peak_flops.peak_flops(device, torch.float32) == 1.0, "specified for half precision"
+    assert timing.peak_flops(device, torch.bfloat16) == 165.2e12
+    assert timing.peak_flops(device, torch.float32) == 1.0, "specified for half precision"
     cuda.name = "Tesla V100-SXM2-16GB"
-    assert peak_flops.peak_flops(device, torch.float16) == 125e12
-    assert peak_flops.peak_flops(device, torch.bfloat16) == 1.0, "emulated on this device"
-    assert peak_flops.peak_flops(CPU, torch.float32) == 1.0
+    assert timing.peak_flops(device, torch.float16) == 125e12
+    assert timing.peak_flops(device, torch.bfloat16) == 1.0, "emulated on this device"
+    assert timing.peak_flops(CPU, torch.float32) == 1.0
 
 
 def test_measuring_flops_preserves_random_state(monkeypatch):
-    monkeypatch.setitem(peak_flops._MATRIX_SIDE, "cpu", 128)
+    monkeypatch.setitem(timing._MATRIX_SIDE, "cpu", 128)
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    assert peak_flops.measure_flops(CPU, torch.float32) > 1e6
+    assert timing.measure_flops(CPU, torch.float32) > 1e6
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_unsupported_dtype_has_no_peak_flops():
-    assert peak_flops.peak_flops(CPU, torch.bool) is None
+    assert timing.peak_flops(CPU, torch.bool) is None

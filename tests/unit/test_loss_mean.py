@@ -432,14 +432,14 @@ def test_nothing_changes_in_model_and_random_state():
 
 def test_autotune_warns_on_the_first_rank_of_models_with_values():
     model, batch = training.build("tagger"), ragged(seed=1)
-    request = SimpleNamespace(loss_fn=training.loss_fn, model=model, example=batch)
+    job = SimpleNamespace(loss_fn=training.loss_fn, model=model, example=batch)
 
     def warnings_of(rank: int, is_on_meta: bool) -> list[str]:
         group = SimpleNamespace(rank=rank)
-        session = SimpleNamespace(request=request, group=group, is_on_meta=is_on_meta)
+        session = SimpleNamespace(job=job, group=group, is_on_meta=is_on_meta)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            autotune._warn_of_wrong_weight(SimpleNamespace(session=session))
+            autotune._warn_of_wrong_weight(session)
         return [str(warning.message) for warning in caught]
 
     assert "weight=poplar.tokens(shift=False)" in warnings_of(0, False)[0]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from poplar.profiler.pass_memory import PassMemory
+from poplar.profiler.memory_budget import PassMemory
 
 MIB = 1 << 20
 

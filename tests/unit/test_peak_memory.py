@@ -23,7 +23,7 @@ from poplar.planner.prediction import memory_needed
 from poplar.profiler.memory import pass_bytes
 from poplar.profiler.model_profile import model_profile, trained_units
 from poplar.profiler.passes import Passes
-from poplar.profiler.unit_memory import TrainedUnit, UnitBytes
+from poplar.profiler.unit_hooks import TrainedUnit, UnitBytes
 from poplar.values.plan import UnitPlan
 from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
 from poplar.zero import setup
@@ -92,7 +92,7 @@ def profile_of(subject: Subject) -> ClusterProfile:
         **dtypes,
     )
     session: Any = SimpleNamespace(
-        request=SimpleNamespace(model=model, reduce_dtype=dtypes["reduce_dtype"]),
+        job=SimpleNamespace(model=model, reduce_dtype=dtypes["reduce_dtype"]),
         setup=request,
         cast_to=dtypes["compute_dtype"],
         compute_dtype=dtypes["compute_dtype"],

@@ -254,25 +254,6 @@ def test_profile_is_frozen():
         a_cluster().overlap = 1.0
 
 
-def test_profile_without_standard_errors_is_read():
-    content = json.loads(json.dumps(a_cluster().to_dict()))
-    for device in content["devices"]:
-        for point in device["points"]:
-            del point["spread_seconds"]
-    assert ClusterProfile.from_dict(content) == a_cluster()
-
-
-def test_profile_of_format_1_is_read():
-    content = json.loads(json.dumps(a_cluster().to_dict()))
-    content["version"] = 1
-    network = content["network"]
-    network["meeting_seconds"] = network.pop("synchronization_seconds")
-    assert ClusterProfile.from_dict(content) == a_cluster()
-    content["version"] = 2
-    with pytest.raises(ValueError, match=r"network\.meeting_seconds is unknown"):
-        ClusterProfile.from_dict(content)
-
-
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -280,10 +261,10 @@ def test_profile_of_format_1_is_read():
         (b'{"version": 1, "dev', r"profile\.json is damaged or not JSON .*measure again"),
         (b"\xff\xfe\x00", r"profile\.json is damaged or not JSON .*measure again"),
         (b"[1, 2]", "not a profile written by ClusterProfile.to_json"),
-        (b'{"version": 9, "devices": []}', "profile format 9, but this .* reads format 1 or 2"),
+        (b'{"version": 9, "devices": []}', "profile format 9, but this .* reads format 3"),
         (b'{"version": 1, "micro_batches": []}', "this is a plan, not a profile"),
-        (b'{"version": 1}', "not a profile of format 1"),
-        (b'{"version": 1, "devices": 3}', "not a profile of format 1: .*measure again"),
+        (b'{"version": 3}', "not a profile of format 3"),
+        (b'{"version": 3, "devices": 3}', "not a profile of format 3: .*measure again"),
     ],
 )
 def test_damaged_file_raises_with_its_name(tmp_path, content, complaint):

@@ -12,11 +12,11 @@ from records import cluster
 from torch import nn
 
 from poplar.profiler import memory_budget as budgets
-from poplar.profiler.cluster_profiler import Profiler
+from poplar.profiler.cluster_profiler import Profiler, memory_budget
 from poplar.profiler.memory import batch_bytes, model_bytes, pass_bytes
-from poplar.profiler.memory_budget import MemoryBudget, memory_budget
+from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.passes import Passes
-from poplar.profiler.unit_memory import TrainedUnit
+from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.system import devices
 
 CUDA = torch.device("cuda", 0)
@@ -167,7 +167,7 @@ def session(model: nn.Module) -> Any:
         asynchronous=True,
         ranks_on_this_host=1,
         group=SimpleNamespace(rank=0),
-        request=SimpleNamespace(model=model, seconds=10.0, stages=(0,)),
+        job=SimpleNamespace(model=model, profile_seconds=10.0, stages=(0,)),
         memory_limit=None,
         on_all_ranks=lambda work, doing: [work()],
     )

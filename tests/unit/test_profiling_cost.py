@@ -28,7 +28,7 @@ from poplar.profiler.collectives import (
     measure_network,
     sample_buffers,
 )
-from poplar.profiler.pass_memory import PassMemory
+from poplar.profiler.memory_budget import PassMemory
 
 LLAMA_7B = [131_072_000] + [8_388_608, 8_388_608, 8_388_608, 8_388_608] * 160 + [131_072_000]
 LLAMA_1B = LLAMA_7B[:1] + LLAMA_7B[1:100] + LLAMA_7B[-1:]
@@ -126,7 +126,7 @@ def network_cost(
         device=torch.device("meta"),
         compute_dtype=torch.float32,
         memory=PassMemory.unlimited(size),
-        request=SimpleNamespace(reduce_dtype=torch.float32),
+        job=SimpleNamespace(reduce_dtype=torch.float32),
         control=SimpleNamespace(exchange=lambda own, what: lambda: exchange(own)),
         exchange=exchange,
         fits_on_all_ranks=fits_on_all_ranks,
@@ -179,10 +179,10 @@ def test_ranks_that_can_allocate_no_buffer_raise_before_any_collective(monkeypat
 @pytest.mark.parametrize("passes", [4, 10])
 def test_one_turn_of_the_longest_calibration_passes_fits_its_time(stages, passes):
     measuring = Profiler.__new__(Profiler)
-    request = SimpleNamespace(seconds=45.0, stages=stages)
-    measuring.session = SimpleNamespace(asynchronous=True, request=request)
+    job = SimpleNamespace(profile_seconds=45.0, stages=stages)
+    measuring.session = SimpleNamespace(asynchronous=True, job=job)
     turn = measuring.longest_observed_pass(passes) * passes * len(stages) * (1 + trial_runs.STEPS)
-    assert turn == pytest.approx((1 - trial_runs.PLAIN_PASSES) * STEPS * request.seconds)
+    assert turn == pytest.approx((1 - trial_runs.PLAIN_PASSES) * STEPS * job.profile_seconds)
     measuring.session.asynchronous = False
     assert measuring.longest_observed_pass(passes) == 0.0
 

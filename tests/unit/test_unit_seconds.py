@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from poplar.profiler import timing, unit_seconds
+from poplar.profiler import timing, unit_hooks
 from poplar.profiler.passes import Passes
-from poplar.profiler.unit_memory import TrainedUnit
-from poplar.profiler.unit_seconds import UnitFractions, mean_of, median_of
+from poplar.profiler.unit_hooks import TrainedUnit, UnitFractions, mean_of, median_of
 
 CPU = torch.device("cpu")
 
@@ -32,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (timing, unit_seconds):
+    for module in (timing, unit_hooks):
         monkeypatch.setattr(module, "time", made)
     return made
 
@@ -191,7 +190,7 @@ def test_cuda_units_are_timed_by_events_on_the_present_stream(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda which: f"stream of {which}")
     layers = [Layer(device, 1, 2), Layer(device, 3, 4)]
-    clock = unit_seconds.UnitClock([unit(layer) for layer in layers], torch.device("cuda", 0))
+    clock = unit_hooks.UnitClock([unit(layer) for layer in layers], torch.device("cuda", 0))
     with clock.measuring():
         clock.next_phase()
         loss = nn.Sequential(*layers)(torch.ones(2)).sum()
