@@ -23,7 +23,6 @@ from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.transport_selection import candidates
 from poplar.profiler.links import find_hosts, measure_links, tournament
-from poplar.profiler.memory_budget import PassMemory
 from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
