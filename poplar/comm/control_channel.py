@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from poplar.comm.copies import to_bytes
-from poplar.comm.failure_reports import WATCH_AFTER_SECONDS
+from poplar.comm.deadline import NoAnswer, wait_until
 from poplar.comm.frame import (
     FRAME_SIZE,
     HEADER_SIZE,
@@ -40,8 +39,6 @@ T = TypeVar("T")
 
 _BROADCAST = "the broadcast of the collective order"
 _HOST = torch.device("cpu")
-_LOOK_SECONDS = 0.25
-"""Interval at which a wait looks for failures that other ranks report."""
 _DEVICE_FLAT_BYTES = 1 << 30
 """A device backend splits a large collective into chunks itself: each call costs the host time."""
 _PARTS_BETWEEN_HOSTS = 8
@@ -241,17 +238,15 @@ def wait_for_all_ranks(group: Group, work: dist.Work, what: str) -> None:
     Raises:
         CollectiveTimeout: names the ranks that did not take part before the deadline.
     """
-    start, is_done = time.monotonic(), work.get_future().done
-    while not is_done():
-        seconds = time.monotonic() - start
-        left = group.timeout.total_seconds() - seconds
-        if left <= 0 or group.sees_failure:
-            raise group.fail(what, group.peers())
-        if seconds > WATCH_AFTER_SECONDS and group.reports is not None:
-            group.reports.watch()
-        # A timeout of the wait raises, too.
-        with contextlib.suppress(RuntimeError):
-            work.wait(timedelta(seconds=min(left, _LOOK_SECONDS)))
+
+    def pause(seconds: float) -> None:
+        with contextlib.suppress(RuntimeError):  # a timeout of the wait raises, too
+            work.wait(timedelta(seconds=seconds))
+
+    try:
+        wait_until(work.get_future().done, group.timeout, group.reports, pause)
+    except NoAnswer as error:
+        raise group.fail(what, group.peers()) from error
     try:
         work.wait(group.timeout)  # it is over: this raises its error
     except RuntimeError as error:

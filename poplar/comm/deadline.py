@@ -1,12 +1,16 @@
-"""The deadline of a group's waits, which comes before that of torch's watchdog."""
+"""Waits with a deadline, which comes before that of torch's watchdog."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from poplar.comm.failure_reports import FailureReports
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 WATCHDOG_MARGIN = timedelta(minutes=2)
@@ -14,6 +18,51 @@ WATCHDOG_MARGIN = timedelta(minutes=2)
 a process group of devices, torch's watchdog ends the process instead."""
 _LONGEST = timedelta(days=36_500)
 """torch counts nanoseconds from the start of the system in 64 bits."""
+
+_WATCH_AFTER_SECONDS = 0.25
+"""Longer waits look for failures that other ranks report, about as often."""
+_QUERY_SECONDS = (2e-5, 1e-3)
+"""The first and the longest interval between two queries."""
+
+
+class NoAnswer(RuntimeError):
+    """Other ranks did not answer before the deadline, or one of them reported a failure."""
+
+
+def wait_until(
+    is_done: Callable[[], bool],
+    timeout: timedelta,
+    reports: FailureReports | None,
+    pause: Callable[[float], object] | None = None,
+) -> float:
+    """Wait on the host for something that needs other ranks; returns the seconds waited.
+
+    Args:
+        is_done: whether it is over.
+        timeout: the longest wait.
+        reports: of failures of all ranks, if there are any.
+        pause: waits up to so many seconds, and ends as soon as it is over; None: sleep, and query.
+
+    Raises:
+        NoAnswer: it is not over before the deadline, or a rank has reported a failure.
+    """
+    start, interval = time.monotonic(), _QUERY_SECONDS[0]
+    while not is_done():
+        seconds = time.monotonic() - start
+        left = timeout.total_seconds() - seconds
+        if left <= 0:
+            raise NoAnswer("no answer")
+        if reports is not None:
+            if seconds > _WATCH_AFTER_SECONDS:
+                reports.watch()
+            if reports.seen.is_set():
+                raise NoAnswer("another rank reported a failure")
+        if pause is not None:
+            pause(min(left, _WATCH_AFTER_SECONDS))
+        else:
+            time.sleep(interval)
+            interval = min(2 * interval, _QUERY_SECONDS[1])
+    return time.monotonic() - start
 
 
 def deadline_of(process_group: dist.ProcessGroup, given: timedelta | None) -> timedelta:

@@ -18,15 +18,13 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 T = TypeVar("T")
 
-WATCH_AFTER_SECONDS = 0.25
-"""Longer waits look for failures that other ranks report."""
 GRACE_SECONDS = 1.5
 """Time for the other ranks to report, after a rank has."""
 _WATCH_SECONDS = 0.5
@@ -46,6 +44,27 @@ class Report:
     reason: str
     is_cause: bool
     """This rank has failed itself; otherwise it waited for others."""
+
+
+def call_in_thread(call: Callable[[], T]) -> queue.SimpleQueue[tuple[T | None, Exception | None]]:
+    """Where the result or the error of a call will be. The thread does not keep the process alive.
+
+    The caller waits as long as it wants, and the call then goes on in vain.
+    """
+    answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((call(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    try:
+        # `Thread.start` would wait for ever for a thread that has no memory to begin.
+        _thread.start_new_thread(run, ())
+    except RuntimeError:  # out of memory, which has to be reported, if need be late
+        run()
+    return answers
 
 
 class FailureReports:
@@ -149,27 +168,13 @@ class FailureReports:
         return f"{self._prefix}/any"
 
     def _access(self, access: Callable[[Any], T], seconds: float) -> T:
-        answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                answers.put((access(self._store), None))
-            except Exception as error:
-                answers.put((None, error))
-
         try:
-            # `Thread.start` would wait for ever for a thread that has no memory to begin.
-            _thread.start_new_thread(run, ())
-        except RuntimeError:  # out of memory, which has to be reported, if need be late
-            run()
-        try:
-            value, error = answers.get(timeout=seconds)
+            value, error = call_in_thread(lambda: access(self._store)).get(timeout=seconds)
         except queue.Empty:
             raise StoreUnavailable(f"no answer in {seconds:g} s") from None
         if error is not None:
             raise StoreUnavailable(str(error).partition("\n")[0]) from error
-        answer: T = value
-        return answer
+        return cast("T", value)
 
 
 def _summary(reports: Mapping[int, Report], ranks: Sequence[int]) -> str:

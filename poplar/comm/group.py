@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from poplar.comm.deadline import deadline_of
-from poplar.comm.failure_reports import WATCH_AFTER_SECONDS, FailureReports
+from poplar.comm.deadline import NoAnswer, deadline_of, wait_until
+from poplar.comm.failure_reports import FailureReports
 from poplar.comm.subgroup import subgroup, subgroups_of
 from poplar.system.trace import Trace
 from poplar.values.errors import CollectiveTimeout
@@ -30,8 +30,6 @@ _HOST_EXTRA_TIMEOUT = timedelta(seconds=2)
 """A rank that waits for another host must time out first, and notify the ranks of its host."""
 _ABORT_SECONDS = 10.0
 """Time for the backends of devices to abort what is pending."""
-_QUERY_SECONDS = (2e-5, 1e-3)
-"""The first and the longest interval between two queries of an event."""
 
 # Every optimizer makes a group of its own, and may split it.
 _GROUP_COUNTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -218,18 +216,13 @@ class Group:
             CollectiveTimeout: the device did not reach it before the deadline, because it waits for
                 other ranks, or one of them reported a failure.
         """
-        start, interval = time.monotonic(), _QUERY_SECONDS[0]
         self.check()
-        while not event.query():
-            seconds = time.monotonic() - start
-            if seconds > self.timeout.total_seconds() or self.sees_failure:
-                raise self.fail(what, self.peers())
-            if seconds > WATCH_AFTER_SECONDS and self.reports is not None:
-                self.reports.watch()
-            time.sleep(interval)
-            interval = min(2 * interval, _QUERY_SECONDS[1])
+        try:
+            waited = wait_until(event.query, self.timeout, self.reports)
+        except NoAnswer as error:
+            raise self.fail(what, self.peers()) from error
         self.check()  # an event is also reached after an abort, with any values
-        return time.monotonic() - start
+        return waited
 
     def abort_device_collectives(self) -> None:
         """Abort what is pending on devices, so that their streams continue with any values.

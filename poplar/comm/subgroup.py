@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,14 +18,12 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from poplar.comm.deadline import subgroup_timeout
-from poplar.comm.failure_reports import WATCH_AFTER_SECONDS, FailureReports
+from poplar.comm.deadline import subgroup_timeout, wait_until
+from poplar.comm.failure_reports import FailureReports, call_in_thread
 
 T = TypeVar("T")
 Partition = tuple[tuple[int, ...], ...]
 """Global ranks by subgroup, the same on all ranks."""
-
-_POLL_SECONDS = 0.001
 
 # A process group costs sockets and threads, so optimizers share the subgroups of a process group.
 _SUBGROUPS: weakref.WeakKeyDictionary[
@@ -59,11 +55,11 @@ def subgroup(
     Raises:
         RuntimeError: some ranks did not take part before the timeout, or one has failed.
     """
-    wait = _Wait(timeout, reports)
+    began = time.monotonic()
     known = _SUBGROUPS.setdefault(process_group, {})
     if (backend, partition) in known:
         return known[backend, partition]
-    name = _agree_on_name(process_group, wait)
+    name = _agree_on_name(process_group, timeout, reports)
     rank = dist.get_rank()
     members = next(ranks for ranks in partition if rank in ranks)
 
@@ -79,7 +75,15 @@ def subgroup(
                 timeout=subgroup_timeout(process_group, backend, timeout),
             )
 
-    group, _ = _call(make, wait)
+    # In a thread: gloo waits for a rank that has ended for a time of its own.
+    answers = call_in_thread(make)
+    left = timeout - timedelta(seconds=time.monotonic() - began)
+    wait_until(lambda: not answers.empty(), left, reports)
+    made, error = answers.get()
+    if error is not None:
+        raise error
+    assert made is not None
+    group, _ = made
     assert isinstance(group, dist.ProcessGroup)
     if backend != "gloo":
         group.bound_device_id = getattr(process_group, "bound_device_id", None)
@@ -112,55 +116,9 @@ def _without_split() -> Iterator[None]:
         world.bound_device_id = device
 
 
-class _Wait:
-    """Waits up to one deadline for other ranks, unless one of them reports a failure."""
-
-    def __init__(self, timeout: timedelta, reports: FailureReports | None = None) -> None:
-        self._began, self._seconds, self._reports = (
-            time.monotonic(),
-            timeout.total_seconds(),
-            reports,
-        )
-
-    def until(self, is_done: Callable[[], bool]) -> None:
-        """Return once it is done.
-
-        Raises:
-            RuntimeError: it is not done before the deadline, or a rank has failed.
-        """
-        while not is_done():
-            seconds = time.monotonic() - self._began
-            if seconds > self._seconds:
-                raise RuntimeError("no answer")
-            if self._reports is not None and seconds > WATCH_AFTER_SECONDS:
-                self._reports.watch()
-                if self._reports.seen.is_set():
-                    raise RuntimeError("another rank reported a failure")
-            time.sleep(_POLL_SECONDS)
-
-
-def _call(call: Callable[[], T], wait: _Wait) -> T:
-    """The result of a call in a thread, which goes on in vain after the wait.
-
-    gloo waits for a rank that has ended for a time of its own.
-    """
-    answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((call(), None))
-        except Exception as error:
-            answers.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    wait.until(lambda: not answers.empty())
-    value, error = answers.get()
-    if error is not None:
-        raise error
-    return cast("T", value)
-
-
-def _agree_on_name(process_group: dist.ProcessGroup, wait: _Wait) -> str:
+def _agree_on_name(
+    process_group: dist.ProcessGroup, timeout: timedelta, reports: FailureReports | None
+) -> str:
     """A random name, chosen by the first rank. Collective."""
     backends = [part.split(":")[0] for part in dist.get_backend_config(process_group).split(",")]
     device = torch.device("cpu")
@@ -172,6 +130,6 @@ def _agree_on_name(process_group: dist.ProcessGroup, wait: _Wait) -> str:
         raise RuntimeError(f"rank {dist.get_rank()} is not in the process group")
     # Polled: the timeout of the process group may be longer, and NCCL would not block here.
     is_done = work.get_future().done if device.type == "cpu" else work.is_completed
-    wait.until(is_done)
+    wait_until(is_done, timeout, reports)
     work.wait()
     return bytes(name.tolist()).hex()

@@ -71,5 +71,5 @@ def test_the_name_of_a_group_is_sent_from_the_device_that_the_process_group_is_b
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr(dist, "broadcast", lambda *_args, **_options: Work())
     with mock.patch.object(torch.Tensor, "to", move):
-        subgroup._agree_on_name(world, subgroup._Wait(timedelta(seconds=10)))
+        subgroup._agree_on_name(world, timedelta(seconds=10), None)
     assert moved == [DEVICE]

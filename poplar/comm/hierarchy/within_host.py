@@ -123,7 +123,7 @@ class SharedHostMemory(WithinHost):
         last_collective = rendezvous.last_collective(data)
         if own.data_ptr() != target.data_ptr():
             copy(target, own)
-        shared = rendezvous.allocate_tensor(data.dtype, route.host_layout.size(rank))
+        shared = rendezvous.allocate(data.dtype, route.host_layout.size(rank))
         copy(shared[: own.numel()], own)
         with rendezvous.abort_on_error(what):
             exchange = receive(shared[own.numel() :], self._between.reserve())

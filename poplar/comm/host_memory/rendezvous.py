@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from poplar import _core
 from poplar.comm import host_topology
 from poplar.comm.copies import copy_except
-from poplar.comm.group import Group, check_process
+from poplar.comm.group import Group
 from poplar.comm.host_memory.segment import CAN_SHARE, PAGE, PeerSegment, Segment, view
 from poplar.comm.host_memory.segment_pool import Block, SegmentPool, caches_memory
 from poplar.values.errors import CollectiveTimeout
@@ -79,10 +79,7 @@ class Rendezvous:
         """By posted but unfinished collective, the function that finishes it and returns the
         seconds that it waited.
         """
-        is_over = weakref.WeakMethod(self._is_over)  # a reference cycle would delay freeing memory
-        self._pool = SegmentPool(
-            _FIRST_BLOCK, nbytes, lambda number: _is_over_or_deleted(is_over, number)
-        )
+        self._pool = SegmentPool(_FIRST_BLOCK, nbytes, self._counters.is_over)
         self._has_published_failure = False
         self._process = os.getpid()
         self._caches_memory = caches_memory()
@@ -91,24 +88,22 @@ class Rendezvous:
 
     # Shared memory.
 
-    def allocate(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Block]:
-        """Uninitialized shared memory that no peer reads, and the block to free afterwards."""
-        block = self._pool.allocate(numel * dtype.itemsize + self._shift)
-        return view(self._own.memory, dtype, block.offset + self._shift, numel), block
+    def allocate(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """Uninitialized shared memory that no peer reads.
 
-    def free(self, block: Block) -> None:
-        """Take back a block that this rank no longer uses; peers may still read it."""
-        if os.getpid() == self._process:  # a forked process must not change the parent's pool
-            self._pool.free(block)
-            self.trim()
-
-    def allocate_tensor(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """As `allocate`; the block is freed when the last tensor over this memory is deleted."""
+        It is taken back when the last tensor over it is deleted; peers may still read it then.
+        """
         block = self._pool.allocate(numel * dtype.itemsize + self._shift)
         holder = memoryview(self._own.memory)[block.offset : block.offset + block.nbytes]
         # A weak reference: tensors must not extend the rendezvous's lifetime.
         weakref.finalize(holder, _free_if_alive, weakref.ref(self), block).atexit = False
         return view(holder, dtype, self._shift, numel)
+
+    def free(self, block: Block) -> None:
+        """Take back a block that this rank no longer uses."""
+        if os.getpid() == self._process:  # a forked process must not change the parent's pool
+            self._pool.free(block)
+            self.trim()
 
     def wait_for_readers(self, data: Tensor) -> None:
         """Call before writing to `data`: waits until no peer reads what was posted from there."""
@@ -148,27 +143,22 @@ class Rendezvous:
         Raises:
             CollectiveTimeout: an earlier collective failed.
         """
-        block = self._block_of(data)
-        if block is None and data.numel():
+        if data.numel() and self._block_of(data) is None:
             return self.post_copy(data, unread)
-        return self._post(data, block, shares_work, extra_bytes)
+        return self._post(data, shares_work, extra_bytes)
 
     def post_copy(self, data: Tensor, unread: tuple[int, int] = (0, 0)) -> int:
         """As `post`, but `data` may be overwritten at once."""
         with self.abort_on_error("a collective"):  # peers may have posted theirs already
-            copy, block = self.allocate(data.dtype, data.numel())
+            copy = self.allocate(data.dtype, data.numel())
             copy_except(copy, data, *unread)
-            collective = self._post(copy, block)
-            self.free(block)
-            return collective
+            return self._post(copy)
 
-    def _post(
-        self, data: Tensor, block: Block | None, shares_work: bool = False, extra_bytes: int = 0
-    ) -> int:
+    def _post(self, data: Tensor, shares_work: bool = False, extra_bytes: int = 0) -> int:
         self._check_not_aborted()
-        collective = self._counters.posted
+        collective, begin = self._counters.posted, 0
         self.wait_until_over(collective - _core.SLOTS)
-        begin = 0
+        block = self._block_of(data)
         if block is not None:
             block.last_collective = collective
             begin = data.data_ptr() - self._own.address
@@ -289,9 +279,6 @@ class Rendezvous:
         rank, size = self.group.rank, self.group.size
         return [(rank + step) % size for step in range(1, size)]
 
-    def _is_over(self, collective: int) -> bool:
-        return self._counters.is_over(collective)
-
     def wait_until_over(self, collective: int | None) -> float:
         """Wait until every rank, this one included, has finished it; None returns at once.
 
@@ -350,14 +337,9 @@ class Rendezvous:
         return memory[begin : begin + length].decode(errors="replace")
 
     def _check_not_aborted(self) -> None:
-        check_process(self._process, self.group.rank)
         if self.group.failures:
             self._stop()
-            raise CollectiveTimeout(
-                f"rank {self.group.rank}: an earlier collective did not finish, so the ranks no "
-                "longer agree on the collective order; build the optimizer again on all ranks, or "
-                f"restart from a checkpoint. The earlier error: {self.group.failures[0]}"
-            )
+        self.group.check()
 
     def _traced_wait(self, event: _core.Event, collective: int, what: str) -> float:
         """As `_wait`, recorded in the trace; for waits that every rank performs."""
@@ -481,9 +463,3 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     alive = method()
     if alive is not None:
         alive()
-
-
-def _is_over_or_deleted(method: weakref.WeakMethod[Any], collective: int) -> bool:
-    """Whether a collective is over; also true if its rendezvous no longer exists."""
-    alive = method()
-    return alive is None or bool(alive(collective))

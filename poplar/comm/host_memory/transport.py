@@ -45,7 +45,7 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous, wire, numel = self._rendezvous, codec.wire_dtype, layout.numel
         # Peers write fp32 sums in place, which only fp32 buckets can hold.
         blocks = numel // ALIGNMENT if wire is torch.float32 and _is_aligned(layout) else 0
-        memory = rendezvous.allocate_tensor(wire, numel + blocks)
+        memory = rendezvous.allocate(wire, numel + blocks)
         data, squares = memory[:numel], memory[numel:] if blocks else None
         wait = partial(rendezvous.wait_for_readers, memory)
         return Bucket(data, layout, codec, wait_until_writable=wait, squares=squares)
@@ -55,7 +55,7 @@ class SharedMemoryCommunicator(Communicator):
         return self._rendezvous.abort_on_error(what)
 
     def share(self, data: Tensor) -> Tensor:
-        shared = self._rendezvous.allocate_tensor(data.dtype, data.numel())
+        shared = self._rendezvous.allocate(data.dtype, data.numel())
         return shared.view(data.shape).copy_(data)
 
     def wait_for_readers(self, data: Tensor) -> None:
@@ -138,11 +138,10 @@ class SharedMemoryCommunicator(Communicator):
         begins = (0, *itertools.accumulate(sizes.sent))
         # Only the sender knows where each rank's part begins, so it posts that in a header.
         header = _HEADER_ALIGNMENT * -(-8 * len(begins) // _HEADER_ALIGNMENT)
-        posted, block = rendezvous.allocate(torch.uint8, header + sent.numel() * step)
+        posted = rendezvous.allocate(torch.uint8, header + sent.numel() * step)
         posted[: 8 * len(begins)].view(torch.int64).copy_(torch.tensor(begins, device="cpu"))
         copy(posted[header:].view(sent.dtype), sent)
         collective = rendezvous.post(posted)
-        rendezvous.free(block)
 
         def read() -> None:
             own = sent[begins[rank] : begins[rank + 1]]
