@@ -246,15 +246,15 @@ def slowest_rank(seconds: Sequence[float]) -> list[float]:
 
 
 def write_outputs(console: Console, record: monitoring.RunRecord, folder: Path) -> None:
-    """Write `run.json`, `report.html` and the pictures."""
+    """Write `run.json` and `report.html`."""
     folder.mkdir(parents=True, exist_ok=True)
     record.to_json(folder / "run.json")
     try:
-        monitoring.write_report(record, folder / "report.html", folder)
+        monitoring.write_report(record, folder / "report.html")
     except ImportError as error:
         console.print(f"no report.html: {error}")
     else:
-        console.print(f"report: {folder / 'report.html'}; pictures are in the same folder\n")
+        console.print(f"report: {folder / 'report.html'}\n")
 
 
 def summarize(
@@ -414,7 +414,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         default=Path("demo"),
         metavar="FOLDER",
-        help="where to write report.html, run.json and pictures (default: demo)",
+        help="where to write report.html and run.json (default: demo)",
     )
     options = parser.parse_args(arguments)
     options.stage = "auto" if options.stage == "auto" else int(options.stage)

@@ -16,9 +16,6 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
         "report.html"
     ),
-    pictures: Annotated[
-        Path | None, typer.Option(help="A folder for the pictures as PNG files.")
-    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -26,9 +23,6 @@ def report(
     with command_output(as_json=as_json, debug=debug) as result:
         from poplar.monitoring import RunRecord, write_report
 
-        write_report(RunRecord.from_json(run), output, pictures)
-        result.document = {
-            "report": str(output),
-            "pictures": None if pictures is None else str(pictures),
-        }
+        write_report(RunRecord.from_json(run), output)
+        result.document = {"report": str(output)}
         result.show(f"written to {output}")

@@ -1,98 +1,32 @@
-"""Why this plan: predictions of other stages and policies, and what would make a step shorter."""
+"""Why this plan: its prediction, and what would make a step shorter."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
 from poplar.planner.explain import explain
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import Prediction, predict
-from poplar.planner.search import POLICIES, plan_or_error
 from poplar.values.formatting import format_ranks, format_seconds
-from poplar.values.plan import STRATEGIES, Plan
+from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.values.schema import from_fields
 
 _MAX_CHANGES = 3
 
-POLICY_DESCRIPTIONS = {
-    "exact": "the fastest predicted plan",
-    "even": "the same for every rank, as DDP, FSDP and DeepSpeed do",
-    "flops": "samples in proportion to peak FLOP/s, as Whale does",
-    "paper": "our reconstruction of Poplar as published",
-    "even_shares": "the fastest batches beside even shares, as DDP and FSDP2 can run them",
-}
 
+def prediction_of(profile: ClusterProfile, plan: Plan) -> Prediction | None:
+    """The prediction in the plan, which trial runs may have refined, or that of the profile.
 
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """Another stage or policy, and its best plan."""
-
-    name: str
-    description: str
-    plan: Plan | None = None
-    prediction: Prediction | None = None
-    obstacle: str = ""
-    """Why there is no plan."""
-    is_chosen: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reasons:
-    """Why a plan was chosen, in sentences, and the plans it was compared with."""
-
-    prediction: Prediction | None
-    """Of the chosen plan, as the planner predicted it; None if the profile cannot predict it."""
-    sentences: tuple[str, ...]
-    stages: tuple[Alternative, ...]
-    """The best plan of each stage by the policy that chose."""
-    policies: tuple[Alternative, ...]
-    """The plan of each policy at the chosen stage."""
-
-
-def reasons(profile: ClusterProfile, chosen: Plan) -> Reasons:
-    """Compare the chosen plan with the other stages and the other policies."""
-    policy = str((chosen.prediction or {}).get("policy"))
-    policy = policy if policy in POLICIES else "exact"
-
-    def alternative(name: str, description: str, stage: int, other: str) -> Alternative:
-        """The best plan of this stage by the other policy."""
-        is_chosen = (stage, other) == (chosen.stage, policy)
-        request = {"global_batch": chosen.global_batch, "stages": (stage,), "policy": other}
-        found = chosen if is_chosen else plan_or_error(profile, **request)
-        if isinstance(found, ValueError):
-            return Alternative(name=name, description=description, obstacle=str(found))
-        return Alternative(
-            name=name,
-            description=description,
-            plan=found,
-            # Not the plan's own prediction, which trial runs may have changed.
-            prediction=predicted(profile, found),
-            is_chosen=is_chosen,
-        )
-
-    stages = tuple(
-        alternative(f"stage {stage}", name.replace("_", " "), stage, policy)
-        for stage, name in enumerate(STRATEGIES)
-    )
-    policies = tuple(
-        alternative(name, POLICY_DESCRIPTIONS[name], chosen.stage, name) for name in POLICIES
-    )
-    prediction = _stored_prediction(chosen) or predicted(profile, chosen)
-    sentences = tuple(_sentences(profile, chosen, prediction))
-    return Reasons(prediction=prediction, sentences=sentences, stages=stages, policies=policies)
-
-
-def _stored_prediction(plan: Plan) -> Prediction | None:
-    """The prediction in the plan, which trial runs may have refined; None if it is incomplete."""
+    None: the profile cannot predict the plan.
+    """
     stored = plan.prediction or {}
     names = {member.name for member in dataclasses.fields(Prediction)}
-    if not names <= stored.keys():
-        return None
-    return from_fields(Prediction, {name: stored[name] for name in names})
+    if names <= stored.keys():
+        return from_fields(Prediction, {name: stored[name] for name in names})
+    return predicted(profile, plan)
 
 
 def predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:
@@ -103,9 +37,8 @@ def predicted(profile: ClusterProfile, plan: Plan) -> Prediction | None:
         return None
 
 
-def _sentences(
-    profile: ClusterProfile, chosen: Plan, prediction: Prediction | None
-) -> Iterator[str]:
+def reasons(profile: ClusterProfile, chosen: Plan, prediction: Prediction | None) -> Iterator[str]:
+    """Why a plan was chosen, in sentences."""
     if prediction is None:
         yield "This plan cannot be predicted: it goes beyond what was measured."
         return

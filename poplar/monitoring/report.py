@@ -1,4 +1,4 @@
-"""The report of a recorded run: one HTML file that loads nothing, and its pictures."""
+"""The report of a recorded run: one HTML file that loads nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import poplar
 from poplar.monitoring.activity import ACTIVITIES, seconds_by_activity, stretches
-from poplar.monitoring.reasons import reasons
+from poplar.monitoring.reasons import prediction_of, reasons
 from poplar.monitoring.record import Run, RunRecord
 from poplar.values import formatting
 from poplar.values.plan import STRATEGIES, Plan
@@ -20,24 +20,18 @@ if TYPE_CHECKING:
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
-def write_report(
-    record: RunRecord, path_html: str | Path, pictures_dir: str | Path | None = None
-) -> None:
+def write_report(record: RunRecord, path_html: str | Path) -> None:
     """Write the report of a run: one HTML file with a light, a dark and a print style.
 
     Args:
         record: the profile and the runs; the plan of the last run is explained.
         path_html: the file to write; its folder is created if missing.
-        pictures_dir: a folder for the pictures as PNG files; None: no PNG files.
 
     Raises:
         ImportError: matplotlib or jinja2 is not installed; says how to install it.
     """
     try:
-        from poplar.monitoring.style import write_png
-
-        figures = _draw(record)
-        page = _render(record, figures)
+        page = _render(record, _draw(record))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("matplotlib", "jinja2"):
@@ -49,11 +43,6 @@ def write_report(
     path = Path(path_html)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
-    if pictures_dir is not None:
-        folder = Path(pictures_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in figures.items():
-            write_png(figure, folder / f"{name}.png")
 
 
 def _render(record: RunRecord, figures: Mapping[str, Figure]) -> str:
@@ -71,10 +60,12 @@ def _render(record: RunRecord, figures: Mapping[str, Figure]) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(_FILTERS)
+    prediction = prediction_of(record.profile, record.chosen.plan)
     return environment.get_template("report.html").render(
         record=record,
         pictures={name: Markup(to_svg(figure, name)) for name, figure in figures.items()},
-        why=reasons(record.profile, record.chosen.plan),
+        predicted=prediction,
+        why=list(reasons(record.profile, record.chosen.plan, prediction)),
         activities=ACTIVITIES,
         about_losses=_compared_losses(record),
         notes=_notes(record.profile),
@@ -140,10 +131,6 @@ def _facts(profile: ClusterProfile) -> list[tuple[str, str]]:
     return facts
 
 
-def _samples_by_rank(plan: Plan) -> str:
-    return " ".join(str(plan.samples(rank)) for rank in range(plan.world_size))
-
-
 def _stage_name(plan: Plan) -> str:
     return STRATEGIES[plan.stage].replace("_", " ")
 
@@ -162,7 +149,6 @@ _FILTERS = {
     "count": formatting.format_count,
     "passes": formatting.format_passes,
     "percent": formatting.format_percent,
-    "samples_by_rank": _samples_by_rank,
     "seconds": formatting.format_seconds,
     "seconds_by_rank": _seconds_by_rank,
     "signed_percent": formatting.format_signed_percent,

@@ -16,18 +16,20 @@ class RunFile:
         monitor = Monitor(optimizer, [RunFile("run.json")], profile=tuned.profile)
 
     Then `poplar report run.json` draws it. If the plan changes in training, the record has one run
-    per plan. The first step, which prepares kernels and buffers, does not count.
+    per plan. The first step, which prepares kernels and buffers, does not count. Memory is bounded:
+    the oldest runs and steps are dropped.
 
     Args:
         path: the file; its folder is made.
         title: of the report.
-        keep: the number of latest steps of a plan that are recorded.
+        keep: the number of latest steps that are recorded, over all plans.
     """
 
     def __init__(self, path: str | Path, title: str = "Training", *, keep: int = 10_000) -> None:
         self._path, self._title, self._keep = Path(path), title, keep
         self._profile: ClusterProfile | None = None
         self._runs: list[Run] = []
+        self._plans = 0
         self._is_first = True
 
     def start(self, plan: Plan | None, profile: ClusterProfile | None) -> None:
@@ -47,8 +49,12 @@ class RunFile:
         if self._runs and self._runs[-1].plan == progress.plan:
             last = self._runs.pop()
             seconds, losses = last.step_seconds + seconds, last.losses + losses
+        elif seconds:
+            self._plans += 1
         if seconds:
             self._runs.append(self._run(progress.plan, seconds, losses))
+            while sum(len(run.step_seconds) for run in self._runs[1:]) >= self._keep:
+                del self._runs[0]
             record = RunRecord(
                 title=self._title,
                 profile=self._profile,
@@ -63,7 +69,7 @@ class RunFile:
     def _run(self, plan: Plan, seconds: tuple[float, ...], losses: tuple[float, ...]) -> Run:
         predicted = (plan.prediction or {}).get("step_seconds")
         return Run(
-            name=f"plan {len(self._runs) + 1}",
+            name=f"plan {self._plans}",
             plan=plan,
             step_seconds=seconds[-self._keep :],
             losses=losses[-self._keep :],

@@ -1,7 +1,6 @@
 """The style of all pictures: colors that are safe for color-blind readers, and plain axes.
 
-In the page, pictures are SVG whose colors are CSS variables, for the light, dark and print styles.
-As files, they are PNG on white.
+Pictures are SVG whose colors are CSS variables, for the light, dark and print styles of the page.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -23,7 +21,6 @@ from poplar.monitoring.activity import COMMUNICATION, COMPUTE, OPTIMIZER, WAITIN
 WIDTH = 10.0
 """Inches: 960 pixels of the page, so that font sizes match the text of the page."""
 FONT_POINTS = 10.0
-PNG_DOTS_PER_INCH = 160
 
 INK, MUTED, GRID, PAPER = "#1c2024", "#60656c", "#dfe2e6", "#fefefe"
 
@@ -101,12 +98,6 @@ def write_beside(axes: Axes, height: float, text: str, color: str) -> None:
     """Write at the right edge of the axes, centered at `height` in data coordinates."""
     place = axes.get_yaxis_transform()
     axes.text(1.012, height, text, transform=place, verticalalignment="center", color=color)
-
-
-def write_png(figure: Figure, path: Path) -> None:
-    """Write a PNG on white."""
-    with applied():
-        figure.savefig(path, format="png", dpi=PNG_DOTS_PER_INCH, metadata={"Software": None})
 
 
 def to_svg(figure: Figure, name: str) -> str:

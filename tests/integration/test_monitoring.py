@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -138,6 +139,25 @@ def test_a_changed_plan_is_another_run_of_the_record(tmp_path):
     runs = RunRecord.from_json(tmp_path / "run.json").runs
     assert [run.plan for run in runs] == [PLAN, smaller]
     assert [len(run.step_seconds) for run in runs] == [3, 2]
+
+
+def test_a_long_run_takes_no_more_memory_or_disk(tmp_path):
+    """Also if the plan changes again and again."""
+    run_file = RunFile(tmp_path / "run.json", keep=10)
+    run_file.start(PLAN, PROFILE)
+    plans = [dataclasses.replace(PLAN, stage=stage) for stage in (0, 1)]
+    for number in range(40):
+        steps = {"step_seconds": (0.1,) * 4, "losses": (1.0,) * 4}
+        run_file.log(progress(plan=plans[number // 2 % 2], **steps))
+        assert sum(len(run.step_seconds) for run in run_file._runs) < 2 * 10
+    names = [run.name for run in RunRecord.from_json(tmp_path / "run.json").runs]
+    assert names == ["plan 19", "plan 20"]
+    run_file = RunFile(tmp_path / "run.json", keep=10)
+    run_file.start(PLAN, PROFILE)
+    for _ in range(10):
+        run_file.log(progress(step_seconds=(0.1,) * 4, losses=(1.0,) * 4))
+    (run,) = RunRecord.from_json(tmp_path / "run.json").runs
+    assert len(run.step_seconds) == len(run.losses) == 10
 
 
 def test_a_record_needs_a_profile(tmp_path):
