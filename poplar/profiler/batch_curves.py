@@ -12,31 +12,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from poplar.profiler.engine_passes import EnginePasses, sharded_passes
-from poplar.profiler.model_profile import trained_units
-from poplar.profiler.noise import CpuUse
-from poplar.profiler.passes import (
+from poplar.profiler.batch_sizes import (
     NEAR_ENOUGH,
-    Passes,
-    PassParts,
     Samples,
+    SizeLimits,
     climb,
     largest_on_a_line,
     probe,
     time_sizes,
 )
+from poplar.profiler.engine_passes import EnginePasses, sharded_passes
+from poplar.profiler.model_profile import trained_units
+from poplar.profiler.noise import CpuUse
+from poplar.profiler.passes import Passes, PassParts
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.system import devices
 from poplar.values.curve import straightened
 from poplar.values.profile import BatchPoint, ClusterProfile
 
-DEFAULT_MAX_BATCH = 1024
-"""Largest batch that is tried if neither memory nor time sets a limit."""
 TIMES_EACH = 5
 """Passes of a size that are timed, if all sizes take equally long."""
-LONGEST_PASS = 1 / 10
-"""Part of the time budget; no batch is tried whose pass would probably take longer."""
 TIMING = 0.35
 """Part of the time budget for timing passes; as much again if some run on the engine."""
 SURE = 0.01
@@ -88,12 +84,7 @@ def _plain_curves(session: Session, report: Report) -> tuple[list[BatchCurve], f
         report("a first pass")
         if not session.fits_on_all_ranks(passes.check, "the profiler's first pass"):
             return [], 1.0
-        climbing = climb(
-            passes,
-            max_batch=session.job.max_batch or DEFAULT_MAX_BATCH,
-            activation_bytes=session.memory.unsharded[session.group.rank],
-            longest_seconds=session.job.profile_seconds * LONGEST_PASS,
-        )
+        climbing = climb(passes, SizeLimits.of(session, sharded=False))
         curves, noise = _measured(session, passes, climbing, report)
     return [replace(each, largest_unsharded=each.points[-1].batch) for each in curves], noise
 
@@ -103,15 +94,9 @@ def _engine_curves(
 ) -> tuple[list[BatchCurve], float]:
     """Curves of passes on the engine, each from the last of the known points on."""
     report("passes with sharded parameters")
-    rank = session.group.rank
     session.on_all_ranks(lambda: passes.together(passes.check), "the profiler's first pass")
-    probing = probe(
-        passes,
-        known=known[rank].points if known else (),
-        max_batch=session.job.max_batch or DEFAULT_MAX_BATCH,
-        activation_bytes=session.memory.sharded[rank],
-        longest_seconds=session.job.profile_seconds * LONGEST_PASS,
-    )
+    points = known[session.group.rank].points if known else ()
+    probing = probe(passes, SizeLimits.of(session, sharded=True), known=points)
     return _measured(session, passes, probing, report)
 
 
@@ -182,17 +167,12 @@ def _may_grow(session: Session, curves: Sequence[BatchCurve]) -> bool:
 
     Without larger batches on any rank, passes on the engine would show nothing new.
     """
-    rank = session.group.rank
-    points = curves[rank].points
+    limits = SizeLimits.of(session, sharded=True)
+    points = curves[session.group.rank].points
     last = points[-1]
-    fitting = math.inf
+    largest = min(limits.max_batch, last.batch * limits.longest_seconds / last.seconds)
     if len(points) > 1:
-        fitting = largest_on_a_line(points, session.memory.sharded[rank])
-    largest = min(
-        session.job.max_batch or DEFAULT_MAX_BATCH,
-        last.batch * session.job.profile_seconds * LONGEST_PASS / last.seconds,
-        fitting,
-    )
+        largest = min(largest, largest_on_a_line(points, limits.activation_bytes))
     grows = session.group.size > 1 and int(largest) > last.batch * (1 + NEAR_ENOUGH)
     return any(session.exchange(grows))
 

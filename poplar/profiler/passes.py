@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
 from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -22,33 +21,21 @@ from poplar.data.example_lengths import at_length
 from poplar.data.sample_lengths import SampleLengths
 from poplar.profiler.compilation import is_compiled
 from poplar.profiler.memory import PassBytes, batch_bytes, pass_bytes
-from poplar.profiler.timing import repeats_in_a_sample, seconds_of
+from poplar.profiler.timing import seconds_of
 from poplar.profiler.unit_hooks import TrainedUnit, UnitClock, UnitFractions, median_of
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_cached_memory, free_failed_pass, is_out_of_memory
-from poplar.values.curve import error_of_median
 from poplar.values.profile import BatchPoint
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 from poplar.zero.preserved_state import gradients_dropped
 
 T = TypeVar("T")
 
-MARGIN = 0.97
-"""Part of the free memory for which the largest batch is extrapolated."""
-NEAR_ENOUGH = 1 / 8
-"""Relative distance to a batch that was too large at which the search for the largest ends."""
 SETTLED = 1.25
 """A pass is still warming up if it takes more than this many times as long as the next one."""
 WARM_UP_PASSES = 8
 WARM_UP_SECONDS = 120.0
 """Limits for the warm-up of a batch size. Two passes always run, however long the first takes."""
-SMALL_SIZES = (1, 2, 4)
-"""Sizes whose memory gives the line that predicts the largest batch."""
-CONFIRMATIONS = 2
-"""Sizes near the limit that are tried."""
-WORTHWHILE = 0.01
-"""A batch that is larger by less than this fraction is not tried. The largest one is wanted within
-3 %, and a line may end below it."""
 
 
 class PassParts(NamedTuple):
@@ -270,173 +257,6 @@ class _StepBatch(pytree.SplitsItself):
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> _StepBatch:
         example = pytree.map_tensors(fn, self._passes.example)
         return _StepBatch(replace(self._passes, example=example, _batches={}), self._samples)
-
-
-def climb(
-    passes: Passes, *, max_batch: int, activation_bytes: float, longest_seconds: float
-) -> Iterator[list[BatchPoint]]:
-    """First passes of sizes 1, 2, 4, ... as far as memory and time allow.
-
-    Yields the sizes so far after each one that was tried, because a size may take minutes to warm
-    up and other ranks wait.
-
-    Args:
-        passes: of this rank.
-        max_batch: largest batch to try.
-        activation_bytes: what activations may take; the last size is the largest that fits.
-        longest_seconds: no pass is tried that would probably take longer.
-
-    Raises:
-        torch.OutOfMemoryError: not even one sample fits.
-    """
-    sizes: list[BatchPoint] = []
-    size, too_large = 1, 2 * max_batch  # so far no size is known to be too large
-    while True:
-        tried = _first_pass(passes, size, must_fit=not sizes)
-        if tried is None or (tried.activation_bytes > activation_bytes and sizes):
-            too_large = size
-        else:
-            sizes.append(tried)
-        last = sizes[-1]
-        size = min(2 * last.batch, max_batch, _largest_that_fits(sizes, activation_bytes))
-        if size >= too_large:
-            size = (last.batch + too_large) // 2
-        takes_too_long = last.seconds * size / last.batch > longest_seconds and len(sizes) > 1
-        is_near = too_large - last.batch <= last.batch * NEAR_ENOUGH
-        yield sizes
-        if size <= last.batch or takes_too_long or is_near:
-            return
-
-
-def _first_pass(passes: Passes, size: int, *, must_fit: bool) -> BatchPoint | None:
-    """The first pass of a size; None if it does not fit.
-
-    Raises:
-        torch.OutOfMemoryError: it does not, and must.
-    """
-    with suppress(torch.OutOfMemoryError):
-        return passes.first(size)
-    if must_fit:
-        raise torch.OutOfMemoryError(_NOT_EVEN_ONE)
-    return None
-
-
-def probe(
-    passes: Passes,
-    *,
-    known: Sequence[BatchPoint],
-    max_batch: int,
-    activation_bytes: float,
-    longest_seconds: float,
-) -> Iterator[list[BatchPoint]]:
-    """First passes of few sizes: small ones, then the largest that fits by a straight line.
-
-    Yields as `climb` does.
-
-    Args:
-        passes: of this rank.
-        known: points measured in another way. If there are any, the last one takes the place of the
-            small sizes: it is measured again, as a reference for the new ones.
-        max_batch: largest batch to try.
-        activation_bytes: what activations may take.
-        longest_seconds: no pass is tried that would probably take longer.
-
-    Raises:
-        torch.OutOfMemoryError: not even the first size fits.
-    """
-    sizes: list[BatchPoint] = []
-    over: BatchPoint | None = None
-    too_large, confirmations = max_batch + 1, CONFIRMATIONS
-    small = [known[-1].batch] if known else [size for size in SMALL_SIZES if size <= max_batch]
-    size = small.pop(0)
-    while True:
-        tried = _first_pass(passes, size, must_fit=not sizes)
-        if tried is not None and (tried.activation_bytes <= activation_bytes or not sizes):
-            sizes.append(tried)
-        else:
-            too_large, over = size, tried
-        yield sizes
-        last = sizes[-1]
-        line = [*known[:-1], *sizes, *([over] if over else [])]
-        largest = min(max_batch, too_large - 1, last.batch * longest_seconds / last.seconds)
-        if over is None and too_large <= max_batch:  # ran out of memory: its bytes are not known
-            largest = min(largest, (last.batch + too_large) // 2)
-        elif len(line) > 1:
-            largest = min(largest, largest_on_a_line(line, activation_bytes))
-        else:
-            largest = min(largest, 2 * last.batch)
-        if small and small[0] < too_large and (small[0] <= largest or len(line) == 1):
-            size = small.pop(0)
-        elif confirmations and int(largest) > last.batch * (1 + WORTHWHILE):
-            small, size, confirmations = [], int(largest), confirmations - 1
-        else:
-            return
-
-
-_NOT_EVEN_ONE = (
-    "not even one sample fits in the memory of the device; use shorter samples, activation "
-    "checkpointing or a smaller model"
-)
-
-
-def largest_on_a_line(points: Sequence[BatchPoint], activation_bytes: float) -> float:
-    """The largest batch that fits, by a line through the last two points; infinite if it is flat.
-
-    Args:
-        points: at least two, by ascending batch.
-        activation_bytes: what activations may take.
-    """
-    before, last = points[-2:]
-    slope = (last.activation_bytes - before.activation_bytes) / (last.batch - before.batch)
-    left = activation_bytes - last.activation_bytes
-    return last.batch + left / slope if slope > 0 else math.inf
-
-
-def _largest_that_fits(sizes: Sequence[BatchPoint], activation_bytes: float) -> int:
-    """Extrapolated by a straight line through the last two sizes, at most twice the last one."""
-    if len(sizes) < 2:
-        return 2 * sizes[-1].batch
-    last, largest = sizes[-1].batch, largest_on_a_line(sizes, activation_bytes * MARGIN)
-    return int(min(2 * last, max(last, largest)))
-
-
-Samples = defaultdict[int, list[float]]
-"""Seconds of passes, by batch."""
-
-
-def time_sizes(
-    passes: Passes,
-    sizes: Sequence[BatchPoint],
-    *,
-    seconds: float,
-    least: int,
-    samples: Samples | None = None,
-) -> list[BatchPoint]:
-    """Time sizes in turns, so that a disturbance affects all of them; returns medians.
-
-    Args:
-        passes: of this rank.
-        sizes: with rough times, which determine how many short passes are timed at once.
-        seconds: time budget; exceeded until each size has been timed `least` times in all.
-        least: see `seconds`.
-        samples: of earlier calls; those of this call are added.
-    """
-    samples = defaultdict(list) if samples is None else samples
-    end = time.perf_counter() + seconds
-    for size in cycle([*sizes, *reversed(sizes)]):
-        enough = all(len(samples[each.batch]) >= least for each in sizes)
-        if enough and time.perf_counter() >= end:
-            break
-        repeats = repeats_in_a_sample(size.seconds)
-        samples[size.batch].append(passes.seconds(size.batch, repeats))
-    return [
-        replace(
-            size,
-            seconds=median(samples[size.batch]),
-            spread_seconds=error_of_median(samples[size.batch]),
-        )
-        for size in sizes
-    ]
 
 
 @contextmanager

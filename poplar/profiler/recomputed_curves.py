@@ -10,16 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from poplar.profiler.batch_curves import (
-    DEFAULT_MAX_BATCH,
-    LONGEST_PASS,
-    TIMES_EACH,
-    on_a_line,
-    tried_sizes,
-)
+from poplar.profiler.batch_curves import TIMES_EACH, on_a_line, tried_sizes
+from poplar.profiler.batch_sizes import SizeLimits, climb, probe, time_sizes
 from poplar.profiler.engine_passes import sharded_passes
 from poplar.profiler.memory_budget import MemoryBudget
-from poplar.profiler.passes import Passes, climb, probe, time_sizes
+from poplar.profiler.passes import Passes
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
@@ -39,7 +34,7 @@ def with_recomputed_curves(
     Unchanged if the model has no repeated units, or if every rank can hold the whole model beside
     the largest batch that may be planned.
     """
-    most = max(session.exchange(session.job.max_batch or DEFAULT_MAX_BATCH))
+    most = max(session.exchange(SizeLimits.of(session, sharded=False).max_batch))
     limited = (_may_lack_memory(device, profile.model, most) for device in profile.devices)
     if not profile.model.recomputable_units or not any(limited):
         return profile
@@ -93,8 +88,9 @@ def _measured(session: Session, passes: Passes, device: DeviceProfile) -> list[l
     if memory and time allow.
     """
     budget, own = session.job.profile_seconds, session.group.rank
-    trying, doing = _trying(session, passes), "measuring memory with recomputation"
-    by_rank = tried_sizes(session, passes, trying, doing)
+    sharded = not _fits_unsharded(session)
+    trying = (probe if sharded else climb)(passes, SizeLimits.of(session, sharded=sharded))
+    by_rank = tried_sizes(session, passes, trying, "measuring memory with recomputation")
     chosen = session.exchange(_few(by_rank[own], device.max_batch))
     longest = max(sum(size.seconds for size in sizes) for sizes in chosen)
     seconds = min(TIMES_EACH * longest, budget * TIMING)
@@ -104,28 +100,6 @@ def _measured(session: Session, passes: Passes, device: DeviceProfile) -> list[l
 
     return session.on_all_ranks(
         lambda: on_a_line(passes.together(time_passes)), "timing passes with recomputation"
-    )
-
-
-def _trying(session: Session, passes: Passes) -> Iterator[list[BatchPoint]]:
-    """First passes of larger and larger sizes, as for the curve without recomputation."""
-    max_batch = session.job.max_batch or DEFAULT_MAX_BATCH
-    longest_seconds = session.job.profile_seconds * LONGEST_PASS
-    if _fits_unsharded(session):
-        limit = session.memory.unsharded[session.group.rank]
-        return climb(
-            passes,
-            max_batch=max_batch,
-            activation_bytes=limit,
-            longest_seconds=longest_seconds,
-        )
-    limit = session.memory.sharded[session.group.rank]
-    return probe(
-        passes,
-        known=(),
-        max_batch=max_batch,
-        activation_bytes=limit,
-        longest_seconds=longest_seconds,
     )
 
 

@@ -20,8 +20,9 @@ from ranks import one_off
 from subset import choose
 from torch import nn
 
+from poplar.profiler.batch_sizes import SizeLimits, probe
 from poplar.profiler.memory_budget import MEMORY_RESERVE
-from poplar.profiler.passes import Passes, probe
+from poplar.profiler.passes import Passes
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.values.profile import BatchPoint
 
@@ -94,9 +95,8 @@ def search(build: Callable[[], nn.Module], room: int) -> Found:
     passes.run(1)  # libraries allocate what they keep
     usable, before = int(room * (1 - MEMORY_RESERVE)), limited_memory.private_bytes()
     limited_memory.limit_to(room)
-    *_, sizes = probe(
-        passes, known=(), max_batch=MOST, activation_bytes=usable, longest_seconds=float("inf")
-    )
+    limits = SizeLimits(max_batch=MOST, activation_bytes=usable, longest_seconds=float("inf"))
+    *_, sizes = probe(passes, limits)
     largest = sizes[-1].batch
     passes._batches.clear()
     limited_memory.limit_to(usable + before - limited_memory.private_bytes())

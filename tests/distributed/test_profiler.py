@@ -24,7 +24,7 @@ from training import STAGES
 import poplar
 from poplar import ClusterProfile, Plan
 from poplar.comm.host_topology import Hosts
-from poplar.profiler import batch_curves, links, trial_runs
+from poplar.profiler import batch_sizes, links, trial_runs
 from poplar.profiler import session as sessions
 from poplar.profiler.batch_curves import TIMES_EACH, measure_curves, measure_points
 from poplar.profiler.job import Job
@@ -51,7 +51,7 @@ def profiled(
     model: nn.Module | None = None, example: Any = None, loss: Any = None, **options: Any
 ) -> ClusterProfile:
     # On a busy machine, passes may take longer than a tenth of this short budget.
-    with mock.patch.object(batch_curves, "LONGEST_PASS", 1.0):
+    with mock.patch.object(batch_sizes, "LONGEST_PASS", 1.0):
         return poplar.profile_cluster(
             model if model is not None else models.build(ModelSpec()),
             loss if loss is not None else models.mean_over_samples,

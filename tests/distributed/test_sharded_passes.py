@@ -14,7 +14,7 @@ from ranks import Pool
 from subset import choose
 from torch import Tensor, nn
 
-from poplar.profiler import batch_curves
+from poplar.profiler import batch_sizes
 from poplar.profiler.batch_curves import measure_curves
 from poplar.profiler.engine_passes import sharded_passes
 from poplar.profiler.job import Job
@@ -112,7 +112,7 @@ def curves_with(
     budgets = [MemoryBudget(round(limit / (1 - MEMORY_RESERVE)), 0) for limit in limits]
     session.memory = pass_memory(session, session.exchange(budgets)[0])
     tried.clear()
-    with session.measuring(), mock.patch.object(batch_curves, "LONGEST_PASS", 100.0):
+    with session.measuring(), mock.patch.object(batch_sizes, "LONGEST_PASS", 100.0):
         curves, _ = measure_curves(session, lambda text: None)
     batches = [[point.batch for point in curve.points] for curve in curves]
     return batches, [curve.largest_unsharded for curve in curves], tried

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 from poplar.profiler import compilation
+from poplar.profiler.batch_sizes import SizeLimits, climb
 from poplar.profiler.compilation import (
     HookedGraphs,
     compiled_code_preserved,
     frames_compiled,
     is_compiled,
 )
-from poplar.profiler.passes import Passes, climb
+from poplar.profiler.passes import Passes
 from poplar.zero.checks.loss_mean import FirstLossCheck
 
 BLOCKS = 3
@@ -85,9 +86,9 @@ def passes_of(model: nn.Module) -> Passes:
 
 
 def climbed(passes: Passes, max_batch: int = 32) -> list[int]:
-    *_, points = climb(
-        passes, max_batch=max_batch, activation_bytes=float("inf"), longest_seconds=float("inf")
-    )
+    plenty = float("inf")
+    limits = SizeLimits(max_batch=max_batch, activation_bytes=plenty, longest_seconds=plenty)
+    *_, points = climb(passes, limits)
     return [point.batch for point in points]
 
 

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from poplar.data import pytree
+from poplar.profiler import batch_sizes
 from poplar.profiler import passes as measuring
-from poplar.profiler.passes import Passes, climb, probe, time_sizes
+from poplar.profiler.batch_sizes import SizeLimits, climb, probe, time_sizes
+from poplar.profiler.passes import Passes
 from poplar.values.curve import error_of_median
 from poplar.values.profile import BatchPoint
 
@@ -40,7 +42,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(measuring, "time", made)
+    for module in (measuring, batch_sizes):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
@@ -89,12 +92,10 @@ def climbed(
     activation_bytes: float = PLENTY,
     longest_seconds: float = PLENTY,
 ) -> list[int]:
-    *_, sizes_run = climb(
-        machine,  # type: ignore[arg-type]
-        max_batch=max_batch,
-        activation_bytes=activation_bytes,
-        longest_seconds=longest_seconds,
+    limits = SizeLimits(
+        max_batch=max_batch, activation_bytes=activation_bytes, longest_seconds=longest_seconds
     )
+    *_, sizes_run = climb(machine, limits)  # type: ignore[arg-type]
     return [size.batch for size in sizes_run]
 
 
@@ -110,7 +111,9 @@ def test_sizes_double_up_to_max_batch(max_batch, expected):
 
 def test_first_passes_have_memory_and_time(clock: Clock):
     machine = Machine(clock=clock, held=lambda size: 1000 + 10 * size)
-    *_, sizes_run = climb(machine, max_batch=2, activation_bytes=PLENTY, longest_seconds=PLENTY)
+    *_, sizes_run = climb(
+        machine, SizeLimits(max_batch=2, activation_bytes=PLENTY, longest_seconds=PLENTY)
+    )
     assert [first_pass.activation_bytes for first_pass in sizes_run] == [1010, 1020]
     assert [first_pass.seconds for first_pass in sizes_run] == pytest.approx([0.01, 0.02])
 
@@ -138,7 +141,7 @@ def test_largest_size_is_close_below_out_of_memory(ends_at):
     sizes = climbed(machine)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] < ends_at
-    assert ends_at - 1 - sizes[-1] <= sizes[-1] * measuring.NEAR_ENOUGH
+    assert ends_at - 1 - sizes[-1] <= sizes[-1] * batch_sizes.NEAR_ENOUGH
     assert len(machine.tried) <= 2 * ends_at.bit_length() + 2
 
 
@@ -210,13 +213,10 @@ def probed(
     activation_bytes: float = PLENTY,
     longest_seconds: float = PLENTY,
 ) -> list[int]:
-    *_, found = probe(
-        machine,  # type: ignore[arg-type]
-        known=known,
-        max_batch=max_batch,
-        activation_bytes=activation_bytes,
-        longest_seconds=longest_seconds,
+    limits = SizeLimits(
+        max_batch=max_batch, activation_bytes=activation_bytes, longest_seconds=longest_seconds
     )
+    *_, found = probe(machine, limits, known=known)  # type: ignore[arg-type]
     return [size.batch for size in found]
 
 
@@ -310,7 +310,9 @@ class ColdPasses(Passes):
 
 
 def climbed_cold(passes: ColdPasses, max_batch: int = 256) -> list[BatchPoint]:
-    *_, found = climb(passes, max_batch=max_batch, activation_bytes=PLENTY, longest_seconds=4.5)
+    *_, found = climb(
+        passes, SizeLimits(max_batch=max_batch, activation_bytes=PLENTY, longest_seconds=4.5)
+    )
     return found
 
 
@@ -454,8 +456,9 @@ def test_times_are_above_zero_even_if_the_clock_does_not_advance(monkeypatch):
     """A profile refuses a time of 0."""
     stopped = Clock()
     monkeypatch.setattr("poplar.profiler.timing.time", stopped)
-    monkeypatch.setattr(measuring, "time", stopped)
-    monkeypatch.setattr(measuring, "repeats_in_a_sample", lambda seconds: 3)
+    for module in (measuring, batch_sizes):
+        monkeypatch.setattr(module, "time", stopped)
+    monkeypatch.setattr(batch_sizes, "repeats_in_a_sample", lambda seconds: 3)
     passes = plain_passes()
     first = passes.first(2)
     (point,) = time_sizes(passes, [first], seconds=0.0, least=2)
