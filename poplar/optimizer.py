@@ -181,10 +181,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             `full_state_dict`, `save_model`, `poplar.save_checkpoint`. (An optimizer class that
             cannot skip on the device has applied the step by then.) With a loss scaler, the scaler
             decides.
-        local: names of parameters of which every rank has a part of its own, of any size, such as
-            experts; only at stage 1. Their gradients are not reduced and no values are sent; the
-            gradient norm counts them. Whole state dicts have the part of the rank that gets them.
-            `poplar.distribute` uses it, and saves the parts of all ranks.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -215,7 +211,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         device: torch.device | str | None = None,
         on_out_of_memory: OnOutOfMemory = "retry",
         on_nonfinite: OnNonFinite = "raise",
-        local: Collection[str] = (),
+        _local: Collection[str] = (),  # see [Note: local parameters] in `zero.stages.strategy`
         **optimizer_kwargs: Any,
     ) -> None:
         def check() -> Request:
@@ -236,7 +232,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 default_device=self._group.default_device,
                 weights=weights,
                 device=device,
-                local=local,
+                local=_local,
             )
 
         with new_group(process_group, timeout, BUILDING) as self._group:
@@ -932,7 +928,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             state["poplar"] = {"scaler": self._default_scaler.state_dict()}
         return state
 
-    def training_parts(self) -> TrainingParts:
+    def _training_parts(self) -> TrainingParts:
         """What the state of this optimizer consists of; `poplar.save_checkpoint` calls it."""
         from poplar.checkpoint.training_state import TrainingParts
 
@@ -1052,7 +1048,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             )
         self._check_model()
 
-    def expect_loss(self, loss_fn: LossFunction, where: str) -> None:
+    def _expect_loss(self, loss_fn: LossFunction, where: str) -> None:
         """Check the first batch of `micro_batches` with this loss function; for integrations.
 
         Args:
@@ -1061,7 +1057,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         self._first_loss.expect(loss_fn, where)
 
-    def expect_artificial_data(self) -> None:
+    def _expect_artificial_data(self) -> None:
         """Do not warn of the data and the mode of the model in the first step; for measurements."""
         self._has_stepped = True
         self._step.first_batches.skip()
@@ -1122,7 +1118,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     @collective
     @torch.no_grad()
-    def multiply_gradient(self, factor: Tensor) -> Tensor:
+    def _multiply_gradient(self, factor: Tensor) -> Tensor:
         """Multiply the gradient in the update; for loss scaling. Collective.
 
         Args:

@@ -45,7 +45,7 @@ def poplar_engine(shape: Shape, stage: int, max_norm: float | None) -> Engine:
             compute_dtype=torch.bfloat16,
             communicator="process_group",  # the control channel, too, as on several hosts
         )
-    optimizer.expect_artificial_data()
+    optimizer._expect_artificial_data()
     engine = optimizer._engine
     # On one host, the size of the model does not matter.
     limit = optimizer._control.max_flat_bytes(torch.device("cpu"), numel=0)

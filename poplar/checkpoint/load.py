@@ -73,7 +73,7 @@ def load_checkpoint(
     path, wanted = Path(os.path.abspath(folder)), dict(state or {})
     doing = f"load_checkpoint({str(folder)!r})"
     with optimizer.collective_calls.running("load_checkpoint()"):
-        load = _prepared(path, optimizer.training_parts(), wanted, weights_only, doing)
+        load = _prepared(path, optimizer._training_parts(), wanted, weights_only, doing)
         with optimizer.collective_calls.changing_values("load_checkpoint()"):
             load.run(doing)
     return load.values

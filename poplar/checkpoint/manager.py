@@ -84,7 +84,7 @@ class CheckpointManager:
             TypeError: `step` is no whole number.
         """
         self.wait()
-        control = self._optimizer.training_parts().engine.control
+        control = self._optimizer._training_parts().engine.control
 
         def prepare() -> int:
             number = _checked(step)
@@ -110,7 +110,7 @@ class CheckpointManager:
         if pending is None:
             return
         pending.wait()
-        control = self._optimizer.training_parts().engine.control
+        control = self._optimizer._training_parts().engine.control
         if self._keep is not None:
             run_on_all_ranks(
                 control, lambda: self._prune(pending.job), doing="removing checkpoints"
@@ -131,7 +131,7 @@ class CheckpointManager:
             ValueError, RankFailed: as `load_checkpoint`.
         """
         self.wait()
-        control = self._optimizer.training_parts().engine.control
+        control = self._optimizer._training_parts().engine.control
         found = run_on_all_ranks(control, self._finished, doing="load_latest()")
         latest = control.exchange_objects(max(found, default=None), what="load_latest()")[0]
         if latest is None:

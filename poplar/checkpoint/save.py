@@ -102,7 +102,7 @@ class Saver:
             replaces: an existing checkpoint is replaced once the new one is complete.
         """
         path = Path(os.path.abspath(folder))
-        parts, agreement = self._optimizer.training_parts(), self._agreement
+        parts, agreement = self._optimizer._training_parts(), self._agreement
         control, doing = parts.engine.control, f"save_checkpoint({str(folder)!r})"
         rank = control.group.rank
         parts.reject_nonfinite(doing)

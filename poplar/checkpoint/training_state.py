@@ -48,7 +48,7 @@ class Checkpointed(Protocol):
         """The calls that save and load, too, belong to."""
         ...
 
-    def training_parts(self) -> TrainingParts:
+    def _training_parts(self) -> TrainingParts:
         """What its state consists of."""
         ...
 

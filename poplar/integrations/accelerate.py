@@ -134,7 +134,7 @@ def prepare(
         )
     optimizer = HeteroZeroOptimizer(model, optimizer_class, plan=plan, params=params, **options)
     if loss_fn is not None:
-        optimizer.expect_loss(loss_fn, "to micro_batches")
+        optimizer._expect_loss(loss_fn, "to micro_batches")
     accelerator.gradient_accumulation_steps = 1
     planned = _PlannedLoader.like(loader, plan, accelerator)
     made = None if scheduler is None else scheduler(optimizer)
@@ -264,7 +264,7 @@ def _adapt(accelerator: Accelerator, optimizer: HeteroZeroOptimizer) -> None:
                 "divide the loss by it, but the plan weights the passes; leave it at 1"
             )
         loss.backward(**options)
-        optimizer.training_parts().engine.step.add_loss(loss)
+        optimizer._training_parts().engine.step.add_loss(loss)
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)

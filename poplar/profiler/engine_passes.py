@@ -67,7 +67,7 @@ def built_optimizer(
             on_out_of_memory="raise",  # a changed plan would be measured as the given one
             **options,
         )
-        optimizer.expect_artificial_data()
+        optimizer._expect_artificial_data()
         try:
             yield optimizer
             session.exchange(None)  # no rank reads the shards of another one any more

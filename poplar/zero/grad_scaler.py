@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 class AgreedGradient(Protocol):
     """An optimizer whose gradient is shared by all ranks, such as `HeteroZeroOptimizer`."""
 
-    def multiply_gradient(self, factor: Tensor) -> Tensor:
+    def _multiply_gradient(self, factor: Tensor) -> Tensor:
         """Multiply the step's gradient by a one-element tensor, without a synchronization.
 
         Returns one fp32 that is equal on all ranks: 1 if the gradient is not finite, else 0. If it
@@ -56,7 +56,7 @@ class GradScaler(TorchGradScaler):
             )
         scale = self.make_scale(optimizer.param_groups[0]["params"][0].device)
         assert scale is not None
-        flag = optimizer.multiply_gradient(scale.double().reciprocal())
+        flag = optimizer._multiply_gradient(scale.double().reciprocal())
         state["found_inf_per_device"] = {flag.device: flag}
         state["stage"] = OptState.UNSCALED
 

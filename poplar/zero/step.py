@@ -445,7 +445,7 @@ class Step:
         return (norm if scale is None else norm * scale).float()
 
     def multiply_gradient(self, factor: Tensor, settings: StepSettings) -> Tensor:
-        """As `AgreedGradient.multiply_gradient`. Collective."""
+        """As `AgreedGradient._multiply_gradient`. Collective."""
         found_inf = (~torch.isfinite(self.norm(settings))).float()
         self._engine.step.found_inf = found_inf
         device = self._engine.trained[0].device

@@ -241,7 +241,7 @@ METHODS: dict[str, Callable[[Training, Path], object]] = {
     "release": lambda t, _: t.optimizer.release(),
 }
 IN_STEPS = {
-    *("train_step", "micro_batches", "clip_grad_norm_", "step", "multiply_gradient"),
+    *("train_step", "micro_batches", "clip_grad_norm_", "step", "_multiply_gradient"),
     "run_joint_pass",
 }
 """Collective methods of steps."""

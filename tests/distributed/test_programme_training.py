@@ -369,11 +369,11 @@ def misuse(programme: Programme) -> list[str]:
         lambda: training.optimizer.save_model("model.safetensors"),
         lambda: poplar.save_checkpoint("checkpoint", optimizer=training.optimizer),
         lambda: HeteroZeroOptimizer(
-            new_model("mixture"), torch.optim.AdamW, stage=2, local=list(EXPERTS),
+            new_model("mixture"), torch.optim.AdamW, stage=2, _local=list(EXPERTS),
             process_group=harness.group(),
         ),
         lambda: HeteroZeroOptimizer(
-            new_model("mixture"), torch.optim.AdamW, stage=1, local=["experts"],
+            new_model("mixture"), torch.optim.AdamW, stage=1, _local=["experts"],
             process_group=harness.group(),
         ),
     ]  # fmt: skip

@@ -19,7 +19,7 @@ class RunningStep:
     """
 
     def __init__(self, optimizer: HeteroZeroOptimizer, log: PassLog) -> None:
-        self._parts = optimizer.training_parts()
+        self._parts = optimizer._training_parts()
         self._log = log
         self._stopwatch = Stopwatch(
             self._parts.engine.strategy.streams, self._parts.engine.control.group

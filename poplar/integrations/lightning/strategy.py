@@ -272,7 +272,7 @@ class PoplarStrategy(DistributedStrategy):
             StepCounter(optimizer)
         self._optimizer, self._owned = optimizer, module
         if self._given_plan is not None:  # else `autotune` has looked
-            optimizer.expect_loss(self._discarded_loss, "to PoplarStrategy")
+            optimizer._expect_loss(self._discarded_loss, "to PoplarStrategy")
         self._check_autocast()
         self.optimizers, self.lr_scheduler_configs = [optimizer], schedulers
         rank_zero_info(str(self._plan))

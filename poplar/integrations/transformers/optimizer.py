@@ -48,7 +48,7 @@ class TrainerOptimizer(torch.optim.Optimizer):
     def train_step(self, *args: Any, **kwargs: Any) -> StepResult:
         """One optimizer step; see `HeteroZeroOptimizer.train_step`. Collective."""
         self.result = self.owned.train_step(*args, **kwargs)
-        scaler = kwargs.get("scaler") or self.owned.training_parts().scaler
+        scaler = kwargs.get("scaler") or self.owned._training_parts().scaler
         self._may_skip = self._skips_nonfinite or scaler is not None
         self._completed = False
         return self.result

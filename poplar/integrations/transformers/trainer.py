@@ -413,7 +413,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         owned = self._owned_optimizer()
         options: dict[str, Any] | None = getattr(self, "_gen_kwargs", None)
         if owned is not None and options is not None:
-            sharded = owned.training_parts().engine.strategy.shards_parameters
+            sharded = owned._training_parts().engine.strategy.shards_parameters
             self._gen_kwargs = {"synced_gpus": sharded} | options
         return super().prediction_step(*args, **kwargs)
 
@@ -508,7 +508,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             super().save_model(output_dir, _internal_call)
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        parts = owned.training_parts()
+        parts = owned._training_parts()
         sharded = parts.engine.strategy.shards_parameters
 
         def save(state: dict[str, Any] | None = None) -> None:

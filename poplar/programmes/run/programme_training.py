@@ -94,7 +94,7 @@ class ProgrammeTraining(DistributedTraining):
             self.model,
             optimizer_class,
             plan=plan,
-            local=self._divided.sharded,
+            _local=self._divided.sharded,
             on_out_of_memory="raise",
             **options,
         )
