@@ -106,6 +106,10 @@ class FlatParameter:
             if hooks and own in hooks and next(reversed(hooks)) != own:
                 hooks[own] = hooks.pop(own)
 
+    def layout_under(self, shares: Sequence[float]) -> Layout:
+        """The layout that comes closest to these shares."""
+        return Layout.from_shares(self.numel, shares)
+
     def check_gradients(self, *parameters: nn.Parameter) -> None:
         """Raise if gradients of these parameters, by default of all, cannot be reduced.
 

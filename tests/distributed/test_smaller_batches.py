@@ -93,7 +93,7 @@ class Failing:
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
         """Hooks in the model, and in the allocation of gradients."""
-        block, ensure = model.blocks[1], Strategy._ensure_gradient
+        block, ensure = model.blocks[1], Strategy.ensure_gradient
 
         def watch(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
             if output.requires_grad:
@@ -109,7 +109,7 @@ class Failing:
             block.register_forward_hook(watch),
             weight.register_post_accumulate_grad_hook(lambda _: self.check("gradient hook")),
         ]
-        with mock.patch.object(Strategy, "_ensure_gradient", allocate):
+        with mock.patch.object(Strategy, "ensure_gradient", allocate):
             yield
         for handle in handles:
             handle.remove()

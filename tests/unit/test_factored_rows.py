@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import random
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from poplar.comm.communicator import Splits
 from poplar.comm.shard_layout import Layout
 from poplar.system.trace import Trace
 from poplar.zero.factors.capture import CapturingForward
-from poplar.zero.factors.parameter import FactoredParameter, RowReduction, blocks
+from poplar.zero.factors.parameter import FactoredParameter, RowReduction
 from poplar.zero.stages.reduction import Reductions
 from poplar.zero.streams import Streams
 from poplar.zero.waiting import WaitingTime
@@ -60,7 +61,10 @@ class Strategy:
     """What a factored parameter uses of a ZeRO stage, on one rank."""
 
     def __init__(
-        self, comm: Any, wire_dtype: torch.dtype, owned: list[tuple[int, int]] | None = None
+        self,
+        comm: Any,
+        wire_dtype: torch.dtype = torch.float32,
+        owned: list[tuple[int, int]] | None = None,
     ) -> None:
         self.comm, self.owned = comm, owned
         self.codec = SimpleNamespace(wire_dtype=wire_dtype)
@@ -201,22 +205,21 @@ def test_a_copy_of_the_layer_is_plain():
 # Reduction
 
 
-def test_blocks_cover_a_range_in_at_most_three_parts():
+def test_owners_have_whole_rows_and_nearly_their_shares():
     draw = random.Random(0)
-    for _ in range(500):
-        height, width = draw.randint(1, 9), draw.randint(1, 70)
-        numbers = torch.arange(height * width).view(height, width)
-        start, stop = sorted(draw.randint(0, height * width) for _ in range(2))
-        found = list(blocks(start, stop, width))
-        assert len(found) <= 3
-        assert [block.start for block in found] + [stop] == [
-            start, *(block.stop for block in found)
-        ]  # fmt: skip
-        parts = [
-            numbers[b.rows.start : b.rows.stop, b.columns.start : b.columns.stop].flatten()
-            for b in found
-        ]
-        assert torch.equal(torch.cat([numbers[:0, 0], *parts]), numbers.flatten()[start:stop])
+    for _ in range(200):
+        outputs, inputs, ranks = draw.randint(1, 90), draw.randint(1, 90), draw.randint(1, 5)
+        flat = flat_of(nn.Linear(inputs, outputs))
+        shares = [draw.choice((0, 1, 1, 2, 5)) + 1e-9 for _ in range(ranks)]
+        shares = [share / sum(shares) for share in shares]
+        layout = flat.layout_under(shares)
+        owned = [flat.outputs_in(*layout.bounds(rank)) for rank in range(ranks)]
+        assert [first for first, _ in owned[1:]] == [last for _, last in owned[:-1]]
+        assert (owned[0][0], owned[-1][1]) == (0, outputs)
+        unit = math.lcm(64, inputs)
+        for (first, last), size, share in zip(owned, layout.sizes, shares, strict=True):
+            assert size == 0 or size >= (last - first) * inputs
+            assert abs(size - share * flat.numel) <= 2 * unit
 
 
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16 wire", "bf16 layer", "bf16"])
@@ -230,11 +233,12 @@ def test_an_owner_computes_its_part_of_the_gradient(dtypes, passes):
         outputs, inputs, ranks = draw.randint(1, 30), draw.randint(1, 30), draw.randint(1, 4)
         layer = nn.Linear(inputs, outputs)
         flats = [flat_of(layer, compute) for _ in range(ranks)]
-        cuts = sorted(64 * draw.randint(0, flats[0].numel // 64) for _ in range(ranks - 1))
-        layout = Layout((0, *cuts, flats[0].numel))
-        owned = [(0, layout.numel)] * ranks  # as at stage 0
-        if draw.random() < 0.7:
-            owned = [layout.bounds(rank) for rank in range(ranks)]
+        shares = [draw.random() for _ in range(ranks)]
+        layout = flats[0].layout_under([share / sum(shares) for share in shares])
+        owned = [layout.bounds(rank) for rank in range(ranks)]
+        if draw.random() < 0.3:  # as at stage 0
+            layout = Layout.even(layout.numel, ranks)
+            owned = [(0, layout.numel)] * ranks
         sent: dict[int, tuple[Tensor, ...]] = {}
         strategies = [Strategy(Transport(rank, sent, ranks), wire, owned) for rank in range(ranks)]
         whole = torch.zeros(layout.numel)
@@ -269,35 +273,27 @@ def test_an_owner_computes_its_part_of_the_gradient(dtypes, passes):
 
 
 def test_a_reduction_that_runs_out_of_memory_is_repeated_from_there(monkeypatch):
-    """Also if a part of the gradient has been computed: nothing is added twice."""
-    layer = nn.Linear(70, 5)
-    flat, nothing = flat_of(layer, counts=[0, 2, 0]), (torch.empty(0, dtype=torch.uint8),) * 3
-    strategy = Strategy(Transport(1, {0: nothing, 2: nothing}, 3), torch.float32)
-    flat.layout, flat.owned = Layout((0, 64, 320, flat.numel)), (64, 320)
-    x, dy = torch.randn(2, 70), torch.randn(2, 5)
-    expected = 2 * (dy.t() @ x).flatten()[64:320]
+    """Also if the gradient has been added, but not its sums of squares: it is not added twice."""
+    flat, strategy = flat_of(nn.Linear(7, 5), counts=[2]), Strategy(Transport(0, {}, 1))
+    flat.layout, flat.owned = Layout((0, flat.numel)), (0, flat.numel)
+    x, dy = torch.randn(2, 7), torch.randn(2, 5)
     for _ in range(2):
         flat.forward.capture(x, dy)
         flat.reduce(strategy, 1.0)
         reduction = strategy.deferred.pop()
-        all_to_all, calls = strategy.comm.all_to_all, []
-        monkeypatch.setattr(strategy.comm, "all_to_all", lambda *_, **__: fail())
-        with pytest.raises(MemoryError):
-            reduction.send()
-        monkeypatch.setattr(strategy.comm, "all_to_all", all_to_all)
-        work, addmm = reduction.send(), Tensor.addmm_
-
-        def fails_once(*args: Any, **options: Any) -> Tensor:
-            calls.append(1)  # noqa: B023
-            return fail() if len(calls) == 2 else addmm(*args, **options)  # noqa: B023
-
         with monkeypatch.context() as patches:
-            patches.setattr(Tensor, "addmm_", fails_once)
+            patches.setattr(strategy.comm, "all_to_all", lambda *_, **__: fail())
             with pytest.raises(MemoryError):
-                work.wait()
-            work.wait()
-        assert len(calls) == 4
-    torch.testing.assert_close(flat.gradient, expected)
+                reduction.send()
+        work = reduction.send()
+        for owner, name in ((Tensor, "addmm_"), (ops, "block_sums_of_squares")):
+            with monkeypatch.context() as patches:
+                patches.setattr(owner, name, lambda *_, **__: fail())
+                with pytest.raises(MemoryError):
+                    work.wait()
+        work.wait()
+    torch.testing.assert_close(flat.gradient[:35].view(5, 7), 2 * (dy.t() @ x))
+    torch.testing.assert_close(flat.squares, ops.block_sums_of_squares(flat.gradient))
 
 
 def fail() -> Any:

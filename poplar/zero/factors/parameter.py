@@ -7,16 +7,17 @@ owns, except where every rank has the whole gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from poplar import ops
-from poplar.comm import Communicator, Control, Work
+from poplar.comm import Control, Work
 from poplar.comm.communicator import CallbackWork, Splits
+from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.zero.factors.capture import CapturingForward, Rows
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import Removable
@@ -97,36 +98,38 @@ class FactoredParameter(FlatParameter):
     def accumulate(self, strategy: Strategy, weight: float) -> None:
         """Multiply the rows of the open pass by its weight, in fp32, and round them once. Local.
 
-        With weight 0 they are dropped, so NaN has no effect. `dy` is rounded to the wire dtype. So
-        is `x`, unless the layer computes in 16 bits: then `x` has that dtype already.
+        With weight 0 they are dropped, so NaN has no effect.
         """
-        captured, wire_dtype = self.forward.captured.copy(), strategy.codec.wire_dtype
-        self.forward.captured.clear()
+        captured, self.forward.captured = self.forward.captured, []
+        x_dtype, dy_dtype = self.dtypes(strategy.codec.wire_dtype)
         if captured:
             self.used.add(0)
         for x, dy in captured if weight != 0.0 else ():
-            rounded = (dy.float() * weight).to(wire_dtype)
-            self._weighted.append((x.to(self._x_dtype(wire_dtype)), rounded))
+            self._weighted.append((x.to(x_dtype), (dy.float() * weight).to(dy_dtype)))
 
     def reduce(self, strategy: Strategy, weight: float) -> None:
         self.accumulate(strategy, weight)
         strategy.ensure_gradient(self, self._allocate_gradient)
         rows, self._weighted = self._weighted, []
-        ranks, wire_dtype = range(strategy.comm.group.size), strategy.codec.wire_dtype
-        reduction = RowReduction(
-            self,
-            rows,
-            [strategy.owned_part(self.layout, rank) for rank in ranks],
-            (wire_dtype, self._x_dtype(wire_dtype)),
-            strategy.comm,
-            self._control,
-            accumulate=self._reduced,
-        )
+        reduction = RowReduction(self, rows, strategy, self._control, accumulate=self._reduced)
         self._reduced = True
         strategy.reductions.defer(reduction)
 
-    def _x_dtype(self, wire_dtype: torch.dtype) -> torch.dtype:
-        return self.dtype if self.dtype.itemsize <= wire_dtype.itemsize else wire_dtype
+    def layout_under(self, shares: Sequence[float]) -> Layout:
+        """Owners have whole rows of the weight, for which they need the gradients of outputs."""
+        unit = math.lcm(ALIGNMENT, self.parameters[0].shape[1])
+        layout = Layout.from_shares(-(-self.numel // unit) * unit, shares, unit)
+        return Layout(tuple(min(offset, self.numel) for offset in layout.offsets))
+
+    def outputs_in(self, low: int, high: int) -> tuple[int, int]:
+        """The outputs whose weights are these elements: the first one, and an end."""
+        outputs, inputs = self.parameters[0].shape
+        return min(outputs, low // inputs), min(outputs, -(-high // inputs))
+
+    def dtypes(self, wire_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """In which `x` and `dy` are sent: `x` as it is, if the layer computes in 16 bits."""
+        is_narrow = self.dtype.itemsize <= wire_dtype.itemsize
+        return self.dtype if is_narrow else wire_dtype, wire_dtype
 
     def _allocate_gradient(self) -> None:
         """Nothing is packed, so each rank needs only the part that it computes."""
@@ -142,11 +145,9 @@ class RowReduction:
 
     def __init__(
         self,
-        flat: FlatParameter,
+        flat: FactoredParameter,
         rows: Sequence[Rows],
-        owned: Sequence[tuple[int, int]],
-        dtypes: tuple[torch.dtype, torch.dtype],
-        comm: Communicator,
+        strategy: Strategy,
         control: Control,
         *,
         accumulate: bool,
@@ -156,21 +157,20 @@ class RowReduction:
         Args:
             flat: its gradient is allocated.
             rows: weighted.
-            owned: by rank, start and end of the part of the gradient that it computes.
-            dtypes: of `dy` and of `x`.
-            comm: the transport.
+            strategy: says which part of the gradient each rank computes.
             control: the control channel of the ranks.
             accumulate: add to the gradient.
         """
-        self._flat, self._dtypes, self._comm, self._accumulate = flat, dtypes, comm, accumulate
-        (weight,) = flat.parameters
-        outputs, inputs = weight.shape
-        self._blocks = [list(blocks(low, min(high, weight.numel()), inputs)) for low, high in owned]
-        self._dy_bytes = outputs * dtypes[0].itemsize
-        self._x_bytes = inputs * dtypes[1].itemsize
+        self._flat, self._comm, self._accumulate = flat, strategy.comm, accumulate
+        self._x_dtype, self._dy_dtype = flat.dtypes(strategy.codec.wire_dtype)
+        parts = [strategy.owned_part(flat.layout, rank) for rank in range(self._comm.group.size)]
+        self._owned = [flat.outputs_in(*part) for part in parts]
+        """By rank, the first output of the layer whose weights it owns, and the one after."""
+        outputs, inputs = flat.parameters[0].shape
+        self._dy_bytes = outputs * self._dy_dtype.itemsize
+        none = torch.empty(0, self._dy_bytes + inputs * self._x_dtype.itemsize, dtype=_BYTE)
         both = [torch.cat([_bytes(dy), _bytes(x)], 1) for x, dy in rows]
-        none = torch.empty(0, self._dy_bytes + self._x_bytes, dtype=_BYTE, device=flat.device)
-        self.data = torch.cat(both) if both else none
+        self.data = torch.cat([none.to(flat.device), *both])
         """This rank's own rows, which are held until the reduction is over."""
         self._what = f"the rows of layer {flat.names[0]}"
         count = torch.tensor([len(self.data)], device="cpu")
@@ -185,54 +185,44 @@ class RowReduction:
         """
         if self._rows is None:
             self._rows = [int(count) for count in self._counts()]
-        rows = self._rows
-        needed = [self._needed_bytes(own) for own in self._blocks]
-        width = sum(part.stop - part.start for part in needed[self._comm.group.rank])
-        parts = [torch.cat([self.data[:, part] for part in each], 1) for each in needed]
+        parts = [self._needed(*owned) for owned in self._owned]
+        width = parts[self._comm.group.rank].shape[1]
+        sizes = Splits([count * width for count in self._rows], [part.numel() for part in parts])
         sent = torch.cat([part.view(-1) for part in parts])
-        received_sizes = [count * width for count in rows]
-        sent_sizes = [part.numel() for part in parts]
-        received = sent.new_empty(sum(received_sizes))
-        work = self._comm.all_to_all(
-            received, sent, Splits(received_sizes, sent_sizes), what=self._what
-        )
-        left = self._blocks[self._comm.group.rank].copy()
-        return CallbackWork(work, lambda: self._multiply(received.view(sum(rows), width), left))
+        received = sent.new_empty(sum(self._rows), width)
+        work = self._comm.all_to_all(received.view(-1), sent, sizes, what=self._what)
+        return CallbackWork(CallbackWork(work, lambda: self._multiply(received)), self._sum_squares)
 
-    def _needed_bytes(self, own: Sequence[Block]) -> tuple[slice, slice]:
-        """What a rank that owns these blocks needs of each row: of `dy`, and of `x`."""
-        if not own:
-            return slice(0, 0), slice(0, 0)
-        size = self._dtypes[0].itemsize
-        dy = slice(own[0].rows.start * size, own[-1].rows.stop * size)
-        return dy, slice(self._dy_bytes, self._dy_bytes + self._x_bytes)
+    def _needed(self, first: int, last: int) -> Tensor:
+        """The part of this rank's rows that the owner of these outputs needs."""
+        if first == last:
+            return self.data[:, :0]
+        size = self._dy_dtype.itemsize
+        dy, x = self.data[:, first * size : last * size], self.data[:, self._dy_bytes :]
+        return torch.cat([dy, x], 1)
 
-    def _multiply(self, received: Tensor, left: list[Block]) -> None:
-        """Write or add the owned part of the gradient, and its sums of squares. Local.
+    def _multiply(self, received: Tensor) -> None:
+        """Write or add the owned part of the gradient. Local.
 
         Args:
             received: by row, the bytes that this rank needs.
-            left: its blocks that have not been computed. After an error it may be called again.
         """
-        flat, rank = self._flat, self._comm.group.rank
-        gradient, first = flat.gradient, flat.owned[0]
-        if left:
-            own, dy_bytes = self._blocks[rank], received.shape[1] - self._x_bytes
-            dy = _from_bytes(received[:, :dy_bytes], self._dtypes[0])
-            x = _from_bytes(received[:, dy_bytes:], self._dtypes[1])
-        while left:
-            block, first_row = left[0], own[0].rows.start
-            part = gradient[block.start - first : block.stop - first]
-            own_dy = dy[:, block.rows.start - first_row : block.rows.stop - first_row]
-            own_x = x[:, block.columns.start : block.columns.stop]
-            product = part.view(len(block.rows), len(block.columns))
-            product.addmm_(own_dy.t(), own_x, beta=float(self._accumulate))
-            del left[0]
+        gradient, (first, last) = self._flat.gradient, self._owned[self._comm.group.rank]
+        dy_bytes = (last - first) * self._dy_dtype.itemsize
+        owned = (last - first) * self._flat.parameters[0].shape[1]
+        if owned:
+            dy = _from_bytes(received[:, :dy_bytes], self._dy_dtype)
+            x = _from_bytes(received[:, dy_bytes:], self._x_dtype)
+            product = gradient[:owned].view(last - first, -1)
+            product.addmm_(dy.t(), x, beta=float(self._accumulate))
         if not self._accumulate:
-            gradient[max(flat.parameters[0].numel() - first, 0) :].zero_()  # the padding
-        part_of_layout = flat.intersect_owned(*flat.layout.bounds(rank))
+            gradient[owned:].zero_()  # the padding
+
+    def _sum_squares(self) -> None:
+        flat = self._flat
+        part_of_layout = flat.intersect_owned(*flat.layout.bounds(self._comm.group.rank))
         if part_of_layout is not None:
-            flat.squares.copy_(ops.block_sums_of_squares(gradient[part_of_layout]))
+            flat.squares.copy_(ops.block_sums_of_squares(flat.gradient[part_of_layout]))
 
 
 def _bytes(rows: Tensor) -> Tensor:
@@ -245,31 +235,3 @@ def _from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
     rows = torch.empty(shape, dtype=dtype, device=data.device)
     rows.view(_BYTE).copy_(data)
     return rows.float()
-
-
-@dataclass(frozen=True)
-class Block:
-    """Elements of a flat matrix, from `start` on, that form a block of it."""
-
-    start: int
-    rows: range
-    columns: range
-
-    @property
-    def stop(self) -> int:
-        """The end of the elements."""
-        return self.start + len(self.rows) * len(self.columns)
-
-
-def blocks(start: int, stop: int, width: int) -> Iterator[Block]:
-    """Cut elements `[start, stop)` of a matrix of `width` columns into at most three blocks.
-
-    They are the end of a row, whole rows, and the beginning of a row.
-    """
-    while start < stop:
-        row, column = divmod(start, width)
-        whole_rows = (stop - start) // width if column == 0 else 0
-        end = width if whole_rows else min(width, column + stop - start)
-        block = Block(start, range(row, row + max(1, whole_rows)), range(column, end))
-        yield block
-        start = block.stop

@@ -70,7 +70,7 @@ class Strategy(ABC):
 
     def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
         """How `flat` is divided under `shares`."""
-        return Layout.from_shares(flat.numel, shares)
+        return flat.layout_under(shares)
 
     def divided(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
         """As `layout_for`; all of it on this rank if it is local."""
