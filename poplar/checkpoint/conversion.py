@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,15 +12,13 @@ from torch import Tensor
 from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.save import SCALER, STATE
-from poplar.checkpoint.saved_model import Files, Writer, write_index
+from poplar.checkpoint.saved_model import Writer
 from poplar.checkpoint.saved_names import read_groups
 from poplar.values.errors import DamagedCheckpoint
-from poplar.zero.weights.weight_files import DTYPES, SINGLE
+from poplar.zero.weights.weight_files import DTYPES
 
-Format = Literal["torch", "safetensors", "huggingface"]
+Format = Literal["torch", "safetensors"]
 Dtype = Literal["model", "stored"]
-SHARD_BYTES = 5_000_000_000
-"""Size of a file of the Hugging Face layout, unless one tensor is larger."""
 
 
 def convert(
@@ -29,23 +27,18 @@ def convert(
     to: Format,
     *,
     dtype: Dtype = "model",
-    shard_bytes: int = SHARD_BYTES,
     weights_only: bool = True,
-) -> list[Path]:
+) -> None:
     """Convert a checkpoint, in one process.
 
     Args:
         folder: the checkpoint; its checksums are verified first.
-        output: "torch": a file for `torch.load`, with "model", "optimizer", "step", "scaler" and
-            "state"; "safetensors": a file with the weights; "huggingface": a folder with the
-            weights in files of limited size and an index.
-        to: the format. Only "torch" needs memory for all tensors; the others for one.
+        output: the file to write.
+        to: "torch": a file for `torch.load`, with "model", "optimizer", "step", "scaler" and
+            "state", which needs memory for all of them; "safetensors": a file with the weights,
+            which needs memory for one of them.
         dtype: of the weights: as the "model" computes, or as "stored", trained ones in fp32.
-        shard_bytes: for "huggingface", the size of a file.
         weights_only: as for `load_checkpoint`.
-
-    Returns:
-        The files that were written.
 
     Raises:
         FileExistsError: the output exists.
@@ -56,12 +49,10 @@ def convert(
         raise FileExistsError(f"{output} exists; choose another name, or remove it first")
     opened = OpenedCheckpoint(folder, weights_only=weights_only)
     opened.verify()
-    if to == "torch":
-        return _to_torch(opened, output, dtype)
-    return _to_safetensors(opened, output, dtype, shard_bytes if to == "huggingface" else None)
+    (_to_torch if to == "torch" else _to_safetensors)(opened, output, dtype)
 
 
-def _to_torch(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> list[Path]:
+def _to_torch(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> None:
     values: dict[str, Any] = {
         "model": _model(opened, dtype),
         "optimizer": plain_optimizer_state(opened),
@@ -76,7 +67,6 @@ def _to_torch(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> list[Path
     aside = output.with_name(f"{output.name}.incomplete")
     torch.save(values, aside)
     aside.replace(output)
-    return [output]
 
 
 def _model(opened: OpenedCheckpoint, dtype: Dtype) -> dict[str, Any]:
@@ -109,9 +99,7 @@ def plain_optimizer_state(opened: OpenedCheckpoint) -> dict[str, Any]:
     return {"state": state, "param_groups": packed}
 
 
-def _to_safetensors(
-    opened: OpenedCheckpoint, output: Path, dtype: Dtype, shard_bytes: int | None
-) -> list[Path]:
+def _to_safetensors(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> None:
     tied = _tied(opened)
     tensors = [(name, _described(opened, name, dtype)) for name in _names(opened)]
     for name, like in tensors:
@@ -123,41 +111,14 @@ def _to_safetensors(
             )
     kept = [(n.removeprefix("model."), t) for n, t in tensors if t is not None and n not in tied]
     short = {a.removeprefix("model."): b.removeprefix("model.") for a, b in tied.items()}
-    files: Files = {0: (output, kept)}
-    if shard_bytes is not None:
-        output.mkdir(parents=True)
-        shards = list(_shards(kept, shard_bytes))
-        names = [
-            f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)
-        ]
-        names = [SINGLE] if len(shards) == 1 else names
-        files = {n: (output / names[n], shard) for n, shard in enumerate(shards)}
-    for path, inside in files.values():
-        writer = Writer(path, inside, short)
-        try:
-            for name, _ in inside:
-                writer.write(name, _value(opened, f"model.{name}", dtype))
-            writer.finish()
-            writer.publish()
-        finally:
-            writer.discard()
-    if len(files) > 1:
-        write_index(output, files)
-    return [path for path, _ in files.values()]
-
-
-def _shards(
-    tensors: list[tuple[str, Tensor]], shard_bytes: int
-) -> Iterator[list[tuple[str, Tensor]]]:
-    shard: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > shard_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append((name, tensor))
-        size += tensor.nbytes
-    yield shard
+    writer = Writer(output, kept, short)
+    try:
+        for name, _ in kept:
+            writer.write(name, _value(opened, f"model.{name}", dtype))
+        writer.finish()
+        writer.publish()
+    finally:
+        writer.discard()
 
 
 def _names(opened: OpenedCheckpoint) -> list[str]:

@@ -50,15 +50,14 @@ def inspect(
 @commands.command()
 def convert(
     folder: _Folder,
-    to_path: Annotated[Path, typer.Argument(metavar="OUT", help="The file or folder to write.")],
+    to_path: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
     to: Annotated[
         str,
         typer.Option(
             "--to",
             metavar="FORMAT",
-            parser=one_of(("torch", "safetensors", "huggingface")),
-            help="torch: one file with everything, for torch.load; safetensors: one file with the "
-            "weights; huggingface: a folder with the weights.",
+            parser=one_of(("torch", "safetensors")),
+            help="torch: everything, for torch.load; safetensors: the weights.",
         ),
     ],
     dtype: Annotated[
@@ -80,10 +79,9 @@ def convert(
     with command_output(as_json=as_json, debug=debug) as output:
         from poplar.checkpoint.conversion import convert as convert_checkpoint
 
-        written = convert_checkpoint(folder, to_path, to, dtype=dtype)  # type: ignore[arg-type]
-        output.document = {"written": [str(path) for path in written]}
-        for path in written:
-            output.show(f"written: {path}")
+        convert_checkpoint(folder, to_path, to, dtype=dtype)  # type: ignore[arg-type]
+        output.document = {"written": str(to_path)}
+        output.show(f"written: {to_path}")
 
 
 def _document(opened: OpenedCheckpoint, verified: bool) -> dict[str, Any]:
