@@ -8,6 +8,7 @@ from typing import Any
 
 import ranks
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -195,15 +196,18 @@ def train_alone(job: Job) -> list[float]:
     return losses
 
 
-def wrap(job: Job, model: nn.Module | None = None) -> nn.Module:
+def wrap(
+    job: Job, model: nn.Module | None = None, group: dist.ProcessGroup | None = None
+) -> nn.Module:
     """The model in the engine of the plan, on the ranks of this call."""
     model = build(job.model) if model is None else model
     if job.variant.endswith("checkpointing"):
         model.recomputes, model.is_reentrant = True, job.variant.startswith("reentrant")
-    group = ranks.group()
+    group = group or ranks.group()
     if job.plan.stage == 0:
         return DistributedDataParallel(model, process_group=group, **job.ddp)
-    mesh = DeviceMesh.from_group(group, "cpu")
+    # Its name keeps it from being equal to that of a group that a test has destroyed.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
     for module in list(model.modules()):
         if isinstance(module, nn.ModuleList):
             for block in module:

@@ -44,7 +44,8 @@ class UnequalPasses(_UnequalPasses):
     If the loop body raises on a rank, that rank raises its error, and the others raise `RankFailed`
     from their last `backward`. The step is dropped on all ranks, and training may continue: the
     rank that failed takes part in the all-reduces with zeros, as in DDP's own `Join`. An error
-    inside the last backward of a step is found by the deadline of the process group.
+    inside the last backward of a step stops all ranks: the others raise `CollectiveTimeout` with
+    its cause.
 
     Compute losses in fp32: the weight is a factor of the loss, and 16 bits round it. A warning says
     so.
@@ -65,13 +66,18 @@ class UnequalPasses(_UnequalPasses):
     stages = (0,)
     engine = "DDP"
 
-    def _check_model(self) -> None:
+    def _process_group(self) -> dist.ProcessGroup:
         model = self._model
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
                 f"the model is a {type(model).__name__}; wrap it first: model = "
                 "torch.nn.parallel.DistributedDataParallel(model)"
             )
+        group: dist.ProcessGroup = model.process_group
+        return group
+
+    def _check_model(self) -> None:
+        model = self._model
         inner = [name for name, m in model.module.named_modules() if _is_wrapped(m)]
         if inner:
             raise TypeError(
@@ -88,10 +94,6 @@ class UnequalPasses(_UnequalPasses):
                 "static_graph=True fails if ranks run different numbers of passes; build "
                 "DistributedDataParallel without it"
             )
-
-    def _process_group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self._model.process_group
-        return group
 
     def _may_differ_in_passes(self) -> bool:
         return True

@@ -75,10 +75,9 @@ class UnequalPasses(_UnequalPasses):
     At stages 1 and 2, `set_reshard_after_forward(False)` is called. Between steps everything is
     sharded. In a pass in which a rank has no samples it runs one sample, which does not count.
 
-    If the loop body raises on a rank, that rank raises its error. The others raise `RankFailed`
-    before their last backward, unless they wait in a collective of FSDP2: then they find out by the
-    deadline of the process group. FSDP2 is then in the middle of a pass, so start again from a
-    checkpoint.
+    If the loop body raises on a rank, that rank raises its error and stops all ranks, because FSDP2
+    is in the middle of a pass. The others raise `CollectiveTimeout` with its cause or, if they wait
+    in a forward, torch's error of a closed connection. Start again from a checkpoint.
 
     Compute losses in fp32: the weight is a factor of the loss, and 16 bits round it. A warning says
     so.
@@ -98,7 +97,6 @@ class UnequalPasses(_UnequalPasses):
 
     stages = tuple(_MODES)
     engine = "FSDP2"
-    continues_after_failure = False
 
     def __init__(self, model: nn.Module, plan: Plan, **options: Any) -> None:
         super().__init__(model, plan, **options)
@@ -109,7 +107,7 @@ class UnequalPasses(_UnequalPasses):
     def _mode(self) -> _Mode:
         return _MODES[self._plan.stage]
 
-    def _check_model(self) -> None:
+    def _process_group(self) -> dist.ProcessGroup:
         model: Any = self._model
         if not isinstance(model, FSDPModule):
             inner = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -129,10 +127,7 @@ class UnequalPasses(_UnequalPasses):
                 f"{sorted(str(tuple(mesh.shape)) for mesh in meshes)}; FSDP2 with a plan needs one "
                 "mesh of one dimension, without HSDP or tensor parallelism"
             )
-
-    def _process_group(self) -> dist.ProcessGroup:
-        sharded = next(p for p in self._model.parameters() if isinstance(p, DTensor))
-        group: dist.ProcessGroup = sharded.device_mesh.get_group()
+        group: dist.ProcessGroup = meshes.pop().get_group()
         return group
 
     def _may_differ_in_passes(self) -> bool:

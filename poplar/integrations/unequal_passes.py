@@ -7,8 +7,8 @@ that the engine's mean over ranks is the gradient of the mean loss of the global
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,14 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from poplar.comm import Group, connect_control
+from poplar.comm.failure_reports import StoreUnavailable
+from poplar.comm.point_to_point import close_when_aborted
 from poplar.data import pytree
-from poplar.integrations.user_step import Trained, UserStep, outside_of_the_loop
+from poplar.integrations.user_step import LOOP, Trained, UserStep, outside_of_the_loop
+from poplar.values.errors import CollectiveTimeout, agreed, is_agreed
 from poplar.values.plan import STRATEGIES, Plan
-from poplar.zero.agreement import caught, raise_on_any_error
+from poplar.zero.agreement import caught, exchange_results
 from poplar.zero.checks import model_checks
 from poplar.zero.checks.first_batch import FirstBatchCheck
 from poplar.zero.checks.forward_state import ForwardStateCheck
 from poplar.zero.checks.loss_mean import FirstLossCheck
+from poplar.zero.collective_calls import CollectiveCalls, collective, waiting_in
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, Weight
 
@@ -38,8 +42,6 @@ class UnequalPasses:
     """Stages of the plans that the engine can run."""
     engine: str
     """The engine's name in messages."""
-    continues_after_failure = True
-    """Whether the engine can run another step after one that was left in a pass."""
 
     def __init__(
         self,
@@ -51,25 +53,25 @@ class UnequalPasses:
     ) -> None:
         self._called = model
         self._model: Any = getattr(model, "_orig_mod", model)  # as torch.compile returns it
-        self._check_model()
         self._group = Group.of(self._process_group(), timeout)
-        self._control = connect_control(self._group)
-        self._agree_on_plan(plan)
-        self._plan = plan
-        every_pass = not self._may_differ_in_passes()
-        self._splitter = BatchSplitter(plan, synchronizes_every_pass=every_pass)
-        self._batch_norms = [] if allow_forward_state else model_checks.batch_norms(self._model)
-        self._forward_state = ForwardStateCheck(
-            self._inner_model(), self._control, allowed=allow_forward_state
-        )
-        self._first_batches = FirstBatchCheck(self._control)
-        looking = max(range(plan.world_size), key=plan.samples)
-        self._first_loss = FirstLossCheck(looks=self._group.rank == looking)
-        self._step: UserStep | None = None
-        """The current one."""
-        self._loss: Tensor | float = math.nan
-        """This rank's part of the loss of the last one."""
-        self._has_failed = False
+        self.collective_calls = CollectiveCalls(self._group, self._stop)
+        with self.collective_calls.running("UnequalPasses()"):
+            self._control = connect_control(self._group)
+            close_when_aborted(self._group, self._group.process_group)
+            self._plan = self._agreed_plan(plan)
+            every_pass = not self._may_differ_in_passes()
+            self._splitter = BatchSplitter(plan, synchronizes_every_pass=every_pass)
+            self._batch_norms = [] if allow_forward_state else model_checks.batch_norms(self._model)
+            self._forward_state = ForwardStateCheck(
+                self._inner_model(), self._control, allowed=allow_forward_state
+            )
+            self._first_batches = FirstBatchCheck(self._control)
+            looking = max(range(plan.world_size), key=plan.samples)
+            self._first_loss = FirstLossCheck(looks=self._group.rank == looking)
+            self._step: UserStep | None = None
+            """The current one."""
+            self._loss: Tensor | float = math.nan
+            """This rank's part of the loss of the last one."""
 
     @property
     def plan(self) -> Plan:
@@ -78,13 +80,12 @@ class UnequalPasses:
 
     # What an engine defines.
 
-    def _check_model(self) -> None:
-        """Raise if the model is not one of the engine."""
+    def _process_group(self) -> dist.ProcessGroup:
+        """The ranks over which the engine averages gradients; raises if it has not the model."""
         raise NotImplementedError
 
-    def _process_group(self) -> dist.ProcessGroup:
-        """The ranks over which the engine averages gradients."""
-        raise NotImplementedError
+    def _check_model(self) -> None:
+        """Raise if the engine has the model in a form that cannot run a plan."""
 
     def _may_differ_in_passes(self) -> bool:
         """Whether ranks may have different numbers of passes under the plan."""
@@ -132,13 +133,14 @@ class UnequalPasses:
                 the sum already divided by the global total ("global_mean").
 
         Raises:
-            RankFailed: another rank failed before its last backward.
+            RankFailed: another rank failed before its last backward, and all ranks may go on.
+            CollectiveTimeout: another rank failed, and all ranks are stopped.
             ValueError, TypeError, RuntimeError: this rank's batch is wrong, a loop body called
                 `backward` of the loss itself, or not at all. At the end of one of the first loops:
                 forwards have written other values into a buffer of the model on other ranks.
         """
-        step = UserStep(
-            Trained(
+        with self.collective_calls.running(LOOP):
+            trained = Trained(
                 engine=self.engine,
                 called=self._called,
                 model=self._model,
@@ -146,8 +148,9 @@ class UnequalPasses:
                 in_pass=self._pass,
                 on_end=self._end_step,
                 stand_in=self._stand_in(),
+                stop=self._stop,
             )
-        )
+            step = UserStep(trained)
 
         def start() -> list[MicroBatch]:
             def check() -> None:
@@ -165,8 +168,9 @@ class UnequalPasses:
                 for each in micro_batches
             ]
 
-        return MicroBatchLoop(step, start)
+        return MicroBatchLoop(step, start, partial(self.collective_calls.running, LOOP))
 
+    @collective
     def backward(self, loss: Tensor) -> None:
         """Run the backward of this pass with its weight. Collective in the last pass of a step.
 
@@ -175,13 +179,16 @@ class UnequalPasses:
 
         Raises:
             RankFailed: another rank failed before its last backward, so this step is dropped.
+            CollectiveTimeout: another rank failed, and all ranks are stopped.
             RuntimeError: not in the loop, called twice for one micro-batch, the loss is not of
                 this model, or gradients of earlier passes were dropped.
         """
         if self._step is None:
-            raise RuntimeError(outside_of_the_loop(self._group.rank))
-        self._step.backward(loss)
+            raise agreed(RuntimeError(outside_of_the_loop(self._group.rank)))
+        with self._naming_the_cause("a backward"):
+            self._step.backward(loss)
 
+    @collective
     def global_loss(self) -> Tensor:
         """The loss of the last global batch: a float64 scalar, equal on all ranks. Collective.
 
@@ -190,7 +197,8 @@ class UnequalPasses:
         device = next(self._model.parameters()).device
         loss = self._loss if self._step is None else self._step.loss
         value = torch.as_tensor(loss, dtype=torch.float64, device=device).reshape(()).clone()
-        dist.all_reduce(value, group=self._group.process_group)
+        with self._naming_the_cause("global_loss()"):
+            dist.all_reduce(value, group=self._group.process_group)
         return value
 
     def _end_step(self, has_failed: bool) -> None:
@@ -198,23 +206,60 @@ class UnequalPasses:
         if self._step is not None:
             self._loss, self._step = self._step.loss, None
         if has_failed:
-            self._has_failed = True
             self._forget_step()
             for parameter in self._model.parameters():
                 parameter.grad = None
         else:
             self._forward_state.look()
 
+    def _stop(self, call: str, error: BaseException) -> str:
+        """Stop all ranks, because this one raises alone in a call that they all make.
+
+        Returns:
+            Why they are stopped; the cause may be another rank.
+        """
+        group = self._group
+        failure = self._failure_of_others(call, error)
+        if failure is not None:
+            group.abort(str(failure))
+            return str(failure)
+        reason = (
+            f"rank {group.rank} failed in {waiting_in(call)}; start again on all ranks, from a "
+            f"checkpoint. {type(error).__name__}: {error}"
+        )
+        if group.reports is not None:
+            group.reports.publish(reason, is_cause=not isinstance(error, CollectiveTimeout))
+            with suppress(StoreUnavailable):  # ranks with the same mistake raise their own errors
+                group.reports.collect(group.peers())
+        group.abort(reason)
+        return reason
+
+    def _failure_of_others(self, what: str, error: BaseException) -> CollectiveTimeout | None:
+        """The failure of this rank in `what` if another one has stopped all ranks."""
+        reports, found = self._group.reports, {}
+        if reports is not None:
+            with suppress(StoreUnavailable):
+                found = reports.collect(())
+        peers = [rank for rank, report in found.items() if report.is_cause]
+        cause = error if isinstance(error, Exception) else None
+        return self._group.fail(what, peers, cause) if peers else None
+
+    @contextmanager
+    def _naming_the_cause(self, what: str) -> Iterator[None]:
+        """A context for what the engine communicates, which fails if another rank has stopped."""
+        try:
+            yield
+        except RuntimeError as error:
+            failure = None if is_agreed(error) else self._failure_of_others(what, error)
+            if failure is None:
+                raise
+            raise failure from error
+
     # Checks.
 
     def _check(self, batch: Any) -> None:
         if self._step is not None:
             self._step.check_ended()
-        if self._has_failed and not self.continues_after_failure:
-            raise RuntimeError(
-                f"an earlier step was left in the middle of a pass, and {self.engine} holds parts "
-                "of its gradient; build the model again and load a checkpoint"
-            )
         model_checks.reject_batch_norm(self._batch_norms)
         if batch is None or pytree.samples_in(batch) == 0:
             raise ValueError(
@@ -222,17 +267,24 @@ class UnequalPasses:
                 f"HeteroBatchSampler gives it, because {self.engine} needs a pass of every rank"
             )
 
-    def _agree_on_plan(self, plan: Plan) -> None:
-        """Check the plan on all ranks and that it is the same. Collective."""
-        error = caught(partial(self._check_plan, plan))
-        raise_on_any_error(self._control, error, doing="building UnequalPasses")
-        digests = self._control.exchange_objects(plan.digest(), what="comparing plans")
+    def _agreed_plan(self, plan: Plan) -> Plan:
+        """The plan, once all ranks have checked theirs, which is the same. Collective."""
+
+        def checked() -> str:
+            self._check_model()
+            self._check_plan(plan)
+            return plan.digest()
+
+        digests = exchange_results(self._control, checked, what="building UnequalPasses")
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
-            raise ValueError(
-                f"rank(s) {others} have another plan than rank 0; make it once and give it to all "
-                "ranks, for example with autotune or Plan.from_json"
+            raise agreed(
+                ValueError(
+                    f"rank(s) {others} have another plan than rank 0; make it once and give it to "
+                    "all ranks, for example with autotune or Plan.from_json"
+                )
             )
+        return plan
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):

@@ -10,7 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from poplar.comm import Control
 from poplar.data import pytree
 from poplar.integrations.zeroed_gradients import gradients_zeroed
-from poplar.values.errors import PoplarError
+from poplar.values.errors import PoplarError, agreed
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import check_scalar
 from poplar.zero.micro_batches import MicroBatch
 
 DOING = "a step"
+LOOP = "the loop over passes"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ class Trained:
     stand_in: Callable[[bool], None] | None
     """Takes part, without a gradient, in what the engine communicates in a step in which this rank
     has failed; the argument: whether the model was called in it. The ranks then agree after their
-    last backward, and none waits in it for one that has more passes. If None, they agree before."""
+    last backward. If None, a rank that fails stops all ranks."""
+    stop: Callable[[str, BaseException], str]
+    """Stops all ranks and returns the reason; the arguments: the call in which this rank has
+    failed, and its error."""
 
 
 class UserStep:
@@ -74,7 +78,7 @@ class UserStep:
         """It has run in the open pass."""
         self._in_backward = False
         self._in_last_backward = False
-        """The last backward has begun, or ranks have agreed: a failure can no longer be told."""
+        """The last backward has begun: a failure can no longer be reported by the loop."""
         self._parameters = list(trained.model.parameters())
         self._holding: nn.Parameter | None = None
         """A parameter that has a gradient of earlier passes of this step."""
@@ -135,19 +139,28 @@ class UserStep:
         self._trained.on_end(has_failed)
 
     def abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
-        """Drop the gradients, and report `reason` to the ranks that wait in `_agree`."""
+        """Drop the gradients, and report `reason` to the other ranks."""
+        told = str(reason)
         try:
-            if self._in_last_backward:
-                return  # the other ranks are in theirs, or have raised
-            self._in_last_backward = True
-            with suppress(Exception):  # this rank raises the error itself
-                if self._trained.stand_in is not None:
-                    self._trained.stand_in(self._was_called)
-                raise_on_any_error(self._control, reason, doing=DOING)
+            if not self._in_last_backward:  # else the other ranks have raised, too
+                self._in_last_backward = True
+                told = self._report(reason)
         finally:
             self._end(has_failed=True)
         if isinstance(reason, PoplarError):  # nothing is raised after a break
-            warnings.warn(f"{reason}, so the gradients of this step were dropped", stacklevel=4)
+            warnings.warn(f"{told}, so the gradients of this step were dropped", stacklevel=4)
+
+    def _report(self, reason: Exception) -> str:
+        """Report a failure of this rank; returns why the step ends."""
+        if self._trained.stand_in is None:
+            return self._trained.stop(LOOP, reason)
+        self._trained.stand_in(self._was_called)
+        try:
+            raise_on_any_error(self._control, reason, doing=DOING)
+        except Exception as error:
+            if error is not reason:
+                raise
+        return str(reason)
 
     # For `UnequalPasses`.
 
@@ -164,6 +177,14 @@ class UserStep:
 
     def backward(self, loss: Tensor) -> None:
         """As `UnequalPasses.backward`."""
+        try:
+            self._backward(loss)
+        except BaseException as error:
+            if self._trained.stand_in is not None and not self._in_last_backward:
+                agreed(error)  # the loop reports it
+            raise
+
+    def _backward(self, loss: Tensor) -> None:
         micro_batch = self._open
         if micro_batch is None:
             raise RuntimeError(outside_of_the_loop(self._rank))
@@ -175,18 +196,14 @@ class UserStep:
             )
         check_scalar(loss, prefix=f"rank {self._rank}: ")
         self._check_gradients_are_kept()
-        agrees_after = self._trained.stand_in is not None
-        if micro_batch.last:
-            self._in_last_backward = True
-            if not agrees_after:
-                self._agree()
+        self._in_last_backward = micro_batch.last
         self._in_backward = True
         try:
             self._run_backward(loss, micro_batch)
         finally:
             self._in_backward = False
-        if micro_batch.last and agrees_after:
-            self._agree()
+        if micro_batch.last and self._trained.stand_in is not None:
+            raise_on_any_error(self._control, None, doing=DOING)
         self._open = None
         self._holding = next((p for p in self._parameters if p.grad is not None), None)
 
@@ -201,10 +218,6 @@ class UserStep:
         else:
             with gradients_zeroed(loss):
                 loss.backward()
-
-    def _agree(self) -> None:
-        """Check that no rank has failed before its last backward. Collective."""
-        raise_on_any_error(self._control, None, doing=DOING)
 
     # Checks.
 

@@ -27,7 +27,7 @@ R = TypeVar("R")
 class CollectiveCalls:
     """The collective calls of one optimizer, of which this rank runs one at a time."""
 
-    def __init__(self, group: Group, stop: Callable[[str, BaseException], None]) -> None:
+    def __init__(self, group: Group, stop: Callable[[str, BaseException], object]) -> None:
         """
         Args:
             group: the ranks.

@@ -97,16 +97,18 @@ def test_dtensor_checkpoints_resume(ranks: Pool, tmp_path: Path) -> None:
 
 def mistakes(job: Job) -> list[str]:
     """The messages of a direct backward, and of wrong models and plans."""
-    model = training.wrap(job)
-    passes = fsdp2.UnequalPasses(model, job.plan)
     messages = []
-    with harness.catching() as caught:
-        for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
-            training.loss_fn(model, micro_batch).backward()
-    messages.append(caught[0].message)
-    with harness.catching() as caught:
-        list(passes(training.part_of(job, 0), weight=job.weight))
-    messages.append(caught[0].message)
+    with harness.separate_group() as group:
+        model = training.wrap(job, group=group)
+        passes = fsdp2.UnequalPasses(model, job.plan)
+        with harness.catching() as caught:
+            for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+                training.loss_fn(model, micro_batch).backward()
+        messages.append(caught[0].message)
+        with harness.catching() as caught:
+            list(passes(training.part_of(job, 0), weight=job.weight))
+        messages.append(caught[0].message)
+    model = training.wrap(job)
     plain = training.build("tagger")
     mesh = DeviceMesh.from_group(harness.group(), "cpu")
     inner = training.build("tagger")
@@ -128,14 +130,15 @@ def mistakes(job: Job) -> list[str]:
 
 def drop_gradients_in_the_loop(job: Job) -> str:
     """The message of a loop body that zeroes the gradients before each backward."""
-    model = training.wrap(job)
-    optimizer = training.optimizer_of(job, model)
-    passes = fsdp2.UnequalPasses(model, job.plan)
-    with harness.catching() as caught:
-        for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
-            optimizer.zero_grad()
-            passes.backward(training.loss_fn(model, micro_batch))
-    return caught[0].message
+    with harness.separate_group() as group:
+        model = training.wrap(job, group=group)
+        optimizer = training.optimizer_of(job, model)
+        passes = fsdp2.UnequalPasses(model, job.plan)
+        with harness.catching() as caught:
+            for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+                optimizer.zero_grad()
+                passes.backward(training.loss_fn(model, micro_batch))
+        return caught[0].message
 
 
 @pytest.mark.filterwarnings("ignore:rank .* left the loop")
@@ -150,7 +153,7 @@ def test_zero_grad_in_the_loop_raises(ranks: Pool, stage: int) -> None:
 def test_mistakes_raise_with_the_fix(ranks: Pool) -> None:
     expected = [
         "call it instead of loss.backward()",
-        "build the model again and load a checkpoint",
+        "start again on all ranks, from a checkpoint",
         "and it is not sharded by FSDP2",
         "only modules of it are sharded by FSDP2",
         "the plan is of stage 0, but FSDP2 is of stage 1",
