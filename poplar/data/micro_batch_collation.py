@@ -45,19 +45,28 @@ class MicroBatches(pytree.SplitsItself):
         return len(self._samples)
 
     def split(self, sizes: Sequence[int]) -> list[Any]:
-        """Batches of consecutive samples; None for a size of 0."""
-        bounds = pairwise(accumulate(sizes, initial=0))
-        return [self._part(start, stop) if stop > start else None for start, stop in bounds]
+        """Batches of consecutive samples; None for a size of 0. Others are dropped."""
+        bounds = list(pairwise(accumulate(sizes, initial=0)))
+        before = self._collated
+        self._collated = {
+            (start, stop): before[start, stop]
+            if (start, stop) in before
+            else self.take(range(start, stop))
+            for start, stop in bounds
+            if stop > start
+        }
+        return [self._collated.get(each) for each in bounds]
 
     def take(self, indices: Sequence[int]) -> Any:
         """One batch of the samples at these positions."""
-        batch = self._collate([self._samples[at] for at in indices])
+        samples = (self._samples[at] for at in indices)  # which some collate functions change
+        batch = self._collate([dict(s) if isinstance(s, dict) else s for s in samples])
         for change in self._changes:
             batch = pytree.map_tensors(change, batch)
         return batch
 
     def parts(self) -> list[Any]:
-        """The micro-batches that have been collated so far."""
+        """The micro-batches that have been collated."""
         return list(self._collated.values())
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> MicroBatches:
@@ -76,11 +85,6 @@ class MicroBatches(pytree.SplitsItself):
     def pin_memory(self) -> MicroBatches:
         """The same micro-batches in pinned memory; `DataLoader` calls it."""
         return self.map_tensors(torch.Tensor.pin_memory)
-
-    def _part(self, start: int, stop: int) -> Any:
-        if (start, stop) not in self._collated:
-            self._collated[start, stop] = self.take(range(start, stop))
-        return self._collated[start, stop]
 
 
 class CollateMicroBatches:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from poplar.data import pytree
-from poplar.integrations.transformers.batches import TrainerBatch
 
 logger = logging.get_logger(__name__)
 
@@ -40,12 +39,9 @@ class TrainerLoss:
         self._trainer = trainer
         self.__qualname__ = f"{type(trainer).__qualname__}.compute_loss {about}".strip()
 
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a `TrainerBatch`, or of collated inputs."""
+    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
+        """The loss of collated inputs."""
         trainer = self._trainer
-        if isinstance(batch, TrainerBatch) and batch.starts_step:
-            trainer.pass_metrics.restart_step()
-        inputs = self._inputs(batch)
         weight = trainer.loss_weight(inputs)
         items = items_in(trainer, inputs)
         if items is not None:
@@ -57,14 +53,10 @@ class TrainerLoss:
         trainer.pass_metrics.passed(weight)
         return cast(Tensor, loss)
 
-    def weight(self, batch: Any) -> float:
-        """What the mean loss of a micro-batch counts."""
-        return float(self._trainer.loss_weight(self._inputs(batch)))
-
-    def _inputs(self, batch: Any) -> Any:
-        if isinstance(batch, TrainerBatch):
-            return batch.inputs(self._trainer.collate_train)
-        return batch
+    def weight(self, inputs: Any) -> float:
+        """What the mean loss of a micro-batch counts. It is asked before the passes of a step."""
+        self._trainer.pass_metrics.restart_step()  # after running out of memory
+        return float(self._trainer.loss_weight(inputs))
 
 
 def items_in(trainer: Any, inputs: Any) -> Tensor | None:

@@ -26,27 +26,20 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.trainer_utils import seed_worker
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
 from poplar.comm import Control, Group
-from poplar.data import pytree
+from poplar.data import CollateMicroBatches, pytree, split_stream
 from poplar.data.example_lengths import padded_length
-from poplar.data.stream import split_stream
+from poplar.data.micro_batch_collation import Collate, MicroBatches
 from poplar.integrations.transformers.arguments import PoplarArguments
-from poplar.integrations.transformers.batches import (
-    Collate,
-    CollateMicroBatches,
-    EpochLoader,
-    EpochSampler,
-    TrainerBatch,
-)
+from poplar.integrations.transformers.batches import EpochLoader, EpochSampler, lengths_of
 from poplar.integrations.transformers.checks import check_arguments, check_trainer
 from poplar.integrations.transformers.compilation import compile_blocks
-from poplar.integrations.transformers.lengths import ADVICE, grouped_by_length, lengths_of
 from poplar.integrations.transformers.loss import (
     PassMetrics,
     TrainerLoss,
@@ -59,7 +52,6 @@ from poplar.tuning.autotune import Tuned, tune
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import run_on_all_ranks
-from poplar.zero.checks.length_watch import LengthWatch
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.step_result import StepResult
 
@@ -127,7 +119,6 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self.collate_train: Collate = self.data_collator
         self.pass_metrics = PassMetrics(self)
         self._scaler = GradScaler(self.args.device.type) if self.args.fp16 else None
-        self._length_watch = LengthWatch(looks=self.args.process_index == 0, advice=ADVICE)
         self._loggers = tuple(loggers)
         self._monitor: Monitor | None = None
         self._progress: Progress | None = None
@@ -136,13 +127,14 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     @property
     def plan(self) -> Plan | None:
         """The plan, once training has begun; it changes if a rank runs out of memory."""
-        owned = self._owned_optimizer()
-        return self._plan if owned is None else owned.plan
+        optimizer = self._own_optimizer()
+        return self._plan if optimizer is None else optimizer.plan
 
     @property
     def step_result(self) -> StepResult | None:
         """The outcome of the last step."""
-        return None if self._owned_optimizer() is None else self.optimizer.result
+        optimizer = self._own_optimizer()
+        return None if optimizer is None else optimizer.result
 
     # Data.
 
@@ -235,8 +227,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 length, generator=generator(epoch), device="cpu"
             ).tolist()
         if isinstance(sampler, LengthGroupedSampler):
-            return lambda epoch: grouped_by_length(
-                sampler.lengths, self._global_batch(), generator(epoch)
+            return lambda epoch: get_length_grouped_indices(  # type: ignore[no-untyped-call]
+                sampler.lengths, self._global_batch(), generator=generator(epoch)
             )
         raise ValueError(
             f"PoplarTrainer does not support the sampler {type(sampler).__name__}: the order must "
@@ -325,10 +317,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         Only a padded batch with a row per sample can be cut to other lengths, not a packed one.
         """
         features = sorted(_first(dataset, self.poplar.profile_samples), key=_length, reverse=True)
-        batch = TrainerBatch.of(features[:EXAMPLE_SAMPLES])
+        batch = MicroBatches(features[:EXAMPLE_SAMPLES], (), self.collate_train)
         if self._lengths is not None:
-            inputs = batch.inputs(self.collate_train)
-            if padded_length(inputs) and pytree.samples_in(inputs) == pytree.samples_in(batch):
+            inputs = batch.take(range(len(batch)))
+            if padded_length(inputs) and pytree.samples_in(inputs) == len(batch):
                 return self._prepare_inputs(inputs), self._lengths, "of given lengths"
         return batch, None, f"of {_length(features[0])} tokens"
 
@@ -366,21 +358,20 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         return given[0], dict(given[1])
 
     def training_step(
-        self, model: nn.Module, inputs: TrainerBatch, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: MicroBatches, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """All passes of a step, and its update. Collective.
 
         Returns:
             The loss of the global batch; equal on all ranks.
         """
-        if self._owned_optimizer() is None or not isinstance(inputs, TrainerBatch):
+        if self._own_optimizer() is None or not isinstance(inputs, MicroBatches):
             raise RuntimeError(
                 "PoplarTrainer.training_step needs the optimizer of create_optimizer and the "
                 "batches of get_train_dataloader; do not override these methods"
             )
         if self._monitor is None:
             self._monitor = self._start_monitor()
-        self._length_watch.look(list(inputs.samples.collated.values()))
         self.model.train()
         with self.pass_metrics.collecting():
             loss_fn = TrainerLoss(self)
@@ -410,10 +401,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As of the trainer class. Ranks that generate run equally many forwards at stage 3."""
-        owned = self._owned_optimizer()
+        optimizer = self._own_optimizer()
         options: dict[str, Any] | None = getattr(self, "_gen_kwargs", None)
-        if owned is not None and options is not None:
-            sharded = owned._training_parts().engine.strategy.shards_parameters
+        if optimizer is not None and options is not None:
+            sharded = optimizer._training_parts().engine.strategy.shards_parameters
             self._gen_kwargs = {"synced_gpus": sharded} | options
         return super().prediction_step(*args, **kwargs)
 
@@ -439,8 +430,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         """The norm before clipping, on the device; the step has clipped in its update."""
         return None if self.step_result is None else self.step_result.grad_norm_on_device
 
-    def _owned_optimizer(self) -> Any:
-        return getattr(getattr(self, "optimizer", None), "owned", None)
+    def _own_optimizer(self) -> TrainerOptimizer | None:
+        optimizer = getattr(self, "optimizer", None)
+        return optimizer if isinstance(optimizer, TrainerOptimizer) else None
 
     # Counts and logs.
 
@@ -452,11 +444,14 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
     def _values_of(self, inputs: Any) -> Any:
         """What counting reads of this rank's batch, of all micro-batches together."""
-        if not isinstance(inputs, TrainerBatch):
+        if not isinstance(inputs, MicroBatches):
             return inputs
-        names = [getattr(self.model, "main_input_name", "input_ids"), "attention_mask"]
-        empty = torch.zeros(0, dtype=torch.int64, device="cpu")
-        return dict.fromkeys(names[:1], empty) | inputs.all_values(names)
+        main = getattr(self.model, "main_input_name", "input_ids")
+        values = {main: [torch.zeros(0, dtype=torch.int64, device="cpu")], "attention_mask": []}
+        for part in inputs.parts():
+            for name in values.keys() & part.keys():
+                values[name].append(part[name].reshape(-1))
+        return {name: torch.cat(parts) for name, parts in values.items() if parts}
 
     def _start_monitor(self) -> Monitor:
         """Reports speeds and waits to the loggers, and with every log of losses. Collective."""
@@ -465,7 +460,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             path = Path(self.args.output_dir) / RUN_FILE
             loggers.append(RunFile(path, self.args.run_name or type(self.model).__name__))
         return Monitor(
-            self.optimizer.owned,
+            self.optimizer,
             loggers,
             every=max(STEPS_PER_REPORT, self.state.logging_steps),
             start_step=self.state.global_step,
@@ -503,13 +498,12 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`. Collective."""
-        owned = self._owned_optimizer()
-        if owned is None:
+        optimizer = self._own_optimizer()
+        if optimizer is None:
             super().save_model(output_dir, _internal_call)
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        parts = owned._training_parts()
-        sharded = parts.engine.strategy.shards_parameters
+        sharded = optimizer._training_parts().engine.strategy.shards_parameters
 
         def save(state: dict[str, Any] | None = None) -> None:
             if self.args.should_save:
@@ -517,19 +511,19 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
         doing = f"save_model({str(folder)!r})"
         if sharded and isinstance(self.model, PreTrainedModel):
-            run_on_all_ranks(parts.engine.control, lambda: save({}), doing=doing)
+            run_on_all_ranks(optimizer.control, lambda: save({}), doing=doing)
             # Every rank sends its part, so no rank holds the whole model.
-            owned.save_model(Path(folder) / SAFE_WEIGHTS_NAME)
+            optimizer.save_model(Path(folder) / SAFE_WEIGHTS_NAME)
         else:
-            with owned.full_parameters() if sharded else nullcontext():
-                run_on_all_ranks(parts.engine.control, save, doing=doing)
+            with optimizer.full_parameters() if sharded else nullcontext():
+                run_on_all_ranks(optimizer.control, save, doing=doing)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every rank writes its part of the state of training. Collective."""
-        folder, owned = Path(output_dir) / FOLDER, self.optimizer.owned
-        save_now(folder, owned, state=self._state(), replaces=True)
+        folder = Path(output_dir) / FOLDER
+        save_now(folder, self.optimizer, state=self._state(), replaces=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         self._on_all_ranks(
@@ -543,24 +537,23 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         """Load what `_save_optimizer_and_scheduler`, or `Trainer`, has saved. Collective."""
         if checkpoint is None:
             return
-        owned, folder = self.optimizer.owned, Path(checkpoint)
+        folder = Path(checkpoint)
         found = [name for name in (FOLDER, "optimizer.pt") if (folder / name).exists()][:1]
-        control = owned.control
-        by_rank = control.exchange_objects(found, what="resume_from_checkpoint")
+        by_rank = self.optimizer.control.exchange_objects(found, what="resume_from_checkpoint")
         if any(other != by_rank[0] for other in by_rank):
             raise ValueError(
                 f"the ranks see different files in {checkpoint!r}: {by_rank}; checkpoints must be "
                 "in a folder that all ranks see"
             )
         if found == [FOLDER]:
-            load_checkpoint(folder / FOLDER, owned, state=self._state())
+            load_checkpoint(folder / FOLDER, self.optimizer, state=self._state())
         elif found:
             names = ("optimizer.pt", "scheduler.pt")
             states = self._on_all_ranks(
                 lambda: [_loaded(folder / name) for name in names],
                 doing=f"reading the state of the optimizer in {checkpoint!r}",
             )
-            owned.load_state_dict(states[0])
+            self.optimizer.load_state_dict(states[0])
             self.lr_scheduler.load_state_dict(states[1])
         else:
             logger.warning(

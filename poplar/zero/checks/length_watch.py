@@ -19,7 +19,8 @@ in proportion to the length where the model takes most of it."""
 
 _ADVICE = (
     "pass lengths=, the length of each sample, to HeteroBatchSampler and to autotune, and collate "
-    "with poplar.data.CollateMicroBatches"
+    "with poplar.data.CollateMicroBatches (with PoplarTrainer: PoplarArguments("
+    "balance_lengths=True)), which changes no gradient"
 )
 
 
@@ -29,13 +30,8 @@ class LengthWatch:
     One rank looks, at shapes only, so nothing waits for the device.
     """
 
-    def __init__(self, *, looks: bool, advice: str = _ADVICE) -> None:
-        """
-        Args:
-            looks: whether this rank looks.
-            advice: what to do about it; the end of the warning.
-        """
-        self._advice = advice
+    def __init__(self, *, looks: bool) -> None:
+        """`looks`: whether this rank looks."""
         self._steps_left = STEPS if looks else 0
         self._shortest, self._longest = 0, 0
 
@@ -56,6 +52,6 @@ class LengthWatch:
         warnings.warn(
             f"batches were padded to {self._shortest} to {self._longest} tokens (dim 1) in the "
             "first steps, but the plan counts samples, so ranks with longer samples make the "
-            f"others wait; {self._advice}",
+            f"others wait; {_ADVICE}",
             stacklevel=5,
         )
