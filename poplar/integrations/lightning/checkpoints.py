@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
 
 from poplar.checkpoint.conversion import convert
 from poplar.checkpoint.load import load_checkpoint
@@ -73,26 +71,6 @@ def to_lightning_checkpoint(folder: str | Path, file: str | Path) -> None:
     values = read_folder(Path(folder))
     values["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
     torch.save(values, path)
-
-
-def full_weights(optimizer: HeteroZeroOptimizer, model: nn.Module) -> dict[str, Tensor] | None:
-    """The state dict of a model on rank 0, on the CPU; None on other ranks. Collective.
-
-    By way of a file, because no rank unshards more than one unit for it.
-    """
-    rank = optimizer.control.group.rank
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch, "weights.safetensors")
-        optimizer.save_model(file)
-        if rank != 0:
-            return None
-        weights = dict(load_file(file))
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        stored = first.setdefault(id(parameter), name)
-        if name not in weights:  # tied: stored once
-            weights[name] = weights[stored]
-    return weights
 
 
 def _lightning_values(folder: Path, values: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,12 @@ def check_trainer(trainer: Any, module: pl.LightningModule) -> None:
             "once per pass; use automatic optimization, or a loop of your own with "
             "HeteroZeroOptimizer.micro_batches"
         )
+    if module._compiler_ctx is not None:
+        raise ValueError(
+            "PoplarStrategy does not support torch.compile(module), whose graph would contain the "
+            "communication of its units; compile the blocks: `for block in module.layers: "
+            "block.compile()`"
+        )
     if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") != "norm":
         raise ValueError(
             "PoplarStrategy clips gradients by norm only; use gradient_clip_algorithm='norm'"

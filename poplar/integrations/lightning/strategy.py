@@ -19,11 +19,14 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from poplar.comm.deadline import WATCHDOG_MARGIN
 from poplar.data import pytree
 from poplar.integrations.lightning import batches, checkpoints
 from poplar.integrations.lightning.checks import (
@@ -39,7 +42,6 @@ from poplar.integrations.lightning.configured_optimizer import (
     attach,
     check_configured,
 )
-from poplar.integrations.lightning.distributed import DistributedStrategy
 from poplar.integrations.lightning.logged_values import EvaluationLog, PassLog, discarding
 from poplar.integrations.lightning.precision import AutocastPrecision, supported
 from poplar.integrations.lightning.running_step import RunningStep
@@ -52,7 +54,7 @@ from poplar.zero.nonfinite import OnNonFinite
 from poplar.zero.step_result import StepResult
 
 
-class PoplarStrategy(DistributedStrategy):
+class PoplarStrategy(DDPStrategy):
     """Trains on unequal devices with the gradient of one device.
 
         trainer = Trainer(strategy=PoplarStrategy(stage=2), devices=4, accumulate_grad_batches=8)
@@ -100,7 +102,10 @@ class PoplarStrategy(DistributedStrategy):
         process_group_backend: str | None = None,
         **tuning: Any,
     ) -> None:
-        super().__init__(timeout, process_group_backend)
+        group: dict[str, Any] = {"process_group_backend": process_group_backend}
+        if timeout is not None:
+            group["timeout"] = timeout + WATCHDOG_MARGIN
+        super().__init__(**group)
         unknown = tuning.keys() - OPTIONS
         if unknown:
             raise TypeError(
@@ -116,6 +121,7 @@ class PoplarStrategy(DistributedStrategy):
         self._tuning = {"stage": stage, "memory_limit": memory_limit, **tuning}
         self._weight = weight
         self._lengths = lengths
+        self._waits = timeout
         self._compute_dtype = compute_dtype
         self._engine_options = {"units": units, "allow_forward_state": allow_forward_state}
         self._training_options = {
@@ -232,10 +238,6 @@ class PoplarStrategy(DistributedStrategy):
             self._optimizer.release()
             self._optimizer = self._owned = None
 
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
-
     def setup_optimizers(self, trainer: Any) -> None:
         """Plan, and build the optimizer with the class and options of `configure_optimizers`."""
         module = self.lightning_module
@@ -261,7 +263,7 @@ class PoplarStrategy(DistributedStrategy):
             plan=self._plan,
             params=recipe.groups,
             compute_dtype=self._dtype_of(module),
-            timeout=self._timeout,
+            timeout=self._waits,
             **self._engine_options,
             **self._training_options,
             **recipe.options,
@@ -341,7 +343,7 @@ class PoplarStrategy(DistributedStrategy):
                 lengths=self._lengths,
                 compute_dtype=self._dtype_of(module),
                 max_norm=float(clip) if clip else None,
-                timeout=self._timeout,
+                timeout=self._waits,
                 progress=self.is_global_zero,
                 **self._tuning,
                 **self._engine_options,
@@ -479,6 +481,12 @@ class PoplarStrategy(DistributedStrategy):
                 outcome.loss.copy_(loss)
         return result
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As of `DDPStrategy`; the mean of integers is no integer."""
+        if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg"):
+            tensor = tensor if tensor.is_floating_point() else tensor.double()
+        return super().reduce(tensor, group, reduce_op)
+
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -501,10 +509,8 @@ class PoplarStrategy(DistributedStrategy):
             return
         module = self.lightning_module
         assert module is not None
-        if self._owns_module:
-            weights: Any = checkpoints.full_weights(self.optimizer, module)
-        else:
-            weights = module.state_dict()
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(module, options=whole)  # empty on ranks other than 0
         super().save_checkpoint({**checkpoint, "state_dict": weights}, path, storage_options)
 
     def load_checkpoint(
