@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from poplar.comm import Group, connect_control
+from poplar.comm import connect_control
 from poplar.comm.failure_reports import StoreUnavailable
 from poplar.comm.point_to_point import close_when_aborted
 from poplar.data import pytree
@@ -30,7 +30,7 @@ from poplar.zero.checks import model_checks
 from poplar.zero.checks.first_batch import FirstBatchCheck
 from poplar.zero.checks.forward_state import ForwardStateCheck
 from poplar.zero.checks.loss_mean import FirstLossCheck
-from poplar.zero.collective_calls import CollectiveCalls, collective, waiting_in
+from poplar.zero.collective_calls import CollectiveCalls, collective, new_group, waiting_in
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, Weight
 
@@ -53,9 +53,8 @@ class UnequalPasses:
     ) -> None:
         self._called = model
         self._model: Any = getattr(model, "_orig_mod", model)  # as torch.compile returns it
-        self._group = Group.of(self._process_group(), timeout)
-        self.collective_calls = CollectiveCalls(self._group, self._stop)
-        with self.collective_calls.running("UnequalPasses()"):
+        with new_group(self._process_group(), timeout, "UnequalPasses()") as self._group:
+            self.collective_calls = CollectiveCalls(self._group, self._stop)
             self._control = connect_control(self._group)
             close_when_aborted(self._group, self._group.process_group)
             self._plan = self._agreed_plan(plan)

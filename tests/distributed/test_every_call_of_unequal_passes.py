@@ -100,8 +100,8 @@ def count_calls(stage: int, part: str) -> int:
 
 
 def after(part: str) -> str:
-    """In the constructor, once there is a control channel."""
-    return "close_when_aborted" if part == "building" else ""
+    """In the constructor, once the process group of the engine is known."""
+    return "of" if part == "building" else ""
 
 
 def fail_at(stage: int, part: str, places: Sequence[Place]) -> list[Outcome]:
