@@ -61,13 +61,13 @@ class HostEntry:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Between a rank and the other ranks of the host, each way."""
+        """The rate between a rank and the other ranks of the host, each way."""
         slowest = min(entry.specification.link_gb_per_s_one_way for entry in self.device)
         return 1e9 * (self.link_gb_per_s or slowest)
 
     @property
     def network_bytes_per_s(self) -> float:
-        """Between the host and other hosts, each way."""
+        """The rate between the host and other hosts, each way."""
         return 1e9 / 8 * (self.network_gbit_per_s or math.inf)
 
 

@@ -49,7 +49,7 @@ class Estimate:
     of_sum_of_speeds: Interval
     """Samples per second over the sum of speeds."""
     memory_bytes: tuple[Interval, ...]
-    """By rank."""
+    """Memory of each rank."""
     may_not_fit: str
     """The error of the pessimistic profile, if the plan does not fit there; else empty."""
 
@@ -111,7 +111,7 @@ def sum_of_speeds(cluster: ClusterProfile, batches: Sequence[int]) -> float:
 
 
 def _step_seconds(simulated: SimulatedCluster, plan: Plan) -> list[float]:
-    """By profile, even where the plan does not fit."""
+    """Seconds of a step on each profile, even where the plan does not fit."""
     return [
         costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
         for cluster in simulated.outlooks

@@ -37,7 +37,7 @@ class Architecture:
     """Whether the model predicts masked tokens (BERT): its embeddings have a norm, and its head a
     dense layer and a bias per token."""
     key_value_heads: int = 0
-    """For grouped-query attention; 0: as many as `heads`."""
+    """Heads of keys in grouped-query attention; 0: as many as `heads`."""
     positions: int = 0
     """Rows of learned position embeddings."""
     token_types: int = 0

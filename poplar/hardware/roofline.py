@@ -42,7 +42,7 @@ EFFICIENCIES = {
     "RTX-3090": 0.95,
     "RTX-4090": 0.95,
 }
-"""By chip, with which the names of its devices begin."""
+"""Fractions by chip. The names of a chip's devices begin with it."""
 CALIBRATED = ("A100", "A800", "H100", "H200", "V100", "RTX-3090")
 """Chips with a published measurement."""
 _UPDATE_BYTES = 30

@@ -42,9 +42,9 @@ class SimulatedCluster:
     optimistic: ClusterProfile
     pessimistic: ClusterProfile
     tilted: tuple[ClusterProfile, ...]
-    """For each type of device: this type slower, the others faster. Empty with one type."""
+    """One profile for each type of device: it is slower, the others faster. Empty with one type."""
     spreads: Mapping[str, float]
-    """By type of device, the assumed relative error of its speed."""
+    """The assumed relative error of the speed of each type of device."""
 
     @property
     def outlooks(self) -> tuple[ClusterProfile, ...]:

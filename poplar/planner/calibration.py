@@ -36,7 +36,7 @@ from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.prediction import fits
 from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
-from poplar.values.observation import Observation, pooled
+from poplar.values.observation import Observation, medians_by_plan
 from poplar.values.plan import (
     FIRST_STAGE_SHARDING_PARAMETERS,
     FIRST_STAGE_SYNCHRONIZING_EVERY_PASS,
@@ -135,7 +135,7 @@ def fit(
     raw = [seen for turn in turns for seen in turn]
     if asynchronous and cluster.overlap == 0.0:
         cluster = replace(cluster, overlap=_fitted_overlap(cluster, raw))
-    observations = pooled(at_profiled_speed(cluster, seen) for seen in raw)
+    observations = medians_by_plan(at_profiled_speed(cluster, seen) for seen in raw)
     if not asynchronous:
         present = _with_overheads(cluster, observations)
         cluster = _with_shared_overheads(present, {seen.plan.stage for seen in observations})
@@ -333,7 +333,9 @@ def _fitted_overlap(cluster: ClusterProfile, raw: Iterable[Observation]) -> floa
     overlap, raw = cluster.overlap, list(raw)
     for _ in range(_OVERLAP_ROUNDS):
         known = replace(cluster, overlap=overlap)
-        overlap = _least_overlap(cluster, pooled(at_profiled_speed(known, seen) for seen in raw))
+        overlap = _least_overlap(
+            cluster, medians_by_plan(at_profiled_speed(known, seen) for seen in raw)
+        )
     return overlap
 
 

@@ -45,11 +45,11 @@ class BatchCurve:
 
     points: Sequence[BatchPoint]
     parts: PassParts
-    """Of a pass of a middle size."""
+    """How a pass of a middle size is spent."""
     throttled: str
     """Why the device ran below its clocks; empty if it did not."""
     cpu_use: CpuUse | None
-    """Of this rank's host while passes were timed; None where passes run on a GPU."""
+    """Use of this rank's host while passes were timed; None where passes run on a GPU."""
     largest_unsharded: int = 0
     """The largest batch of plain passes; 0 if there were none."""
 
@@ -261,7 +261,7 @@ def _longest(by_rank: Iterable[Iterable[BatchPoint]]) -> float:
 
 
 def times_to_be_sure(curves: Iterable[Sequence[BatchPoint]]) -> float:
-    """By which factor to increase the samples so that every median is `SURE`; at least 1."""
+    """The factor of samples with which every median would be `SURE`; at least 1."""
     unsure = max(point.spread_seconds / point.seconds for own in curves for point in own)
     return float(max(1.0, (unsure / SURE) ** 2))
 

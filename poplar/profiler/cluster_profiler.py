@@ -48,7 +48,7 @@ from poplar.profiler.model_profile import linear_layers, model_profile, pass_mem
 from poplar.profiler.noise import noise_notes
 from poplar.profiler.optimizer_step import measure_update
 from poplar.profiler.progress import Report
-from poplar.profiler.recomputed_curves import with_recomputed_curves
+from poplar.profiler.recomputed_passes import with_recomputed_curves
 from poplar.profiler.session import Session
 from poplar.profiler.timing import peak_flops
 from poplar.profiler.unit_hooks import mean_of
@@ -70,7 +70,7 @@ class Profiler:
     def __init__(self, job: Job) -> None:
         self.session = Session(job)
         self._budgets = self._read_budgets()
-        self.session.memory = pass_memory(self.session, self._budgets)
+        self.session.limit_passes(pass_memory(self.session, self._budgets))
         self._noise = 1.0
 
     def measure_devices(self, report: Report) -> ClusterProfile:
@@ -118,7 +118,7 @@ class Profiler:
             identity=session.identity,
             notes=tuple(noise_notes(profiles, [curve.cpu_use for curve in curves])),
         )
-        session.largest_unsharded = [curve.largest_unsharded for curve in curves]
+        session.limit_plain_passes([curve.largest_unsharded for curve in curves])
         return with_recomputed_curves(session, profile, report)
 
     def with_network(self, profile: ClusterProfile, report: Report) -> ClusterProfile:
@@ -133,9 +133,7 @@ class Profiler:
         Its activations show which batches plain passes can run with in the present memory.
         """
         devices, limits = profile.devices, self.session.memory.unsharded
-        self.session.largest_unsharded = [
-            _largest_batch(device, limit) for device, limit in zip(devices, limits, strict=True)
-        ]
+        self.session.limit_plain_passes(list(map(_largest_batch, devices, limits)))
 
     def longest_observed_pass(self, passes: int) -> float:
         """Seconds of a pass at which one turn of `observe` fills its time; 0 without overlap.

@@ -256,7 +256,7 @@ def sample_buffers(
 def rates_of_hosts(
     hosts: Hosts, links: Sequence[LinkProfile], *, shared: bool = True
 ) -> list[float]:
-    """By rank, seconds per byte between its host and the others.
+    """Seconds per byte between the host of each rank and the others.
 
     Args:
         hosts: the ranks of each host.

@@ -143,9 +143,9 @@ class EnginePasses(Passes):
     engine: Engine
     control: Control
     unsharded_bytes: int
-    """Of the units that are unsharded at once."""
+    """Bytes of the units that are unsharded at once."""
     _seconds: float = 0.0
-    """Of the last pass, without waits."""
+    """Seconds of the last pass, without waits."""
 
     @contextmanager
     def one_pass(self, size: int) -> Iterator[None]:
@@ -226,7 +226,7 @@ class EnginePasses(Passes):
         return ()
 
     def pass_bytes(self, size: int) -> PassBytes:
-        """Without the unsharded units, which the CPU's counter does not see."""
+        """Excludes the unsharded units, which the CPU's counter does not see."""
         held = super().pass_bytes(size)
         if self.device.type == "cpu":
             return held

@@ -59,7 +59,7 @@ class Job:
     weights: Weights = None
     device: torch.device | str | None = None
     lengths: Iterable[float] | Tensor | None = None
-    """Of the samples of the dataset; None: all are as long as the example."""
+    """Lengths of the dataset's samples; None: all are as long as the example."""
     length_quantile: float = 0.99
     cache: bool | str | Path = True
     progress: bool = True

@@ -23,10 +23,10 @@ from poplar.profiler.timing import seconds_of
 from poplar.values.profile import LinkProfile
 
 LEAST_BYTES = 8
-"""Of the messages whose time is the latency."""
+"""Size of the messages whose time is the latency."""
 FIRST_BYTES = 1 << 16
 MOST_BYTES = 1 << 28
-"""Of the messages that show bandwidth; doubled from the first one on."""
+"""Sizes of the messages that show bandwidth; doubled from the first one on."""
 SETTLED = 0.1
 """Relative change of the bandwidth below which larger messages are not tried."""
 REPETITIONS = 3

@@ -27,7 +27,7 @@ class MemoryBudget(NamedTuple):
         return self.memory_bytes * (1 - MEMORY_RESERVE) - self.held_bytes
 
     def tightened(self, later: MemoryBudget) -> MemoryBudget:
-        """With what is held after kernels were loaded and collectives have run."""
+        """The budget once kernels were loaded and collectives have run."""
         return MemoryBudget(
             min(self.memory_bytes, later.memory_bytes), max(self.held_bytes, later.held_bytes)
         )
@@ -42,10 +42,10 @@ class PassMemory:
     unsharded_units: int
     """Bytes of the units that are unsharded at once at stage 3, and of the buffers."""
     budgets: tuple[float, ...]
-    """By rank, bytes for everything that a pass at stage 3 holds."""
+    """Bytes of each rank for everything that a pass at stage 3 holds."""
     unsharded: tuple[float, ...]
-    """By rank, bytes for activations beside all parameters, as in plain passes; below 0 if they
-    do not fit, and if the model is on `meta`."""
+    """Bytes of each rank for activations beside all parameters, as in plain passes; below 0 if
+    they do not fit, and if the model is on `meta`."""
 
     @classmethod
     def unlimited(cls, ranks: int) -> PassMemory:
@@ -55,7 +55,7 @@ class PassMemory:
 
     @property
     def capacities(self) -> tuple[float, ...]:
-        """By rank, bytes for its shard and activations at stage 3."""
+        """Bytes of each rank for its shard and activations at stage 3."""
         return tuple(max(0.0, budget - self.unsharded_units) for budget in self.budgets)
 
     @property
@@ -68,7 +68,7 @@ class PassMemory:
 
     @property
     def sharded(self) -> tuple[float, ...]:
-        """By rank, bytes for activations beside this rank's shard and the unsharded units."""
+        """Bytes of each rank for activations beside its shard and the unsharded units."""
         both = zip(self.capacities, self.shares, strict=True)
         return tuple(capacity - share * self.parameters for capacity, share in both)
 

@@ -10,7 +10,7 @@ from poplar.values.formatting import format_ranks, parse_bytes
 Size = int | str
 """Bytes, or text such as "10GiB"."""
 MemoryLimit = Size | Mapping[int | str, Size] | None
-"""Of this rank; or by rank number or device, the same on all ranks; or none."""
+"""Bytes of this rank; or by rank number or device, the same on all ranks; or none."""
 
 
 def check(limit: Any) -> None:

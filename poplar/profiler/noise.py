@@ -24,11 +24,11 @@ class CpuUse(NamedTuple):
     own: float
     """Processor time of this process."""
     busy: Mapping[int, float]
-    """By core that this process may use, time in which it was busy or taken by another guest."""
+    """Time in which each core of this process was busy or taken by another guest."""
 
     @classmethod
     def now(cls) -> CpuUse:
-        """Since the start of the process and of the host."""
+        """Use since the start of the process and of the host."""
         return cls(time.perf_counter(), time.process_time(), host_limits.busy_seconds())
 
     def since(self, before: CpuUse) -> CpuUse:

@@ -61,7 +61,7 @@ class Passes:
     units: Sequence[TrainedUnit] = ()
     """Whose memory is measured; none: only the peak of a pass is."""
     lengths: SampleLengths | None = None
-    """To which length batches are padded; None: that of the example."""
+    """Lengths to which batches are padded; None: that of the example."""
     _batches: dict[tuple[int, int | None], Any] = field(default_factory=dict)
 
     def batch(self, size: int) -> Any:
@@ -69,7 +69,7 @@ class Passes:
         return self._made(size, None if self.lengths is None else self.lengths.typical(size))
 
     def longest_batch(self, size: int) -> Any:
-        """As `batch`, but of the length for which to plan memory."""
+        """A batch as `batch` returns it, but of the length for which to plan memory."""
         return self._made(size, self.lengths.longest(size)) if self.lengths else self.batch(size)
 
     def _made(self, size: int, length: int | None) -> Any:

@@ -94,7 +94,15 @@ class Session:
         self.memory = PassMemory.unlimited(group.size)
         """What passes may allocate."""
         self.largest_unsharded: Sequence[int] | None = None
-        """By rank, the largest batch that fits beside all parameters; None: not known, any may."""
+        """The largest batch of each rank that fits beside all parameters; None: any may."""
+
+    def limit_passes(self, memory: PassMemory) -> None:
+        """Passes may allocate this from now on."""
+        self.memory = memory
+
+    def limit_plain_passes(self, largest: Sequence[int]) -> None:
+        """Plain passes may have these batches, by rank, from now on."""
+        self.largest_unsharded = largest
 
     def passes(self, units: Sequence[TrainedUnit] = ()) -> Passes:
         """Plain passes of the model; memory is measured for these units, too."""

@@ -237,7 +237,7 @@ def _plain_seconds(profile: ClusterProfile, plans: Sequence[Plan], seconds: floa
 def measure_slowdowns(
     session: Session, profile: ClusterProfile, plan: Plan, seconds: float
 ) -> list[float]:
-    """By rank, how long plain passes take now, relative to the profiled curve. Collective.
+    """How long plain passes of each rank take now, relative to its profile. Collective.
 
     Each rank times its largest profiled batch that is not above the plan's and fits beside all
     parameters. If there is none on a rank, or `seconds` are too few to measure anything, the

@@ -54,7 +54,7 @@ class Meter(Protocol):
 
 
 class UnitBytes(NamedTuple):
-    """As `BatchPoint.unit_bytes` and `bytes_after_unit`."""
+    """Values of `BatchPoint.unit_bytes` and `bytes_after_unit`."""
 
     during: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ class UnitWindows:
                 handle.remove()
 
     def result(self) -> UnitBytes:
-        """By unit; empty if a unit did not get all of its gradients."""
+        """Bytes of each unit; empty if one did not get all of its gradients."""
         if any(self._missing):
             return UnitBytes()
         most = max(self._most, self._meter.peak + self._held) - self._resident
@@ -132,14 +132,14 @@ class UnitWindows:
 
 
 class UnitFractions(NamedTuple):
-    """As `ModelProfile.unit_forward_fraction` and `unit_backward_fraction`; empty: unknown."""
+    """Values of `ModelProfile.unit_forward_fraction` and its backward twin; empty: unknown."""
 
     forward: tuple[float, ...] = ()
     backward: tuple[float, ...] = ()
 
     @classmethod
     def of_seconds(cls, forward: Sequence[float], backward: Sequence[float]) -> UnitFractions:
-        """From the seconds of a pass; unknown if a direction took none."""
+        """The fractions of a pass with these seconds; unknown if a direction took none."""
         total = fsum(forward) + fsum(backward)
         if not (fsum(forward) > 0.0 and fsum(backward) > 0.0):
             return cls()
@@ -177,9 +177,9 @@ class UnitClock:
         self._units = units
         self._device = device
         self._began: list[_Mark | None] = [None] * len(units)
-        """By unit, the begin of its first forward."""
+        """The begin of each unit's first forward."""
         self._complete: list[_Mark | None] = [None] * len(units)
-        """By unit, when its last gradient so far was complete."""
+        """The time when each unit's last gradient so far was complete."""
         self._phases: list[_Mark] = []
         """The begin of the forward, the begin of the backward, and its end."""
 
@@ -208,7 +208,7 @@ class UnitClock:
         self._phases.append(self._now())
 
     def result(self) -> UnitFractions:
-        """By unit; unknown if a block had no forward, or a unit no gradient."""
+        """Fractions of each unit; unknown if a block had no forward, or a unit no gradient."""
         start, turn, end = self._phases
         blocks = [n for n, unit in enumerate(self._units) if n and not unit.resident]
         seen = [self._began[n] for n in blocks], [self._complete[n] for n in blocks]
@@ -259,7 +259,7 @@ _Mark = float | torch.cuda.Event
 
 
 def _seconds_between(before: _Mark, after: _Mark) -> float:
-    """At least 0. The device must have finished the pass."""
+    """Seconds, at least 0. The device must have finished the pass."""
     if isinstance(before, torch.cuda.Event):
         assert isinstance(after, torch.cuda.Event)
         return max(0.0, float(before.elapsed_time(after)) / 1e3)

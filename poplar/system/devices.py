@@ -37,8 +37,6 @@ class DeviceInfo:
     driver: str = ""
     links: tuple[str, ...] = ()
     """Fastest first: "NVLink 4 x18", "PCIe 5 x16"."""
-    clocks_mhz: tuple[int, int] | None = None
-    """Present and maximum clock rate."""
     throttled: str = ""
     """Why the device runs below its clock rate at the moment; empty if it does not."""
     notes: tuple[str, ...] = ()
@@ -157,7 +155,6 @@ def _describe_cuda(device: torch.device) -> DeviceInfo:
         uuid=known.uuid or info.uuid,
         driver=known.driver or info.driver,
         links=known.links(),
-        clocks_mhz=known.clocks_mhz,
         throttled="; ".join(known.slowdowns()),
         notes=known.clock_settings(),
     )

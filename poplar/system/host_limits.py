@@ -78,7 +78,7 @@ def processor_quota() -> float | None:
 
 
 def busy_seconds() -> dict[int, float]:
-    """By core that this process may run on, seconds since boot in which it was busy.
+    """Seconds since boot in which each core of this process was busy.
 
     Time that a hypervisor gave to other guests (steal) counts as busy. Empty where the kernel does
     not report it.

@@ -48,14 +48,6 @@ class NvmlDevice:
     def driver(self) -> str | None:
         return _text(self._ask("nvmlSystemGetDriverVersion"))
 
-    @property
-    def clocks_mhz(self) -> tuple[int, int] | None:
-        """Present and maximum clock rate of the multiprocessors."""
-        kind = getattr(self.library, "NVML_CLOCK_SM", 1)
-        now = self._ask("nvmlDeviceGetClockInfo", self.whole, kind)
-        most = self._ask("nvmlDeviceGetMaxClockInfo", self.whole, kind)
-        return None if now is None or most is None else (int(now), int(most))
-
     def own_bytes(self) -> int | None:
         """Device memory of this process, its CUDA context included."""
         processes = self._ask("nvmlDeviceGetComputeRunningProcesses", self.handle) or []

@@ -81,7 +81,7 @@ class Tuned:
 
     plan: Plan
     profile: ClusterProfile
-    """With the batch sizes that were measured, and calibrated to the trials."""
+    """The profile with the batch sizes that were measured, calibrated to the trials."""
     observations: tuple[Observation, ...]
     """The plans that ran, medians over their turns; empty if none ran."""
 
@@ -219,7 +219,7 @@ def tune(
 
 
 def _warn_of_wrong_weight(session: Session) -> None:
-    """On the first rank, warn if samples are the wrong weight for the loss."""
+    """Warn on the first rank if samples are the wrong weight for the loss."""
     job = session.job
     if session.group.rank == 0 and not session.is_on_meta:
         found = wrong_weight(job.loss_fn, job.model, job.example)
@@ -379,7 +379,7 @@ class Tuner:
     def _with_newcomer(
         self, profile: ClusterProfile, trials: Trials, running: list[Plan]
     ) -> list[Plan]:
-        """With the plan that a search on the observed speeds finds, if it promises to be faster."""
+        """Adds the plan that a search on the observed speeds finds, if it promises to be faster."""
         observations = trials.observations()
         refined = self._refined(profile, observations)
         found = self._search(refined)[0]
@@ -395,7 +395,7 @@ class Tuner:
         return refine(profile, observations, asynchronous=self.session.asynchronous)
 
     def _seconds_left(self, ends: float) -> float:
-        """By the clock of rank 0."""
+        """Seconds until then by the clock of rank 0."""
         return self.session.from_first_rank(ends - time.perf_counter())
 
     def _checked_profile(self, given: ClusterProfile) -> ClusterProfile:
@@ -436,7 +436,7 @@ class Tuner:
 def _references(
     profile: ClusterProfile, plan: Plan, batches: Sequence[Sequence[int]]
 ) -> list[BatchPoint]:
-    """By rank, the measured point nearest to what it will measure, or else to what it will run."""
+    """The measured point of each rank nearest to what it will measure, or else will run."""
     references = []
     for device, passes, wanted in zip(profile.devices, plan.micro_batches, batches, strict=True):
         size = max([*wanted] or [*passes, 1])

@@ -14,8 +14,8 @@ from statistics import median
 _LEAST_ERROR = 1e-3
 """Relative error that is assumed at least: a few samples may agree by chance."""
 _ERROR_PER_DEVIATION = 1.4826 * math.sqrt(math.pi / 2)
-"""For a normal distribution: standard deviation over median deviation, times the standard error of
-a median over that of a mean."""
+"""Standard deviation over median deviation of a normal distribution, times the standard error of a
+median over that of a mean."""
 
 
 @dataclass(frozen=True)

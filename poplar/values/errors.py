@@ -69,5 +69,5 @@ def is_agreed(error: BaseException) -> bool:
 
 
 def take_agreed(error: BaseException) -> bool:
-    """As `is_agreed`; drops the note, because the program may raise the error again."""
+    """Whether `agreed` was called; drops the note, as the program may raise the error again."""
     return bool(vars(error).pop(_AGREED, False))

@@ -32,7 +32,7 @@ class Traffic:
 
 
 def network_traffic(shares: Sequence[Sequence[float]], *, hierarchical: bool) -> list[Traffic]:
-    """Through the network of each host.
+    """Traffic through the network of each host.
 
     Args:
         shares: by host and rank, what the rank owns: fractions, elements or bytes.
@@ -49,7 +49,7 @@ def network_traffic(shares: Sequence[Sequence[float]], *, hierarchical: bool) ->
 
 
 def link_traffic(shares: Sequence[Sequence[float]], *, hierarchical: bool) -> list[list[Traffic]]:
-    """Through the link of each rank, by host; with `hierarchical` within its host only.
+    """Traffic through the link of each rank, by host; with `hierarchical` within its host only.
 
     The ranks of a host relay equal parts of what the other hosts own.
     """

@@ -24,9 +24,9 @@ class Observation:
     pass_seconds: tuple[tuple[float, ...], ...]
     """`[rank][pass]`, passes with samples only, without the time spent waiting for other ranks."""
     other_seconds: tuple[float, ...]
-    """By rank, time outside passes and optimizer update, without waiting."""
+    """Time of each rank outside passes and optimizer update, without waiting."""
     slowdowns: tuple[float, ...] = ()
-    """By rank, the time of plain passes right before and after the steps, relative to the profiled
+    """Time of plain passes of each rank right before and after the steps, relative to the profiled
     curve; empty if unknown."""
 
 
@@ -49,8 +49,8 @@ class Trials:
         return plan in self._turns[-1]
 
     def observations(self) -> tuple[Observation, ...]:
-        """See `pooled`."""
-        return pooled(seen for turn in self._turns for seen in turn.values())
+        """See `medians_by_plan`."""
+        return medians_by_plan(seen for turn in self._turns for seen in turn.values())
 
     def ratio(self, plan: Plan, other: Plan) -> float:
         """Step time of `plan` over that of `other`: the median of the turns that both ran in."""
@@ -65,7 +65,7 @@ class Trials:
         return sorted(plans, key=lambda plan: self.ratio(plan, plans[0]))
 
 
-def pooled(observations: Iterable[Observation]) -> tuple[Observation, ...]:
+def medians_by_plan(observations: Iterable[Observation]) -> tuple[Observation, ...]:
     """One observation per plan, in order of first appearance: medians over the turns it ran in."""
     by_plan: dict[Plan, list[Observation]] = {}
     for seen in observations:

@@ -32,7 +32,7 @@ STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_p
 """What is sharded, by stage: nothing, + optimizer state, + gradients, + parameters."""
 
 FIRST_STAGE_SYNCHRONIZING_EVERY_PASS = 2
-"""From this stage on ranks synchronize at every pass, before it once per step."""
+"""The first stage at which ranks synchronize at every pass, not once per step."""
 FIRST_STAGE_SHARDING_PARAMETERS = 3
 """The first stage at which parameters are sharded."""
 
@@ -56,7 +56,7 @@ class UnitPlan:
     shares: _Shares | None = None
     """Fraction of this unit owned by each rank; None: the plan's shares."""
     persistent: bool = False
-    """At stage 3: unshard the parameters once per step, in the first pass, instead of twice per
+    """Stage 3 unshards the parameters once per step, in the first pass, instead of twice per
     pass. Costs their memory between passes."""
     recomputed_on: Annotated[
         tuple[Count, ...], Rule("all different", lambda ranks: len(set(ranks)) == len(ranks))

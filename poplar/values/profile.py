@@ -65,11 +65,11 @@ class BatchPoint:
     spread_seconds: NonNegative = 0.0
     """Standard error of `seconds`; 0 if unknown."""
     unit_bytes: tuple[Count, ...] = ()
-    """By unit, the most activation bytes from the end of the backward before to the end of its own.
-    Resident units share the end of the pass. A gradient that is not complete counts as far as it
-    is more than the unit's and the resident units' gradients together. Empty: not measured."""
+    """The most activation bytes of each unit from the end of the backward before to the end of its
+    own. Resident units share the end of the pass. A gradient that is not complete counts as far
+    as it is more than the unit's and the resident units' gradients together. Empty: unknown."""
     bytes_after_unit: tuple[Count, ...] = ()
-    """By unit, activation bytes when its gradients are complete, of which none counts."""
+    """Activation bytes when each unit's gradients are complete, of which none counts."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -92,10 +92,10 @@ class DeviceProfile:
     memory_bytes: Count
     """What this rank may use: without what other processes hold."""
     points: Annotated[tuple[BatchPoint, ...], Rule("at least one measurement", bool)]
-    """By ascending batch. The last one is the largest micro-batch that a plan may use."""
+    """Measurements by ascending batch. The last one is the largest micro-batch of a plan."""
     recomputed_points: tuple[BatchPoint, ...] = ()
-    """By ascending batch: passes in which all units but the root are recomputed in the backward.
-    They may be larger than `points`. Empty: not measured."""
+    """Measurements by ascending batch of passes in which all units but the root are recomputed in
+    the backward. They may be larger than `points`. Empty: not measured."""
     optimizer_seconds: NonNegative
     """One optimizer step over the state of the whole model."""
     optimizer_latency_seconds: NonNegative = 0.0
@@ -105,9 +105,9 @@ class DeviceProfile:
     peak_flops: Positive | None = None
     """FLOP/s by specification or by a matrix product; used by the `flops` policy."""
     pass_overhead_seconds: _ByStage = _NO_RESIDUALS
-    """By stage: extra time of a pass in the engine over a plain pass."""
+    """Extra time by stage of a pass in the engine over a plain pass."""
     step_overhead_seconds: _ByStage = _NO_RESIDUALS
-    """By stage: time of a step outside passes and optimizer update."""
+    """Time by stage of a step outside passes and optimizer update."""
     uuid: str = ""
     host: str = ""
     throttled: str = ""
@@ -179,7 +179,7 @@ class DeviceProfile:
         return self._bytes.at(batch)
 
     def unit_bytes(self, batch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """By unit, activation bytes during and after its backward; empty if not measured."""
+        """Activation bytes of each unit during and after its backward; empty if not measured."""
         during, after = self._unit_curves
         return tuple(one.at(batch) for one in during), tuple(one.at(batch) for one in after)
 
@@ -218,13 +218,13 @@ class LinearLayer:
     """A plain `nn.Linear`, whose weight gradient can be sent as factors (`Plan.factored`)."""
 
     name: str
-    """As `named_modules()` lists it."""
+    """Its name in `named_modules()`."""
     unit: Count
     """The number of its unit."""
     outputs: PositiveCount
     inputs: PositiveCount
     rows_per_sample: NonNegative
-    """Of its input, such as the tokens of a sample."""
+    """Rows of its input, such as the tokens of a sample."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -258,20 +258,20 @@ class ModelProfile:
     resident_units: Annotated[tuple[Count, ...], _DIFFERENT] = ()
     """Units that stay unsharded until a pass is over, usually those outside of all blocks."""
     unit_buffers: tuple[tuple[PositiveCount, ...], ...] = ()
-    """By unit, elements of each buffer that is reduced at once at stage 3. Empty: buffers have up
-    to 32 MiB."""
+    """Elements of each buffer of each unit that is reduced at once at stage 3. Empty: buffers have
+    up to 32 MiB."""
     merged_buffers: tuple[tuple[PositiveCount, ...], ...] = ()
     """The same at stages 0 to 2, where small units are merged: by merged unit, in the order of the
     units, resident ones first. Empty: units are merged up to 32 MiB."""
     saved_without_last_unit: Fraction | None = None
-    """Of the activation bytes that are saved by recomputing all units but resident ones: the part
-    that is saved if the last one is not recomputed. None: in proportion to its elements."""
+    """The part of the activation bytes saved by recomputing all units but resident ones that is
+    saved if the last one is not recomputed. None: in proportion to its elements."""
     unit_forward_fraction: tuple[NonNegative, ...] = ()
-    """By unit, the part of a pass until the next unit's forward. What is outside of all blocks
+    """The part of a pass of each unit until the next unit's forward. What is outside of all blocks
     counts where it runs: with the first unit or, after the last block, with the last one. Sums to 1
     with `unit_backward_fraction`. Empty: unknown, and in proportion to the elements."""
     unit_backward_fraction: tuple[NonNegative, ...] = ()
-    """By unit, the part of a pass from the end of the backward before until its last gradient."""
+    """The part of a pass of each unit from the end of the backward before to its last gradient."""
     linear_layers: tuple[LinearLayer, ...] = ()
     """Layers that can be factored. Empty: there are none, or they are unknown."""
 
@@ -342,7 +342,7 @@ class LinkProfile:
     seconds_per_byte: Positive
     """Each way, with messages that are large enough to show bandwidth."""
     latency_seconds: NonNegative
-    """Of a message of a few bytes."""
+    """Seconds of a message of a few bytes."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -357,29 +357,29 @@ class NetworkProfile:
     all_gather_seconds: NonNegative
     """Parameters of the whole model, unit by unit, even shares."""
     send_seconds_per_byte: tuple[NonNegative, ...]
-    """By rank. Only ratios matter: they determine times under uneven shares."""
+    """Rates of each rank. Only ratios matter: they determine times under uneven shares."""
     receive_seconds_per_byte: tuple[NonNegative, ...]
-    """By rank."""
+    """Rates of each rank."""
     receive_buffers: Annotated[str, _RECEIVE_BUFFERS] = "freed"
     """What becomes of the memory that reductions receive into. "freed" when they are over, as on
     devices; "step": kept until the end of the step, as on the host; "kept" for later steps too."""
     synchronization_seconds: _ByStage = _NO_RESIDUALS
-    """By stage: time of a synchronization beyond its collectives. May be negative."""
+    """Time by stage of a synchronization beyond its collectives. May be negative."""
     step_seconds: _ByStage = _NO_RESIDUALS
-    """By stage: time of a step that nothing else explains. May be negative."""
+    """Time by stage of a step that nothing else explains. May be negative."""
     hosts: tuple[Count, ...] = ()
-    """By rank, the number of its host, if the transport is hierarchical. Empty: it is not."""
+    """The number of each rank's host, if the transport is hierarchical. Empty: it is not."""
     network_seconds_per_byte: tuple[NonNegative, ...] = ()
-    """By rank, the part of its rates that is the network between hosts, which the ranks of its host
+    """The part of each rank's rates that is the network between hosts, which the ranks of its host
     share. Empty: not known, and all of them if the transport is hierarchical."""
     transports: tuple[tuple[str, float], ...] = ()
     """Transports to choose from, by name and seconds of sample collectives, fastest first. The
     first one was measured here. Empty: there was no choice."""
     links: tuple[LinkProfile, ...] = ()
-    """Of each pair of hosts; empty on a single host."""
+    """One link for each pair of hosts; empty on a single host."""
     collective_latency_seconds: _Latencies = ()
-    """Of a small reduce-scatter and a small all-gather of which every rank owns a part; then of
-    both if one rank owns everything. Empty: not measured."""
+    """Seconds of a small reduce-scatter and a small all-gather of which every rank owns a part;
+    then of both if one rank owns everything. Empty: not measured."""
 
     @property
     def transport(self) -> str | None:
@@ -387,7 +387,7 @@ class NetworkProfile:
         return self.transports[0][0] if self.transports else None
 
     def with_residuals(self, stage: int, *, synchronization: float, step: float) -> NetworkProfile:
-        """With these residuals of a stage."""
+        """The network with these residuals of a stage."""
 
         def replaced(values: Sequence[float], value: float) -> tuple[float, ...]:
             return (*values[:stage], value, *values[stage + 1 :])
@@ -474,12 +474,12 @@ class ClusterProfile(Document):
 
     @cached_property
     def device_group_indices(self) -> list[int]:
-        """By rank, a number: equal for ranks whose devices have equal costs."""
+        """A number for each rank: equal for ranks whose devices have equal costs."""
         return _numbered(device.costs for device in self.devices)
 
     @cached_property
     def rank_group_indices(self) -> list[int]:
-        """By rank, a number: equal for ranks with equal devices and links, on equal hosts."""
+        """A number for each rank: equal for ranks with equal devices and links, on equal hosts."""
         network = self.network
         rates = [network.send_seconds_per_byte, network.receive_seconds_per_byte]
         if network.network_seconds_per_byte:
@@ -489,7 +489,7 @@ class ClusterProfile(Document):
 
 
 def host_compositions(hosts: Sequence[int], keys: Sequence[Hashable]) -> list[Hashable]:
-    """By rank, the number of ranks with each key on its host; None without hosts."""
+    """For each rank, the number of ranks with each key on its host; None without hosts."""
     if not hosts:
         return [None] * len(keys)
     ranks: dict[int, Counter[Hashable]] = {}

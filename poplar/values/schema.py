@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _Convert = Callable[[Any, str], Any]
-"""From a value and its path to the value of the annotated type."""
+"""Converts a value, with its path for errors, to the annotated type."""
 
 _NOUN_BY_FIELD = {"micro_batches": "plan", "devices": "profile", "runs": "recorded run"}
 """A field that only one kind of document has."""
@@ -61,7 +61,7 @@ class Document:
 
     _noun: ClassVar[str]
     _version: ClassVar[int]
-    """Of the format that is written and read."""
+    """The format that is written and read."""
     _remedy: ClassVar[str]
     """What to do about content that cannot be read."""
 
@@ -290,7 +290,7 @@ def _shown(value: Any) -> str:
 
 
 _LARGEST = 1e30
-"""Of a number: products of a few of them are finite."""
+"""Largest number: products of a few of them are finite."""
 _INTEGERS = 2**63
 _EXPECTED = {int: "a whole number", float: "a number", str: "a string", bool: "True or False"}
 

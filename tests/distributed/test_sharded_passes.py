@@ -110,7 +110,7 @@ def curves_with(
         one, two = (session.passes().first(size).activation_bytes for size in (1, 2))
     limits = [held * whole + one + (two - one) * more for more in room]
     budgets = [MemoryBudget(round(limit / (1 - MEMORY_RESERVE)), 0) for limit in limits]
-    session.memory = pass_memory(session, session.exchange(budgets)[0])
+    session.limit_passes(pass_memory(session, session.exchange(budgets)[0]))
     tried.clear()
     with session.measuring(), mock.patch.object(batch_sizes, "LONGEST_PASS", 100.0):
         curves, _ = measure_curves(session, lambda text: None)

@@ -31,7 +31,7 @@ class Gradient:
 
     loss: float
     gradients: dict[str, Tensor]
-    """By parameter, fp32; without parameters that no sample uses."""
+    """Gradients by parameter, fp32; without parameters that no sample uses."""
     micro_batch: int
     """Samples per pass."""
 

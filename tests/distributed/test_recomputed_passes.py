@@ -11,7 +11,7 @@ from ranks import Pool
 
 from poplar import profile_cluster
 from poplar.planner.recomputed_curves import with_recomputed_units
-from poplar.profiler import recomputed_curves
+from poplar.profiler import recomputed_passes
 from poplar.profiler.passes import Passes
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 from poplar.zero.preserved_state import gradients_dropped
@@ -75,7 +75,7 @@ def test_only_models_that_memory_may_limit_are_measured() -> None:
         device = DeviceProfile(
             name="", memory_bytes=memory * MIB, points=(point,), optimizer_seconds=0.0
         )
-        return recomputed_curves._may_lack_memory(device, model, most)
+        return recomputed_passes._may_lack_memory(device, model, most)
 
     assert may_lack(memory=30, most=8)
     assert not may_lack(memory=60, most=8)
