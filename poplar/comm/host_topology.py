@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,30 +55,19 @@ class Hosts:
         per direction.
         """
         ranks = self.members[host]
-        remote = [
-            Piece(rank, *layout.bounds(rank))
-            for rank in range(layout.world_size)
-            if rank not in ranks
-        ]
-        return [list(pieces) for pieces in _split_evenly(remote, len(ranks))]
-
-
-def _split_evenly(pieces: Sequence[Piece], count: int) -> Iterator[Iterator[Piece]]:
-    total = sum(piece.numel for piece in pieces)
-    step = -(-total // (count * ALIGNMENT)) * ALIGNMENT
-    for part in range(count):
-        yield _pieces_between(pieces, part * step, (part + 1) * step)
-
-
-def _pieces_between(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:
-    """Elements `[first, last)` of the concatenated pieces."""
-    begin = 0
-    for piece in pieces:
-        start = piece.start + max(first - begin, 0)
-        stop = piece.start + min(last - begin, piece.numel)
-        if start < stop:
-            yield Piece(piece.owner, start, stop)
-        begin += piece.numel
+        remote = [rank for rank in range(layout.world_size) if rank not in ranks]
+        total = sum(layout.size(rank) for rank in remote)
+        step = -(-total // (len(ranks) * ALIGNMENT)) * ALIGNMENT
+        pieces: list[list[Piece]] = [[] for _ in ranks]
+        assigned = 0
+        for owner in remote:
+            start, end = layout.bounds(owner)
+            while start < end:
+                relay = assigned // step
+                stop = min(end, start + (relay + 1) * step - assigned)
+                pieces[relay].append(Piece(owner, start, stop))
+                assigned, start = assigned + stop - start, stop
+        return pieces
 
 
 def host_id() -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -216,19 +217,18 @@ def connect_control(group: Group, choice: str | Communicator = "auto") -> Contro
     Raises:
         ValueError: on all ranks, if the ranks chose differently.
     """
-    control = Control(group)
+    first = Control(group)
     name = choice if isinstance(choice, str) else type(choice).__name__
     own = name, host_topology.host_id()
     names, host_ids = zip(
-        *control.exchange_objects(own, what="agreeing on the communicator"), strict=True
+        *first.exchange_objects(own, what="agreeing on the communicator"), strict=True
     )
-    control.spans_hosts = len(set(host_ids)) > 1
     if len({*names}) > 1:
         given = ", ".join(f"rank {rank} has {name!r}" for rank, name in enumerate(names))
         raise agreed(ValueError(f"communicator must be the same on all ranks, got: {given}"))
-    if group.size == 1 or name == "process_group":
-        return control
-    try:
-        return Control(group, Rendezvous(group, control.exchange_objects, CONTROL_SEGMENT_BYTES))
-    except NotOneHost:
-        return control
+    spans_hosts = len(set(host_ids)) > 1
+    rendezvous = None
+    if group.size > 1 and name != "process_group":
+        with suppress(NotOneHost):
+            rendezvous = Rendezvous(group, first.exchange_objects, CONTROL_SEGMENT_BYTES)
+    return Control(group, rendezvous, spans_hosts=spans_hosts)

@@ -135,7 +135,7 @@ def rank_sum_(
     out: Tensor, received: list[Tensor], accumulate: bool = False, sums: Tensor | None = None
 ) -> None:
     """See `poplar.ops.rank_sum_`."""
-    check_rank_sum(out, received, sums)
+    check_rank_sum(out, received, accumulate, sums)
     total = _total(received)
     if accumulate:
         out += total
@@ -321,7 +321,7 @@ def _total(received: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def check_pack(bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -> None:
+def check_pack(bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *_: object) -> None:
     """Raise if `pack_` does not support its arguments."""
     check_flat(bucket, "pack_: bucket")
     for i, (grad, place) in enumerate(_pieces("pack_", bucket, grads, offsets)):
@@ -336,7 +336,9 @@ def check_pack(bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) 
         )
 
 
-def check_rank_sum(out: Tensor, received: Sequence[Tensor], sums: Tensor | None) -> None:
+def check_rank_sum(
+    out: Tensor, received: Sequence[Tensor], _accumulate: bool, sums: Tensor | None
+) -> None:
     """Raise if `rank_sum_` does not support its arguments."""
     _check_parts("rank_sum_", out, received)
     for part in received:
@@ -364,7 +366,7 @@ def _check_parts(name: str, out: Tensor, received: Sequence[Tensor]) -> None:
 @torch.no_grad()
 def block_sums_of_squares(flat: Tensor) -> Tensor:
     """See `poplar.ops.block_sums_of_squares`."""
-    check_flat(flat, "block_sums_of_squares: flat")
+    check_block_sums(flat)
     blocks = -(-flat.numel() // ALIGNMENT)
     padded = flat.new_zeros(blocks * ALIGNMENT, dtype=torch.float32)
     padded[: flat.numel()] = flat
@@ -374,6 +376,11 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
         width //= 2
         lanes = lanes[:, :width] + lanes[:, width:]
     return lanes.reshape(-1)
+
+
+def check_block_sums(flat: Tensor) -> None:
+    """Raise if `block_sums_of_squares` does not support its argument."""
+    check_flat(flat, "block_sums_of_squares: flat")
 
 
 @torch.no_grad()
@@ -437,7 +444,7 @@ def check_exact_norm(totals: Tensor) -> None:
 @torch.no_grad()
 def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
     """See `poplar.ops.clip_coefficient`."""
-    check_clip_coefficient(norm, scale)
+    check_clip_coefficient(norm, max_norm, scale)
     scaled = norm.reshape(()) * (1.0 if scale is None else scale.reshape(()))
     bound = torch.full_like(
         scaled, torch.tensor(max_norm, dtype=torch.float32, device="cpu").item()
@@ -445,7 +452,7 @@ def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None)
     return (bound / (scaled + 1e-6)).clamp(max=1.0)
 
 
-def check_clip_coefficient(norm: Tensor, scale: Tensor | None) -> None:
+def check_clip_coefficient(norm: Tensor, _max_norm: float, scale: Tensor | None) -> None:
     """Raise if `clip_coefficient` does not support its arguments."""
     for scalar in (norm, norm if scale is None else scale):
         _check(
@@ -454,15 +461,27 @@ def check_clip_coefficient(norm: Tensor, scale: Tensor | None) -> None:
         )
 
 
-FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
-    "copy_": copy_,
-    "pack_": pack_,
-    "rank_sum_": rank_sum_,
-    "rank_sum_chunks_": rank_sum_chunks_,
-    "rank_sum_each_": rank_sum_each_,
-    "block_sums_of_squares": block_sums_of_squares,
-    "exact_sum_": exact_sum_,
-    "exact_norm": exact_norm,
-    "clip_coefficient": clip_coefficient,
-    "adamw_": adamw_,
+_OPERATORS: tuple[Callable[..., Tensor | None], ...] = (
+    copy_,
+    pack_,
+    rank_sum_,
+    rank_sum_chunks_,
+    rank_sum_each_,
+    block_sums_of_squares,
+    exact_sum_,
+    exact_norm,
+    clip_coefficient,
+    adamw_,
+)
+FUNCTIONS = {operator.__name__: operator for operator in _OPERATORS}
+
+CHECKS: dict[str, Callable[..., None]] = {
+    "pack_": check_pack,
+    "rank_sum_": check_rank_sum,
+    "block_sums_of_squares": check_block_sums,
+    "exact_sum_": check_exact_sum,
+    "exact_norm": check_exact_norm,
+    "clip_coefficient": check_clip_coefficient,
+    "adamw_": check_adamw,
 }
+"""The checks of the operators with kernels in Triton; they take all arguments of the operator."""

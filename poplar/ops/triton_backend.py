@@ -27,79 +27,20 @@ def is_available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def pack_(
-    bucket: Tensor,
-    grads: list[Tensor],
-    offsets: list[int],
-    weight: float,
-    accumulate: bool = False,
-) -> None:
-    """See `poplar.ops.pack_`."""
-    plain.check_pack(bucket, grads, offsets)
-    _provider_for(bucket).pack_(bucket, grads, offsets, weight, accumulate)
+def _operator(name: str) -> Callable[..., Any]:
+    """An operator by the provider for the device of its tensors."""
+
+    def run(*arguments: Any) -> Any:
+        plain.CHECKS[name](*arguments)
+        first = arguments[0]
+        tensors = [first] if isinstance(first, Tensor) else first
+        # No tensors: there is nothing to update.
+        return getattr(_provider_for(tensors[0]), name)(*arguments) if tensors else None
+
+    return run
 
 
-def rank_sum_(
-    out: Tensor, received: list[Tensor], accumulate: bool = False, sums: Tensor | None = None
-) -> None:
-    """See `poplar.ops.rank_sum_`."""
-    plain.check_rank_sum(out, received, sums)
-    _provider_for(out).rank_sum_(out, received, accumulate, sums)
-
-
-def block_sums_of_squares(flat: Tensor) -> Tensor:
-    """See `poplar.ops.block_sums_of_squares`."""
-    plain.check_flat(flat, "block_sums_of_squares: flat")
-    sums: Tensor = _provider_for(flat).block_sums_of_squares(flat)
-    return sums
-
-
-def exact_sum_(total: Tensor, values: Sequence[Tensor]) -> None:
-    """See `poplar.ops.exact_sum_`."""
-    plain.check_exact_sum(total, values)
-    _provider_for(total).exact_sum_(total, values)
-
-
-def exact_norm(totals: Tensor) -> Tensor:
-    """See `poplar.ops.exact_norm`."""
-    plain.check_exact_norm(totals)
-    norm: Tensor = _provider_for(totals).exact_norm(totals)
-    return norm
-
-
-def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
-    """See `poplar.ops.clip_coefficient`."""
-    plain.check_clip_coefficient(norm, scale)
-    coefficient: Tensor = _provider_for(norm).clip_coefficient(norm, max_norm, scale)
-    return coefficient
-
-
-def adamw_(
-    values: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    means: Sequence[Tensor],
-    square_means: Sequence[Tensor],
-    rounded: Sequence[Tensor],
-    rules: Sequence[float],
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """See `poplar.ops.adamw_`."""
-    state = (values, gradients, means, square_means, rounded)
-    plain.check_adamw(*state, rules, scale, found_inf)
-    if values:
-        _provider_for(values[0]).adamw_(*state, rules, scale, found_inf)
-
-
-FUNCTIONS: dict[str, Callable[..., Tensor | None]] = {
-    "pack_": pack_,
-    "rank_sum_": rank_sum_,
-    "block_sums_of_squares": block_sums_of_squares,
-    "exact_sum_": exact_sum_,
-    "exact_norm": exact_norm,
-    "clip_coefficient": clip_coefficient,
-    "adamw_": adamw_,
-}
+FUNCTIONS = {name: _operator(name) for name in plain.CHECKS}
 
 
 class _KernelsOnDevice:

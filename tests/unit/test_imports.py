@@ -25,7 +25,7 @@ LAYERS = (
     {"zero", "checkpoint"},
     {"optimizer"},
     {"profiler"},
-    {"tuning", "programmes", "monitoring", "doctor", "callbacks", "report"},
+    {"tuning", "programmes", "monitoring", "doctor"},
     {"cli", "integrations", "__main__"},
 )
 """Packages and top-level modules, from the bottom up. Imports point down or stay within a layer.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from poplar.comm.hierarchy.step_stream import StepStream
+from poplar.comm.hierarchy.transport import StepStream
 
 CUDA = torch.device("cuda", 0)
 

@@ -8,7 +8,8 @@ hosts it is one all-to-all of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from poplar.comm.communicator import (
 )
 from poplar.comm.group import Group
 from poplar.comm.hierarchy.routes import Route
-from poplar.comm.hierarchy.step_stream import StepStream, StepsWork
 from poplar.comm.hierarchy.within_host import ProcessGroupOfHost, SharedHostMemory, WithinHost, join
 from poplar.comm.host_memory.rendezvous import Rendezvous
 from poplar.comm.host_topology import Hosts
@@ -172,3 +172,58 @@ class HierarchicalCommunicator(Communicator):
         if layout not in self._routes:
             self._routes[layout] = Route.of(self._hosts, layout, self.group.rank)
         return self._routes[layout]
+
+
+class StepsWork:
+    """Steps that have been issued. It keeps the tensors that they read and write until the wait."""
+
+    def __init__(self, *tensors: object) -> None:
+        self._tensors = tensors
+        self._done: torch.cuda.Event | None = None
+        self._device: torch.device | None = None
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """All steps have been issued on this stream."""
+        self._device = stream.device
+        self._done = torch.cuda.Event()
+        self._done.record(stream)
+
+    def wait(self) -> float:
+        """As `Work.wait`: only the current stream waits."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._tensors, self._done = (), None
+        return 0.0
+
+
+class StepStream:
+    """A stream of each CUDA device, on which the steps of a collective follow one another.
+
+    So the caller's stream does not wait between them. On other devices they run when issued.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @contextmanager
+    def steps(self, device: torch.device, *tensors: object) -> Iterator[StepsWork]:
+        """A context in which steps are issued, and the work to wait for.
+
+        Tensors that the steps allocate belong to their stream, so they can be freed while the steps
+        run. The others must live until the wait.
+
+        Args:
+            device: of the tensors.
+            tensors: the tensors of the caller.
+        """
+        work = StepsWork(*tensors)
+        if device.type != "cuda":
+            yield work
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield work
+        work.record(stream)
