@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +25,7 @@ from poplar.cli.options import (
 )
 from poplar.cli.output import command_output, notes, table
 from poplar.planner.explain import PREDICTION_ERROR, Explanation, explain
-from poplar.planner.search import POLICIES, alternatives, plan_or_error
+from poplar.planner.search import CLOSE, POLICIES, alternatives, plan_or_error
 from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
 from poplar.programmes.search.explanation import explain_programme
 from poplar.values.errors import NotExportable
@@ -93,7 +94,10 @@ def plan(
     }
     with command_output(as_json=as_json, debug=debug) as result:
         profile = ClusterProfile.from_json(cluster)
-        by_stage = alternatives(profile, global_batch=global_batch, policy=policy, **request)
+        within = math.inf if compare else CLOSE
+        by_stage = alternatives(
+            profile, global_batch=global_batch, policy=policy, **request, within=within
+        )
         chosen = by_stage[0]
         document: dict[str, Any] = {"plan": chosen.to_dict()}
         result.show(str(chosen), *notes(profile))

@@ -200,6 +200,8 @@ class _Together:
         return held
 
 
+Bound = tuple[CommunicationSeconds, float]
+"""Seconds that no step with this communication is faster than."""
 SecondsOf = Callable[[CommunicationSchedule, Columns], Sequence[float]]
 """The seconds of each size of some columns, with a schedule of the communication."""
 
@@ -230,33 +232,33 @@ class SynchronizedPasses:
 
         @cache
         def seconds(schedule: CommunicationSchedule, columns: Columns) -> list[float]:
-            return [schedule.seconds(one, communication) for one in columns.synchronizations]
+            return list(map(schedule.seconds_with(communication), columns.synchronizations))
 
         return tuple(self._cover(seconds)[1])
 
     def lower_bounds(
-        self, least: CommunicationSeconds, most: CommunicationSeconds
-    ) -> list[tuple[CommunicationSeconds, float]]:
+        self,
+        least: CommunicationSeconds,
+        most: CommunicationSeconds,
+        passes: tuple[int, int] | None,
+    ) -> Iterator[list[Bound]]:
         """Lower bounds on the step, without its tail, at the corners of a box of communication.
 
-        They are the values of a function that is concave within the box: the minimum of linear
+        Each list has the values of a function that is concave within the box: the minimum of linear
         functions.
+
+        Args:
+            least: of each collective.
+            most: of each collective.
+            passes: the least and the most passes of a step, two or more. Then a second list has
+                bounds by the number of passes. They do not look at single samples, so those of the
+                first list may be larger.
         """
         bounded = self._bounded(least)
-        return [(corner, self._cover(bounded(corner))[0]) for corner in _corners(least, most)]
-
-    def lower_bounds_by_number(
-        self, least: CommunicationSeconds, most: CommunicationSeconds, passes: tuple[int, int]
-    ) -> list[tuple[CommunicationSeconds, float]]:
-        """As `lower_bounds`, for steps with at least and at most so many passes, two or more.
-
-        They do not look at single samples, so `lower_bounds` may be larger.
-        """
-        bounded = self._bounded(least)
-        return [
-            (corner, self._least_by_number(bounded(corner), passes))
-            for corner in _corners(least, most)
-        ]
+        corners = [(corner, bounded(corner)) for corner in _corners(least, most)]
+        yield [(corner, self._cover(seconds)[0]) for corner, seconds in corners]
+        if passes is not None:
+            yield [(corner, self._least_by_number(seconds, passes)) for corner, seconds in corners]
 
     def _bounded(self, least: CommunicationSeconds) -> Callable[[CommunicationSeconds], SecondsOf]:
         """By communication, lower bounds on the seconds of each size of some columns: every
@@ -265,13 +267,15 @@ class SynchronizedPasses:
 
         @cache
         def tangents(schedule: CommunicationSchedule, columns: Columns) -> list[Exposure]:
-            return [schedule.tangent(one, least) for one in columns.synchronizations]
+            return list(map(schedule.tangents_at(least), columns.synchronizations))
 
         def at(communication: CommunicationSeconds) -> SecondsOf:
+            gather, reduce = communication
+
             def seconds(schedule: CommunicationSchedule, columns: Columns) -> list[float]:
                 bounds = [
-                    one.latest + tangent.at(communication)
-                    for one, tangent in zip(
+                    one.latest + (by_gather * gather + by_reduce * reduce + alone)
+                    for one, (by_gather, by_reduce, alone) in zip(
                         columns.synchronizations, tangents(schedule, columns), strict=True
                     )
                 ]

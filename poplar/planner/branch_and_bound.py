@@ -46,7 +46,7 @@ TOLERANCE = 1e-10
 """Relative difference below which two steps are equally fast."""
 _MOST_WORK = 1200
 """Nodes times ranks."""
-_NODES_BEFORE_SETTLING = 40
+_NODES_BEFORE_SETTLING = 20
 _SETTLED = 1e-3
 """After so many nodes, alternations find nothing new, and a plan that is proven to be this close to
 the fastest is good enough."""
@@ -74,22 +74,19 @@ class Relaxed(NamedTuple):
     """The best shares if every rank's room holds whole samples; empty: not known."""
 
 
-def fastest_plan(
-    costs: StageCosts, request: Request, *, below: float = math.inf, effort: float = 1.0
-) -> Decision:
+def fastest_plan(costs: StageCosts, request: Request, *, effort: float = 1.0) -> Decision:
     """The fastest plan of one stage. There must be no `memory_shortfall`.
 
     Args:
         costs: of the stage.
         request: what the plan is for.
-        below: slower plans than this many seconds need not be told apart.
         effort: the part of the usual number of nodes that may be searched.
     """
     solvers = Alternation(costs, request)
     best = solvers.first_plan()
     bound = best.seconds
     if costs.shares_matter:
-        best, bound = _Search(solvers, best, below).run(effort)
+        best, bound = _Search(solvers, best, effort).run()
     assert best.micro_batches, "a stage without a memory shortfall has a plan"
     best = with_smaller_passes_first(costs, best)
     plan = Plan(
@@ -122,22 +119,23 @@ class _Node(NamedTuple):
 class _Search:
     """Best-first branch and bound."""
 
-    def __init__(self, solvers: Alternation, first: Candidate, below: float) -> None:
+    def __init__(self, solvers: Alternation, first: Candidate, effort: float) -> None:
         self._solvers = solvers
+        self._most_nodes = 1 + int(effort * _MOST_WORK / solvers.costs.cluster.world_size)
         self._costs = solvers.costs
         self._best = first
-        self._below = below
+        self._below = solvers.request.below
         self._nodes: list[tuple[float, int, _Node, Relaxed]] = []
         """A heap by bound."""
         self._number = count()
 
-    def run(self, effort: float) -> tuple[Candidate, float]:
+    def run(self) -> tuple[Candidate, float]:
         """The fastest plan found, and a lower bound on the step of any plan."""
         for node in self._roots():
             self._add(node)
         closed = math.inf
         """The smallest bound of nodes that cannot be split."""
-        for done in range(int(effort * _MOST_WORK / self._costs.cluster.world_size) + 1):
+        for done in range(self._most_nodes):
             tolerance = _SETTLED if done >= _NODES_BEFORE_SETTLING else TOLERANCE
             if not self._nodes or self._nodes[0][0] >= self._limit(tolerance):
                 break
@@ -282,11 +280,9 @@ class _Search:
         box = least, _ = problem.least_communication(), problem.most_communication()
         if math.isinf(least.reduce):
             return None
-        lowest = problem.lowest(batches.lower_bounds(*box))
-        bound = lowest.seconds
-        if passes is not None:
-            bounds = batches.lower_bounds_by_number(*box, passes)
-            bound = max(bound, problem.lowest(bounds).seconds)
+        bounds = batches.lower_bounds(*box, passes)
+        lowest = problem.lowest(next(bounds))
+        bound = max([lowest.seconds, *(problem.lowest(own).seconds for own in bounds)])
         if bound >= self._limit():
             return None
         starts = [

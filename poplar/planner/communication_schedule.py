@@ -6,8 +6,7 @@ rank (`step.actions`). Collectives are measured in elements, and compute in tick
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise, product
@@ -83,34 +82,63 @@ class CommunicationSchedule:
         self, synchronization: Synchronization, communication: CommunicationSeconds
     ) -> float:
         """Seconds from the previous synchronization to the end of this one."""
-        latest, reducible = synchronization
+        return self.seconds_with(communication)(synchronization)
+
+    def seconds_with(
+        self, communication: CommunicationSeconds
+    ) -> Callable[[Synchronization], float]:
+        """`seconds` with this communication, for many synchronizations."""
+        groups = self._values_at(communication)
         gather, reduce = communication
-        exposed = self.gathers * gather + reduce + self.residual
-        for lines in self.overlap_bounds:
-            exposed -= min(
-                by_gather * gather
-                + by_reduce * reduce
-                + by_latest * latest
-                + by_reducible * reducible
-                for by_gather, by_reduce, by_latest, by_reducible in lines
-            )
-        return latest + max(0.0, exposed)
+        alone = self.gathers * gather + reduce + self.residual
+
+        def seconds(synchronization: Synchronization) -> float:
+            latest, reducible = synchronization
+            exposed = alone
+            for lines in groups:
+                exposed -= min(
+                    [
+                        communicated + by_latest * latest + by_reducible * reducible
+                        for communicated, by_latest, by_reducible in lines
+                    ]
+                )
+            return latest + max(0.0, exposed)
+
+        return seconds
+
+    def _values_at(
+        self, communication: CommunicationSeconds
+    ) -> list[list[tuple[float, float, float]]]:
+        """The lines of each group as functions of the compute only."""
+        gather, reduce = communication
+        return [
+            [(line.gather * gather + line.reduce * reduce, *line[2:]) for line in lines]
+            for lines in self.overlap_bounds
+        ]
 
     def exposures(self, synchronization: Synchronization) -> list[Exposure]:
         """The exposed communication is the largest of these bounds, at least 0."""
         return [self._exposure(lines, synchronization) for lines in product(*self.overlap_bounds)]
 
-    def tangent(
-        self, synchronization: Synchronization, communication: CommunicationSeconds
-    ) -> Exposure:
-        """The largest bound at this communication, where it is exact."""
-        point = (*communication, *synchronization)
-        lines = [
-            min(group, key=lambda line: sum(map(operator.mul, line, point)))
-            for group in self.overlap_bounds
-        ]
-        exposure = self._exposure(lines, synchronization)
-        return exposure if exposure.at(communication) > 0.0 else Exposure(0.0, 0.0, 0.0)
+    def tangents_at(
+        self, communication: CommunicationSeconds
+    ) -> Callable[[Synchronization], Exposure]:
+        """By synchronization, the largest bound at this communication, where it is exact."""
+        groups = self._values_at(communication)
+
+        def tangent(synchronization: Synchronization) -> Exposure:
+            latest, reducible = synchronization
+            chosen = []
+            for lines, values in zip(self.overlap_bounds, groups, strict=True):
+                overlaps = [
+                    communicated + by_latest * latest + by_reducible * reducible
+                    for communicated, by_latest, by_reducible in values
+                ]
+                chosen.append(lines[overlaps.index(min(overlaps))])
+            exposure = self._exposure(chosen, synchronization)
+            return exposure if exposure.at(communication) > 0.0 else Exposure(0.0, 0.0, 0.0)
+
+        return tangent
 
     def _exposure(self, lines: Iterable[OverlapLine], synchronization: Synchronization) -> Exposure:
         latest, reducible = synchronization

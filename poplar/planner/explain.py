@@ -7,6 +7,7 @@ Every answer is a new search on a changed cluster (`what_if`). Devices of one gr
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -17,12 +18,17 @@ from poplar.planner import what_if
 from poplar.planner.cost_model import costs_of
 from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
 from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
-from poplar.planner.prediction import Bound, bound_of, predict
+from poplar.planner.prediction import Bound, Prediction, bound_of, predict
 from poplar.planner.search import ALL_STAGES, Factored, Recompute, search
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.uncertainty import unmeasured_batches
 from poplar.planner.what_if import Change, Changed
-from poplar.values.formatting import format_ranks, format_signed_percent
+from poplar.values.formatting import (
+    format_bytes,
+    format_percent,
+    format_ranks,
+    format_signed_percent,
+)
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.values.schema import to_json_types
@@ -92,7 +98,7 @@ class Explanation:
     contributions: tuple[Contribution, ...]
     """One per group of devices, least valuable first; empty for a single rank."""
     uncertainties: tuple[str, ...] = ()
-    """Where the plan relies on pass times that were not measured."""
+    """What the search left open, and where the plan relies on pass times that were not measured."""
 
     def sentences(self) -> list[str]:
         """What concerns the whole plan, as text."""
@@ -182,7 +188,10 @@ def explain(
         verdict=_verdict(over_even, error),
         changes=tuple(sorted(changes, key=lambda one: -one.gain)),
         contributions=tuple(sorted(contributions, key=_least_valuable_first)),
-        uncertainties=tuple(_gaps_in_the_profile(cluster, plan)),
+        uncertainties=(
+            *_left_open(cluster, plan, prediction),
+            *_gaps_in_the_profile(cluster, plan),
+        ),
     )
 
 
@@ -247,6 +256,22 @@ def _verdict(gain: float | None, error: float) -> str:
 
 def _least_valuable_first(contribution: Contribution) -> float:
     return math.inf if contribution.without is None else -contribution.without
+
+
+def _left_open(cluster: ClusterProfile, plan: Plan, prediction: Prediction) -> Iterator[str]:
+    """What made the search hard, if it ended before it was close to a proof."""
+    gap = (plan.prediction or {}).get("optimality_gap") or 0.0
+    if gap <= NOISE:
+        return
+    limits = [device.memory_bytes * (1.0 - cluster.memory_reserve) for device in cluster.devices]
+    used = list(map(operator.truediv, prediction.memory_bytes, limits))
+    rank = used.index(max(used))
+    yield (
+        f"the search ended before it could rule out a plan of stage {plan.stage} that is up to "
+        f"{format_percent(gap)} faster: samples and state compete for memory, most of all on rank "
+        f"{rank} ({cluster.devices[rank].name}), which needs "
+        f"{format_bytes(prediction.memory_bytes[rank])} of {format_bytes(limits[rank])}"
+    )
 
 
 def _gaps_in_the_profile(cluster: ClusterProfile, plan: Plan) -> Iterable[str]:

@@ -13,7 +13,7 @@ import heapq
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from poplar.planner.branch_and_bound import TOLERANCE, Decision, fastest_plan
 from poplar.planner.cost_model import StageCosts
@@ -27,6 +27,8 @@ _MOST_CUTS = 12
 """Ranges that are cut in two; each half needs one search."""
 _EFFORT = 0.1
 """Of the search of a range with several numbers: its bound is loose however long it is."""
+_EFFORT_OF_OTHERS = 0.5
+"""Of the search of a number of persistent units, if there is a plan without any."""
 
 
 def fastest_plan_with_persistent_units(costs: StageCosts, request: Request) -> Decision:
@@ -88,12 +90,13 @@ class _Search:
         """A heap of least and largest numbers by a lower bound on every step with one of them."""
         self._closed = math.inf
         """The smallest bound of ranges that are not searched further."""
+        self._exact = cache(self._exact_plan)
 
     def run(self) -> Decision:
         """The fastest plan found; of equally fast ones, that with fewer persistent units."""
         self._add(0, len(self._order))
         if self._ranges:  # not all units fit
-            self._keep(0, fastest_plan(self._with_first(0), self._request).plan)
+            self._keep(0, self._exact(0).plan)
         for _ in range(_MOST_CUTS):
             if not self._ranges or self._ranges[0][0] >= self._limit():
                 break
@@ -109,7 +112,7 @@ class _Search:
 
     def _limit(self) -> float:
         """Ranges whose bound is not below these seconds cannot improve the plan."""
-        return self._best[0] * (1.0 - TOLERANCE)
+        return self._faster().below * (1.0 - TOLERANCE)
 
     def _add(self, least: int, most: int) -> None:
         """Search a range optimistically, and keep the plan with as many units as fit."""
@@ -121,8 +124,10 @@ class _Search:
         )
         if memory_shortfall(optimistic, self._request) is not None:
             return
-        effort = 1.0 if least == most else _EFFORT
-        plan, bound = fastest_plan(optimistic, self._request, below=self._best[0], effort=effort)
+        if least == most:
+            plan, bound = self._exact(least)
+        else:
+            plan, bound = fastest_plan(optimistic, self._faster(), effort=_EFFORT)
         assert bound is not None
         numbers = range(least + 1, most + 1)
         fitting = least + bisect_left(numbers, True, key=lambda n: self._lacks_memory(n, plan))
@@ -138,6 +143,15 @@ class _Search:
         seconds = self._with_first(number).step_seconds(plan.micro_batches, plan.shares)
         if (seconds, number) < self._best:
             self._best, self._plan = (seconds, number), plan
+
+    def _exact_plan(self, number: int) -> Decision:
+        """The fastest plan with this many persistent units."""
+        effort = _EFFORT_OF_OTHERS if number else 1.0
+        return fastest_plan(self._with_first(number), self._faster(), effort=effort)
+
+    def _faster(self) -> Request:
+        """A request for plans that are faster than the best one."""
+        return self._request._replace(below=min(self._request.below, self._best[0]))
 
     def _lacks_memory(self, number: int, plan: Plan) -> bool:
         costs = self._with_first(number)

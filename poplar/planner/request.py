@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -11,3 +12,5 @@ class Request(NamedTuple):
     global_batch: int
     max_micro_batch: int
     """Largest micro-batch that is allowed on any rank."""
+    below: float = math.inf
+    """Slower plans than this many seconds need not be told apart."""

@@ -16,7 +16,7 @@ from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.factored_choice import with_factored_layers
-from poplar.planner.memory_shortfall import NoPlanFits, Shortfall, memory_shortfall
+from poplar.planner.memory_shortfall import NoPlanFits, Shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 from poplar.planner.prediction import describe
 from poplar.planner.recomputed_units import fastest_plan_with_recomputation
@@ -33,6 +33,8 @@ POLICIES: Mapping[str, Policy] = {"exact": fastest_plan_with_persistent_units, *
 """How samples and shares are chosen at one stage. `exact` is the search for the fastest plan."""
 
 
+CLOSE = 1.25
+"""Times of the best plan's step within which plans of other stages are searched for."""
 MOST_PASSES = 10_000
 """Of a rank in a step; a plan lists each of them."""
 Recompute = Literal["auto", "never"]
@@ -101,10 +103,16 @@ def alternatives(
     preference: float = PREFERENCE,
     recompute: Recompute = "auto",
     factored: Factored = "auto",
+    within: float = CLOSE,
 ) -> tuple[Plan, ...]:
-    """The best plan of every stage at which one fits, in the order in which `search` prefers them.
+    """A plan of every stage at which one fits, in the order in which `search` prefers them.
 
-    Takes the arguments of `search` and raises the same errors.
+    Takes the arguments of `search`, and raises the same errors.
+
+    Args:
+        within: a stage is not searched further once all of its plans are known to take this many
+            times as long as the best one of a lower stage. Then its plan need not be its best one,
+            and `optimality_gap` says what the search left open.
     """
     _check_at_least_one("global_batch", global_batch)
     if max_micro_batch is not None:
@@ -120,6 +128,7 @@ def alternatives(
     request = Request(global_batch, min(max_micro_batch or global_batch, global_batch))
     _check_passes(cluster, request)
     found: list[Plan] = []
+    fastest = math.inf
     shortfalls: list[Shortfall] = []
     may_recompute = policy == "exact" and recompute == "auto"
     for stage in _checked_stages(stages):
@@ -128,12 +137,15 @@ def alternatives(
         if missing is not None:
             shortfalls.append(missing)
             continue
-        decide = partial(_decide, policy, request, preference, may_recompute=may_recompute)
+        wanted = request._replace(below=within * fastest)
+        decide = partial(_decide, policy, wanted, preference, may_recompute=may_recompute)
         plan, bound = decide(costs)
         if policy == "exact" and factored == "auto":
             plan = with_factored_layers(cluster, plan, decide, preference)
             bound = None if plan.factored else bound
-        gap = None if bound is None else _optimality_gap(cluster, plan, bound)
+        seconds = costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
+        fastest = min(fastest, seconds)
+        gap = None if bound is None else _optimality_gap(seconds, bound)
         found.append(describe(cluster, plan, policy, gap))
     if not found:
         suggest = partial(
@@ -154,20 +166,13 @@ def _decide(
 ) -> Decision:
     """The plan of one stage, and a lower bound on the seconds of all its plans."""
     if may_recompute:
-        plan, bound = _with_recomputation(costs, request, preference)
+        plan, bound = fastest_plan_with_recomputation(costs, request, preference)
     else:
         plan, bound = POLICIES[policy](costs, request)
     if policy == "exact":
         limit = request.max_micro_batch
         plan = simplified(costs.cluster, plan, preference, max_micro_batch=limit)
     return Decision(plan, bound)
-
-
-def _with_recomputation(costs: StageCosts, request: Request, preference: float) -> Decision:
-    """The fastest plan of one stage, with recomputed units where they make it faster."""
-    fits = memory_shortfall(costs, request) is None
-    plain = fastest_plan_with_persistent_units(costs, request) if fits else None
-    return fastest_plan_with_recomputation(costs, request, plain, preference)
 
 
 def plan_or_error(cluster: ClusterProfile, **request: Any) -> Plan | ValueError:
@@ -178,9 +183,8 @@ def plan_or_error(cluster: ClusterProfile, **request: Any) -> Plan | ValueError:
         return error
 
 
-def _optimality_gap(cluster: ClusterProfile, plan: Plan, bound: float) -> float:
-    """How much faster than the plan a step may be, as a fraction, if none is below the bound."""
-    seconds = costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
+def _optimality_gap(seconds: float, bound: float) -> float:
+    """How much faster than this a step may be, as a fraction, if none is below the bound."""
     gap = 1.0 - bound / seconds if seconds else 0.0
     return gap if gap > TOLERANCE else 0.0
 

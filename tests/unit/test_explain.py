@@ -236,6 +236,17 @@ def test_stages_and_max_micro_batch_apply_to_other_plans():
 # Uncertainty and invalid arguments
 
 
+def test_a_search_that_ended_early_says_which_memory_made_it_hard():
+    cluster = tight()
+    plan = search(cluster, global_batch=48)
+    hard = {**plan.prediction, "optimality_gap": 0.07}
+    (sentence,) = explain(cluster, dataclasses.replace(plan, prediction=hard)).uncertainties
+    assert f"a plan of stage {plan.stage} that is up to 7 % faster" in sentence
+    full = max(range(2), key=lambda rank: plan.prediction["memory_bytes"][rank] / (60, 80)[rank])
+    assert f"most of all on rank {full} ({cluster.devices[full].name}), which needs" in sentence
+    assert explain(cluster, plan).uncertainties == ()
+
+
 def test_a_batch_in_a_gap_of_the_profile_is_uncertain():
     sparse = device(largest=64)
     sparse = dataclasses.replace(sparse, points=(sparse.points[0], sparse.points[-1]))

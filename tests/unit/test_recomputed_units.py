@@ -103,7 +103,7 @@ def without_unit(plan: Plan, name: str, rank: int) -> Plan:
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_is_recomputed_if_memory_does_not_bind(stage, monkeypatch):
     ample = with_recomputation(device(memory=4000 * MB, sample_bytes=MB), times=1)
-    monkeypatch.setattr(recomputed_units, "_Search", None)  # no search beyond the plain one
+    monkeypatch.setattr(recomputed_units, "_with_fewest_units", None)  # no other search
     plan = search(cluster_of(ample, ample, model=MODEL), global_batch=16, stages=(stage,))
     assert counts(plan) == [0, 0]
 
@@ -315,7 +315,7 @@ def test_recomputation_is_never_slower_and_searches_are_few(stage, monkeypatch):
         except NoPlanFits:
             continue
         assert seconds_of(search(cluster, **request)) <= seconds_of(plain) * (1 + 1e-9), seed
-        assert len(searches) <= 18
+        assert len(searches) <= 6
 
 
 # A plan with recomputation elsewhere

@@ -14,6 +14,7 @@ from planning_oracle import STAGES, Oracle
 from subset import choose
 
 from poplar import _core
+from poplar.planner import persistent_units
 from poplar.planner.batch_allocation import RankPasses, kth_smallest
 from poplar.planner.prediction import predict
 from poplar.planner.search import NoPlanFits, alternatives, search
@@ -220,6 +221,25 @@ def test_stages_that_do_not_fit_are_skipped():
     plans = alternatives(cluster_of(small, small), global_batch=8)
     assert 0 not in {plan.stage for plan in plans}
     assert {1, 3} <= {plan.stage for plan in plans}
+
+
+def test_a_stage_far_from_the_best_one_is_not_searched_to_its_end(monkeypatch):
+    searched = []
+    plan_of = persistent_units.fastest_plan
+    monkeypatch.setattr(
+        persistent_units,
+        "fastest_plan",
+        lambda costs, *given, **how: searched.append(costs.stage) or plan_of(costs, *given, **how),
+    )
+    some = device(memory=100 * 10**6, sample_bytes=4 * 10**6)
+    model = ModelProfile(unit_numels=(10**6,) * 4, unit_names=("a", "b", "c", "d"))
+    cluster = cluster_of(some, some, model=model, communication=5.0)
+    best, *_, last = alternatives(cluster, global_batch=64)
+    assert (best.stage, last.stage, searched.count(3)) == (1, 3, 1)
+    assert 0.5 < last.prediction["optimality_gap"] < 1.0
+    *_, last = alternatives(cluster, global_batch=64, within=math.inf)
+    assert searched.count(3) > 2
+    assert last.prediction["optimality_gap"] == 0.0
 
 
 def test_max_micro_batch_limits_every_rank():
