@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from poplar.comm import Control
 from poplar.values.errors import agreed
 from poplar.values.formatting import format_names
-from poplar.zero.checks.replica_check import checksum
+from poplar.zero.checks.replica_check import checksum, differing_parameters
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.strategy import Strategy
 
@@ -132,16 +132,11 @@ class ForwardStateCheck:
 
     def _raise_differing_parameters(self) -> None:
         """Find the parameters that differ and raise. Collective."""
-        own = {
-            name: int(checksum([flat.values[slice(*flat.span(position))]]))
-            for flat in self._flats
-            for position, name in enumerate(flat.names)
-        }
-        received = self._control.exchange_objects(own, what="state that forwards write")
-        for name, value in received[0].items():
-            different = [rank for rank, sums in enumerate(received) if sums[name] != value]
-            if different:
-                raise ValueError(_message(f"parameter {name!r}", different))
+        values = [flat.values for flat in self._flats]
+        what = "state that forwards write"
+        for name, sums in differing_parameters(self._control, self._flats, values, what):
+            different = [rank for rank, own in enumerate(sums) if own != sums[0]]
+            raise ValueError(_message(f"parameter {name!r}", different))
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -130,7 +130,7 @@ class FirstLossCheck:
             return next(t for t in pytree.tensors(output) if is_loss(t))
 
         def look(call: Call, inputs: Any) -> None:
-            if call.inner is not None and torch.is_grad_enabled():
+            if call.computes_loss and torch.is_grad_enabled():
                 recorded.samples = _samples_in(inputs)
                 self._look(own_loss, inputs, recorded, self._where, stacklevel=5)
                 if self._first is not None:

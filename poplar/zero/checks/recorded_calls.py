@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,39 +36,22 @@ class OtherCallsError(Exception):
     """A replayed loss needs more than was recorded, so it cannot be computed."""
 
 
-@dataclass
-class Call:
+class Call(NamedTuple):
     """One call of a module."""
 
     module: nn.Module
-    output: Any = None
+    output: Any
     """What it returned, detached; None if it computed a loss."""
-    inner: list[Call] | None = None
-    """If it computed a loss: the calls of its submodules."""
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Call:
-        """The call with every tensor of its outputs replaced by `fn(tensor)`."""
-        inner = None if self.inner is None else [call.map(fn) for call in self.inner]
-        return Call(self.module, pytree.map_tensors(fn, self.output), inner)
-
-    def join(self, other: Call) -> Call:
-        """The call for the samples of both."""
-        if self.module is not other.module or (self.inner is None) != (other.inner is None):
-            raise OtherCallsError("other modules are called for other samples")
-        if self.inner is None or other.inner is None:
-            return Call(self.module, join_batches(self.output, other.output))
-        pairs = zip(self.inner, other.inner, strict=True)
-        return Call(self.module, None, [one.join(two) for one, two in pairs])
-
-    def bytes(self) -> int:
-        """Memory of the outputs, in fp32."""
-        inner = sum(call.bytes() for call in self.inner or ())
-        return inner + sum(4 * tensor.numel() for tensor in pytree.tensors(self.output))
+    computes_loss: bool
+    """The calls of its submodules follow."""
 
 
 @dataclass
 class RecordedCalls:
-    """The calls that a loss function has made for one micro-batch."""
+    """The calls that a loss function has made for one micro-batch.
+
+    Calls inside of other ones are left out, except in modules that compute a loss.
+    """
 
     model: nn.Module
     samples: int
@@ -79,7 +62,7 @@ class RecordedCalls:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """A context in which calls of the model and its modules are recorded."""
-        with _calls_by(self.model, partial(self._record, [self.calls])):
+        with _calls_by(self.model, self._record):
             yield
 
     def record_one(self, done: Callable[[Call, Any], None]) -> None:
@@ -88,15 +71,16 @@ class RecordedCalls:
         Args:
             done: takes it, and its arguments by position or name.
         """
-        stack, running = ExitStack(), [self.calls]
+        stack = ExitStack()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            is_outermost = not self.calls
             try:
-                output = self._record(running, module, *args, **kwargs)
+                output = self._record(module, *args, **kwargs)
             finally:
-                if len(running) == 1:
+                if is_outermost:
                     stack.close()
-            if len(running) == 1:
+            if is_outermost and self.calls:
                 done(self.calls[0], {**dict(enumerate(args)), **kwargs})
             return output
 
@@ -104,7 +88,11 @@ class RecordedCalls:
 
     def rows(self, count: int) -> RecordedCalls:
         """The calls for the first samples, in memory of their own."""
-        calls = [call.map(lambda t: self._rows(t, 0, count).clone()) for call in self.calls]
+
+        def own(tensor: Tensor) -> Tensor:
+            return self.part(tensor, 0, count).clone()
+
+        calls = [c._replace(output=pytree.map_tensors(own, c.output)) for c in self.calls]
         return RecordedCalls(self.model, count, calls, self.is_rounded)
 
     def join(self, other: RecordedCalls) -> RecordedCalls:
@@ -113,12 +101,16 @@ class RecordedCalls:
         Raises:
             Exception: the calls differ, or the shapes of the outputs.
         """
-        calls = [one.join(two) for one, two in zip(self.calls, other.calls, strict=True)]
+        calls = []
+        for one, two in zip(self.calls, other.calls, strict=True):
+            if (one.module, one.computes_loss) != (two.module, two.computes_loss):
+                raise OtherCallsError("other modules are called for other samples")
+            calls.append(one._replace(output=join_batches(one.output, two.output)))
         return RecordedCalls(self.model, self.samples + other.samples, calls, self.is_rounded)
 
     def bytes(self) -> int:
         """Memory of the outputs, in fp32."""
-        return sum(call.bytes() for call in self.calls)
+        return sum(4 * t.numel() for call in self.calls for t in pytree.tensors(call.output))
 
     def gradient(
         self, loss: Callable[[], Tensor], start: int, stop: int
@@ -148,25 +140,23 @@ class RecordedCalls:
         ]
         return float(value.detach()), list(map(_probe, rows))
 
-    def _rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+    def part(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Some rows of an output; all of it if it has no row for each sample."""
         has_rows = tensor.dim() > 0 and len(tensor) == self.samples
         return tensor[start:stop] if has_rows else tensor
 
-    def _record(self, running: list[list[Call]], module: nn.Module, *args: Any, **kw: Any) -> Any:
+    def _record(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a graph that the user's own code compiles
-            return module._call_impl(*args, **kw)
+            return module._call_impl(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:  # a forward that runs again in a backward
-            return module._call_impl(*args, **kw)
-        running.append([])
-        try:
-            output = module._call_impl(*args, **kw)
-        finally:
-            inner = running.pop()
+            return module._call_impl(*args, **kwargs)
+        place = len(self.calls)
+        self.calls.append(Call(module, None, computes_loss=True))
+        output = module._call_impl(*args, **kwargs)
         tensors = pytree.tensors(output)
-        if any(map(is_loss, tensors)):
-            running[-1].append(Call(module, inner=inner))
-        else:
-            running[-1].append(Call(module, pytree.map_tensors(Tensor.detach, output)))
+        if not any(map(is_loss, tensors)):
+            detached = pytree.map_tensors(Tensor.detach, output)
+            self.calls[place:] = [Call(module, detached, computes_loss=False)]
         autocast = tensors[:1] and torch.is_autocast_enabled(tensors[0].device.type)
         self.is_rounded |= bool(autocast) or any(t.dtype in _HALF for t in tensors)
         return output
@@ -177,27 +167,23 @@ class _Replay:
 
     def __init__(self, recorded: RecordedCalls, start: int, stop: int) -> None:
         self._recorded, self._start, self._stop = recorded, start, stop
-        self._expected: list[Iterator[Call]] = [iter(recorded.calls)]
+        self._expected = iter(recorded.calls)
         self.leaves: list[Tensor] = []
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = next(self._expected[-1], None)
+        call = next(self._expected, None)
         if call is None or call.module is not module:
             raise OtherCallsError("other modules are called")
-        if call.inner is None:
-            return pytree.map_tensors(self._rows, call.output)
-        self._expected.append(iter(call.inner))
-        output = module.forward(*args, **kwargs)
-        self.check_complete()
-        self._expected.pop()
-        return output
+        if call.computes_loss:
+            return module.forward(*args, **kwargs)
+        return pytree.map_tensors(self._rows, call.output)
 
     def check_complete(self) -> None:
-        if next(self._expected[-1], None) is not None:
+        if next(self._expected, None) is not None:
             raise OtherCallsError("fewer modules are called")
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        rows = self._recorded._rows(tensor, self._start, self._stop)
+        rows = self._recorded.part(tensor, self._start, self._stop)
         if rows is tensor or not rows.is_floating_point():
             return rows
         # 16 bits would round the gradients by more than what is looked for.

@@ -104,14 +104,8 @@ class ReplicaCheck:
 
     def _raise_differences(self, update: int, received: Sequence[int]) -> None:
         """Find the parameters that differ and raise. Collective."""
-        names = [name for flat in self._flats for name in flat.names]
-        own = torch.stack([checksum([part]) for flat in self._flats for part in _masters(flat)])
-        by_rank = self._control.exchange_objects(own.tolist(), what="comparing replicas")
-        different = [
-            (name, sums)
-            for name, sums in zip(names, zip(*by_rank, strict=True), strict=True)
-            if len(set(sums)) > 1
-        ]
+        masters = [flat.master for flat in self._flats]
+        different = differing_parameters(self._control, self._flats, masters, "comparing replicas")
         first, sums = different[0] if different else ("none any more", received)
         others = f" and {len(different) - 1} more" if len(different) > 1 else ""
         ranks = _minority(sums)
@@ -126,6 +120,28 @@ class ReplicaCheck:
                 "stage 1, where one rank updates each element"
             )
         )
+
+
+def differing_parameters(
+    control: Control, flats: Sequence[FlatParameter], values: Sequence[Tensor], what: str
+) -> list[tuple[str, tuple[int, ...]]]:
+    """The parameters whose bits differ between ranks, with their checksums by rank. Collective.
+
+    Args:
+        control: the control channel of the ranks.
+        flats: flat parameters.
+        values: of all elements of each of them, on every rank.
+        what: the comparison, for errors.
+    """
+    parts = [
+        (name, tensor[slice(*flat.span(position))])
+        for flat, tensor in zip(flats, values, strict=True)
+        for position, name in enumerate(flat.names)
+    ]
+    own = torch.stack([checksum([part]) for _, part in parts]).tolist()
+    by_rank = zip(*control.exchange_objects(own, what=what), strict=True)
+    named = zip((name for name, _ in parts), by_rank, strict=True)
+    return [(name, sums) for name, sums in named if len(set(sums)) > 1]
 
 
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
@@ -148,11 +164,6 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
 def _signed(word: int) -> int:
     """The int64 with the bits of an unsigned word."""
     return word - (1 << 64) if word >> 63 else word
-
-
-def _masters(flat: FlatParameter) -> list[Tensor]:
-    spans = [flat.span(position) for position in range(len(flat.parameters))]
-    return [flat.master[low:high] for low, high in spans]
 
 
 def _minority(sums: Sequence[int]) -> list[int]:
