@@ -8,20 +8,20 @@ from typing import Any
 
 from poplar.programmes.graph.graph import Node, Reference, TensorType
 from poplar.programmes.graph.placement import local_shape
-from poplar.programmes.rules.pattern import Pattern
+from poplar.programmes.rules.pattern import Pattern, Types
 from poplar.programmes.rules.strategy import Strategy
 
 ZEROS = "zeros"
 """Own operator: zeros of the shapes of `LocalCall.outputs`. Its arguments are the node's inputs;
 the gradients of those in `LocalCall.passed` are zeros, so that autograd reaches them as on the
 other ranks."""
-EMBEDDING_PART = "embedding_part"
-"""Own operator: rows of a part of a table, and zeros for indices that are not in it. Arguments:
-the part, indices, the first index of the part, and the index without gradient or -1."""
-
 INDEX_PART = "index_part"
-"""Own operator: as `EMBEDDING_PART`, of any dimension. Arguments: the part, indices, the dimension,
-the first index of the part, and the size of the whole dimension."""
+"""Own operator: entries of a part of a tensor, and zeros for indices that are not in it. Arguments:
+the part, indices, the dimension, the first index of the part, and the size of the whole dimension.
+"""
+EMBEDDING_PART = "embedding_part"
+"""Own operator: as `INDEX_PART`, of a table. Arguments: the part, indices, the first index of the
+part, and the index without gradient or -1."""
 GROUPED_MM_PART = "grouped_mm_part"
 """Own operator: a grouped product with some of the experts. Arguments: the operator, its tensors
 with a part of the experts, the first expert and the one after the last."""
@@ -62,7 +62,7 @@ class Part:
     """Which part of an operator a rank computes."""
 
     node: Node
-    types: tuple[TensorType, ...]
+    types: Types
     """Types of the node's inputs, on all ranks together."""
     pattern: Pattern
     strategy: Strategy
@@ -94,6 +94,22 @@ def unchanged(call: LocalCall, part: Part) -> LocalCall:
     return call
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one kind of operator can be divided."""
+
+    pattern: Callable[[Node, Types], Pattern]
+    """Makes the pattern of a call from the types of its inputs."""
+    localize: Localize = unchanged
+
+
+def argument(node: Node, position: int, keyword: str = "", default: Any = None) -> Any:
+    """An argument by position, or else by keyword, or else its default."""
+    if len(node.arguments) > position:
+        return node.arguments[position]
+    return node.keywords.get(keyword, default)
+
+
 def with_output_shape(position: int, operator: str = "") -> Localize:
     """The calls of operators whose argument at `position` is the shape of the output.
 
@@ -112,14 +128,26 @@ def with_output_shape(position: int, operator: str = "") -> Localize:
     return localized
 
 
-def bias_once(position: int) -> Localize:
-    """The calls of operators that add a bias: to a partial output, one rank adds it."""
+def mean_as_sum(position: int) -> Localize:
+    """A partial mean is the sum, divided by the number of elements on all ranks.
+
+    Args:
+        position: of the argument `reduction`; 0: the operator is `mean`.
+    """
+    mean, sum_ = 1, 2
 
     def localized(call: LocalCall, part: Part) -> LocalCall:
-        has_bias = len(call.arguments) > position and call.arguments[position] is not None
-        if not has_bias or not part.is_summed or part.is_first:
+        if not part.is_summed:
             return call
-        return call.with_argument(position, Zeroed(call.arguments[position]))
+        scale = part.node.output.numel / part.types[0].numel
+        if not position:
+            overload = "dim_IntList" if call.operator.endswith("dim") else "default"
+            return replace(call, operator=f"aten.sum.{overload}", scale=scale)
+        if argument(part.node, position, "reduction", mean) != mean:
+            return call
+        if len(call.arguments) > position:
+            return replace(call.with_argument(position, sum_), scale=scale)
+        return replace(call, keywords={**call.keywords, "reduction": sum_}, scale=scale)
 
     return localized
 
@@ -131,8 +159,6 @@ def local_call_of(part: Part, localize: Localize) -> LocalCall:
         replace(kind, shape=local_shape(strategy.output, kind.shape, part.ratios, part.rank))
         for kind in node.outputs
     )
-    if strategy.axis and part.bounds[0] == part.bounds[1]:
-        return _zeros(node, outputs)
     call = LocalCall(
         operator=node.operator,
         arguments=node.arguments,
@@ -140,14 +166,7 @@ def local_call_of(part: Part, localize: Localize) -> LocalCall:
         outputs=outputs,
         returns_list=node.returns_list,
     )
+    if strategy.axis and part.bounds[0] == part.bounds[1]:
+        inputs = tuple(Reference(name) for name in node.inputs)
+        return replace(call, operator=ZEROS, arguments=inputs, keywords={})
     return localize(call, part)
-
-
-def _zeros(node: Node, outputs: tuple[TensorType, ...]) -> LocalCall:
-    return LocalCall(
-        operator=ZEROS,
-        arguments=tuple(Reference(name) for name in node.inputs),
-        keywords={},
-        outputs=outputs,
-        returns_list=node.returns_list,
-    )

@@ -9,14 +9,18 @@ of 64 is heads times channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from poplar.programmes.graph.graph import TensorType
+from poplar.programmes.graph.graph import Node, TensorType
 
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
 """The axes of each dimension of a tensor. A dimension of size 1 may have none."""
+Types: TypeAlias = tuple[TensorType, ...]
+Label: TypeAlias = str | int | tuple[str, ...] | None
+"""One dimension of a tensor in a rule: dimensions with the same label are one axis; a tuple is a
+product of axes; every rank needs all indices of a dimension without a label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +48,6 @@ class Pattern:
     flops: float
     """Operations of the forward pass, on the whole tensors."""
 
-    def __post_init__(self) -> None:
-        for dims in (*self.inputs, self.output):
-            for axis in (axis for dim in dims for axis in dim):
-                if axis not in self.sizes:
-                    raise ValueError(f"Pattern: axis {axis!r} has no size")
-
     def divisible_axes(self) -> Iterator[str]:
         """Axes along which the operator can be divided: outermost in each of their dimensions."""
         tensors = (*self.inputs, self.output)
@@ -69,41 +67,71 @@ class Pattern:
         return found[0] if found else None
 
 
-def named(prefix: str, shape: Sequence[int], sizes: dict[str, int]) -> Dims:
-    """One axis for each dimension of a tensor, entered in `sizes`."""
-    names = tuple(f"{prefix}{dim}" for dim in range(len(shape)))
-    sizes.update(zip(names, shape, strict=True))
-    return tuple((name,) for name in names)
-
-
-def aligned(dims: Dims, whole_shape: Sequence[int], shape: Sequence[int]) -> Dims:
-    """The axes of a tensor that is broadcast to another one, whose axes and shape are given."""
-    first = len(whole_shape) - len(shape)
-    return tuple(
-        dims[first + dim] if size == whole_shape[first + dim] else ()
-        for dim, size in enumerate(shape)
-    )
-
-
-def elementwise(
-    output: TensorType,
-    types: Sequence[TensorType],
+def mapped(
+    node: Node,
+    types: Types,
+    inputs: Sequence[Sequence[Label]],
+    output: Sequence[Label],
     *,
-    linear_in: tuple[frozenset[int], ...],
-    flops: float,
+    sizes: Mapping[str, int] | None = None,
+    whole: Iterable[str] = (),
+    linear_in: Iterable[Collection[int]] = (),
+    unread: Collection[int] = (),
+    flops: float | None = None,
+    broadcasts: bool = False,
 ) -> Pattern:
-    """The pattern of an operator whose inputs are all broadcast to its output."""
-    sizes: dict[str, int] = {}
-    dims = named("d", output.shape, sizes)
+    """The pattern of a call whose dimensions have these labels. A label of several sizes is none.
+
+    The operator sums over what the inputs have and the output does not.
+
+    Args:
+        node: the call.
+        types: of its inputs.
+        inputs: labels of the dimensions of each input.
+        output: labels of the dimensions of the output.
+        sizes: of axes that are only in products.
+        whole, linear_in, unread: as in `Pattern`.
+        flops: operations of the forward pass. None: one for each element of the largest tensor.
+        broadcasts: a dimension of size 1 whose label has another size elsewhere is repeated.
+    """
+    tensors = list(zip((*inputs, output), (*types, node.output), strict=True))
+    found: dict[Label, set[int]] = {}
+    for labels, kind in tensors:
+        for label, size in zip(labels, kind.shape, strict=True):
+            found.setdefault(label, set()).add(size)
+    known = dict(sizes or {})
+    alone: set[str] = set()
+
+    def axes_of(label: Label, size: int) -> tuple[str, ...]:
+        if isinstance(label, tuple):
+            return () if size == 1 else label
+        of_label = found[label] - {1} if broadcasts else found[label]
+        if size == 1 and label is not None and len(of_label) == 1 and 1 not in of_label:
+            return ()
+        name = str(label)
+        if label is None or len(of_label) > 1:
+            name = f"alone{len(alone)}"
+            alone.add(name)
+        known[name] = size
+        return (name,)
+
+    *read, computed = [tuple(map(axes_of, labels, kind.shape)) for labels, kind in tensors]
+    whole = alone.union(whole)
+    missing = {axis for dims in read for dim in dims for axis in dim}.difference(whole, *computed)
+    numels = (kind.numel for kind in (*types, node.output))
     return Pattern(
-        sizes=sizes,
-        inputs=tuple(aligned(dims, output.shape, kind.shape) for kind in types),
-        output=dims,
-        linear_in=linear_in,
-        flops=flops,
+        sizes=known,
+        inputs=tuple(read),
+        output=computed,
+        summed=frozenset(missing),
+        whole=frozenset(whole),
+        linear_in=tuple(map(frozenset, linear_in)),
+        unread=frozenset(unread),
+        flops=float(max(numels) if flops is None else flops),
     )
 
 
-def without(dims: Dims, removed: Sequence[int]) -> Dims:
-    """The axes without those of some dimensions."""
-    return tuple(axes for dim, axes in enumerate(dims) if dim not in removed)
+def computed_by_all(node: Node, types: Types) -> Pattern:
+    """The pattern of an operator without a rule: every rank needs all and computes all."""
+    inputs = [[None] * len(kind.shape) for kind in types]
+    return mapped(node, types, inputs, [None] * len(node.output.shape))

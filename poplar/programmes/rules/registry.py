@@ -5,102 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from poplar.programmes.graph.graph import GET_ITEM, LEAVES, Graph, Node
+from poplar.programmes.graph.graph import LEAVES, Graph, Node
 from poplar.programmes.graph.placement import Placement
-from poplar.programmes.rules import (
-    attention,
-    contractions,
-    indexing,
-    lookups,
-    losses,
-    pointwise,
-    shapes,
-)
-from poplar.programmes.rules.local_call import LocalCall, Part, local_call_of
-from poplar.programmes.rules.pattern import Pattern
-from poplar.programmes.rules.reductions import (
-    EXTREMUM,
-    MEAN,
-    PADDED,
-    SELECTION,
-    SUM,
-    along_dim,
-    over_last_dims,
-    selection_over,
-)
-from poplar.programmes.rules.rule import Rule, computed_by_all
+from poplar.programmes.rules.dimensions import DIMENSIONS
+from poplar.programmes.rules.local_call import LocalCall, Part, Rule, local_call_of
+from poplar.programmes.rules.pattern import Pattern, computed_by_all
+from poplar.programmes.rules.pointwise import POINTWISE
+from poplar.programmes.rules.products import PRODUCTS
 from poplar.programmes.rules.strategy import Strategy, strategies, strategy_of
 
 COMPUTED_BY_ALL = Rule(computed_by_all)
 """The rule of operators that are not in `RULES`."""
-
-_BY_NAME: tuple[tuple[Rule, tuple[str, ...]], ...] = (
-    (pointwise.POINTWISE, pointwise.NAMES),
-    (pointwise.TYPE_AS, ("type_as",)),
-    (contractions.LINEAR, ("linear",)),
-    (contractions.MATMUL, ("matmul", "mm", "bmm", "mv", "dot")),
-    (contractions.ADDED_PRODUCT, ("addmm", "baddbmm")),
-    (contractions.OUTER, ("outer",)),
-    (contractions.EINSUM, ("einsum",)),
-    (contractions.CONVOLUTION, ("conv1d", "conv2d", "conv3d")),
-    (attention.ATTENTION, ("scaled_dot_product_attention",)),
-    (lookups.EMBEDDING, ("embedding",)),
-    (lookups.GATHER, ("gather",)),
-    (lookups.INDEX_SELECT, ("index_select",)),
-    (lookups.ONE_HOT, ("one_hot",)),
-    (indexing.INDEX, ("index",)),
-    (indexing.INDEX_PUT, ("index_put",)),
-    (indexing.SCATTERED, ("scatter", "scatter_add")),
-    (indexing.GROUPED_PRODUCT, ("_grouped_mm", "transformers.grouped_mm_fallback.default")),
-    (indexing.HISTOGRAM, ("histc",)),
-    (SUM, ("sum",)),
-    (MEAN, ("mean",)),
-    (
-        SELECTION,
-        ("amax", "amin", "argmax", "argmin", "any", "all", "var", "std", "logsumexp", "prod"),
-    ),
-    (EXTREMUM, ("max", "min")),
-    (selection_over(2), ("linalg_vector_norm", "norm", "cosine_similarity")),
-    (along_dim(1), ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod")),
-    (along_dim(1, -1), ("glu", "logcumsumexp")),
-    (along_dim(2, -1), ("topk",)),
-    (along_dim(1, -1), ("sort", "argsort")),
-    (over_last_dims(), ("layer_norm", "native_layer_norm", "rms_norm")),
-    (over_last_dims(kept_dims=1), ("group_norm",)),
-    (over_last_dims(1), ("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d")),
-    (over_last_dims(0), ("view_as_real",)),
-    (over_last_dims(1), ("view_as_complex",)),
-    (over_last_dims(2), ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")),
-    (over_last_dims(2), ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "triu", "tril")),
-    (PADDED, ("pad", "constant_pad_nd")),
-    (losses.CLASS_LOSS, ("cross_entropy_loss", "nll_loss_nd")),
-    (losses.elementwise_loss(2), ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")),
-    (losses.elementwise_loss(2), ("soft_margin_loss", "kl_div")),
-    (losses.elementwise_loss(3), ("binary_cross_entropy",)),
-    (losses.elementwise_loss(4), ("binary_cross_entropy_with_logits",)),
-    (shapes.RESHAPED, ("view", "_unsafe_view", "reshape", "flatten", "unflatten")),
-    (shapes.RESHAPED, ("squeeze", "unsqueeze")),
-    (shapes.PERMUTED, ("permute", "transpose", "t")),
-    (shapes.EXPANDED, ("expand",)),
-    (shapes.REPEATED, ("repeat",)),
-    (shapes.REPEATED_ELEMENTS, ("repeat_interleave",)),
-    (shapes.REORDERED, ("flip", "roll")),
-    (shapes.PARTLY_WRITTEN, ("slice_scatter", "select_scatter")),
-    (shapes.BROADCAST, ("broadcast_tensors",)),
-    (shapes.CHOSEN, ("select", "slice", "split", "split_with_sizes", "chunk", "unbind")),
-    (shapes.ITEM, (GET_ITEM,)),
-    (shapes.CONCATENATED, ("cat", "stack")),
-    (shapes.CREATED, ("zeros", "ones", "full", "empty")),
-    (shapes.CREATED_LIKE, ("new_zeros", "new_ones", "new_full", "new_empty")),
-)
-RULES = {name: rule for rule, names in _BY_NAME for name in names}
+RULES = {**POINTWISE, **DIMENSIONS, **PRODUCTS}
 """Rules by the base name of the operator, such as `linear` of `aten.linear.default`."""
 
 
 def base_name(operator: str) -> str:
-    """`linear` of `aten.linear.default`; `getitem` stays as it is."""
+    """`linear` of `aten.linear.default`, unless `RULES` has the overload or another namespace."""
     namespace, _, name = operator.partition(".")
-    return name.partition(".")[0] if namespace == "aten" else operator
+    return operator if namespace != "aten" else name if name in RULES else name.partition(".")[0]
 
 
 def rule_of(node: Node) -> Rule:

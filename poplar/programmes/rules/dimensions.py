@@ -1,0 +1,399 @@
+"""Operators that keep some dimensions of their first tensor, and mix, sum or move the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from poplar.programmes.graph.graph import GET_ITEM, Node, Reference
+from poplar.programmes.rules.local_call import (
+    INDEX_PART,
+    LocalCall,
+    Localize,
+    Part,
+    Rule,
+    argument,
+    mean_as_sum,
+    unchanged,
+    with_output_shape,
+)
+from poplar.programmes.rules.pattern import Label, Pattern, Types, computed_by_all, mapped
+from poplar.programmes.rules.reshaping import RESHAPED
+
+Find = Callable[[Node, Types], Iterable[int] | None]
+"""The dimensions that a call does not keep; None: all ranks compute all."""
+ALL = object()
+"""All dimensions."""
+Labels: TypeAlias = tuple[Sequence[Sequence[Label]], Sequence[Label]] | None
+"""Those of the inputs and of the output; None: all ranks compute all."""
+
+
+def by_argument(position: int, default: object = None) -> Find:
+    """The dimensions that an argument names.
+
+    Args:
+        position: of the argument.
+        default: one dimension, or `ALL`, if the argument is missing or empty.
+    """
+
+    def find(node: Node, types: Types) -> Iterable[int] | None:
+        dims = len(types[0].shape)
+        given = argument(node, position, "dim", argument(node, position, "dims"))
+        if given is None or given == [] or isinstance(given, bool):  # `unbiased` of `var`
+            given = list(range(dims)) if default is ALL else default
+        if given is None or not dims:
+            return None
+        return {dim % dims for dim in (given if isinstance(given, list) else [given])}
+
+    return find
+
+
+def last(count: int | Callable[[Node], int]) -> Find:
+    """The last dimensions, so many of them."""
+
+    def find(node: Node, types: Types) -> Iterable[int]:
+        dims = len(types[0].shape)
+        return range(dims - (count if isinstance(count, int) else count(node)), dims)
+
+    return find
+
+
+def _sliced(node: Node, types: Types) -> Iterable[int] | None:
+    """No dimension, if the slice has all of it."""
+    return [] if node.output.shape == types[0].shape else by_argument(1, 0)(node, types)
+
+
+def keeping(
+    find: Find,
+    *,
+    is_sum: bool = False,
+    only_moves: bool = False,
+    localize: Localize = unchanged,
+) -> Rule:
+    """The rule of an operator that keeps all dimensions but those that are found.
+
+    Other tensors with as many dimensions as the first one have the same, and of others, such as the
+    weight of a norm, every rank needs all. The output has the kept dimensions, in order.
+
+    Args:
+        find: the dimensions that are not kept.
+        is_sum: the output is a sum over them.
+        only_moves: the operator computes nothing; it is linear in all of its tensors together.
+        localize: the call of a rank.
+    """
+
+    def labels(node: Node, types: Types) -> Labels:
+        found = find(node, types)
+        if found is None:
+            return None
+        every = range(len(types[0].shape))
+        kept: list[Label] = [None if dim in set(found) else dim for dim in every]
+        size = len(node.output.shape)
+        output = kept if size == len(kept) else [dim for dim in kept if dim is not None]
+        read = every if is_sum else kept
+        others = (kept if len(k.shape) == len(kept) else [None] * len(k.shape) for k in types[1:])
+        return [read, *others], [*output, *[None] * (size - len(output))]
+
+    linear = (0,) if is_sum else ()
+    return labelled(labels, linear=linear, only_moves=only_moves, localize=localize)
+
+
+def labelled(
+    labels: Callable[[Node, Types], Labels],
+    *,
+    linear: Sequence[int] = (),
+    only_moves: bool = False,
+    is_read: bool = True,
+    broadcasts: bool = False,
+    localize: Localize = unchanged,
+) -> Rule:
+    """The rule of an operator whose dimensions have the labels that a function gives.
+
+    Args:
+        labels: of the inputs and of the output; None: all ranks compute all.
+        linear: inputs in which the operator is linear together.
+        only_moves: the operator computes nothing, and is linear in all inputs together.
+        is_read: the values of the inputs are used.
+        broadcasts: as for `mapped`.
+        localize: the call of a rank.
+    """
+
+    def pattern(node: Node, types: Types) -> Pattern:
+        found = labels(node, types)
+        if found is None:
+            return computed_by_all(node, types)
+        every = range(len(types))
+        together = (every if only_moves else linear) if is_read else ()
+        return mapped(
+            node,
+            types,
+            *found,
+            linear_in=[together] if together else (),
+            unread=() if is_read else every,
+            flops=0.0 if only_moves else None,
+            broadcasts=broadcasts,
+        )
+
+    return Rule(pattern, localize)
+
+
+def _dim(node: Node, position: int, dims: int) -> int:
+    return int(argument(node, position, "dim", 0)) % dims
+
+
+def _without(dim: int, dims: int) -> list[Label]:
+    return [other for other in range(dims) if other != dim]
+
+
+def _whole_at(dim: int, dims: int) -> list[Label]:
+    return [None if other == dim else other for other in range(dims)]
+
+
+def _permuted(node: Node, types: Types) -> Labels:
+    """`permute`, `transpose` and `t`."""
+    count = len(types[0].shape)
+    order = list(range(count))
+    name = node.operator.split(".")[1]
+    if name == "permute":
+        order = [dim % count for dim in node.arguments[1]]
+    elif count > 1:
+        one, other = (dim % count for dim in ((0, 1) if name == "t" else node.arguments[1:3]))
+        order[one], order[other] = other, one
+    return [range(count)], order
+
+
+def _stacked(node: Node, types: Types) -> Labels:
+    dims = len(node.output.shape)
+    dim = _dim(node, 1, dims)
+    return [_without(dim, dims)] * len(types), _whole_at(dim, dims)
+
+
+def _select_scattered(node: Node, types: Types) -> Labels:
+    dims = len(types[0].shape)
+    dim = _dim(node, 2, dims)
+    return [_whole_at(dim, dims), _without(dim, dims)], _whole_at(dim, dims)
+
+
+def _gathered(node: Node, types: Types) -> Labels:
+    """All of a dimension is needed of the values, and a part of the indices."""
+    dims = len(types[0].shape)
+    if not dims or dims != len(types[1].shape):
+        return None
+    return [_whole_at(_dim(node, 1, dims), dims), range(dims)], range(dims)
+
+
+def _index_selected(node: Node, types: Types) -> Labels:
+    dims = len(types[0].shape)
+    if not dims or len(types[1].shape) != 1:
+        return None
+    dim = _dim(node, 1, dims)
+    return [_whole_at(dim, dims), [dim]], range(dims)
+
+
+def _indexed_dims(node: Node, types: Types) -> range | None:
+    """Adjacent dimensions that tensors of integers index; None: there are others, or none."""
+    indices = node.arguments[1]
+    given = [dim for dim, index in enumerate(indices) if isinstance(index, Reference)]
+    if not given or any(kind.dtype not in ("int64", "int32") for kind in types[1 : len(given) + 1]):
+        return None
+    dims = range(given[0], given[-1] + 1)
+    return dims if list(dims) == given else None
+
+
+def _indexed(node: Node, types: Types) -> Labels:
+    """`x[..., index, ...]`; of one index, a rank can have some entries: the output is partial."""
+    dims = _indexed_dims(node, types)
+    if dims is None:
+        return None
+    count = len(types[0].shape)
+    before: list[Label] = list(range(dims.start))
+    after: list[Label] = list(range(dims.stop, count))
+    places = [f"place{at}" for at in range(len(node.output.shape) - len(before) - len(after))]
+    entries: list[Label] = ["entries"] if len(dims) == 1 else [None] * len(dims)
+    indices = [places[len(places) - len(kind.shape) :] for kind in types[1:]]
+    return [[*before, *entries, *after], *indices], [*before, *places, *after]
+
+
+def _index_part(call: LocalCall, part: Part) -> LocalCall:
+    if not part.is_summed:
+        return call
+    dim = next(at for at, given in enumerate(call.arguments[1]) if given is not None)
+    size = part.types[0].shape[dim]
+    arguments = (call.arguments[0], call.arguments[1][dim], dim, part.bounds[0], size)
+    return replace(call, operator=INDEX_PART, arguments=arguments, keywords={})
+
+
+def _index_put(node: Node, types: Types) -> Labels:
+    """`x[..., index, ...] = values`: the dimensions after the indices can be divided."""
+    dims = _indexed_dims(node, types)
+    if dims is None or node.output.shape != types[0].shape:
+        return None
+    written = [None if dim < dims.stop else dim for dim in range(len(types[0].shape))]
+    indices = [[None] * len(kind.shape) for kind in types[1:-1]]
+    count, kept = len(types[-1].shape), written[dims.stop :]
+    values = [*[None] * (count - len(kept)), *kept[max(0, len(kept) - count) :]]
+    return [written, *indices, values], written
+
+
+def _counted(node: Node, types: Types) -> Labels:
+    """`histc` with given limits: each rank can count its elements."""
+    if argument(node, 2, "min", 0) == argument(node, 3, "max", 0):
+        return None
+    return [[f"element{dim}" for dim in range(len(types[0].shape))]], [None]
+
+
+def _created(node: Node, types: Types) -> Labels:
+    """Tensors of one value; of a tensor that is given, only type and device are used."""
+    return [[None] * len(kind.shape) for kind in types], range(len(node.output.shape))
+
+
+def _class_loss(node: Node, types: Types) -> Labels:
+    """Scores `[samples, classes, ...]` and classes `[samples, ...]`, not reduced or summed."""
+    scores, targets = len(types[0].shape), len(types[1].shape)
+    reduction = argument(node, 3, "reduction", 1)
+    if scores != targets + 1 or not targets or reduction == 1:
+        return None
+    samples = [f"sample{dim}" for dim in range(targets)]
+    weight = [[None]] * (len(types) - 2)
+    return [[samples[0], None, *samples[1:]], samples, *weight], [] if reduction else samples
+
+
+def _repeated_elements(node: Node, types: Types) -> Pattern:
+    """`repeat_interleave` by a number, along a dimension."""
+    dims = len(types[0].shape)
+    if argument(node, 2, "dim") is None:
+        return computed_by_all(node, types)
+    output: list[Label] = list(range(dims))
+    dim = _dim(node, 2, dims)
+    output[dim] = (str(dim), "repeated")
+    return _copied(node, types, output, {"repeated": int(node.arguments[1])})
+
+
+def _repeated(node: Node, types: Types) -> Pattern:
+    """`repeat`: dimensions that are not repeated can be divided."""
+    times = node.arguments[1]
+    added = len(times) - len(types[0].shape)
+    copies = {f"copy{at}": count for at, count in enumerate(times)}
+    output: list[Label] = [
+        (
+            *((f"copy{at}",) if count > 1 or at < added else ()),
+            *((str(at - added),) if at >= added else ()),
+        )
+        for at, count in enumerate(times)
+    ]
+    return _copied(node, types, output, copies)
+
+
+def _copied(node: Node, types: Types, output: Sequence[Label], copies: dict[str, int]) -> Pattern:
+    read = [range(len(types[0].shape))]
+    return mapped(node, types, read, output, sizes=copies, whole=copies, linear_in=[{0}], flops=0.0)
+
+
+def _with_bounds(call: LocalCall, part: Part) -> LocalCall:
+    """A slice of a whole dimension, which may be the divided one, with the rank's size of it."""
+    shape = part.types[0].shape
+    if part.node.output.shape != shape:
+        return call
+    dim = _dim(part.node, 1, len(shape))
+    arguments = (call.arguments[0], dim, 0, call.outputs[0].shape[dim])
+    return replace(call, arguments=arguments, keywords={})
+
+
+def _elementwise_loss(position: int) -> Rule:
+    """The rule of losses of two tensors of one shape.
+
+    Args:
+        position: of the argument `reduction`.
+    """
+
+    def labels(node: Node, types: Types) -> Labels:
+        if len({kind.shape for kind in types}) > 1:
+            return None
+        dims = range(len(types[0].shape))
+        return [dims] * len(types), [] if argument(node, position, "reduction", 1) else dims
+
+    return labelled(labels, localize=mean_as_sum(position))
+
+
+def _broadcast(node: Node, types: Types) -> Labels:
+    """`expand` and `broadcast_tensors`: new dimensions, and those of size 1, are repeated."""
+    dims = range(len(node.output.shape))
+    return [dims[len(dims) - len(kind.shape) :] for kind in types], dims
+
+
+def _item(node: Node, types: Types) -> Labels:
+    return [range(len(types[0].shape))], range(len(types[0].shape))
+
+
+def _moving(labels: Callable[[Node, Types], Labels], **options: Any) -> Rule:
+    return labelled(labels, only_moves=True, **options)
+
+
+def _named(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+DIMENSIONS: dict[str, Rule] = {
+    **_named(keeping(by_argument(1, ALL), is_sum=True), "sum"),
+    **_named(keeping(by_argument(1, ALL), is_sum=True, localize=mean_as_sum(0)), "mean"),
+    **_named(
+        keeping(by_argument(1, ALL)), "amax amin argmax argmin any all var std logsumexp prod"
+    ),
+    **_named(keeping(by_argument(1, ALL)), "max min"),
+    **_named(keeping(by_argument(2, ALL)), "linalg_vector_norm norm"),
+    **_named(keeping(by_argument(2, 1)), "cosine_similarity"),
+    **_named(
+        keeping(by_argument(1)),
+        "softmax log_softmax _softmax _log_softmax cumsum cumprod scatter scatter_add",
+    ),
+    **_named(keeping(by_argument(1, -1)), "glu logcumsumexp sort argsort"),
+    **_named(keeping(by_argument(2, -1)), "topk"),
+    **_named(
+        keeping(last(lambda node: len(node.arguments[1]))), "layer_norm native_layer_norm rms_norm"
+    ),
+    **_named(keeping(lambda node, types: range(1, len(types[0].shape))), "group_norm"),
+    **_named(keeping(last(0)), "view_as_real one_hot"),
+    **_named(keeping(last(1)), "max_pool1d avg_pool1d adaptive_avg_pool1d view_as_complex"),
+    **_named(
+        keeping(last(2)),
+        "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d max_pool2d avg_pool2d "
+        "adaptive_avg_pool2d triu tril",
+    ),
+    **_named(keeping(last(lambda node: len(node.arguments[1]) // 2)), "pad constant_pad_nd"),
+    **_named(keeping(by_argument(1, 0), only_moves=True), "select unbind cat"),
+    **_named(
+        keeping(by_argument(2, 0), only_moves=True), "split split_with_sizes chunk slice_scatter"
+    ),
+    **_named(keeping(_sliced, only_moves=True, localize=_with_bounds), "slice"),
+    **_named(keeping(by_argument(1), only_moves=True), "flip"),
+    **_named(keeping(by_argument(2), only_moves=True), "roll"),
+    **_named(_moving(_stacked), "stack"),
+    **_named(_moving(_select_scattered), "select_scatter"),
+    **_named(_moving(_permuted), "permute transpose t"),
+    **_named(_moving(_item), GET_ITEM),
+    **_named(_moving(_broadcast, broadcasts=True), "broadcast_tensors"),
+    **_named(_moving(_broadcast, broadcasts=True, localize=with_output_shape(1)), "expand"),
+    **_named(
+        _moving(_created, is_read=False, localize=with_output_shape(0)), "zeros ones full empty"
+    ),
+    **_named(
+        _moving(_created, is_read=False, localize=with_output_shape(1)),
+        "new_zeros new_ones new_full new_empty",
+    ),
+    **_named(labelled(_gathered, linear=(0,)), "gather"),
+    **_named(labelled(_index_selected, linear=(0,)), "index_select"),
+    **_named(labelled(_indexed, linear=(0,), broadcasts=True, localize=_index_part), "index"),
+    **_named(labelled(_index_put), "index_put"),
+    **_named(labelled(_counted), "histc"),
+    **_named(labelled(_class_loss), "cross_entropy_loss nll_loss_nd"),
+    **_named(
+        _elementwise_loss(2), "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div"
+    ),
+    **_named(_elementwise_loss(3), "binary_cross_entropy"),
+    **_named(_elementwise_loss(4), "binary_cross_entropy_with_logits"),
+    "repeat": Rule(_repeated),
+    "repeat_interleave": Rule(_repeated_elements),
+    **_named(RESHAPED, "view _unsafe_view reshape flatten unflatten squeeze unsqueeze"),
+}
+"""Rules by the name of the operator."""
