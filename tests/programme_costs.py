@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from poplar.programmes.search.costs import ClusterCosts, RankSeconds
-from poplar.programmes.search.links import ActivationLinks, Links
+from poplar.programmes.search.costs import ClusterCosts, Links, RankSeconds
 
 
 def programme_costs(
@@ -19,6 +18,7 @@ def programme_costs(
         ratios=ratios,
         compute=RankSeconds((0.0,) * ranks, tuple(1.0 / own for own in operations_per_second)),
         work=1.0,
-        links=ActivationLinks(links, links),
+        reducing=links,
+        moving=links,
         element_seconds=2.0 * (1.0 - 1.0 / ranks) * 4.0 / bytes_per_second,
     )

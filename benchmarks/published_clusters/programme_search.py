@@ -10,9 +10,8 @@ from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sh
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.registry import pattern_of
 from poplar.programmes.rules.strategy import strategy_of
-from poplar.programmes.search.costs import ClusterCosts, RankSeconds
-from poplar.programmes.search.data_parallel import data_parallel
-from poplar.programmes.search.links import ActivationLinks, Links
+from poplar.programmes.search.composition import data_parallel
+from poplar.programmes.search.costs import ClusterCosts, Links, RankSeconds
 from poplar.programmes.search.search import SearchTooLong, fastest_in
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_terms import StepTerms
@@ -30,7 +29,7 @@ def found_programme(
     graph: Graph, costs: Costs, global_batch: int, limit: int = LIMIT
 ) -> Programme | None:
     """The fastest programme, as `plan_programme` searches it; None if it visits too many states."""
-    space = SearchSpace.of(graph, fold=True, restricted=True)
+    space = SearchSpace.of(graph, restricted=True)
     width = limit // len(space.nodes)
     try:
         found = fastest_in(
@@ -58,7 +57,8 @@ def search_costs(costs: Costs, graph: Graph, global_batch: int) -> ClusterCosts:
         ratios=ratios,
         compute=RankSeconds((0.0,) * ranks, tuple(flops / speed for speed in speeds(costs))),
         work=sum(terms.work.values()),
-        links=ActivationLinks(links, links),
+        reducing=links,
+        moving=links,
         element_seconds=2.0 * (1.0 - 1.0 / ranks) * 4.0 * rate,
     )
 

@@ -266,7 +266,7 @@ def test_wrong_programmes_are_refused_on_all_ranks(ranks: Pool, tmp_path: Path) 
 
 
 def experts_divided_of(task: str) -> Programme:
-    from poplar.programmes.search.data_parallel import data_parallel
+    from poplar.programmes.search.composition import data_parallel
 
     return data_parallel(exported_loss(task, new_model(task)).graph, (2, 1))
 

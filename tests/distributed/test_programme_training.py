@@ -30,8 +30,7 @@ from poplar.programmes.run.checked_export import CheckedExport
 from poplar.programmes.run.data_parallel_training import DataParallelTraining
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
 from poplar.programmes.run.programme_training import ProgrammeTraining, sampling_plan
-from poplar.programmes.search.composition import batch_placements
-from poplar.programmes.search.data_parallel import data_parallel
+from poplar.programmes.search.composition import batch_placements, data_parallel
 from poplar.zero import unit
 
 RATIOS = ((2, 1), (4, 2, 1), (1, 0, 2))

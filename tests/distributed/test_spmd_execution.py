@@ -31,7 +31,7 @@ from poplar.programmes.run import local_execution
 from poplar.programmes.run.conversion import own_part
 from poplar.programmes.run.execution import Execution
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
-from poplar.programmes.search.data_parallel import data_parallel
+from poplar.programmes.search.composition import data_parallel
 from poplar.programmes.search.search import fastest_in
 from poplar.programmes.search.space import SearchSpace
 

@@ -19,7 +19,7 @@ from poplar.programmes.graph.graph import LEAVES
 from poplar.programmes.graph.placement import REPLICATED
 from poplar.programmes.rules.registry import without_rules
 from poplar.programmes.run.exported_graph import export_loss
-from poplar.programmes.search.data_parallel import data_parallel
+from poplar.programmes.search.composition import data_parallel
 from poplar.values.errors import NotExportable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

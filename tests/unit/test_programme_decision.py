@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import random
 import re
 import sys
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from virtual_programme import random_programme
 
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import predict
@@ -28,12 +26,11 @@ from poplar.programmes.graph.graph import Graph
 from poplar.programmes.graph.placement import REPLICATED, Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.exported_graph import export_loss
-from poplar.programmes.search.data_parallel import data_parallel
+from poplar.programmes.search.composition import data_parallel
 from poplar.programmes.search.decision import plan_programme
 from poplar.programmes.search.explanation import explain_programme
 from poplar.programmes.search.ratios import best_ratios
 from poplar.programmes.search.search import fastest_in
-from poplar.programmes.search.shares import best_shares
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_model import StepModel
 from poplar.programmes.search.step_terms import StepTerms
@@ -256,48 +253,6 @@ def test_no_ratios_fit_too_little_memory():
     plan = plan_of((8, 4))
     model = StepModel(cluster_of(graph, memory=1000), graph, plan)
     assert best_ratios(model, model.data_parallel, (8, 4)) is None
-
-
-# Shares
-
-
-@given(
-    speeds=st.lists(st.integers(1, 4), min_size=2, max_size=3),
-    bandwidth=st.sampled_from((SLOW, 1e8, FAST)),
-    seed=st.integers(0, 2**32),
-)
-def test_shares_of_replicated_parameters_are_those_of_the_fastest_step(speeds, bandwidth, seed):
-    graph = graph_of("pair", 12)
-    cluster = cluster_of(graph, tuple(speeds), bandwidth)
-    plan = Plan.proportional(speeds, 12, 1, 64)
-    draws, ranks = random.Random(seed), len(speeds)
-    ratios = tuple(plan.samples(rank) for rank in range(ranks))
-    programme = random_programme(graph, ratios, draws)
-    terms, model = StepTerms.of(graph, programme), StepModel(cluster, graph, plan)
-    shares = best_shares(model, terms, ratios)
-    best = model.with_shares(shares).step(terms, ratios).total
-    for _ in range(50):
-        drawn = [draws.random() ** 3 for _ in range(ranks)]
-        others = tuple(part / sum(drawn) for part in drawn)
-        assert best <= model.with_shares(others).step(terms, ratios).total * (1 + 1e-9)
-
-
-def test_shares_leave_a_rank_the_memory_that_it_needs():
-    graph = graph_of("pair", 12)
-    roomy = StepModel(cluster_of(graph), graph, plan_of((8, 4)))
-    terms = roomy.data_parallel
-    none, all_of_it = (
-        roomy.with_shares((share,) * 2).memory_bytes(terms, (8, 4), 0) for share in (0.0, 1.0)
-    )
-    excess = roomy.memory_limit(0) - (none + 0.25 * (all_of_it - none))
-    fast, slow = roomy.cluster.devices
-    devices = dataclasses.replace(fast, memory_bytes=math.ceil(GIB - excess)), slow
-    tight = dataclasses.replace(roomy.cluster, devices=devices)
-    model = StepModel(tight, graph, plan_of((8, 4)))
-    shares = best_shares(model, terms, (8, 4))
-    assert best_shares(roomy, terms, (8, 4))[0] > 0.3
-    assert shares[0] == pytest.approx(0.25, abs=0.01)
-    assert model.with_shares(shares).fits(terms, (8, 4))
 
 
 # Decisions

@@ -20,7 +20,7 @@ from published_clusters.models import linear
 from published_clusters.simulation import simulate
 from published_clusters.step import Part, Step
 
-from poplar.programmes.search.data_parallel import data_parallel as data_parallel_programme
+from poplar.programmes.search.composition import data_parallel as data_parallel_programme
 from poplar.simulator.step_simulation import simulate as simulate_plan
 from poplar.values.plan import Plan
 

@@ -18,9 +18,8 @@ from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.registry import pattern_of, strategies_of
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
-from poplar.programmes.search.composition import batch_placements, composed
+from poplar.programmes.search.composition import batch_placements, composed, data_parallel
 from poplar.programmes.search.costs import ClusterCosts
-from poplar.programmes.search.data_parallel import data_parallel
 from poplar.programmes.search.search import FoundProgramme, SearchTooLong, fastest_in
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_terms import StepTerms

@@ -76,7 +76,8 @@ def product(
 
 def _labels(term: str, dims: int) -> list[Label]:
     """Labels of a tensor's dimensions; those of `*name` are counted from the last one."""
-    words, labels = term.split(), []
+    words = term.split()
+    labels: list[Label] = []
     for word in words:
         name, count = word.strip("*"), dims - len(words) + 1 if "*" in word else 1
         for at in range(count, 0, -1):

@@ -26,8 +26,7 @@ from poplar.programmes.run.divided_guard import DividedGuard
 from poplar.programmes.run.divided_model import DividedModel
 from poplar.programmes.run.execution import Execution
 from poplar.programmes.run.whole_state import WholeState
-from poplar.programmes.search.composition import batch_placements
-from poplar.programmes.search.data_parallel import data_parallel
+from poplar.programmes.search.composition import batch_placements, data_parallel
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import NotExportable
 from poplar.values.plan import Plan

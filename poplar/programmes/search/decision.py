@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from poplar.planner.prediction import predict
 from poplar.programmes.graph.graph import Graph
 from poplar.programmes.graph.placement import Placement, Sharded
 from poplar.programmes.graph.programme import Programme
-from poplar.programmes.search.data_parallel import data_parallel
-from poplar.programmes.search.ratios import best_ratios
+from poplar.programmes.search.composition import data_parallel
+from poplar.programmes.search.ratios import best_ratios, samples_within
 from poplar.programmes.search.search import SearchTooLong, fastest_in
-from poplar.programmes.search.shares import best_shares
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_model import StepModel, StepSeconds
 from poplar.programmes.search.step_terms import StepTerms, transfers_of
@@ -33,8 +31,8 @@ _SMALLEST_GAIN = 1e-3
 """Relative gain of a turn after which there is another one."""
 _MAX_STATES = 25_000
 """Most states that a search continues, divided evenly over the numbers of placed nodes. They are
-enough to search the encoder, ViT and VGG of the examples completely, and not the mixture of
-experts. A search of so many takes about 0.3 s on a core."""
+enough to search VGG of the examples completely. A search of so many takes about 0.5 s on a core.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +76,7 @@ class ProgrammeDecision:
     states: int = 0
     """Number of states that the search visited."""
     is_complete: bool = True
-    """Whether the search left no state out for its width."""
+    """Whether the searches left no state out for their width."""
     planning_seconds: float = field(default=0.0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,18 +91,8 @@ class _Candidate:
 
     programme: Programme
     terms: StepTerms
-    model: StepModel
-    """The model with the shares of the programme."""
-
-    @property
-    def steps(self) -> StepSeconds:
-        """The parts of a step, predicted."""
-        return self.model.step(self.terms, self.programme.ratios)
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds of a step."""
-        return self.steps.total
+    steps: StepSeconds
+    """The parts of a step, predicted."""
 
 
 def plan_programme(
@@ -113,7 +101,7 @@ def plan_programme(
     """The fastest programme, if it is predicted to be faster than a plan.
 
     A programme runs one pass per step on the whole global batch. Parameters that it replicates have
-    gradients and optimizer state as at stage 1, with shares of their own.
+    gradients and optimizer state as at stage 1, with the shares of the plan.
 
     Args:
         graph: with the shapes of the plan's global batch.
@@ -133,66 +121,78 @@ def plan_programme(
             f"the graph is of a batch of {max(batch)} samples, but the plan's global batch is "
             f"{plan.global_batch}; export the loss with a global batch"
         )
-    search = _Turns(StepModel(cluster, graph, plan), plan)
-    best, reason = search.best() if plan.world_size > 1 else (None, "there is only one rank")
-    limit = known.step_seconds * (1.0 - margin)
-    if best is not None and best.seconds >= limit:
-        part = best.seconds / known.step_seconds
-        reason = (
-            "no programme is predicted to be faster than data parallelism by more than "
-            f"{100 * margin:.0f} %: the fastest takes {part:.2f} of its time"
-        )
-    is_chosen = best is not None and best.seconds < limit
-    if best is None or not is_chosen:
-        return ProgrammeDecision(
-            programme=None,
-            reason=reason,
-            step_seconds=known.step_seconds,
-            data_parallel_seconds=known.step_seconds,
-            memory_bytes=known.memory_bytes,
-            states=search.states,
-            is_complete=search.is_complete,
-            planning_seconds=time.perf_counter() - begin,
-        )
-    forward, backward = _collectives(graph, best)
-    ratios, model = best.programme.ratios, best.model
-    return ProgrammeDecision(
-        programme=best.programme,
-        reason=f"predicted to take {best.seconds / known.step_seconds:.2f} of the time of data "
-        "parallelism",
-        step_seconds=best.seconds,
+    search = _Turns(StepModel(cluster, graph, plan))
+    best, reason = search.best(plan) if plan.world_size > 1 else (None, "there is only one rank")
+    part = best.steps.total / known.step_seconds if best else math.inf
+    decision = ProgrammeDecision(
+        programme=None,
+        reason=reason,
+        step_seconds=known.step_seconds,
         data_parallel_seconds=known.step_seconds,
-        memory_bytes=tuple(
-            math.ceil(model.memory_bytes(best.terms, ratios, rank)) for rank in range(len(ratios))
-        ),
-        groups=tuple(_groups(graph, cluster, best.programme)),
-        forward_collectives=forward,
-        backward_collectives=backward,
-        activation_bytes=_activation_bytes(best),
-        seconds=best.steps._asdict(),
+        memory_bytes=known.memory_bytes,
         states=search.states,
         is_complete=search.is_complete,
         planning_seconds=time.perf_counter() - begin,
     )
+    if best is None:
+        return decision
+    if part >= 1.0 - margin:
+        reason = (
+            "no programme is predicted to be faster than data parallelism by more than "
+            f"{100 * margin:.0f} %: the fastest takes {part:.2f} of its time"
+        )
+        return replace(decision, reason=reason)
+    return _with_programme(decision, search.model, best)
+
+
+def _with_programme(
+    decision: ProgrammeDecision, model: StepModel, best: _Candidate
+) -> ProgrammeDecision:
+    graph, programme, terms = model.graph, best.programme, best.terms
+    forward = sum(
+        len(transfers_of(graph.nodes[moved.node].output, moved.source, moved.target, trained=False))
+        for moved in programme.collectives
+    )
+    others = programme.world_size - 1.0
+    sent = {"gather": others, "reduce": others, "exchange": others / programme.world_size}
+    moved_bytes = (sent[moved.kind] * nbytes for moved, nbytes in terms.transfers.items())
+    part = best.steps.total / decision.data_parallel_seconds
+    return replace(
+        decision,
+        programme=programme,
+        reason=f"predicted to take {part:.2f} of the time of data parallelism",
+        step_seconds=best.steps.total,
+        memory_bytes=tuple(
+            math.ceil(model.memory_bytes(terms, programme.ratios, rank))
+            for rank in range(programme.world_size)
+        ),
+        groups=tuple(_groups(graph, model.cluster, programme)),
+        forward_collectives=forward,
+        backward_collectives=sum(terms.calls.values()) - forward,
+        activation_bytes=round(sum(moved_bytes)),
+        seconds=best.steps._asdict(),
+    )
 
 
 class _Turns:
-    """Programme, ratios and shares in turns."""
+    """Programme and ratios in turns."""
 
-    def __init__(self, model: StepModel, plan: Plan) -> None:
+    def __init__(self, model: StepModel) -> None:
         self.model = model
-        self.start = tuple(plan.samples(rank) for rank in range(plan.world_size))
-        self.space = SearchSpace.of(model.graph, fold=True, restricted=True)
+        self.space = SearchSpace.of(model.graph, restricted=True)
         self.states, self.is_complete = 0, True
 
-    def best(self) -> tuple[_Candidate | None, str]:
+    def best(self, plan: Plan) -> tuple[_Candidate | None, str]:
         """The fastest programme that fits, and why there is none."""
-        best: _Candidate | None = None
+        model, best = self.model, None
         reason = "no programme fits the memory of every rank with the whole batch in one pass"
-        ratios, replicated = self._measured(), 1.0
+        # A plan may have several passes per step.
+        start = tuple(plan.samples(rank) for rank in range(plan.world_size))
+        most = [device.max_batch for device in model.cluster.devices]
+        ratios, replicated = samples_within(model.global_batch, start, most), 1.0
         if ratios is None:
             return None, (
-                f"a programme computes the whole batch of {self.model.global_batch} samples in one "
+                f"a programme computes the whole batch of {model.global_batch} samples in one "
                 "pass, and the largest passes that were measured on all ranks have fewer together"
             )
         for _ in range(_MAX_TURNS):
@@ -200,36 +200,20 @@ class _Turns:
             if programme is None:
                 reason = "the search found no programme that is as fast as data parallelism"
                 break
-            terms = StepTerms.of(self.model.graph, programme)
-            better = best_ratios(self.model, terms, ratios)
+            terms = StepTerms.of(model.graph, programme)
+            better = best_ratios(model, terms, ratios)
             if better is None:
                 break
-            self.model = self.model.with_shares(best_shares(self.model, terms, better))
-            found = _Candidate(self._divided_as(programme, better), terms, self.model)
-            gain = math.inf if best is None else 1.0 - found.seconds / best.seconds
+            steps = model.step(terms, better)
+            gain = math.inf if best is None else 1.0 - steps.total / best.steps.total
             if gain > 0.0:
-                best = found
-            if gain < _SMALLEST_GAIN:
+                divided = replace(programme, ratios=better, shares=model.shares)
+                best = _Candidate(divided, terms, steps)
+            reached = (better, terms.replicated_fraction)
+            if gain < _SMALLEST_GAIN or (ratios, replicated) == reached:
                 break
-            if (ratios, replicated) == (better, terms.replicated_fraction):
-                break
-            ratios, replicated = better, terms.replicated_fraction
+            ratios, replicated = reached
         return best, reason
-
-    def _divided_as(self, programme: Programme, ratios: tuple[int, ...]) -> Programme:
-        """The programme with these ratios, and the shares of the model."""
-        return dataclasses.replace(programme, ratios=ratios, shares=self.model.shares)
-
-    def _measured(self) -> tuple[int, ...] | None:
-        """The plan's samples, moved to other ranks where no pass of so many was measured: a plan
-        may have several passes per step. None: one pass cannot take the whole batch.
-        """
-        most = [device.max_batch for device in self.model.cluster.devices]
-        samples = [min(own, bound) for own, bound in zip(self.start, most, strict=True)]
-        for rank, bound in enumerate(most):
-            missing = self.model.global_batch - sum(samples)
-            samples[rank] += min(missing, bound - samples[rank])
-        return tuple(samples) if sum(samples) == self.model.global_batch else None
 
     def _fastest(self, ratios: tuple[int, ...], replicated: float) -> Programme | None:
         costs = self.model.costs(ratios, replicated)
@@ -246,15 +230,6 @@ class _Turns:
         self.states += found.states
         self.is_complete &= found.is_complete
         return found.programme
-
-
-def _collectives(graph: Graph, best: _Candidate) -> tuple[int, int]:
-    """Calls that communicate, in the forward and in the backward pass."""
-    forward = 0
-    for moved in best.programme.collectives:
-        kind = graph.nodes[moved.node].output
-        forward += len(transfers_of(kind, moved.source, moved.target, trained=False))
-    return forward, sum(best.terms.calls.values()) - forward
 
 
 def _groups(
@@ -280,11 +255,3 @@ def _groups(
             placement=placement,
             gradient_bytes_saved=round(saved),
         )
-
-
-def _activation_bytes(best: _Candidate) -> int:
-    """Bytes that all ranks together send for activations and their gradients."""
-    ranks = best.programme.world_size
-    sent = {"gather": ranks - 1.0, "reduce": ranks - 1.0, "exchange": 1.0 - 1.0 / ranks}
-    transfers = best.terms.transfers.items()
-    return round(sum(sent[transfer.kind] * nbytes for transfer, nbytes in transfers))

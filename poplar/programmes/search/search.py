@@ -22,12 +22,10 @@ from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, Node
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.strategy import Strategy
-from poplar.programmes.search.composition import batch_placements, composed
+from poplar.programmes.search.composition import batch_placements, composed, data_parallel
 from poplar.programmes.search.costs import ClusterCosts
-from poplar.programmes.search.data_parallel import data_parallel
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_terms import StepTerms
-from poplar.programmes.search.tensor_state import State, TensorState, TensorStates
 
 _ROUNDING = 1e-9
 """Relative difference of sums in another order."""
@@ -37,57 +35,49 @@ class SearchTooLong(ValueError):
     """More states than the search may visit."""
 
 
+class TensorState:
+    """Where one tensor is while nodes are placed. Equal states are one object (`_Search.state`)."""
+
+    __slots__ = ("copies", "placement", "without_copies")
+
+    def __init__(
+        self,
+        placement: Placement,
+        copies: frozenset[Placement],
+        without_copies: TensorState | None,
+    ) -> None:
+        self.placement = placement
+        """The placement in which the tensor was computed."""
+        self.copies = copies
+        """The placements to which it was moved, and in which a later node may read it. Parts of a
+        replicated tensor cost nothing and are left out."""
+        self.without_copies: TensorState = without_copies or self
+
+
+State = tuple[TensorState, ...]
+"""The tensors that are still needed, in the order of the graph."""
+
+
 class _Reading(dict[TensorState, tuple[TensorState, float]]):
     """What one node's reading a tensor in a placement does: the tensor's next state, and seconds.
 
     Computed once for each state that the tensor has before.
     """
 
-    def __init__(self, search: _Search, step: _Step, slot: int, target: Placement | None) -> None:
+    def __init__(
+        self, search: _Search, name: str, target: Placement | None, later: frozenset[Placement]
+    ) -> None:
         super().__init__()
-        self._search, self._step, self._slot, self._target = search, step, slot, target
+        self._search, self._name, self._target, self._later = search, name, target, later
 
     def __missing__(self, before: TensorState) -> tuple[TensorState, float]:
-        self[before] = self._after(before)
+        target, copies, seconds = self._target, before.copies, 0.0
+        if target is not None and target != before.placement and target not in copies:
+            seconds = self._search.move(self._name, before.placement, target)
+            if before.placement is not REPLICATED:
+                copies |= {target}
+        self[before] = self._search.state(before.placement, copies & self._later), seconds
         return self[before]
-
-    def _after(self, before: TensorState) -> tuple[TensorState, float]:
-        target, step, slot = self._target, self._step, self._slot
-        copies, noted, seconds = before.copies, before.noted, 0.0
-        if target is not None:
-            if slot in step.noted:
-                noted |= {target}
-            if target != before.placement and target not in copies:
-                moved = self._search.move(step.extended[slot], before.placement, target)
-                if before.placement is not REPLICATED:  # parts of those cost nothing
-                    copies |= {target}
-                seconds = step.noted.get(slot, step.times) * moved
-        if copies:
-            copies &= step.later[slot]
-        if noted is before.noted and copies == before.copies:
-            return before, seconds
-        return self._search.states.of(before.placement, copies, noted), seconds
-
-
-class _HandingOn(dict[tuple[TensorState, TensorState], tuple[TensorState, float]]):
-    """What a block's handing on its output does, by the states of what it was given and of the
-    output: the next state of what it was given, and the seconds in which the output is moved to
-    where the next repetitions read it.
-    """
-
-    def __init__(self, search: _Search, name: str, times: int) -> None:
-        super().__init__()
-        self._search, self._name, self._times = search, name, times
-
-    def __missing__(self, states: tuple[TensorState, TensorState]) -> tuple[TensorState, float]:
-        given, output = states
-        seconds = self._times * math.fsum(
-            self._search.move(self._name, output.placement, target)
-            for target in given.noted
-            if target != output.placement
-        )
-        self[states] = self._search.states.of(given.placement, given.copies), seconds
-        return self[states]
 
 
 class _Choice(NamedTuple):
@@ -106,22 +96,12 @@ class _Choice(NamedTuple):
 class _Step:
     """What placing one node does to a state."""
 
-    node: Node
-    times: int
-    extended: tuple[str, ...]
-    """Names by slot: the tensors of the state before, leaves that are read first, the output."""
-    later: Mapping[int, frozenset[Placement]]
-    """The placements in which later nodes may read a tensor, by slots that are read."""
     kept: tuple[int, ...]
-    """Slots of the tensors that are still needed after the step."""
+    """Of the tensors of the state before, leaves that are read first, and the output: those that
+    are still needed after the step."""
     follows: bool
     """Whether no input is moved if there is a choice without that."""
-    noted: Mapping[int, int]
-    """How often a tensor is read, by slots that only the first repetition of the node reads."""
-    handed: tuple[int, _HandingOn] | None
-    """If the output is handed on to the next repetition of its block: the slot of what the first
-    repetition reads in its place."""
-    choices: list[_Choice]
+    choices: tuple[_Choice, ...]
 
 
 class _Visit(NamedTuple):
@@ -180,57 +160,42 @@ class _Search:
     def __init__(self, space: SearchSpace, costs: ClusterCosts, width: int | None) -> None:
         self.space, self.costs, self.width = space, costs, width
         self.graph, self.nodes = space.graph, space.nodes
-        self.states = TensorStates()
+        self.states: dict[tuple[Placement, frozenset[Placement]], TensorState] = {}
         self.moves: dict[tuple[str, Placement, Placement], float] = {}
         self.steps = list(self._steps())
         self.bounds = [0.0] * (len(self.nodes) + 1)
         for index in reversed(range(len(self.nodes))):
             fastest = min(choice.seconds for choice in self.steps[index].choices)
             self.bounds[index] = self.bounds[index + 1] + fastest
-        known = data_parallel(space.whole, costs.ratios)
-        seconds = costs.programme_seconds(StepTerms.of(space.whole, known))
-        self.known = known.placements[space.whole.output], seconds
+        known = data_parallel(self.graph, costs.ratios)
+        seconds = costs.programme_seconds(StepTerms.of(self.graph, known))
+        self.known = known.placements[self.graph.output], seconds
+
+    def state(
+        self, placement: Placement, copies: frozenset[Placement] = frozenset()
+    ) -> TensorState:
+        """The state of a tensor with these placements."""
+        key = placement, copies
+        if key not in self.states:
+            plain = self.state(placement) if copies else None
+            self.states[key] = TensorState(placement, copies, plain)
+        return self.states[key]
 
     def _steps(self) -> Iterator[_Step]:
-        carried, times = self.space.folded.carried, self.space.folded.times
-        places = {node.name: index for index, node in enumerate(self.nodes)}
         last_read = {n: index for index, node in enumerate(self.nodes) for n in node.inputs}
-        for inner, outer in carried.items():
-            last_read[outer] = max(places[inner], last_read.get(outer, 0))
         last_read[self.graph.output] = len(self.nodes)
         later = self._targets_of_later_nodes()
         live = list(self.space.batch)
         for index, node in enumerate(self.nodes):
-            read = dict.fromkeys(node.inputs)
-            first = [name for name in read if name not in live]
+            first = [name for name in dict.fromkeys(node.inputs) if name not in live]
             extended = (*live, *first, node.name)
-            slots = {name: slot for slot, name in enumerate(extended)}
-            given = carried.get(node.name)
-            first_only = {
-                outer
-                for inner, outer in carried.items()
-                if outer in read and index <= places[inner] and times(node.name) > times(outer)
-            }
             kept = [name for name in extended if last_read.get(name, -1) > index]
-            step = _Step(
-                node=node,
-                times=times(node.name),
-                extended=extended,
-                later={slots[name]: later[index][name] for name in read},
-                kept=tuple(slots[name] for name in kept),
+            yield _Step(
+                kept=tuple(map(extended.index, kept)),
                 follows=node.name in self.space.followers,
-                noted={slots[name]: times(name) for name in first_only},
-                handed=None if given is None else (slots[given], self._handing_on(node, given)),
-                choices=[],
+                choices=tuple(self._choices(node, live, first, later[index])),
             )
-            step.choices.extend(self._choices(step, slots, len(live)))
-            yield step
             live = kept
-
-    def _handing_on(self, node: Node, outer: str) -> _HandingOn:
-        """What a node does whose output stands for `outer` in the next repetitions."""
-        times = self.space.folded.times
-        return _HandingOn(self, node.name, times(node.name) - times(outer))
 
     def _targets_of_later_nodes(self) -> list[dict[str, frozenset[Placement]]]:
         """For each node and tensor that it reads: placements in which later nodes may read it."""
@@ -244,39 +209,48 @@ class _Search:
                         after[name] = after.get(name, frozenset()) | {target}
         return found[::-1]
 
-    def _choices(self, step: _Step, slots: Mapping[str, int], live: int) -> Iterator[_Choice]:
-        node, times = step.node, self.space.folded.times
+    def _choices(
+        self,
+        node: Node,
+        live: Sequence[str],
+        first: Sequence[str],
+        later: Mapping[str, frozenset[Placement]],
+    ) -> Iterator[_Choice]:
+        """The strategies of a node.
+
+        Args:
+            node: to be placed.
+            live: tensors of the state before.
+            first: leaves that this node reads first.
+            later: the placements in which later nodes may read a tensor.
+        """
         pattern, is_trained = self.space.patterns[node.name], node.name in self.space.trained
-        readings: dict[tuple[int, Placement | None], _Reading] = {}
+        readings: dict[tuple[str, Placement | None], _Reading] = {}
         for strategy in self.space.strategies[node.name]:
             targets = dict(zip(node.inputs, strategy.inputs, strict=True))
+            if any(targets[name] is PARTIAL for name in first):
+                continue
             seconds = self.costs.node_seconds(pattern, strategy, trained=is_trained)
-            seconds *= step.times
             placed = []
-            for name in step.extended[live:-1]:
-                target, leaf = targets[name], self.graph.nodes[name]
-                if target is PARTIAL:
-                    break
-                own: Placement = REPLICATED
+            for name in first:
+                leaf, own = self.graph.nodes[name], targets[name] or REPLICATED
                 if leaf.operator == PARAMETER:
-                    own = REPLICATED if target is None else target
-                    seconds += times(name) * self.costs.gradient_seconds(leaf.output, own)
-                placed.append(self.states.of(own))
-            else:
-                read = [(slots[name], target) for name, target in targets.items()]
-                for key in read:
-                    if key[0] < live and key not in readings:
-                        readings[key] = _Reading(self, step, *key)
-                yield _Choice(
-                    strategy,
-                    seconds,
-                    tuple((key[0], readings[key]) for key in read if key[0] < live),
-                    (*placed, self.states.of(strategy.output)),
-                )
+                    seconds += self.costs.gradient_seconds(leaf.output, own)
+                placed.append(self.state(own if leaf.operator == PARAMETER else REPLICATED))
+            read = [key for key in targets.items() if key[0] in live]
+            for key in read:
+                if key not in readings:
+                    readings[key] = _Reading(self, *key, later[key[0]])
+            yield _Choice(
+                strategy,
+                seconds,
+                tuple((live.index(key[0]), readings[key]) for key in read),
+                (*placed, self.state(strategy.output)),
+            )
 
     def run(self, limit: int, loss: Placement) -> FoundProgramme | None:
         """The fastest programme with such a loss; None if there is none."""
-        start = tuple(map(self.states.of, self.space.batch.values()))
+        start = tuple(map(self.state, self.space.batch.values()))
         order = count()
         slowest = self.known[1] * (1.0 + _ROUNDING) if self.known[0] == loss else math.inf
         queue = [(self.bounds[0], next(order), _Visit(0.0, 0, start, None, None))]
@@ -320,17 +294,12 @@ class _Search:
             for slot, reading in choice.readings:
                 tensors[slot], moved = reading[tensors[slot]]
                 seconds += moved
-            moves_inputs = seconds > 0.0
-            if step.handed is not None:
-                slot, handing_on = step.handed
-                tensors[slot], moved = handing_on[tensors[slot], tensors[-1]]
-                seconds += moved
             if seconds == math.inf:
                 continue
             after = tuple([tensors[slot] for slot in kept])
             total = visit.seconds + choice.seconds + seconds
             found.append(_Visit(total, visit.placed + 1, after, visit, choice.strategy))
-            if not moves_inputs:
+            if not seconds:
                 unmoved.append(found[-1])
         return unmoved if step.follows and unmoved else found
 
@@ -353,16 +322,13 @@ class _Search:
         while step is not None and step.strategy is not None:
             strategies[self.nodes[step.placed - 1].name] = step.strategy
             step = step.before
-        folded, whole = self.space.folded, self.space.whole
-        for name in list(strategies):
-            strategies |= dict.fromkeys(folded.members(name), strategies[name])
-        chosen = {name: strategies[name] for name in whole.nodes if name in strategies}
-        programme = composed(whole, self.costs.ratios, _leaves(whole, chosen), chosen)
-        seconds = visit.seconds
-        if folded.repetitions:
-            seconds = self.costs.programme_seconds(StepTerms.of(whole, programme))
+        chosen = dict(reversed(strategies.items()))
+        leaves = _leaves(self.graph, chosen)
         return FoundProgramme(
-            programme=programme, seconds=seconds, states=states, is_complete=is_complete
+            programme=composed(self.graph, self.costs.ratios, leaves, chosen),
+            seconds=visit.seconds,
+            states=states,
+            is_complete=is_complete,
         )
 
 
@@ -373,9 +339,7 @@ def _is_dominated(state: State, known: dict[State, list[State]]) -> bool:
     """
     same = known.setdefault(tuple([tensor.without_copies for tensor in state]), [])
     for other in same:
-        if all(
-            own is more or own.copies <= more.copies for own, more in zip(state, other, strict=True)
-        ):
+        if all(own.copies <= more.copies for own, more in zip(state, other, strict=True)):
             return True
     same.append(state)
     return False

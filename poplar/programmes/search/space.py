@@ -1,8 +1,7 @@
-"""What the search may choose from: the strategies of each node of a folded graph.
+"""What the search may choose from: the strategies of each node of a graph.
 
 Everything here is independent of costs. Large models are searched with these restrictions:
 
-- repeated blocks have the same strategies (`folding`);
 - only dimensions of samples and of large parameters are cut, with what they become in other tensors
   (`_useful_dims`): not tokens, for example, which are cut with no less communication than samples;
 - of several units, the largest one is used: heads are not cut where channels could be;
@@ -23,7 +22,6 @@ from poplar.programmes.rules.pattern import Pattern
 from poplar.programmes.rules.registry import pattern_of, strategies_of
 from poplar.programmes.rules.strategy import Strategy
 from poplar.programmes.search.composition import batch_placements
-from poplar.programmes.search.folding import FoldedGraph, folded, unfolded
 from poplar.programmes.search.step_terms import trained_nodes
 from poplar.programmes.search.units import axis_units
 
@@ -37,10 +35,9 @@ _Dim = tuple[str, int]
 class SearchSpace:
     """The nodes of a graph in order, with their strategies."""
 
-    whole: Graph
-    folded: FoldedGraph
+    graph: Graph
     nodes: tuple[Node, ...]
-    """The nodes of the folded graph, without leaves."""
+    """Without leaves."""
     patterns: Mapping[str, Pattern]
     strategies: Mapping[str, tuple[Strategy, ...]]
     batch: Mapping[str, Placement]
@@ -50,48 +47,40 @@ class SearchSpace:
     """Nodes that move no inputs if they can read them where they are."""
 
     @classmethod
-    def of(cls, graph: Graph, *, fold: bool = False, restricted: bool = False) -> SearchSpace:
+    def of(cls, graph: Graph, *, restricted: bool = False) -> SearchSpace:
         """The space of a graph.
 
         Args:
             graph: of a loss.
-            fold: give all repetitions of a block the same strategies.
             restricted: leave out the strategies that the module's docstring names.
         """
-        small = folded(graph) if fold else unfolded(graph)
-        nodes = tuple(n for n in small.graph.nodes.values() if n.operator not in LEAVES)
-        patterns = {node.name: pattern_of(small.graph, node) for node in nodes}
-        units = axis_units(small.graph, patterns)
-        useful = _useful_axes(small, patterns) if restricted else None
-        depends = _depending(small.graph) if restricted else frozenset(patterns)
+        nodes = tuple(n for n in graph.nodes.values() if n.operator not in LEAVES)
+        patterns = {node.name: pattern_of(graph, node) for node in nodes}
+        units = axis_units(graph, patterns)
+        useful = _useful_axes(graph, patterns) if restricted else None
+        depends = _depending(graph) if restricted else frozenset(patterns)
 
         def chosen(node: Node) -> Iterator[Strategy]:
             own = units[node.name]
             for strategy in strategies_of(
-                small.graph, node, lambda axis: [max(own[axis])] if useful else sorted(own[axis])
+                graph, node, lambda axis: [max(own[axis])] if useful else sorted(own[axis])
             ):
                 if useful is None or _is_useful(
-                    small.graph, node, patterns[node.name], strategy, useful[node.name]
+                    graph, node, patterns[node.name], strategy, useful[node.name]
                 ):
                     yield strategy
                 if node.name not in depends:
                     return
 
         return cls(
-            whole=graph,
-            folded=small,
+            graph=graph,
             nodes=nodes,
             patterns=patterns,
             strategies={node.name: tuple(dict.fromkeys(chosen(node))) for node in nodes},
-            batch=batch_placements(small.graph),
-            trained=trained_nodes(small.graph),
-            followers=frozenset(_followers(small.graph, patterns) if restricted else ()),
+            batch=batch_placements(graph),
+            trained=trained_nodes(graph),
+            followers=frozenset(_followers(graph, patterns) if restricted else ()),
         )
-
-    @property
-    def graph(self) -> Graph:
-        """The folded graph."""
-        return self.folded.graph
 
 
 def _is_useful(
@@ -124,9 +113,8 @@ def _depending(graph: Graph) -> frozenset[str]:
     return frozenset(depending)
 
 
-def _useful_axes(folded: FoldedGraph, patterns: Mapping[str, Pattern]) -> dict[str, frozenset[str]]:
+def _useful_axes(graph: Graph, patterns: Mapping[str, Pattern]) -> dict[str, frozenset[str]]:
     """The axes of each node that are dimensions of samples or of large parameters."""
-    graph = folded.graph
     groups = _Groups()
     axes: dict[str, dict[str, list[_Dim]]] = {}
     for name, pattern in patterns.items():
@@ -147,9 +135,8 @@ def _useful_axes(folded: FoldedGraph, patterns: Mapping[str, Pattern]) -> dict[s
     numels: dict[_Dim, int] = {}
     for node in graph.parameters.values():
         for group in {groups.find((node.name, dim)) for dim in range(len(node.output.shape))}:
-            numel = node.output.numel * folded.times(node.name)
-            numels[group] = numels.get(group, 0) + numel
-    total = sum(n.output.numel * folded.times(n.name) for n in graph.parameters.values())
+            numels[group] = numels.get(group, 0) + node.output.numel
+    total = sum(node.output.numel for node in graph.parameters.values())
     seeds |= {group for group, numel in numels.items() if numel >= _LARGE * total}
     return {
         name: frozenset(

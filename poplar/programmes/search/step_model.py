@@ -17,8 +17,6 @@ So for data parallelism with one pass per rank, it is the prediction of the plan
 from __future__ import annotations
 
 import math
-import operator
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -29,9 +27,8 @@ from poplar.planner.cost_model import StageCosts, residual_of
 from poplar.planner.memory_model import SLACK_BYTES, Caps
 from poplar.programmes.graph.graph import Graph
 from poplar.programmes.graph.placement import cut
-from poplar.programmes.search.costs import ClusterCosts, RankSeconds
-from poplar.programmes.search.data_parallel import data_parallel
-from poplar.programmes.search.links import ActivationLinks
+from poplar.programmes.search.composition import data_parallel
+from poplar.programmes.search.costs import ClusterCosts, RankSeconds, measured_links
 from poplar.programmes.search.step_terms import StepTerms, parts_of
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
@@ -73,17 +70,10 @@ class StepModel:
         self.cluster, self.graph = cluster, graph
         self.global_batch, self.shares = plan.global_batch, plan.shares
         self.stage = StageCosts(cluster, STAGE)
-        self.links = ActivationLinks.of(self.stage)
+        self.links = measured_links(self.stage)
         ones = (1,) * cluster.world_size
         self.data_parallel = StepTerms.of(graph, data_parallel(graph, ones))
         self.work = max(1.0, math.fsum(self.data_parallel.work.values()))
-
-    def with_shares(self, shares: tuple[float, ...]) -> StepModel:
-        """The same model, with these shares for the state of replicated parameters."""
-        other = copy(self)
-        other.shares = shares
-        vars(other).pop("_communication", None)
-        return other
 
     @cached_property
     def _communication(self) -> tuple[float, float]:
@@ -105,7 +95,7 @@ class StepModel:
                 are, the less of them overlaps.
         """
         costs = self._costs(ratios)
-        latest = costs.compute_seconds(self.data_parallel)
+        latest = costs.compute_seconds(self.data_parallel.work)
         small = max(0.0, replicated - 0.5)
         seconds = [sum(self._replicated_seconds(latest, part)) for part in (small, small + 0.5)]
         price = (seconds[1] - seconds[0]) / (0.5 * self.cluster.model.numel)
@@ -113,8 +103,9 @@ class StepModel:
 
     def _costs(self, ratios: tuple[int, ...]) -> ClusterCosts:
         """Costs of compute and of collectives."""
+        compute, (reducing, moving) = self.rank_seconds(ratios), self.links
         return ClusterCosts(
-            ratios=ratios, compute=self.rank_seconds(ratios), work=self.work, links=self.links
+            ratios=ratios, compute=compute, work=self.work, reducing=reducing, moving=moving
         )
 
     def rank_seconds(self, ratios: tuple[int, ...]) -> RankSeconds:
@@ -164,10 +155,10 @@ class StepModel:
             ratios: of the programme.
         """
         costs = self._costs(ratios)
-        compute = costs.compute_seconds(terms)
+        compute = costs.compute_seconds(terms.work)
         if not math.isfinite(compute):
             return StepSeconds(math.inf, 0.0, 0.0, 0.0)
-        moved = costs.collective_seconds(terms)
+        moved = costs.collective_seconds(terms.transfers, terms.calls)
         exposed, gathered = self._replicated_seconds(compute, terms.replicated_fraction)
         optimizer = max(
             self.stage.optimizer_seconds(rank, owned)
@@ -176,14 +167,10 @@ class StepModel:
         residual = self._residual(terms.replicated_fraction)
         return StepSeconds(compute, moved, exposed, max(0.0, optimizer + gathered + residual))
 
-    def compute_seconds(self, terms: StepTerms, ratios: tuple[int, ...]) -> float:
-        """Seconds of compute of a programme; infinite for batches that were not measured."""
-        return self._costs(ratios).compute_seconds(terms)
-
     def _replicated_seconds(self, compute: float, part: float) -> tuple[float, float]:
         """Exposed seconds of reducing this part of the model, and those of gathering it."""
         reduce, gather = self._communication
-        synchronization = self.synchronization(compute)
+        synchronization = Synchronization(compute, compute * (1.0 - self.stage.reducible_fraction))
         communication = CommunicationSeconds(0.0, part * reduce)
         ended = self.stage.synchronizations_seconds([synchronization], communication)[0]
         return ended - compute, part * gather
@@ -193,19 +180,10 @@ class StepModel:
         measured, (reduce, _) = self.stage.step_residual, self._communication
         return residual_of(measured, part * max(reduce, -measured))
 
-    def synchronization(self, compute: float) -> Synchronization:
-        """The synchronization of replicated gradients, after so many seconds of compute."""
-        return Synchronization(compute, compute * (1.0 - self.stage.reducible_fraction))
-
     def _owned(self, terms: StepTerms, ratios: tuple[int, ...]) -> list[float]:
         """The part of the model that each rank updates."""
-        replicated = [terms.replicated_fraction * share for share in self.shares]
-        return list(map(operator.add, replicated, self.sharded(terms, ratios)))
-
-    def sharded(self, terms: StepTerms, ratios: tuple[int, ...]) -> list[float]:
-        """The part of the model that the programme gives to each rank alone."""
         total = max(1, terms.replicated + sum(terms.sharded.values()))
-        owned = [0.0] * len(ratios)
+        owned = [terms.replicated_fraction * share for share in self.shares]
         for units, numel in terms.sharded.items():
             for rank, part in enumerate(parts_of(units, ratios)):
                 owned[rank] += part * numel / total

@@ -111,8 +111,8 @@ class StepTerms:
     """Work by number of units of the divided axis."""
     transfers: Counter[Transfer] = field(default_factory=Counter)
     """Bytes of whole tensors."""
-    calls: Counter[str] = field(default_factory=Counter)
-    """Number of collectives, by kind."""
+    calls: Counter[Transfer] = field(default_factory=Counter)
+    """Number of collectives."""
     sharded: Counter[int] = field(default_factory=Counter)
     """Elements of sharded parameters, by number of units."""
     replicated: int = 0
@@ -149,13 +149,13 @@ class StepTerms:
                 if own and name in trained:
                     held[units_of(node.output, placement)] += node.output.nbytes
         transfers: Counter[Transfer] = Counter()
-        calls: Counter[str] = Counter()
+        calls: Counter[Transfer] = Counter()
         for moved in programme.collectives:
             kind, is_trained = graph.nodes[moved.node].output, moved.node in trained
             found = transfers_of(kind, moved.source, moved.target, trained=is_trained)
             for transfer in found:
                 transfers[transfer] += kind.nbytes
-                calls[transfer.kind] += 1
+                calls[transfer] += 1
             if found and is_trained:
                 held[units_of(kind, moved.target)] += kind.nbytes
         return cls(work, transfers, calls, sharded, replicated, held)
