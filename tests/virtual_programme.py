@@ -17,7 +17,7 @@ from poplar.programmes.rules.registry import local_call, pattern_of, strategies_
 from poplar.programmes.rules.strategy import Strategy
 from poplar.programmes.run.local_execution import run_local
 from poplar.programmes.search.composition import batch_placements, composed
-from poplar.programmes.search.units import axis_units
+from poplar.programmes.search.space import axis_units
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from poplar.programmes.rules.registry import pattern_of
 from poplar.programmes.rules.strategy import strategy_of
 from poplar.programmes.search.composition import data_parallel
 from poplar.programmes.search.costs import ClusterCosts, Links, RankSeconds
-from poplar.programmes.search.search import SearchTooLong, fastest_in
+from poplar.programmes.search.search import fastest_in
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_terms import StepTerms
 from published_clusters.costs import BACKWARD, Costs, Transfer, seconds_of
@@ -28,15 +28,10 @@ _PROBE_BYTES = 1e8
 def found_programme(
     graph: Graph, costs: Costs, global_batch: int, limit: int = LIMIT
 ) -> Programme | None:
-    """The fastest programme, as `plan_programme` searches it; None if it visits too many states."""
+    """The fastest programme, as `plan_programme` searches it; None if it finds none."""
     space = SearchSpace.of(graph, restricted=True)
-    width = limit // len(space.nodes)
-    try:
-        found = fastest_in(
-            space, search_costs(costs, graph, global_batch), limit=2 * limit, width=width
-        )
-    except SearchTooLong:
-        return None
+    costs_of_search = search_costs(costs, graph, global_batch)
+    found = fastest_in(space, costs_of_search, width=limit // len(space.nodes))
     return None if found is None else found.programme
 
 

@@ -12,11 +12,12 @@ from ranks import Pool
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from poplar.comm import Group, connect
+from poplar.comm import Group, connect, connect_control
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.checked_export import CheckedExport
-from poplar.programmes.run.programme_training import ProgrammeTraining, sampling_plan
+from poplar.programmes.run.job import Job
+from poplar.programmes.run.programme_training import ProgrammeTraining
 from poplar.programmes.search.composition import batch_placements
 
 SAMPLES, WIDTH = 6, 4
@@ -71,16 +72,19 @@ def change(model: Any, step: int) -> None:
 def train(given: Programme) -> tuple[list[float], list[Tensor], list[str]]:
     """Losses of steps and of an evaluation; values; errors after another change."""
     rank, model = harness.rank(), Changing().eval()
-    training = ProgrammeTraining(
-        connect(Group.of(harness.group(), None), "auto"),
-        export(model),
-        given,
-        sampling_plan(given, SAMPLES),
-        torch.optim.AdamW,
-        reason="a test",
-        process_group=harness.group(),
-        **OPTIONS,
+    group = Group.of(harness.group(), None)
+    job = Job(
+        group=group,
+        control=connect_control(group),
+        model=model,
+        loss_fn=loss_of,
+        example=global_batch(0),
+        global_batch=SAMPLES,
+        optimizer_class=torch.optim.AdamW,
+        options={"process_group": harness.group(), **OPTIONS},
     )
+    comm = connect(group, "auto")
+    training = ProgrammeTraining(job, comm, export(model), given, reason="a test")
 
     def own(step: int) -> dict[str, Any]:
         start, samples = training.plan.offset(rank), training.plan.samples(rank)

@@ -22,14 +22,14 @@ from virtual_programme import random_programme
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
-from poplar.comm import Group, connect
+from poplar.comm import Group, connect, connect_control
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run import local_execution
-from poplar.programmes.run.checked_export import CheckedExport
-from poplar.programmes.run.data_parallel_training import DataParallelTraining
+from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
-from poplar.programmes.run.programme_training import ProgrammeTraining, sampling_plan
+from poplar.programmes.run.job import Job
+from poplar.programmes.run.programme_training import ProgrammeTraining
 from poplar.programmes.search.composition import batch_placements, data_parallel
 from poplar.zero import unit
 
@@ -68,6 +68,20 @@ def exported_loss(task: str, model: nn.Module) -> ExportedLoss:
     return export_loss(model, TASKS[task][2], global_batches(task)[0])
 
 
+def job_of(task: str, timeout: timedelta | None = None, **options: Any) -> Job:
+    group = Group.of(harness.group(), timeout)
+    return Job(
+        group=group,
+        control=connect_control(group),
+        model=new_model(task),
+        loss_fn=TASKS[task][2],
+        example=global_batches(task)[0],
+        global_batch=SAMPLES,
+        optimizer_class=torch.optim.AdamW,
+        options={"process_group": harness.group(), "timeout": timeout, **OPTIONS, **options},
+    )
+
+
 def start(
     task: str,
     programme: Programme,
@@ -75,21 +89,11 @@ def start(
     seconds: float | None = None,
     **options: Any,
 ) -> ProgrammeTraining:
-    model = new_model(task)
-    timeout = None if seconds is None else timedelta(seconds=seconds)
-    group = harness.group()
-    return ProgrammeTraining(
-        connect(Group.of(group, timeout), transport),
-        CheckedExport(model, TASKS[task][2], global_batches(task)[0], SAMPLES),
-        programme,
-        sampling_plan(programme, SAMPLES),
-        torch.optim.AdamW,
-        reason="a test",
-        process_group=group,
-        timeout=timeout,
-        **OPTIONS,
-        **options,
-    )
+    job = job_of(task, None if seconds is None else timedelta(seconds=seconds), **options)
+    comm = connect(job.group, transport)
+    checked, _ = job.exported(must=True)
+    assert checked is not None
+    return ProgrammeTraining(job, comm, checked, programme, reason="a test")
 
 
 def train(task: str, programme: Programme, transport: str) -> dict[str, Any]:
@@ -197,15 +201,8 @@ def share(state: Any) -> Any:
     return received[0]
 
 
-def start_data_parallel(task: str) -> DataParallelTraining:
-    model = new_model(task)
-    plan = Plan.manual([4, 2], stage=2)
-    optimizer = HeteroZeroOptimizer(
-        model, torch.optim.AdamW, plan=plan, process_group=harness.group(), **OPTIONS
-    )
-    return DataParallelTraining(
-        model, TASKS[task][2], optimizer, plan, weight=None, loss="mean", reason="a test"
-    )
+def start_data_parallel(task: str) -> DistributedTraining:
+    return DistributedTraining(job_of(task), Plan.manual([4, 2], stage=2), reason="a test")
 
 
 @pytest.mark.parametrize("ratios", [(1, 2), (0, 1), None])

@@ -20,10 +20,9 @@ from poplar.programmes.rules.registry import pattern_of, strategies_of
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
 from poplar.programmes.search.composition import batch_placements, composed, data_parallel
 from poplar.programmes.search.costs import ClusterCosts
-from poplar.programmes.search.search import FoundProgramme, SearchTooLong, fastest_in
-from poplar.programmes.search.space import SearchSpace
+from poplar.programmes.search.search import FoundProgramme, fastest_in
+from poplar.programmes.search.space import SearchSpace, axis_units
 from poplar.programmes.search.step_terms import StepTerms
-from poplar.programmes.search.units import axis_units
 
 SAMPLES = 6
 
@@ -120,8 +119,10 @@ COSTS = {
 }
 
 
-def fastest_programme(graph: Graph, costs: ClusterCosts, limit: int = 200_000) -> FoundProgramme:
-    found = fastest_in(SearchSpace.of(graph), costs, limit=limit)
+def fastest_programme(
+    graph: Graph, costs: ClusterCosts, width: int | None = None
+) -> FoundProgramme:
+    found = fastest_in(SearchSpace.of(graph), costs, width=width)
     assert found is not None
     return found
 
@@ -238,9 +239,14 @@ def test_columns_that_become_heads_are_cut_between_heads():
     assert axis_units(graph, patterns)["linear"]["columns"] == {1, 2}
 
 
-def test_searches_of_too_many_states_are_given_up():
-    with pytest.raises(SearchTooLong, match=r"no programme was completed with 2 states"):
-        fastest_programme(task("Pair").graph, COSTS["bytes"], limit=2)
+def test_a_width_bounds_the_states_of_a_search():
+    graph = task("Pair").graph
+    nodes = sum(node.operator not in LEAVES for node in graph.nodes.values())
+    every, some = (fastest_programme(graph, COSTS["bytes"], width) for width in (None, 2))
+    assert every.is_complete
+    assert not some.is_complete
+    assert some.states <= 2 * (nodes + 1)
+    assert some.seconds >= every.seconds
 
 
 def test_found_programmes_are_stored_as_json():

@@ -243,9 +243,13 @@ def _counted(node: Node, types: Types) -> Labels:
     return [[f"element{dim}" for dim in range(len(types[0].shape))]], [None]
 
 
-def _created(node: Node, types: Types) -> Labels:
-    """Tensors of one value; of a tensor that is given, only type and device are used."""
-    return [[None] * len(kind.shape) for kind in types], range(len(node.output.shape))
+def _created(localize: Localize) -> Rule:
+    """The rule of tensors of one value; of a tensor that is given, only the type is used."""
+
+    def labels(node: Node, types: Types) -> Labels:
+        return [[None] * len(kind.shape) for kind in types], range(len(node.output.shape))
+
+    return labelled(labels, only_moves=True, is_read=False, localize=localize)
 
 
 def _class_loss(node: Node, types: Types) -> Labels:
@@ -330,70 +334,48 @@ def _moving(labels: Callable[[Node, Types], Labels], **options: Any) -> Rule:
     return labelled(labels, only_moves=True, **options)
 
 
-def _named(rule: Rule, names: str) -> dict[str, Rule]:
-    return dict.fromkeys(names.split(), rule)
-
-
 DIMENSIONS: dict[str, Rule] = {
-    **_named(keeping(by_argument(1, ALL), is_sum=True), "sum"),
-    **_named(keeping(by_argument(1, ALL), is_sum=True, localize=mean_as_sum(0)), "mean"),
-    **_named(
-        keeping(by_argument(1, ALL)), "amax amin argmax argmin any all var std logsumexp prod"
-    ),
-    **_named(keeping(by_argument(1, ALL)), "max min"),
-    **_named(keeping(by_argument(2, ALL)), "linalg_vector_norm norm"),
-    **_named(keeping(by_argument(2, 1)), "cosine_similarity"),
-    **_named(
-        keeping(by_argument(1)),
-        "softmax log_softmax _softmax _log_softmax cumsum cumprod scatter scatter_add",
-    ),
-    **_named(keeping(by_argument(1, -1)), "glu logcumsumexp sort argsort"),
-    **_named(keeping(by_argument(2, -1)), "topk"),
-    **_named(
-        keeping(last(lambda node: len(node.arguments[1]))), "layer_norm native_layer_norm rms_norm"
-    ),
-    **_named(keeping(lambda node, types: range(1, len(types[0].shape))), "group_norm"),
-    **_named(keeping(last(0)), "view_as_real one_hot"),
-    **_named(keeping(last(1)), "max_pool1d avg_pool1d adaptive_avg_pool1d view_as_complex"),
-    **_named(
-        keeping(last(2)),
-        "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d max_pool2d avg_pool2d "
-        "adaptive_avg_pool2d triu tril",
-    ),
-    **_named(keeping(last(lambda node: len(node.arguments[1]) // 2)), "pad constant_pad_nd"),
-    **_named(keeping(by_argument(1, 0), only_moves=True), "select unbind cat"),
-    **_named(
-        keeping(by_argument(2, 0), only_moves=True), "split split_with_sizes chunk slice_scatter"
-    ),
-    **_named(keeping(_sliced, only_moves=True, localize=_with_bounds), "slice"),
-    **_named(keeping(by_argument(1), only_moves=True), "flip"),
-    **_named(keeping(by_argument(2), only_moves=True), "roll"),
-    **_named(_moving(_stacked), "stack"),
-    **_named(_moving(_select_scattered), "select_scatter"),
-    **_named(_moving(_permuted), "permute transpose t"),
-    **_named(_moving(_item), GET_ITEM),
-    **_named(_moving(_broadcast, broadcasts=True), "broadcast_tensors"),
-    **_named(_moving(_broadcast, broadcasts=True, localize=with_output_shape(1)), "expand"),
-    **_named(
-        _moving(_created, is_read=False, localize=with_output_shape(0)), "zeros ones full empty"
-    ),
-    **_named(
-        _moving(_created, is_read=False, localize=with_output_shape(1)),
-        "new_zeros new_ones new_full new_empty",
-    ),
-    **_named(labelled(_gathered, linear=(0,)), "gather"),
-    **_named(labelled(_index_selected, linear=(0,)), "index_select"),
-    **_named(labelled(_indexed, linear=(0,), broadcasts=True, localize=_index_part), "index"),
-    **_named(labelled(_index_put), "index_put"),
-    **_named(labelled(_counted), "histc"),
-    **_named(labelled(_class_loss), "cross_entropy_loss nll_loss_nd"),
-    **_named(
-        _elementwise_loss(2), "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div"
-    ),
-    **_named(_elementwise_loss(3), "binary_cross_entropy"),
-    **_named(_elementwise_loss(4), "binary_cross_entropy_with_logits"),
+    "sum": keeping(by_argument(1, ALL), is_sum=True),
+    "mean": keeping(by_argument(1, ALL), is_sum=True, localize=mean_as_sum(0)),
+    "amax amin argmax argmin any all var std logsumexp prod max min": keeping(by_argument(1, ALL)),
+    "linalg_vector_norm norm": keeping(by_argument(2, ALL)),
+    "cosine_similarity": keeping(by_argument(2, 1)),
+    "softmax log_softmax _softmax _log_softmax cumsum cumprod": keeping(by_argument(1)),
+    "scatter scatter_add": keeping(by_argument(1)),
+    "glu logcumsumexp sort argsort": keeping(by_argument(1, -1)),
+    "topk": keeping(by_argument(2, -1)),
+    "layer_norm native_layer_norm rms_norm": keeping(last(lambda node: len(node.arguments[1]))),
+    "group_norm": keeping(lambda node, types: range(1, len(types[0].shape))),
+    "view_as_real one_hot": keeping(last(0)),
+    "max_pool1d avg_pool1d adaptive_avg_pool1d view_as_complex": keeping(last(1)),
+    "max_pool2d avg_pool2d adaptive_avg_pool2d triu tril": keeping(last(2)),
+    "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d": keeping(last(2)),
+    "pad constant_pad_nd": keeping(last(lambda node: len(node.arguments[1]) // 2)),
+    "select unbind cat": keeping(by_argument(1, 0), only_moves=True),
+    "split split_with_sizes chunk slice_scatter": keeping(by_argument(2, 0), only_moves=True),
+    "slice": keeping(_sliced, only_moves=True, localize=_with_bounds),
+    "flip": keeping(by_argument(1), only_moves=True),
+    "roll": keeping(by_argument(2), only_moves=True),
+    "stack": _moving(_stacked),
+    "select_scatter": _moving(_select_scattered),
+    "permute transpose t": _moving(_permuted),
+    GET_ITEM: _moving(_item),
+    "broadcast_tensors": _moving(_broadcast, broadcasts=True),
+    "expand": _moving(_broadcast, broadcasts=True, localize=with_output_shape(1)),
+    "zeros ones full empty": _created(with_output_shape(0)),
+    "new_zeros new_ones new_full new_empty": _created(with_output_shape(1)),
+    "gather": labelled(_gathered, linear=(0,)),
+    "index_select": labelled(_index_selected, linear=(0,)),
+    "index": labelled(_indexed, linear=(0,), broadcasts=True, localize=_index_part),
+    "index_put": labelled(_index_put),
+    "histc": labelled(_counted),
+    "cross_entropy_loss nll_loss_nd": labelled(_class_loss),
+    "mse_loss l1_loss smooth_l1_loss huber_loss": _elementwise_loss(2),
+    "soft_margin_loss kl_div": _elementwise_loss(2),
+    "binary_cross_entropy": _elementwise_loss(3),
+    "binary_cross_entropy_with_logits": _elementwise_loss(4),
     "repeat": Rule(_repeated),
     "repeat_interleave": Rule(_repeated_elements),
-    **_named(RESHAPED, "view _unsafe_view reshape flatten unflatten squeeze unsqueeze"),
+    "view _unsafe_view reshape flatten unflatten squeeze unsqueeze": RESHAPED,
 }
-"""Rules by the name of the operator."""
+"""Rules by the names of operators."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from poplar.programmes.graph.graph import Node, Reference, TensorType
-from poplar.programmes.graph.placement import local_shape
 from poplar.programmes.rules.pattern import Pattern, Types
 from poplar.programmes.rules.strategy import Strategy
 
@@ -150,23 +149,3 @@ def mean_as_sum(position: int) -> Localize:
         return replace(call, keywords={**call.keywords, "reduction": sum_}, scale=scale)
 
     return localized
-
-
-def local_call_of(part: Part, localize: Localize) -> LocalCall:
-    """The call of a rank; `ZEROS` where its part is empty."""
-    node, strategy = part.node, part.strategy
-    outputs = tuple(
-        replace(kind, shape=local_shape(strategy.output, kind.shape, part.ratios, part.rank))
-        for kind in node.outputs
-    )
-    call = LocalCall(
-        operator=node.operator,
-        arguments=node.arguments,
-        keywords=node.keywords,
-        outputs=outputs,
-        returns_list=node.returns_list,
-    )
-    if strategy.axis and part.bounds[0] == part.bounds[1]:
-        inputs = tuple(Reference(name) for name in node.inputs)
-        return replace(call, operator=ZEROS, arguments=inputs, keywords={})
-    return localize(call, part)

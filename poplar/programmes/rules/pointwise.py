@@ -57,5 +57,5 @@ def _linear_in(name: str, node: Node, types: Types) -> list[tuple[int, ...]]:
     return [part for part in _LINEAR.get(name, ()) if max(part) < len(types)]
 
 
-POINTWISE = dict.fromkeys((*_LINEAR, *_OTHERS.split()), Rule(_pointwise))
-"""Rules by the name of the operator."""
+POINTWISE = {" ".join((*_LINEAR, _OTHERS)): Rule(_pointwise)}
+"""Rules by the names of operators."""

@@ -11,6 +11,7 @@ from poplar.programmes.rules.local_call import (
     EMBEDDING_PART,
     GROUPED_MM_PART,
     LocalCall,
+    Localize,
     Part,
     Rule,
     Zeroed,
@@ -25,7 +26,11 @@ equation: all ranks compute all."""
 
 
 def product(
-    equation: Equation, *, bias: int | None = None, linear: Sequence[int] | None = None
+    equation: Equation,
+    *,
+    bias: int | None = None,
+    linear: Sequence[int] | None = None,
+    localize: Localize | None = None,
 ) -> Rule:
     """The rule of an operator that sums over the axes that its output does not have.
 
@@ -33,6 +38,7 @@ def product(
         equation: of the shapes of its tensors; the last ones may be missing.
         bias: position of the tensor that is added to the product.
         linear: tensors in which the operator is linear; None: each but the bias.
+        localize: the call of a rank; None: the first rank adds the bias to a partial output.
     """
 
     def pattern(node: Node, types: Types) -> Pattern:
@@ -63,15 +69,14 @@ def product(
             broadcasts=True,
         )
 
-    def localized(call: LocalCall, part: Part) -> LocalCall:
-        """To a partial output, one rank adds the bias."""
+    def with_bias_once(call: LocalCall, part: Part) -> LocalCall:
         has_bias = bias is not None and len(part.node.inputs) > 2
         if not has_bias or not part.is_summed or part.is_first:
             return call
         assert bias is not None
         return call.with_argument(bias, Zeroed(call.arguments[bias]))
 
-    return Rule(pattern, localized)
+    return Rule(pattern, localize or with_bias_once)
 
 
 def _labels(term: str, dims: int) -> list[Label]:
@@ -172,22 +177,18 @@ def attention(node: Node, types: Types) -> Pattern:
 
 PRODUCTS: dict[str, Rule] = {
     "linear": product("*row inner, columns inner, columns -> *row columns", bias=2),
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), product(_matmul)),
+    "matmul mm bmm mv dot": product(_matmul),
     "outer": product("rows, columns -> rows columns"),
-    **dict.fromkeys(
-        ("addmm", "baddbmm"),
-        product(
-            "*batch rows columns, *batch rows inner, *batch inner columns -> *batch rows columns",
-            bias=0,
-        ),
+    "addmm baddbmm": product(
+        "*batch rows columns, *batch rows inner, *batch inner columns -> *batch rows columns",
+        bias=0,
     ),
     "einsum": product(_einsum),
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), product(_convolution, bias=2)),
-    "embedding": Rule(product(_embedding, linear=(0,)).pattern, _embedding_part),
-    **dict.fromkeys(
-        ("_grouped_mm", "transformers.grouped_mm_fallback.default"),
-        Rule(_grouped_pattern, _grouped_mm_part),
+    "conv1d conv2d conv3d": product(_convolution, bias=2),
+    "embedding": product(_embedding, linear=(0,), localize=_embedding_part),
+    "_grouped_mm transformers.grouped_mm_fallback.default": Rule(
+        _grouped_pattern, _grouped_mm_part
     ),
     "scaled_dot_product_attention": Rule(attention),
 }
-"""Rules by the name of the operator."""
+"""Rules by the names of operators."""

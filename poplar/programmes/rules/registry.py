@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from poplar.programmes.graph.graph import LEAVES, Graph, Node
-from poplar.programmes.graph.placement import Placement
+from poplar.programmes.graph.graph import LEAVES, Graph, Node, Reference
+from poplar.programmes.graph.placement import Placement, local_shape
 from poplar.programmes.rules.dimensions import DIMENSIONS
-from poplar.programmes.rules.local_call import LocalCall, Part, Rule, local_call_of
+from poplar.programmes.rules.local_call import ZEROS, LocalCall, Part, Rule
 from poplar.programmes.rules.pattern import Pattern, computed_by_all
 from poplar.programmes.rules.pointwise import POINTWISE
 from poplar.programmes.rules.products import PRODUCTS
@@ -16,7 +16,11 @@ from poplar.programmes.rules.strategy import Strategy, strategies, strategy_of
 
 COMPUTED_BY_ALL = Rule(computed_by_all)
 """The rule of operators that are not in `RULES`."""
-RULES = {**POINTWISE, **DIMENSIONS, **PRODUCTS}
+RULES = {
+    name: rule
+    for names, rule in (POINTWISE | DIMENSIONS | PRODUCTS).items()
+    for name in names.split()
+}
 """Rules by the base name of the operator, such as `linear` of `aten.linear.default`."""
 
 
@@ -73,7 +77,7 @@ def local_call(
     ratios: Sequence[int],
     rank: int,
 ) -> LocalCall:
-    """What a rank calls for its part of a node.
+    """What a rank calls for its part of a node; `ZEROS` if the part is empty.
 
     Args:
         graph: with the node.
@@ -99,7 +103,20 @@ def local_call(
         ratios=tuple(ratios),
         rank=rank,
     )
-    return local_call_of(part, rule_of(node).localize)
+    call = LocalCall(
+        operator=node.operator,
+        arguments=node.arguments,
+        keywords=node.keywords,
+        outputs=tuple(
+            replace(kind, shape=local_shape(output, kind.shape, ratios, rank))
+            for kind in node.outputs
+        ),
+        returns_list=node.returns_list,
+    )
+    if strategy.axis and part.bounds[0] == part.bounds[1]:
+        arguments = tuple(Reference(name) for name in node.inputs)
+        return replace(call, operator=ZEROS, arguments=arguments, keywords={})
+    return rule_of(node).localize(call, part)
 
 
 def without_rules(graph: Graph) -> Iterator[Node]:

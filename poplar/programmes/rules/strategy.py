@@ -79,12 +79,20 @@ def strategy_of(
     raise ValueError(f"no strategy reads {tuple(inputs)} and computes {output}")
 
 
+def along(pattern: Pattern, dims: Dims, placement: Sharded) -> Strategy | None:
+    """The strategy with a tensor, which has these axes, in this placement."""
+    axes, inner = dims[placement.dim], pattern.inner_size(dims, placement.dim)
+    if not axes or axes[0] not in pattern.divisible_axes() or placement.unit % inner:
+        return None
+    return divided(pattern, axes[0], placement.unit // inner)
+
+
 def _candidates(pattern: Pattern, placements: Sequence[Placement | None]) -> Iterator[Strategy]:
     for placement, dims in zip(placements, (*pattern.inputs, pattern.output), strict=True):
         if isinstance(placement, Sharded) and placement.dim < len(dims):
-            axes, inner = dims[placement.dim], pattern.inner_size(dims, placement.dim)
-            if axes and axes[0] in pattern.divisible_axes() and placement.unit % inner == 0:
-                yield divided(pattern, axes[0], placement.unit // inner)
+            strategy = along(pattern, dims, placement)
+            if strategy is not None:
+                yield strategy
             return
     yield from strategies(pattern)
 

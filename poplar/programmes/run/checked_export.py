@@ -1,17 +1,26 @@
-"""The graph of a model's loss on a global batch, compared with the model itself."""
+"""The graph of a model's loss on a global batch, if it computes what the model computes.
+
+The losses and their gradients are compared. A graph has the operators of one forward pass. It does
+not have the backward of a custom `torch.autograd.Function`, hooks on tensors, and whatever Python
+decides anew in each pass: numbers that change, random choices, branches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from poplar.data import pytree
-from poplar.programmes.run.eager_comparison import EagerComparison
+from poplar.programmes.graph.graph import BUFFER, CONSTANT, INPUT, PARAMETER
+from poplar.programmes.rules.registry import local_call, strategies_of
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
+from poplar.programmes.run.function_modes import HooksRefused
+from poplar.programmes.run.local_execution import run_local
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import NotExportable
 from poplar.zero.micro_batch_loss import LossFunction
@@ -25,6 +34,14 @@ _MOST_ELEMENTS = 1 << 20
 """Most elements of the parameters whose gradients are compared in a step."""
 _EVERY_STEP = 256
 """Steps from one comparison to the next; the first ones are after 0, 1, 2, 4, 8, ... steps."""
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+"""Relative differences of equal computations."""
+_SMALL = 1e-3
+"""Norm of a gradient, relative to that of all, below which differences are relative to all."""
+_PROBED = 4096
+"""Elements of a gradient that are compared, besides its norm."""
+_HIDDEN = ("torch.utils.checkpoint",)
+"""Modules whose `autograd.Function`s have the backward of the operators in them."""
 
 
 class CheckedExport:
@@ -51,8 +68,8 @@ class CheckedExport:
             raise NotExportable("the model is on meta, and a programme divides real values")
         with torch.enable_grad(), model_preserved(model, self._device):
             self.exported: ExportedLoss = self._export(range(global_batch))
-            self._comparison = EagerComparison(model, loss_fn, self._export(range(self._few)))
-            self._compare()
+            self._exported_few = self._export(range(self._few))
+            self._compare_batches()
 
     @property
     def _device(self) -> torch.device:
@@ -80,12 +97,12 @@ class CheckedExport:
             few = pytree.take(batch, range(self._few))
         few = pytree.map_tensors(lambda tensor: tensor.to(self._device), few)
         with model_preserved(self.model, self._device):
-            self._comparison.check(few, most_elements=_MOST_ELEMENTS)
+            self._compare(few, _smallest(self._trained, _MOST_ELEMENTS))
 
-    def _compare(self) -> None:
+    def _compare_batches(self) -> None:
         try:
             for first in range(_BATCHES):
-                self._comparison.check(self._samples(range(first, first + self._few)))
+                self._compare(self._samples(range(first, first + self._few)), self._trained)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -100,3 +117,121 @@ class CheckedExport:
     def _samples(self, indices: Sequence[int]) -> Any:
         known = pytree.samples_in(self._example)
         return pytree.take(self._example, [index % known for index in indices])
+
+    @property
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _compare(self, batch: Any, trained: Mapping[str, Tensor]) -> None:
+        """Compare the losses of a batch of few samples, and their gradients."""
+        with torch.enable_grad():
+            with HooksRefused():
+                eager = self._loss_fn(self.model, batch)
+            _refuse_custom_functions(eager)
+            eager_loss, eager_probes = float(eager.detach()), _probes(eager, trained)
+            del eager
+            graph = self._graph_loss(batch)
+        rounding = max(_ROUNDING.get(dtype, 1.0) for dtype in self._dtypes())
+        _compare_losses(float(graph.detach()), eager_loss, rounding)
+        _compare_gradients(_probes(graph, trained), eager_probes, rounding)
+
+    def _dtypes(self) -> Iterator[torch.dtype]:
+        """The dtypes of the values that are computed, also under autocast."""
+        for node in self._exported_few.graph.nodes.values():
+            yield from (getattr(torch, kind.dtype) for kind in node.outputs if kind.is_floating)
+
+    def _graph_loss(self, batch: Any) -> Tensor:
+        exported, model = self._exported_few, self.model
+        inputs = exported.tensors(batch, self._device)
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        values: dict[str, Any] = {}
+        for name, node in exported.graph.nodes.items():
+            if node.operator == PARAMETER:
+                values[name] = parameters[node.source]
+            elif node.operator == INPUT:
+                values[name] = inputs[node.source]
+            elif node.operator in (BUFFER, CONSTANT):
+                is_known = node.operator == BUFFER and node.source in buffers
+                values[name] = buffers[node.source] if is_known else exported.constants[name]
+            else:
+                by_all = next(strategies_of(exported.graph, node))
+                call = local_call(exported.graph, node, by_all.inputs, by_all.output, (1,), 0)
+                values[name] = run_local(call, values.__getitem__, self._device)
+        loss: Tensor = values[exported.graph.output]
+        return loss
+
+
+def _refuse_custom_functions(loss: Tensor) -> None:
+    found, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        found.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        if not isinstance(node, BackwardCFunction):
+            continue
+        kind = node._forward_cls
+        if kind.__name__ == "BackwardHookFunction":
+            raise NotExportable(
+                "a module has a backward hook (register_full_backward_hook), and a graph has none"
+            )
+        if not kind.__module__.startswith(_HIDDEN):
+            raise NotExportable(
+                f"the forward pass calls the torch.autograd.Function {kind.__qualname__}, whose "
+                "backward a graph does not have; use operators of torch, or torch.library"
+            )
+
+
+def _smallest(trained: Mapping[str, Tensor], most_elements: int) -> dict[str, Tensor]:
+    """The smallest parameters with so many elements together; at least one."""
+    kept: dict[str, Tensor] = {}
+    for name, parameter in sorted(trained.items(), key=lambda item: item[1].numel()):
+        if kept and parameter.numel() > most_elements:
+            break
+        kept[name] = parameter
+        most_elements -= parameter.numel()
+    return kept
+
+
+def _probes(loss: Tensor, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The norm and some elements of each parameter's gradient; float64 on the CPU."""
+    if not loss.requires_grad or not trained:
+        return {}
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    probes = {}
+    for name, gradient in zip(trained, gradients, strict=True):
+        if gradient is not None:
+            flat = gradient.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _PROBED)].double()
+            norm = torch.linalg.vector_norm(flat, dtype=torch.float64).view(1)
+            probes[name] = torch.cat((norm, some)).cpu()
+    return probes
+
+
+def _compare_losses(graph: float, eager: float, rounding: float) -> None:
+    if abs(graph - eager) > rounding * max(abs(graph), abs(eager)) or (graph != graph) != (
+        eager != eager
+    ):
+        raise NotExportable(
+            f"a batch has the loss {eager:.6g}, but {graph:.6g} in the graph of torch.export, "
+            "which keeps Python numbers, random choices and branches of the call that it records; "
+            "give what changes as a tensor or a number in the batch"
+        )
+
+
+def _compare_gradients(
+    graph: Mapping[str, Tensor], eager: Mapping[str, Tensor], rounding: float
+) -> None:
+    total = sum(float(probe[0]) ** 2 for probe in eager.values()) ** 0.5
+    for name in {**eager, **graph}:
+        # An unused parameter has no gradient, or one of zeros.
+        some = next(probes[name] for probes in (eager, graph) if name in probes)
+        own, expected = (probes.get(name, torch.zeros_like(some)) for probes in (graph, eager))
+        scale = max(float(own.norm()), float(expected.norm()), _SMALL * total)
+        if float((own - expected).norm()) > rounding * scale:
+            raise NotExportable(
+                f"the gradient of {name!r} is another one (norm {float(own[0]):.6g}, not "
+                f"{float(expected[0]):.6g}) in the graph of torch.export, which keeps Python "
+                "numbers of the call that it records and has no hooks"
+            )

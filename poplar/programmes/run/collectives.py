@@ -1,4 +1,4 @@
-"""Collectives over unevenly cut tensors that autograd differentiates.
+"""Collectives over unevenly cut tensors that autograd differentiates, and `convert` with them.
 
 The value of a tensor is what all ranks have together, and so is the loss: the sum of the ranks'
 contributions. So each collective is a linear map over all ranks, and its backward is the adjoint
@@ -34,6 +34,7 @@ from torch import Tensor
 from poplar.comm.bucket import Codec, WideCodec
 from poplar.comm.communicator import Communicator, Splits
 from poplar.comm.shard_layout import Layout
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
 
 Bounds = Sequence[int]
 _ADDED_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,7 +75,6 @@ def reduce_scatter(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, w
         ValueError: `x` does not have the size that `bounds` has, or is bool.
         CollectiveTimeout: as `all_gather`.
     """
-    _check_is_summable(comm, x, what)
     bounds = _checked(comm, x, dim, bounds, what, is_part=False)
 
     def run(x: Tensor) -> Tensor:
@@ -88,7 +88,6 @@ def reduce_scatter(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, w
 
 def all_reduce(comm: Communicator, x: Tensor, *, what: str) -> Tensor:
     """The sum over ranks; arguments and errors as `reduce_scatter`."""
-    _check_is_summable(comm, x, what)
 
     def run(x: Tensor) -> Tensor:
         # The same bounds for all ranks, without regard to their speed: each adds what it sends.
@@ -213,6 +212,8 @@ def _reduce_scatter(
 ) -> Tensor:
     """The flat sum over ranks of this rank's part, in the dtype of sums; `parts`: by rank."""
     first = parts[0]
+    if first.dtype is torch.bool:
+        raise ValueError(f"rank {comm.group.rank}: {what}: a sum of bool tensors has no dtype")
     codec = Codec(first.dtype) if first.dtype in _ADDED_IN_FP32 else WideCodec(first.dtype)
     bucket = comm.buffer(layout, first.dtype, first.device, codec)
     bucket.wait_until_writable()
@@ -255,18 +256,13 @@ def _checked(
 ) -> tuple[int, ...]:
     """The bounds, if `x` has this rank's part of the dimension, or else all of it."""
     rank, ranks = comm.group.rank, comm.group.size
-    if not 0 <= dim < x.dim():
-        raise ValueError(
-            f"rank {rank}: {what}: dim must be from 0 to {x.dim() - 1} for a tensor of shape "
-            f"{tuple(x.shape)}, got {dim}"
-        )
+    offsets = Layout(tuple(bounds)).offsets
     if len(bounds) != ranks + 1:
         raise ValueError(
             f"rank {rank}: {what}: {ranks} ranks need {ranks + 1} bounds, got {tuple(bounds)}"
         )
-    offsets = Layout(tuple(bounds)).offsets
     size = offsets[rank + 1] - offsets[rank] if is_part else offsets[-1]
-    if x.shape[dim] != size:
+    if not 0 <= dim < x.dim() or x.shape[dim] != size:
         raise ValueError(
             f"rank {rank}: {what}: dimension {dim} must have {size} indices by the bounds "
             f"{offsets}, got a tensor of shape {tuple(x.shape)}"
@@ -274,6 +270,61 @@ def _checked(
     return offsets
 
 
-def _check_is_summable(comm: Communicator, x: Tensor, what: str) -> None:
-    if x.dtype is torch.bool:
-        raise ValueError(f"rank {comm.group.rank}: {what}: a sum of bool tensors has no dtype")
+def convert(
+    comm: Communicator,
+    x: Tensor,
+    source: Placement,
+    target: Placement,
+    shape: Sequence[int],
+    ratios: Sequence[int],
+    *,
+    what: str,
+) -> Tensor:
+    """The tensor in another placement. Collective, and differentiable.
+
+    Args:
+        comm: the transport.
+        x: what this rank has in the placement `source`.
+        source: the placement of `x`.
+        target: the placement of the result.
+        shape: of the whole tensor.
+        ratios: of the programme.
+        what: the tensor's name in errors.
+
+    Raises:
+        ValueError: `x` does not have the shape that `source` gives this rank.
+        CollectiveTimeout: names the ranks that did not take part before the deadline.
+    """
+    if source == target:
+        return x
+    if not isinstance(source, Sharded):
+        if not isinstance(target, Sharded):
+            return (count_once if target is PARTIAL else all_reduce)(comm, x, what=what)
+        move = take_own if source is REPLICATED else reduce_scatter
+        return move(comm, x, target.dim, target.bounds(shape, ratios), what=what)
+    bounds = source.bounds(shape, ratios)
+    if not isinstance(target, Sharded):
+        join = all_gather if target is REPLICATED else embed
+        return join(comm, x, source.dim, bounds, what=what)
+    new_bounds = target.bounds(shape, ratios)
+    if source.dim != target.dim:
+        return all_to_all(comm, x, source.dim, target.dim, bounds, new_bounds, what=what)
+    if bounds == new_bounds:
+        return x
+    # Other units of the same dimension. Plans avoid this, so it is not worth a collective.
+    whole = all_gather(comm, x, source.dim, bounds, what=what)
+    return take_own(comm, whole, target.dim, new_bounds, what=what)
+
+
+def own_part(whole: Tensor, placement: Placement, ratios: Sequence[int], rank: int) -> Tensor:
+    """A rank's part of a tensor that it has as a whole: a view.
+
+    Raises:
+        ValueError: a partial placement, of which no rank's summand is given.
+    """
+    if placement is PARTIAL:
+        raise ValueError("a partial placement has no parts of a given tensor")
+    if not isinstance(placement, Sharded):
+        return whole
+    bounds = placement.bounds(whole.shape, ratios)
+    return whole.narrow(placement.dim, bounds[rank], bounds[rank + 1] - bounds[rank])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,20 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from poplar.comm import Communicator, Control, Group, connect_control
+from poplar.comm import Control, Group, connect_control
 from poplar.profiler.memory_limit import MemoryLimit
-from poplar.profiler.progress import Report, show_progress
+from poplar.profiler.progress import show_progress
 from poplar.programmes.graph.programme import Programme
-from poplar.programmes.run.checked_export import CheckedExport
 from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.programmes.run.exported_graph import ExportedLoss
 from poplar.programmes.run.job import Job
-from poplar.programmes.run.trials import Candidate, compare
+from poplar.programmes.run.programme_training import ProgrammeTraining
+from poplar.programmes.run.trials import Candidate, Comparison, compare
 from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
 from poplar.programmes.search.explanation import explain_programme
 from poplar.tuning.autotune import Tuned, tune
 from poplar.values.formatting import format_seconds
-from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import exchange_results
 from poplar.zero.micro_batch_loss import LossFunction
@@ -99,97 +99,75 @@ def distribute(
     """
     group = Group.of(process_group, timeout)
     options = {"process_group": process_group, "timeout": timeout, **optimizer_kwargs}
+    common: dict[str, Any] = {
+        "global_batch": global_batch,
+        "optimizer_class": optimizer_class,
+        "weight": weight,
+        "loss": loss,
+    }
     job = Job(
         group=group,
         control=connect_control(group),
         model=model,
         loss_fn=loss_fn,
         example=example_batch,
-        global_batch=global_batch,
-        optimizer_class=optimizer_class,
-        weight=weight,
-        loss=loss,
         options=options,
+        **common,
     )
     given = _given(job.control, programme)
     if given is not None:
         exported, _ = job.exported(must=True)
         assert exported is not None
         comm = job.connected(exported, planned=None)
-        return job.by_programme(comm, exported, given, reason="The programme was given.")
+        return ProgrammeTraining(job, comm, exported, given, reason="The programme was given.")
     tuned = tune(
         model,
         loss_fn,
         example_batch,
-        global_batch=global_batch,
-        optimizer_class=optimizer_class,
-        weight=weight,
-        loss=loss,
         profile=profile,
         verify=verify,
         seconds=seconds,
         memory_limit=memory_limit,
         cache=cache,
         progress=progress,
+        **common,
         **options,
     )
+    by_plan = partial(DistributedTraining, job, tuned.plan)
     if programme == "never":
-        return job.by_plan(tuned.plan, reason="programme='never', so there is no programme.")
+        return by_plan(reason="programme='never', so there is no programme.")
     exported, reason = job.exported(must=False)
     if exported is None:
-        return job.by_plan(tuned.plan, reason=reason)
+        return by_plan(reason=reason)
     decision = _decide(job.control, exported.exported, tuned)
+    text = explain_programme(decision, exported.exported.graph)
     if decision.programme is None:
-        return job.by_plan(tuned.plan, reason=explain_programme(decision, exported.exported.graph))
+        return by_plan(reason=text)
     comm = job.connected(exported, tuned.plan.transport)
+    by_programme = partial(ProgrammeTraining, job, comm, exported, decision.programme)
+    if not verify:
+        return by_programme(reason=text)
     with show_progress(progress and group.rank == 0) as report:
-        return _faster(
+        measured = compare(
             job,
-            comm,
-            exported,
-            tuned.plan,
-            decision,
-            TRIALS_PART * seconds if verify else 0.0,
-            report,
+            Candidate("programme", by_programme, decision.step_seconds),
+            Candidate("plan", by_plan, decision.data_parallel_seconds),
+            seconds=TRIALS_PART * seconds,
+            report=report,
         )
+    is_faster, reason = _outcome(measured, text)
+    return by_programme(reason=reason) if is_faster else by_plan(reason=reason)
 
 
-def _faster(
-    job: Job,
-    comm: Communicator,
-    exported: CheckedExport,
-    plan: Plan,
-    decision: ProgrammeDecision,
-    seconds: float,
-    report: Report,
-) -> DistributedTraining:
-    """Training by the programme of a decision, unless trials show that the plan is faster.
-
-    Collective.
+def _outcome(measured: Comparison, text: str) -> tuple[bool, str]:
+    """Whether trials show that the programme is faster, and the reason for what is used.
 
     Args:
-        seconds: for trials; 0: there are none.
+        measured: steps of the programme, and of the plan.
+        text: about the programme.
     """
-    programme, text = decision.programme, explain_programme(decision, exported.exported.graph)
-    assert programme is not None
-
-    def by_programme(reason: str = text) -> DistributedTraining:
-        return job.by_programme(comm, exported, programme, reason=reason)
-
-    def by_plan(reason: str = "") -> DistributedTraining:
-        return job.by_plan(plan, reason=reason)
-
-    if seconds == 0.0:
-        return by_programme()
-    measured = compare(
-        job,
-        Candidate("programme", by_programme, decision.step_seconds),
-        Candidate("plan", by_plan, decision.data_parallel_seconds),
-        seconds=seconds,
-        report=report,
-    )
     if measured.difference:
-        return by_plan(
+        return False, (
             "data parallelism, because the programme computes something else "
             f"({measured.difference}). The loss may be no mean over samples, such as a mean over "
             "tokens without weight=, or one that compares samples. The programme was:\n"
@@ -197,10 +175,11 @@ def _faster(
         )
     own, other = format_seconds(measured.first_seconds), format_seconds(measured.second_seconds)
     if measured.ratio < 1.0:
-        return by_programme(
-            f"{text}\nmeasured in trials: {own} per step, and {other} with data parallelism"
+        return (
+            True,
+            f"{text}\nmeasured in trials: {own} per step, and {other} with data parallelism",
         )
-    return by_plan(
+    return False, (
         f"data parallelism, which was faster in trials: {other} per step, and {own} with this "
         f"programme, which was predicted to be faster:\n{text}"
     )

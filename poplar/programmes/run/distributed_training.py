@@ -1,8 +1,7 @@
-"""What `poplar.distribute` returns, however the ranks divide the work."""
+"""What `poplar.distribute` returns: the training of one model on all ranks, by a plan."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ from torch import nn
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run.job import Job
 from poplar.values.plan import Plan
 from poplar.zero.step_result import StepResult
 
 
-class DistributedTraining(ABC):
+class DistributedTraining:
     """The training of one model on all ranks.
 
     Every method but `explain` and `sampler` is collective: all ranks call it.
@@ -27,12 +27,17 @@ class DistributedTraining(ABC):
     """The optimizer, for learning rates and schedulers. Do not call its own `train_step`."""
     plan: Plan
     """The plan, with the samples of every rank."""
-    programme: Programme | None
+    programme: Programme | None = None
     """How the tensors are divided over ranks; None: data parallelism."""
     reason: str
     """Why there is a programme, or why not."""
 
-    @abstractmethod
+    def __init__(self, job: Job, plan: Plan, *, reason: str, **options: Any) -> None:
+        self._job, self.model, self.plan, self.reason = job, job.model, plan, reason
+        self.optimizer = HeteroZeroOptimizer(
+            self.model, job.optimizer_class, plan=plan, **{**job.options, **options}
+        )
+
     def train_step(self, batch: Any, *, max_norm: float | None = None) -> StepResult:
         """One optimizer step on one global batch. Collective.
 
@@ -40,16 +45,19 @@ class DistributedTraining(ABC):
             batch: this rank's part of the global batch, as `sampler` draws it.
             max_norm: clip the gradient to this norm.
         """
+        job = self._job
+        return self.optimizer.train_step(
+            job.loss_fn, batch, weight=job.weight, loss=job.loss, max_norm=max_norm
+        )
 
-    @abstractmethod
     def evaluate(self, loader: Iterable[Any]) -> float:
         """Mean loss over the batches of all ranks, in evaluation mode. Collective.
 
         Under a programme, every rank has the same number of batches, each its part of a whole
         global batch (`drop_last=True`).
         """
+        return self.optimizer.evaluate(self._job.loss_fn, loader, self._job.weight)
 
-    @abstractmethod
     def state_dict(self, to: int = 0) -> dict[str, Any] | None:
         """The whole state, as of one device. Collective.
 
@@ -57,22 +65,29 @@ class DistributedTraining(ABC):
             On rank `to`: `"model"`, as the model's own `state_dict()`, and `"optimizer"`, as that
             of a plain optimizer of the class; on the CPU. None on other ranks.
         """
+        optimizer = self.optimizer.full_state_dict(to)
+        with self.optimizer.full_parameters():
+            if optimizer is None:
+                return None
+            return {"model": on_host(self.model), "optimizer": optimizer}
 
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned under any plan or programme. Collective.
 
         Args:
             state: the same on all ranks.
         """
+        with self.optimizer.full_parameters(writeback=True):
+            self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
-    @abstractmethod
     def save_model(self, path: str | Path) -> None:
         """Write the whole weights as one safetensors file. Collective; rank 0 writes."""
+        self.optimizer.save_model(path)
 
-    @abstractmethod
     def release(self) -> None:
         """Give the model its whole parameters back. Collective; the training ends."""
+        self.optimizer.release()
 
     def sampler(self, length: int, **options: Any) -> HeteroBatchSampler:
         """A sampler that draws this rank's part of each global batch.
@@ -86,3 +101,8 @@ class DistributedTraining(ABC):
     def explain(self) -> str:
         """The plan, and why it has a programme or not."""
         return f"{self.plan}\n{self.reason}"
+
+
+def on_host(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model, copied to the CPU."""
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}

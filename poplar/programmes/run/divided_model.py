@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,14 @@ from torch import Tensor, nn
 from poplar.comm.communicator import Communicator
 from poplar.programmes.graph.placement import REPLICATED, Placement, Sharded
 from poplar.programmes.graph.programme import Programme
-from poplar.programmes.run.conversion import convert, own_part
+from poplar.programmes.run.collectives import convert, own_part
 
 
 class DividedModel:
     """A model whose sharded parameters hold this rank's part, until `restore`.
+
+    Its `forward` and `state_dict` raise but in the contexts of `with_whole_shapes`: they would take
+    the parts for the whole parameters.
 
     Args:
         comm: the transport; its ranks are those of the programme.
@@ -42,6 +46,14 @@ class DividedModel:
         }
         for name in self._placements:
             self.parameters[name].data = self.own(name, self.parameters[name].data).clone()
+        self._is_whole = False
+        self._handles = [
+            model.register_forward_pre_hook(self._refuse_forward),
+            *(
+                module.register_state_dict_pre_hook(self._refuse_state)
+                for module in model.modules()
+            ),
+        ]
 
     @property
     def sharded(self) -> frozenset[str]:
@@ -58,23 +70,25 @@ class DividedModel:
         return own_part(whole, placement, self._ratios, self._comm.group.rank)
 
     def whole(self, name: str, own: Tensor) -> Tensor:
-        """The whole tensor from the parts of the ranks. Collective if the parameter is sharded."""
-        if name not in self._placements:
-            return own
-        what = f"collecting {name!r}"
-        shape, placement = self._shapes[name], self._placements[name]
+        """The whole tensor from the parts of the ranks of a sharded parameter. Collective."""
+        what, placement = f"collecting {name!r}", self._placements[name]
         with torch.no_grad():
             return convert(
-                self._comm, own.detach(), placement, REPLICATED, shape, self._ratios, what=what
-            )
+                self._comm, own.detach(), placement, REPLICATED, self._shapes[name], self._ratios,
+                what=what,
+            )  # fmt: skip
 
     @contextmanager
-    def stand_ins(self) -> Iterator[bool]:
-        """A context in which the sharded parameters have whole shapes, with this rank's values.
+    def with_whole_shapes(
+        self, made_of: Callable[[str], Tensor]
+    ) -> Iterator[dict[str, nn.Parameter]]:
+        """A context in which the model has other parameters in the place of the sharded ones.
 
-        These values are repeated, so that nothing is communicated. False: this rank has none of a
-        parameter, whose values are zeros. The modules have other parameters inside: an autograd
-        graph of a step may still expect gradients in the shapes of the parts.
+        The parameters themselves stay as they are: an autograd graph of a step may still expect
+        gradients in the shapes of the parts.
+
+        Args:
+            made_of: the value in the place of a parameter, by its name.
         """
         names = {id(self.parameters[name]): name for name in self._placements}
         places = [
@@ -83,31 +97,59 @@ class DividedModel:
             for key, parameter in module._parameters.items()
             if id(parameter) in names
         ]
-        made: dict[str, nn.Parameter] = {}
-        for name, placement in self._placements.items():
-            own = self.parameters[name]
-            whole = _repeated(own.data, placement.dim, self._shapes[name])
-            made[name] = nn.Parameter(whole, requires_grad=own.requires_grad)
+        made = {
+            name: nn.Parameter(made_of(name), requires_grad=self.parameters[name].requires_grad)
+            for name in self._placements
+        }
         try:
+            self._is_whole = True
             for module, key, parameter in places:
                 module._parameters[key] = made[names[id(parameter)]]
-            yield all(self.parameters[name].numel() for name in made)
+            yield made
         finally:
+            self._is_whole = False
             for module, key, parameter in places:
                 module._parameters[key] = parameter
+
+    def repeated(self, name: str) -> Tensor:
+        """A tensor of the whole shape of a sharded parameter, from this rank's part.
+
+        The part is repeated, each time 1 % larger, so that no values are equal, and nothing is
+        communicated. Zeros, if the rank has no part.
+        """
+        part, shape, dim = (
+            self.parameters[name].data,
+            self._shapes[name],
+            self._placements[name].dim,
+        )
+        if not part.numel():
+            return part.new_zeros(shape)
+        places = torch.arange(shape[dim], device=part.device)
+        factors = (1.0 + 0.01 * (places // part.shape[dim])).to(part.dtype)
+        whole = part.index_select(dim, places % part.shape[dim])
+        return whole * factors.view(-1, *(1,) * (len(shape) - dim - 1))
 
     def restore(self) -> None:
         """Give all parameters their whole values. Collective."""
         for name in self._placements:
             parameter = self.parameters[name]
             parameter.data = self.whole(name, parameter.data)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
+    def _refuse_forward(self, module: nn.Module, arguments: Any) -> None:
+        if not self._is_whole:
+            raise RuntimeError(
+                "the parameters of this model are divided over ranks by a programme, so its "
+                "forward has no meaning; call train_step() or evaluate() of the training, or "
+                "release() it first"
+            )
 
-def _repeated(part: Tensor, dim: int, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of this shape from a part of `dim`, in turns, each 1 % larger: no equal values."""
-    if not part.numel():
-        return part.new_zeros(shape)
-    places = torch.arange(shape[dim], device=part.device)
-    factors = (1.0 + 0.01 * (places // part.shape[dim])).to(part.dtype)
-    whole = part.index_select(dim, places % part.shape[dim])
-    return whole * factors.view(-1, *(1,) * (len(shape) - dim - 1))
+    def _refuse_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._is_whole:
+            raise RuntimeError(
+                "model.state_dict() would have only this rank's parts of the parameters that a "
+                "programme divides over ranks; call state_dict() or save_model() of the training, "
+                "on all ranks"
+            )

@@ -22,7 +22,6 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 from torch.utils._pytree import SequenceKey, keystr, tree_flatten_with_path, tree_map
 
-from poplar.programmes.graph.global_means import with_global_means
 from poplar.programmes.graph.graph import (
     BUFFER,
     CONSTANT,
@@ -34,7 +33,7 @@ from poplar.programmes.graph.graph import (
     Reference,
     TensorType,
 )
-from poplar.programmes.run.function_modes import GradientModesKept
+from poplar.programmes.run.function_modes import Exported
 from poplar.values.errors import NotExportable
 
 _ROOT = "model."
@@ -99,7 +98,7 @@ class _Loss(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, batch: Any) -> Tensor:
-        with GradientModesKept():
+        with Exported():
             return self.loss_fn(self.model, batch)
 
 
@@ -234,7 +233,7 @@ def _converted(
         raise NotExportable(
             f"loss_fn must return a float tensor of no dimensions, got {loss.output}"
         )
-    graph = with_global_means(_needed(Graph(nodes, loss.name)))
+    graph = _needed(Graph(nodes, loss.name))
     return graph, {k: v for k, v in constants.items() if k in graph.nodes}
 
 

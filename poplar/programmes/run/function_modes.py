@@ -7,18 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from poplar.values.errors import NotExportable
 
 
-class _CallMode(TorchFunctionMode):
-    """A context in which `call` stands for every function of torch."""
+class Exported(TorchFunctionMode):
+    """A context in which functions are called as a graph of `torch.export` needs it.
 
-    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the function."""
-        return func(*args, **kwargs)
+    Functions that run without gradients read detached tensors: `torch.export` puts operators under
+    `torch.no_grad()` into subgraphs, unless they are also under `torch.autocast`, and
+    `run_decompositions` inlines the subgraphs without a trace of the mode.
+
+    Mean losses of classes are a sum and a count, so that each rank can add up its own samples: the
+    mean is over the targets that are not ignored, on all ranks, so it is not a weighted mean of the
+    ranks' means with weights that are known beforehand.
+    """
 
     def __torch_function__(
         self,
@@ -27,32 +33,47 @@ class _CallMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return self.call(func, args, kwargs or {})
-
-
-class GradientModesKept(_CallMode):
-    """A context in which functions that run without gradients read detached tensors.
-
-    `torch.export` puts operators under `torch.no_grad()` into subgraphs, unless they are also under
-    `torch.autocast`, and `run_decompositions` inlines the subgraphs without a trace of the mode.
-    Detached tensors are kept in a graph.
-    """
-
-    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        kwargs = kwargs or {}
         if not torch.is_grad_enabled() and not _is_attribute(func):
             args, kwargs = tree_map(_detached, (args, kwargs))
+        if func in (functional.cross_entropy, functional.nll_loss):
+            return _class_loss(func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
-class HooksRefused(_CallMode):
+class HooksRefused(TorchFunctionMode):
     """A context in which no tensor gets a hook."""
 
-    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if func is Tensor.register_hook:
             raise NotExportable(
                 "the forward pass calls register_hook() on a tensor, and a graph has no hooks"
             )
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _class_loss(
+    func: Callable[..., Any],
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *others: Any,
+    **options: Any,
+) -> Any:
+    """A mean loss as a sum and a count; not with class weights or probabilities as targets."""
+    given = {name for name, value in options.items() if value is not None}
+    is_known = not others and given <= {"ignore_index", "reduction", "label_smoothing"}
+    is_mean = is_known and options.get("reduction", "mean") == "mean"
+    if not is_mean or weight is not None or target.is_floating_point():
+        return func(input, target, weight, *others, **options)
+    total = func(input, target, **{**options, "reduction": "sum"})
+    return total / (target != options.get("ignore_index", -100)).sum()
 
 
 def _is_attribute(func: Callable[..., Any]) -> bool:

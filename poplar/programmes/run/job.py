@@ -1,4 +1,4 @@
-"""What is to be trained, and the trainings that a plan or a programme makes of it."""
+"""What is to be trained."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from torch import Tensor, nn
 
 from poplar.comm import Communicator, Control, Group, connect
 from poplar.data import pytree
-from poplar.optimizer import HeteroZeroOptimizer
-from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.checked_export import CheckedExport
-from poplar.programmes.run.data_parallel_training import DataParallelTraining
-from poplar.programmes.run.programme_training import ProgrammeTraining, sampling_plan
 from poplar.values.errors import NotExportable
 from poplar.values.plan import Plan
 from poplar.zero.agreement import raise_on_any_error
@@ -36,8 +32,8 @@ class Job:
     example: Any
     global_batch: int
     optimizer_class: OptimizerFactory
-    weight: Weight | None
-    loss: Loss
+    weight: Weight | None = None
+    loss: Loss = "mean"
     options: Mapping[str, Any]
     """Options of `HeteroZeroOptimizer` and `optimizer_class`."""
 
@@ -48,9 +44,10 @@ class Job:
 
     def example_part(self, plan: Plan) -> Any:
         """This rank's part of a global batch that repeats the example."""
-        rank = self.group.rank
+        rank, known = self.group.rank, pytree.samples_in(self.example)
         start, samples = plan.offset(rank), plan.samples(rank)
-        return self._repeated(range(start, start + samples)) if samples else None
+        indices = [index % known for index in range(start, start + samples)]
+        return pytree.take(self.example, indices) if samples else None
 
     def exported(self, *, must: bool) -> tuple[CheckedExport | None, str]:
         """The graph of the loss of a global batch; None on all ranks if one has none. Collective.
@@ -66,7 +63,11 @@ class Job:
         exported: CheckedExport | None = None
         error: Exception | None = None
         try:
-            exported = self._export()
+            if self.loss != "mean":
+                raise NotExportable(
+                    f"loss={self.loss!r}, but programmes need a loss that is a mean"
+                )
+            exported = CheckedExport(self.model, self.loss_fn, self.example, self.global_batch)
         except NotExportable as caught:
             error = caught
         if must:
@@ -76,55 +77,17 @@ class Job:
         found = next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
         return (exported, "") if not found else (None, f"No programme: {found}.")
 
-    def by_plan(self, plan: Plan, *, reason: str) -> DataParallelTraining:
-        """Every rank computes its samples with the whole model. Collective."""
-        optimizer = HeteroZeroOptimizer(self.model, self.optimizer_class, plan=plan, **self.options)
-        return DataParallelTraining(
-            self.model,
-            self.loss_fn,
-            optimizer,
-            plan,
-            weight=self.weight,
-            loss=self.loss,
-            reason=reason,
-        )
-
-    def by_programme(
-        self, comm: Communicator, exported: CheckedExport, programme: Programme, *, reason: str
-    ) -> ProgrammeTraining:
-        """The ranks compute the loss together. Collective."""
-        plan = sampling_plan(programme, self.global_batch)
-        return ProgrammeTraining(
-            comm,
-            exported,
-            programme,
-            plan,
-            self.optimizer_class,
-            reason=reason,
-            **self.options,
-        )
-
+    @torch.no_grad()
     def connected(self, checked: CheckedExport, planned: str | None) -> Communicator:
         """The transport of programmes; all ranks get the first rank's values. Collective."""
         comm = connect(self.group, "auto", self.device, planned=planned)
-        _broadcast(comm, dict(chain(self.model.named_parameters(), self.model.named_buffers())))
-        _broadcast(comm, checked.exported.constants)
+        tensors: chain[tuple[str, Tensor]] = chain(
+            self.model.named_parameters(),
+            self.model.named_buffers(),
+            checked.exported.constants.items(),
+        )
+        for name, tensor in tensors:
+            values = tensor.detach().contiguous()
+            comm.broadcast(values, 0, what=f"the broadcast of {name}")
+            tensor.copy_(values)
         return comm
-
-    def _export(self) -> CheckedExport:
-        if self.loss != "mean":
-            raise NotExportable(f"loss={self.loss!r}, but programmes need a loss that is a mean")
-        return CheckedExport(self.model, self.loss_fn, self.example, self.global_batch)
-
-    def _repeated(self, samples: range) -> Any:
-        known = pytree.samples_in(self.example)
-        return pytree.take(self.example, [index % known for index in samples])
-
-
-@torch.no_grad()
-def _broadcast(comm: Communicator, tensors: Mapping[str, Tensor]) -> None:
-    """Give all ranks the first rank's values. Collective."""
-    for name, tensor in tensors.items():
-        values = tensor.detach().contiguous()
-        comm.broadcast(values, 0, what=f"the broadcast of {name}")
-        tensor.copy_(values)

@@ -1,16 +1,21 @@
-"""Runs a rank's calls (`rules.local_call`) with torch."""
+"""Runs a rank's calls (`rules.local_call`) with torch.
+
+A rank with an empty part of a node computes zeros in its place. Autograd must reach an input from
+an output there exactly if it does on the other ranks (`passed_inputs`); otherwise the ranks issue
+different collectives in the backward pass.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from poplar.programmes.graph.graph import GET_ITEM, Reference
+from poplar.programmes.graph.graph import GET_ITEM, Graph, Node, Reference, TensorType
 from poplar.programmes.rules.local_call import (
     EMBEDDING_PART,
     GROUPED_MM_PART,
@@ -120,21 +125,23 @@ def function(name: str) -> Callable[..., Any]:
     return found
 
 
+def _own_entries(indices: Tensor, start: int, entries: int) -> tuple[Tensor, Tensor]:
+    """Which indices are from `start` on of so many entries, and their places there, or 0."""
+    is_own = (indices >= start) & (indices < start + entries)
+    return is_own, torch.where(is_own, indices - start, 0)
+
+
 def embedding_part(part: Tensor, indices: Tensor, start: int, padding: int) -> Tensor:
-    """Rows of a part of an embedding's table.
+    """Rows of a part of an embedding's table; zeros for indices that are not in the part.
 
     Args:
         part: [entries, columns], the entries from `start` of the table.
         indices: [...], of the whole table.
         start: the first entry of the part.
         padding: the index that has no gradient, or -1.
-
-    Returns:
-        [..., columns]: zeros for indices that are not in the part.
     """
     entries = part.shape[0]
-    is_own = (indices >= start) & (indices < start + entries)
-    own = torch.where(is_own, indices - start, 0)
+    is_own, own = _own_entries(indices, start, entries)
     own_padding = padding - start if start <= padding < start + entries else -1
     rows = torch.ops.aten.embedding.default(part, own, own_padding)
     # Not a product: rows that are not read may be infinite.
@@ -151,10 +158,8 @@ def index_part(part: Tensor, indices: Tensor, dim: int, start: int, size: int) -
         start: the first entry of the part.
         size: of the whole dimension.
     """
-    entries = part.shape[dim]
     indices = torch.where(indices < 0, indices + size, indices)
-    is_own = (indices >= start) & (indices < start + entries)
-    own = torch.where(is_own, indices - start, 0)
+    is_own, own = _own_entries(indices, start, part.shape[dim])
     read = torch.ops.aten.index.Tensor(part, [None] * dim + [own])
     after = part.dim() - dim - 1
     return torch.where(is_own.view(*indices.shape, *(1,) * after), read, 0.0)
@@ -257,3 +262,41 @@ class _ConnectedZeros(torch.autograd.Function):
             for shape, dtype, device, is_differentiable in ctx.inputs
         )
         return (None, None, None, *zeros)
+
+
+def passed_inputs(graph: Graph, node: Node) -> tuple[tuple[int, ...], ...]:
+    """The positions of the inputs that the gradient of each output of an operator reaches.
+
+    It runs the operator on tensors without values, once for each input.
+    """
+    by_input = [_have_gradient(graph, node, trained) for trained in range(len(node.inputs))]
+    return tuple(
+        tuple(trained for trained, outputs in enumerate(by_input) if outputs[output])
+        for output in range(len(node.outputs))
+    )
+
+
+def _have_gradient(graph: Graph, node: Node, trained: int) -> list[bool]:
+    """Whether each output has a gradient, if only one of the inputs has one."""
+    kinds = enumerate(graph.types(node))
+    arguments = [_converted(argument, kinds, trained) for argument in node.arguments]
+    keywords = {key: _converted(value, kinds, trained) for key, value in node.keywords.items()}
+    with torch.enable_grad():
+        results = function(node.operator)(*arguments, **keywords)
+    results = results if isinstance(results, list | tuple) else [results]
+    return [result.requires_grad for result in results]
+
+
+def _converted(argument: Any, kinds: Iterator[tuple[int, TensorType]], trained: int) -> Any:
+    if isinstance(argument, Reference):
+        position, kind = next(kinds)
+        return _without_values(kind, has_gradient=position == trained)
+    if isinstance(argument, list | tuple):
+        return [_converted(element, kinds, trained) for element in argument]
+    return torch.device("meta") if isinstance(argument, torch.device) else argument
+
+
+def _without_values(kind: TensorType, *, has_gradient: bool) -> Tensor:
+    dtype = getattr(torch, kind.dtype)
+    requires_grad = has_gradient and (dtype.is_floating_point or dtype.is_complex)
+    return torch.empty(kind.shape, dtype=dtype, device="meta", requires_grad=requires_grad)

@@ -8,33 +8,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
+from contextlib import AbstractContextManager
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Communicator
-from poplar.optimizer import HeteroZeroOptimizer
 from poplar.programmes.graph.graph import BUFFER, Graph
 from poplar.programmes.graph.placement import Sharded, cut
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.checked_export import CheckedExport
-from poplar.programmes.run.distributed_training import DistributedTraining
-from poplar.programmes.run.divided_guard import DividedGuard
+from poplar.programmes.run.distributed_training import DistributedTraining, on_host
 from poplar.programmes.run.divided_model import DividedModel
 from poplar.programmes.run.execution import Execution
-from poplar.programmes.run.whole_state import WholeState
+from poplar.programmes.run.job import Job
 from poplar.programmes.search.composition import batch_placements, data_parallel
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import NotExportable
 from poplar.values.plan import Plan
-from poplar.zero.agreement import exchange_results
+from poplar.zero.agreement import exchange_results, run_on_all_ranks
 from poplar.zero.micro_batch_loss import PassLoss
 from poplar.zero.preserved_state import evaluation_mode
 from poplar.zero.step_result import StepResult
-from poplar.zero.update import OptimizerFactory
 
 LossPart = Callable[[list[Exception]], Tensor]
 
@@ -55,12 +54,11 @@ class ProgrammeTraining(DistributedTraining):
     """Runs a programme in every step.
 
     Args:
+        job: what is trained.
         comm: carries the programme's tensors, and nothing else.
-        checked: the loss of a whole global batch, and the model, with the same values on all ranks;
-            its sharded parameters become parts.
+        checked: the loss of a whole global batch of the job. The model has the same values on all
+            ranks; its sharded parameters become parts.
         programme: of the exported graph.
-        plan: from `sampling_plan`.
-        optimizer_class, options: as for `HeteroZeroOptimizer`.
         reason: why there is a programme.
 
     Raises:
@@ -69,36 +67,31 @@ class ProgrammeTraining(DistributedTraining):
 
     def __init__(
         self,
+        job: Job,
         comm: Communicator,
         checked: CheckedExport,
         programme: Programme,
-        plan: Plan,
-        optimizer_class: OptimizerFactory,
         *,
         reason: str,
-        **options: Any,
     ) -> None:
-        self.model, self.plan = checked.model, plan
-        self.programme: Programme = programme
-        self.reason = reason
-        self._rank = comm.group.rank
-        self._comm, self._device = comm, next(self.model.parameters()).device
-        self._modules, self._steps = tuple(self.model.modules()), 0
+        model = job.model
+        self._rank, self._comm, self._device = comm.group.rank, comm, job.device
+        self._modules, self._steps = tuple(model.modules()), 0
         first = _Pass(comm, checked, programme, self._device)
         self._passes = {self._modes(): first}
-        self._divided = DividedModel(comm, self.model, programme)
-        dtypes = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
-        options.setdefault("compute_dtype", dtypes.pop() if len(dtypes) == 1 else "auto")
-        self.optimizer = HeteroZeroOptimizer(
-            self.model,
-            optimizer_class,
-            plan=plan,
+        self._divided = DividedModel(comm, model, programme)
+        self._name_of = {id(p): name for name, p in self._divided.parameters.items()}
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        own_dtype = dtypes.pop() if len(dtypes) == 1 else "auto"
+        super().__init__(
+            job,
+            sampling_plan(programme, job.global_batch),
+            reason=reason,
             _local=self._divided.sharded,
             on_out_of_memory="raise",
-            **options,
+            compute_dtype=job.options.get("compute_dtype", own_dtype),
         )
-        self._guard = DividedGuard(self.model)
-        self._state = WholeState(self._divided, self.optimizer, self._guard)
+        self.programme: Programme = programme
 
     def train_step(self, batch: Any, *, max_norm: float | None = None) -> StepResult:
         loss = _ProgrammeLoss(self, batch)
@@ -141,10 +134,12 @@ class ProgrammeTraining(DistributedTraining):
 
         The comparison needs memory for the whole parameters. If that is missing, it is left out.
         """
+        divided = self._divided
+        if not all(divided.parameters[name].numel() for name in divided.sharded):
+            return
         try:
-            with self._guard.allowed(), self._divided.stand_ins() as has_values:
-                if has_values:
-                    checked.check(batch, self._steps)
+            with divided.with_whole_shapes(divided.repeated):
+                checked.check(batch, self._steps)
         except NotExportable as error:
             raise RuntimeError(
                 f"rank {self._rank}: after {self._steps} steps, the programme does not compute "
@@ -190,7 +185,7 @@ class ProgrammeTraining(DistributedTraining):
         modes = self._modes()
         if modes not in self._passes:
             first = next(iter(self._passes.values()))
-            with self._guard.allowed(), self._divided.stand_ins():
+            with self._divided.with_whole_shapes(self._divided.repeated):
                 checked = first.checked.again()
             self._passes[modes] = first
             if not checked.exported.equals(first.checked.exported):
@@ -229,8 +224,7 @@ class ProgrammeTraining(DistributedTraining):
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> float:
         control, doing = self.optimizer.control, "evaluate()"
-        batches = iter(loader)
-        total, count = 0.0, 0
+        batches, losses = iter(loader), list[float]()
         loss: LossPart | None = None
 
         def opened() -> bool:
@@ -255,25 +249,111 @@ class ProgrammeTraining(DistributedTraining):
                         f"evaluate(): ranks {missing} have fewer batches than the others; all "
                         "ranks need a part of every global batch (drop_last=True)"
                     )
-                total += sum(exchange_results(control, computed, what=doing))
-                count += 1
-        if not count:
+                losses.append(sum(exchange_results(control, computed, what=doing)))
+        if not losses:
             raise ValueError("evaluate(): no rank had a batch")
-        return total / count
+        return sum(losses) / len(losses)
 
     def state_dict(self, to: int = 0) -> dict[str, Any] | None:
-        return self._state.collect(to)
+        optimizer = self.optimizer.full_state_dict(to)
+        for index, name, parameter in self._sharded():
+            whole = self._whole_optimizer_state(name, parameter)
+            if optimizer is not None:
+                optimizer["state"][index] = whole
+        with self._divided.with_whole_shapes(self._collected(to)):
+            if optimizer is None:
+                return None
+            return {"model": on_host(self.model), "optimizer": optimizer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._state.load(state)
+        divided, control = self._divided, self.optimizer.control
+        run_on_all_ranks(control, lambda: self._check(state["model"]), doing="load_state_dict()")
+        states = dict(state["optimizer"]["state"])
+        for index, name, _ in self._sharded():
+            states[index] = {
+                key: divided.own(name, value).contiguous()
+                if isinstance(value, Tensor) and tuple(value.shape) == divided.shape(name)
+                else value
+                for key, value in states.get(index, {}).items()
+            }
+        self.optimizer.load_state_dict({**state["optimizer"], "state": states})
+        with self.optimizer.full_parameters(writeback=True), torch.no_grad():
+            with self._with_shapes("cpu") as given:
+                self.model.load_state_dict(state["model"])
+            for name, whole in given.items():
+                divided.parameters[name].copy_(divided.own(name, whole))
 
     def save_model(self, path: str | Path) -> None:
-        self._state.save_model(Path(path))
+        from safetensors.torch import save_file
+
+        path = Path(path)
+
+        def write() -> None:
+            if self._rank:
+                return
+            first: dict[int, str] = {}  # of tied values
+            state = self.model.state_dict(keep_vars=True)
+            for name, value in state.items():
+                first.setdefault(id(value), name)
+            tensors = {name: state[name].detach().cpu().contiguous() for name in first.values()}
+            unfinished = path.with_name(f".{path.name}.part")
+            save_file(tensors, unfinished, metadata={"format": "pt"})
+            unfinished.replace(path)
+
+        with self._divided.with_whole_shapes(self._collected(0)):
+            run_on_all_ranks(self.optimizer.control, write, doing=f"save_model({str(path)!r})")
 
     def release(self) -> None:
         self.optimizer.release()
         self._divided.restore()
-        self._guard.remove()
+
+    def _sharded(self) -> list[tuple[int, str, nn.Parameter]]:
+        """Number in the optimizer, name and value of parameters of which ranks have parts."""
+        groups = self.optimizer.param_groups
+        numbered = enumerate(chain.from_iterable(group["params"] for group in groups))
+        named = ((index, self._name_of[id(p)], p) for index, p in numbered)
+        return [found for found in named if found[1] in self._divided.sharded]
+
+    def _collected(self, to: int) -> Callable[[str], Tensor]:
+        """Makes the whole values on the CPU of rank `to`, and none on others. Collective."""
+
+        def made(name: str) -> Tensor:
+            whole = self._divided.whole(name, self._divided.parameters[name].data)
+            return whole.to("cpu" if self._rank == to else "meta")
+
+        return made
+
+    def _with_shapes(self, device: str) -> AbstractContextManager[dict[str, nn.Parameter]]:
+        """The model with sharded parameters of whole shapes, without values."""
+        shape = self._divided.shape
+        return self._divided.with_whole_shapes(lambda name: torch.empty(shape(name), device=device))
+
+    def _whole_optimizer_state(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        """The whole state of a sharded parameter, on the CPU. Collective."""
+        state, parts = self.optimizer.state[parameter], {}
+        for key, own in sorted(state.items()):
+            if isinstance(own, ShardTensor) and own.shape == parameter.shape:
+                parts[key] = own.local.view(parameter.shape)
+        # Such as a step counter, which a rank with an empty part does not have.
+        others = {key: value for key, value in state.items() if key not in parts}
+        mine = others if parameter.numel() else None
+        by_rank = self.optimizer.control.exchange_objects(mine, what="state_dict()")
+        known = next(values for values in by_rank if values is not None)
+        return {**known, **{key: self._divided.whole(name, p).cpu() for key, p in parts.items()}}
+
+    def _check(self, model: Mapping[str, Tensor]) -> None:
+        """Raise if a state dict is of another model."""
+        with self._with_shapes("meta"):
+            known = self.model.state_dict()
+        if model.keys() != known.keys():
+            differing = sorted(model.keys() ^ known.keys())
+            raise ValueError(f"the state is of another model: the names {differing} differ")
+        for key, value in known.items():
+            if model[key].shape != value.shape:
+                raise ValueError(
+                    f"{key!r} has the shape {tuple(model[key].shape)} in the state, but here it "
+                    f"has the shape {tuple(value.shape)}; the state is of another model"
+                )
 
 
 class _Pass:

@@ -35,8 +35,8 @@ class Candidate(NamedTuple):
     """A training that may be chosen."""
 
     name: str
-    build: Callable[[], DistributedTraining]
-    """Collective."""
+    build: Callable[..., DistributedTraining]
+    """Makes the training for a reason. Collective."""
     step_seconds: float
     """Predicted."""
 
@@ -109,7 +109,7 @@ class _Turn(NamedTuple):
     @classmethod
     def of(cls, job: Job, candidate: Candidate, steps: int) -> _Turn:
         """Run `steps` timed steps after one that is not timed. Collective."""
-        training = candidate.build()
+        training = candidate.build(reason="")
         batch: Any = job.example_part(training.plan)
         first = training.train_step(batch, max_norm=_MAX_NORM)
         synchronize(job.device)

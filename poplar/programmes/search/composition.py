@@ -10,7 +10,7 @@ from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sh
 from poplar.programmes.graph.programme import Collective, Programme
 from poplar.programmes.rules.pattern import Pattern
 from poplar.programmes.rules.registry import pattern_of
-from poplar.programmes.rules.strategy import Strategy, divided, strategies
+from poplar.programmes.rules.strategy import Strategy, along, strategies
 
 _NONE: Mapping[str, Placement] = MappingProxyType({})
 
@@ -104,7 +104,7 @@ def _following(node: Node, pattern: Pattern, placements: Mapping[str, Placement]
     read = {i: placements[name] for i, name in enumerate(node.inputs) if i not in pattern.unread}
     for index, placement in read.items():
         if isinstance(placement, Sharded):
-            strategy = _along(pattern, index, placement)
+            strategy = along(pattern, pattern.inputs[index], placement)
             if strategy is not None:
                 return strategy
     by_all, *others = strategies(pattern, lambda axis: ())
@@ -113,13 +113,3 @@ def _following(node: Node, pattern: Pattern, placements: Mapping[str, Placement]
         if {i for i, placement in enumerate(other.inputs) if placement is PARTIAL} <= partial:
             return other
     return by_all
-
-
-def _along(pattern: Pattern, index: int, placement: Sharded) -> Strategy | None:
-    """The strategy that reads an input in this placement."""
-    dims = pattern.inputs[index]
-    inner = pattern.inner_size(dims, placement.dim)
-    axis = dims[placement.dim][:1]
-    if not axis or axis[0] not in pattern.divisible_axes() or placement.unit % inner:
-        return None
-    return divided(pattern, axis[0], placement.unit // inner)

@@ -15,7 +15,7 @@ from poplar.programmes.graph.placement import Placement, Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.search.composition import data_parallel
 from poplar.programmes.search.ratios import best_ratios, samples_within
-from poplar.programmes.search.search import SearchTooLong, fastest_in
+from poplar.programmes.search.search import fastest_in
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_model import StepModel, StepSeconds
 from poplar.programmes.search.step_terms import StepTerms, transfers_of
@@ -219,11 +219,7 @@ class _Turns:
         costs = self.model.costs(ratios, replicated)
         if not all(map(math.isfinite, costs.compute.whole)):
             return None
-        try:
-            width = _MAX_STATES // len(self.space.nodes)
-            found = fastest_in(self.space, costs, limit=2 * _MAX_STATES, width=width)
-        except SearchTooLong:
-            found = None
+        found = fastest_in(self.space, costs, width=_MAX_STATES // len(self.space.nodes))
         if found is None:
             self.is_complete = False
             return data_parallel(self.model.graph, ratios)

@@ -31,10 +31,6 @@ _ROUNDING = 1e-9
 """Relative difference of sums in another order."""
 
 
-class SearchTooLong(ValueError):
-    """More states than the search may visit."""
-
-
 class TensorState:
     """Where one tensor is while nodes are placed. Equal states are one object (`_Search.state`)."""
 
@@ -129,7 +125,7 @@ class FoundProgramme:
 
 
 def fastest_in(
-    space: SearchSpace, costs: ClusterCosts, *, limit: int = 200_000, width: int | None = None
+    space: SearchSpace, costs: ClusterCosts, *, width: int | None = None
 ) -> FoundProgramme | None:
     """The programme of a space with the fewest predicted seconds.
 
@@ -139,20 +135,16 @@ def fastest_in(
     Args:
         space: the strategies to choose from.
         costs: of the ranks, with the ratios of the programme.
-        limit: of the states to visit.
         width: of the states with the same number of placed nodes to continue, those of the lowest
             bounds; None: all.
 
     Returns:
         None if no programme of the space is as fast as data parallelism, or a width leaves it out.
-
-    Raises:
-        SearchTooLong: `limit` was reached.
     """
     search = _Search(space, costs, width)
-    found = search.run(limit, PARTIAL)
+    found = search.run(PARTIAL)
     if found is None and search.known[0] is REPLICATED:
-        found = search.run(limit, REPLICATED)
+        found = search.run(REPLICATED)
     return found
 
 
@@ -248,7 +240,7 @@ class _Search:
                 (*placed, self.state(strategy.output)),
             )
 
-    def run(self, limit: int, loss: Placement) -> FoundProgramme | None:
+    def run(self, loss: Placement) -> FoundProgramme | None:
         """The fastest programme with such a loss; None if there is none."""
         start = tuple(map(self.state, self.space.batch.values()))
         order = count()
@@ -270,11 +262,6 @@ class _Search:
                 if visit.state[0].placement == loss:
                     return self._found(visit, states, is_complete=is_complete)
                 continue
-            if states > limit:
-                raise SearchTooLong(
-                    f"no programme was completed with {limit} states; "
-                    f"{visit.placed} of {len(self.nodes)} nodes were placed"
-                )
             remaining = self.bounds[visit.placed + 1]
             for following in self._following(visit):
                 bound = following.seconds + remaining
