@@ -257,115 +257,28 @@ def test_cache_can_be_disabled(ranks: Pool, saved_file: Path):
 # Not used: another request
 
 
-def wider() -> dict[str, Any]:
-    return {"spec": replace(SMALL, hidden=67)}
-
-
-def deeper() -> dict[str, Any]:
-    return {"spec": replace(SMALL, blocks=2)}
-
-
-def in_another_mode() -> dict[str, Any]:
-    return {"model": models.build(SMALL).eval()}
-
-
-def of_another_dtype() -> dict[str, Any]:
-    return {"spec": replace(SMALL, dtype=torch.bfloat16)}
-
-
-def partly_frozen() -> dict[str, Any]:
+def frozen_or_checkpointed(**flags: bool) -> dict[str, Any]:
+    """The usual model, whose head has other flags."""
     model = models.build(SMALL)
-    model.head.weight.requires_grad_(False)
+    if "trains" in flags:
+        model.head.weight.requires_grad_(flags["trains"])
+    else:
+        model.head.gradient_checkpointing = True
     return {"model": model}
 
 
-def computing_in_bf16() -> dict[str, Any]:
-    return {"compute_dtype": torch.bfloat16}
-
-
-def reducing_in_bf16() -> dict[str, Any]:
-    return {"reduce_dtype": torch.bfloat16}
-
-
-def with_sgd() -> dict[str, Any]:
-    return {"optimizer_class": torch.optim.SGD}
-
-
-def with_amsgrad() -> dict[str, Any]:
-    return {"amsgrad": True}
-
-
-def with_a_larger_batch() -> dict[str, Any]:
-    return {"max_batch": 5}
-
-
-def with_a_larger_batch_on_one_rank() -> dict[str, Any]:
-    return {"max_batch": 5 if harness.rank() == 2 else 4}
-
-
-def with_less_memory_on_one_rank() -> dict[str, Any]:
-    return {"memory_limit": (1 << 29) if harness.rank() == 3 else 1 << 30}
-
-
-def at_other_stages() -> dict[str, Any]:
-    return {"stages": (0, 3)}
-
-
-def without_clipping() -> dict[str, Any]:
-    return {"max_norm": None}
-
-
-def of_other_units() -> dict[str, Any]:
-    return {"units": ["embedding", "head"]}
-
-
-def of_longer_samples() -> dict[str, Any]:
+def longer_samples() -> dict[str, Any]:
     batch = models.data(3, seed=1)
     return {"example_batch": {key: value[:, :5] for key, value in batch.items()}}
-
-
-def by_another_loss() -> dict[str, Any]:
-    return {"loss_fn": another_loss}
-
-
-def with_checkpointing() -> dict[str, Any]:
-    model = models.build(SMALL)
-    model.head.gradient_checkpointing = True
-    return {"model": model}
-
-
-def under_a_quota() -> dict[str, Any]:
-    _patch(host_limits, "processor_quota", lambda: 0.5)
-    return {}
-
-
-def in_another_precision() -> dict[str, Any]:
-    _patch(torch, "get_float32_matmul_precision", lambda: "medium")
-    return {}
-
-
-def by_another_poplar() -> dict[str, Any]:
-    _patch(poplar, "__version__", "99.0")
-    return {}
-
-
-def by_another_torch() -> dict[str, Any]:
-    _patch(torch, "__version__", "99.0")
-    return {}
-
-
-def on_another_device() -> dict[str, Any]:
-    before = devices.describe
-    _patch(devices, "describe", lambda device: replace(before(device), name="Another 9000"))
-    return {}
 
 
 _PATCHED: list[tuple[Any, str, Any]] = []
 
 
-def _patch(where: Any, name: str, value: Any) -> None:
+def _patch(where: Any, name: str, value: Any) -> dict[str, Any]:
     _PATCHED.append((where, name, getattr(where, name)))
     setattr(where, name, value)
+    return {}
 
 
 def unpatch() -> None:
@@ -373,38 +286,44 @@ def unpatch() -> None:
         setattr(*_PATCHED.pop())
 
 
-CHANGES = [
-    wider,
-    deeper,
-    in_another_mode,
-    of_another_dtype,
-    partly_frozen,
-    computing_in_bf16,
-    reducing_in_bf16,
-    with_sgd,
-    with_amsgrad,
-    with_a_larger_batch,
-    with_a_larger_batch_on_one_rank,
-    with_less_memory_on_one_rank,
-    at_other_stages,
-    without_clipping,
-    of_other_units,
-    of_longer_samples,
-    by_another_loss,
-    with_checkpointing,
-    under_a_quota,
-    in_another_precision,
-    by_another_poplar,
-    by_another_torch,
-    on_another_device,
-]
+def another_device() -> dict[str, Any]:
+    before = devices.describe
+    other = {"name": "Another 9000"}
+    return _patch(devices, "describe", lambda device: replace(before(device), **other))
+
+
+CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "wider": lambda: {"spec": replace(SMALL, hidden=67)},
+    "deeper": lambda: {"spec": replace(SMALL, blocks=2)},
+    "another mode": lambda: {"model": models.build(SMALL).eval()},
+    "another dtype": lambda: {"spec": replace(SMALL, dtype=torch.bfloat16)},
+    "partly frozen": lambda: frozen_or_checkpointed(trains=False),
+    "checkpointing": frozen_or_checkpointed,
+    "computing in bf16": lambda: {"compute_dtype": torch.bfloat16},
+    "reducing in bf16": lambda: {"reduce_dtype": torch.bfloat16},
+    "SGD": lambda: {"optimizer_class": torch.optim.SGD},
+    "amsgrad": lambda: {"amsgrad": True},
+    "a larger batch": lambda: {"max_batch": 5},
+    "a larger batch on one rank": lambda: {"max_batch": 5 if harness.rank() == 2 else 4},
+    "less memory on one rank": lambda: {"memory_limit": 1 << (29 if harness.rank() == 3 else 30)},
+    "other stages": lambda: {"stages": (0, 3)},
+    "no clipping": lambda: {"max_norm": None},
+    "other units": lambda: {"units": ["embedding", "head"]},
+    "longer samples": longer_samples,
+    "another loss": lambda: {"loss_fn": another_loss},
+    "a quota": lambda: _patch(host_limits, "processor_quota", lambda: 0.5),
+    "another precision": lambda: _patch(torch, "get_float32_matmul_precision", lambda: "medium"),
+    "another poplar": lambda: _patch(poplar, "__version__", "99.0"),
+    "another torch": lambda: _patch(torch, "__version__", "99.0"),
+    "another device": another_device,
+}
 
 
 def where_all_from(folder: str) -> dict[str, tuple[str, list[str]]]:
     answers = {}
-    for change in CHANGES:
+    for name, change in CHANGES.items():
         try:
-            answers[change.__name__] = where_from(folder, change)
+            answers[name] = where_from(folder, change)
         finally:
             unpatch()
     answers["no change"] = where_from(folder)
@@ -413,7 +332,7 @@ def where_all_from(folder: str) -> dict[str, tuple[str, list[str]]]:
 
 def test_changed_requests_are_measured(ranks: Pool, saved_file: Path):
     before = saved_file.read_bytes()
-    expected = {change.__name__: (MEASURED, []) for change in CHANGES}
+    expected = dict.fromkeys(CHANGES, (MEASURED, []))
     for answers in ranks.run(where_all_from, str(saved_file.parents[1])):
         assert answers == {**expected, "no change": (CACHED, [])}
     assert saved_file.read_bytes() == before
@@ -430,91 +349,61 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def no_json(path: Path) -> None:
-    path.write_text("measured on a Tuesday")
-
-
-def no_text(path: Path) -> None:
-    path.write_bytes(b"\xff\xfe\x00\x80" * 100)
-
-
-def another_shape(path: Path) -> None:
-    path.write_text("[1, 2, 3]")
-
-
 def a_changed_number(path: Path) -> None:
     document = json.loads(path.read_text())
     document["content"]["profile"]["devices"][1]["points"][0]["seconds"] *= 10
     path.write_text(json.dumps(document))
 
 
-def nested(path: Path) -> None:
-    path.write_text("[" * 100_000 + "]" * 100_000)
-
-
-def a_pipe(path: Path) -> None:
+def no_file(path: Path, make: Callable[[Path], None]) -> None:
     path.unlink()
-    os.mkfifo(path)
+    make(path)
 
 
-def a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def edited(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+def edited(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     """Change the content and its checksum."""
     content = json.loads(path.read_text())["content"]
     edit(content)
     path.write_text(json.dumps({"sha256": caching._checksum(content), "content": content}))
 
 
-def of_another_format(path: Path) -> None:
-    edited(path, lambda content: content["profile"].update(version=99))
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (truncated, "JSONDecodeError"),
+    "empty": (lambda path: path.write_bytes(b""), "JSONDecodeError"),
+    "no JSON": (lambda path: path.write_text("measured on a Tuesday"), "JSONDecodeError"),
+    "no text": (lambda path: path.write_bytes(b"\xff\xfe\x00\x80" * 100), "can't decode"),
+    "another shape": (lambda path: path.write_text("[1, 2, 3]"), "TypeError"),
+    "a changed number": (a_changed_number, "its checksum is wrong"),
+    "nested": (lambda path: path.write_text("[" * 100_000 + "]" * 100_000), "nested too deeply"),
+    "a pipe": (lambda path: no_file(path, os.mkfifo), "not a regular file"),
+    "a folder": (lambda path: no_file(path, Path.mkdir), "not a regular file"),
+}
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "another format": (lambda c: c["profile"].update(version=99), "profile format 99"),
+    "another job": (
+        lambda c: c["profile"]["identity"].update(device="Another 9000"),
+        "its identity is that of another profile",
+    ),
+    "without a field": (
+        lambda c: c["profile"]["network"].pop("all_gather_seconds"),
+        "all_gather_seconds",
+    ),
+    "impossible": (
+        lambda c: c["profile"]["devices"][0]["points"][0].update(seconds=-1),
+        "above 0",
+    ),
+    "a damaged plan": (lambda c: c["plans"][KEY].update(global_batch=9), "global_batch is 9"),
+}
 
 
-def of_another_job(path: Path) -> None:
-    edited(path, lambda content: content["profile"]["identity"].update(device="Another 9000"))
-
-
-def without_a_field(path: Path) -> None:
-    edited(path, lambda content: content["profile"]["network"].pop("all_gather_seconds"))
-
-
-def impossible(path: Path) -> None:
-    edited(path, lambda content: content["profile"]["devices"][0]["points"][0].update(seconds=-1))
-
-
-def with_a_damaged_plan(path: Path) -> None:
-    edited(path, lambda content: content["plans"][KEY].update(global_batch=9))
-
-
-@pytest.mark.parametrize(
-    ("damage", "why"),
-    [
-        (truncated, "JSONDecodeError"),
-        (emptied, "JSONDecodeError"),
-        (no_json, "JSONDecodeError"),
-        (no_text, "can't decode"),
-        (another_shape, "TypeError"),
-        (a_changed_number, "its checksum is wrong"),
-        (nested, "nested too deeply"),
-        (a_pipe, "not a regular file"),
-        (a_folder, "not a regular file"),
-        (of_another_format, "profile format 99"),
-        (of_another_job, "its identity is that of another profile"),
-        (without_a_field, "all_gather_seconds"),
-        (impossible, "above 0"),
-        (with_a_damaged_plan, "global_batch is 9"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_damaged_file_gives_a_warning(usual_identity, saved_file: Path, damage, why):
-    damage(saved_file)
+@pytest.mark.parametrize("name", [*DAMAGES, *EDITS])
+def test_damaged_file_gives_a_warning(usual_identity, saved_file: Path, name: str):
+    if name in DAMAGES:
+        damage, why = DAMAGES[name]
+        damage(saved_file)
+    else:
+        edit, why = EDITS[name]
+        edited(saved_file, edit)
     with pytest.warns(UserWarning, match="measuring again") as caught:
         assert Cache(saved_file.parents[1]).load(usual_identity) is None
     (warning,) = caught

@@ -17,12 +17,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from poplar.data import pytree
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.tuning.verification.outcome import Tolerance, relative_error
+from poplar.values.formatting import format_names
 from poplar.zero.checks.loss_mean import wrong_weight
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 from poplar.zero.micro_batches import Loss, Weight
-
-_MAX_NAMES = 3
-"""Number of modules that a note names; further modules are counted."""
 
 
 @dataclass(frozen=True)
@@ -198,17 +196,11 @@ def _known_modules(model: nn.Module) -> list[str]:
     notes = []
     if norms:
         notes.append(
-            f"{_names(norms)}: BatchNorm in training mode takes its statistics per micro-batch; "
-            "use GroupNorm or LayerNorm, or freeze it with .eval()"
+            f"{format_names(norms)}: BatchNorm in training mode takes its statistics per "
+            "micro-batch; use GroupNorm or LayerNorm, or freeze it with .eval()"
         )
     if dropouts:
         notes.append(
-            f"{_names(dropouts)}: dropout is random in every pass; verify with model.eval()"
+            f"{format_names(dropouts)}: dropout is random in every pass; verify with model.eval()"
         )
     return notes
-
-
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
-    rest = len(names) - _MAX_NAMES
-    return f"{shown} and {rest} more" if rest > 0 else shown

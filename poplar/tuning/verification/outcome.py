@@ -7,7 +7,6 @@ parameter of its size, times `Tolerance.floor`, is used instead.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from poplar.values.schema import to_json_types
 
 _ROWS = 10
 """Parameters that `str` lists."""
@@ -99,13 +100,7 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON types, including `loss_error` and `ok`."""
-        return {
-            **dataclasses.asdict(self),
-            "parameters": [dataclasses.asdict(parameter) for parameter in self.parameters],
-            "notes": list(self.notes),
-            "loss_error": self.loss_error,
-            "ok": self.ok,
-        }
+        return {**to_json_types(self), "loss_error": self.loss_error, "ok": self.ok}
 
     def __str__(self) -> str:
         lines = [self._verdict(), self._loss(), *self._table()]
