@@ -115,7 +115,7 @@ def split(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
     if isinstance(batch, SplitsItself):
         return batch.split(sizes)
     bounds = pairwise(accumulate(sizes, initial=0))
-    return [_slice(batch, samples, start, stop) for start, stop in bounds]
+    return [_rows(batch, samples, slice(*bound)) for bound in bounds]
 
 
 def take(batch: PyTree, indices: Sequence[int]) -> PyTree:
@@ -130,8 +130,7 @@ def take(batch: PyTree, indices: Sequence[int]) -> PyTree:
     """
     if isinstance(batch, SplitsItself):
         return cast(PyTree, batch.take(indices))
-    samples = samples_in(batch)
-    return cast(PyTree, _take(batch, samples, list(indices)))
+    return cast(PyTree, _rows(batch, samples_in(batch), list(indices)))
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -148,22 +147,17 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: PyTree) -> PyTree:
     return cast(PyTree, _rebuild(tree, lambda child: map_tensors(fn, child)))
 
 
-def _slice(tree: Any, samples: int, start: int, stop: int) -> Any:
+def _rows(tree: Any, samples: int, rows: slice | list[int]) -> Any:
+    """Rows of a pytree of so many samples."""
     if isinstance(tree, Tensor):
-        return tree if tree.dim() == 0 else tree.narrow(0, start, stop - start)
+        if tree.dim() == 0:
+            return tree
+        return tree[rows if isinstance(rows, slice) else torch.tensor(rows, device=tree.device)]
     if _has_value_per_sample(tree, samples):
-        return tree[start:stop]
-    return _rebuild(tree, lambda child: _slice(child, samples, start, stop))
-
-
-def _take(tree: Any, samples: int, indices: list[int]) -> Any:
-    if isinstance(tree, Tensor):
-        return tree if tree.dim() == 0 else tree[torch.tensor(indices, device=tree.device)]
-    if _has_value_per_sample(tree, samples):
-        if type(tree) in (list, tuple):
-            return type(tree)(tree[index] for index in indices)
-        return tree[indices]
-    return _rebuild(tree, lambda child: _take(child, samples, indices))
+        if isinstance(rows, list) and type(tree) in (list, tuple):
+            return type(tree)(tree[row] for row in rows)
+        return tree[rows]
+    return _rebuild(tree, lambda child: _rows(child, samples, rows))
 
 
 def _has_value_per_sample(tree: Any, samples: int) -> bool:

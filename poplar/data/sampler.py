@@ -26,7 +26,7 @@ from poplar.data.global_batch import (
     rank_slice,
     resolve_rank,
 )
-from poplar.data.length_balance import checked_lengths, deal, digest_of, grouped_order
+from poplar.data.lengths import checked_lengths, deal, digest_of, grouped_order
 from poplar.values.plan import Plan
 
 _last_drawn: ref[HeteroBatchSampler] | None = None

@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from poplar.comm import Control
 from poplar.data import pytree
-from poplar.integrations.zeroed_gradients import gradients_zeroed
 from poplar.values.errors import PoplarError, agreed
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.micro_batch_loop import MicroBatchLoop
@@ -257,6 +257,40 @@ class UserStep:
                 f"rank {self._rank}: zero_grad() inside of the loop dropped the gradients of this "
                 "step's earlier passes, which add up; call step() and zero_grad() after the loop"
             )
+
+
+@contextmanager
+def gradients_zeroed(loss: Tensor) -> Iterator[None]:
+    """Gradients that a backward of `loss` adds to parameters are exactly 0, also if it is NaN.
+
+    A factor of 0 would not do: the mean over an empty set is NaN, and 0 * NaN is NaN. Functions
+    written in Python get zeros too, because they may run a backward of their own, to parameters
+    that are not in this graph: reentrant checkpointing does.
+    """
+
+    def zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+
+    handles = [node.register_prehook(zeros) for node in _reaching_parameters(loss)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _reaching_parameters(loss: Tensor) -> list[Any]:
+    """The nodes of the autograd graph that add gradients to parameters, or may do so inside."""
+    found, seen, stack = [], set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") or isinstance(node, BackwardCFunction):
+            found.append(node)
+        stack += [following for following, _ in node.next_functions]
+    return found
 
 
 def _rounds(factor: float, dtype: torch.dtype) -> bool:

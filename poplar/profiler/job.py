@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 import poplar
 from poplar.data import pytree
-from poplar.data.example_lengths import at_length, padded_length
-from poplar.data.sample_lengths import SampleLengths
+from poplar.data.lengths import SampleLengths, at_length, padded_length
 from poplar.profiler import memory_limit
 from poplar.profiler.compilation import is_compiled
 from poplar.profiler.memory_limit import MemoryLimit

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.data import pytree
-from poplar.data.example_lengths import at_length
-from poplar.data.sample_lengths import SampleLengths
+from poplar.data.lengths import SampleLengths, at_length
 from poplar.profiler.compilation import is_compiled
 from poplar.profiler.memory import PassBytes, batch_bytes, pass_bytes
 from poplar.profiler.timing import seconds_of

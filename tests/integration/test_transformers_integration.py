@@ -43,7 +43,7 @@ from transformers import (
 )
 
 import poplar
-from poplar.data.length_balance import deal
+from poplar.data.lengths import deal
 from poplar.integrations.transformers import (
     PoplarArguments,
     PoplarTrainer,

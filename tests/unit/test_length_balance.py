@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poplar.data import HeteroBatchSampler
-from poplar.data.length_balance import deal, passes_of
+from poplar.data.lengths import deal, passes_of
 from poplar.values.plan import Plan
 from tests.subset import choose
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from poplar.data import pytree
-from poplar.data.example_lengths import at_length, padded_length
-from poplar.data.sample_lengths import SampleLengths
+from poplar.data.lengths import SampleLengths, at_length, padded_length
 from poplar.profiler.job import Job
 from poplar.profiler.passes import Passes
 

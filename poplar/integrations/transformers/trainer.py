@@ -34,7 +34,7 @@ from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
 from poplar.comm import Control, Group
 from poplar.data import CollateMicroBatches, pytree, split_stream
-from poplar.data.example_lengths import padded_length
+from poplar.data.lengths import padded_length
 from poplar.data.micro_batch_collation import Collate, MicroBatches
 from poplar.integrations.transformers.arguments import PoplarArguments
 from poplar.integrations.transformers.batches import EpochLoader, EpochSampler, lengths_of

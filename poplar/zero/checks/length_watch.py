@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from poplar.data.example_lengths import padded_length
+from poplar.data.lengths import padded_length
 from poplar.data.sampler import last_drawn_order
 
 STEPS = 16

@@ -1,16 +1,22 @@
-"""Which rank gets which samples of a global batch, and in which pass, by the samples' lengths."""
+"""Lengths of samples: which rank gets which samples, and how long micro-batches become."""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from poplar.data import pytree
 from poplar.values.plan import Plan
+
+PyTree = TypeVar("PyTree")
 
 _GLOBAL_BATCHES_IN_A_GROUP = 50
 """Global batches that are sorted by length together, as Hugging Face's Trainer does."""
@@ -117,3 +123,69 @@ def grouped_order(
     batches = torch.cat(parts).view(whole, global_batch)
     shuffled = batches[torch.randperm(whole, generator=generator, device="cpu")]
     return torch.cat([shuffled.view(-1), tail])
+
+
+class SampleLengths:
+    """The distribution of the longest of `n` samples that are drawn at random."""
+
+    def __init__(self, lengths: Iterable[float] | Tensor, quantile: float) -> None:
+        """
+        Args:
+            lengths: of all samples of the dataset.
+            quantile: of the longest samples of micro-batches, for `longest`.
+
+        Raises:
+            ValueError: lengths that are not numbers above 0; a quantile that is not below 1.
+        """
+        if not 0.0 < quantile < 1.0:
+            raise ValueError(f"length_quantile must be above 0 and below 1, got {quantile}")
+        self._sorted = checked_lengths(lengths).sort().values
+        self._quantile = quantile
+        self.typical = cache(self._typical)
+        self.longest = cache(self._longest)
+
+    def __str__(self) -> str:
+        """What was measured, for the identity of a profile."""
+        values = self._sorted
+        return (
+            f"{len(values)} samples of {float(values[0]):g} to {float(values[-1]):g}, mean "
+            f"{float(values.mean()):g}, memory at quantile {self._quantile} ({digest_of(values)})"
+        )
+
+    def _typical(self, samples: int) -> int:
+        """The expected longest of so many samples, rounded up."""
+        count = len(self._sorted)
+        # The longest is at most the k-th value with the probability (k / count) ** samples.
+        at_most = (torch.arange(count + 1, dtype=torch.float64, device="cpu") / count) ** samples
+        return math.ceil(float((self._sorted * at_most.diff()).sum()) - 1e-9)
+
+    def _longest(self, samples: int) -> int:
+        """A length that the longest of so many samples exceeds with `1 - quantile` at most."""
+        count = len(self._sorted)
+        at_least = self._quantile ** (1.0 / samples)
+        place = min(count, math.ceil(at_least * count - 1e-9))
+        return math.ceil(float(self._sorted[place - 1]))
+
+
+def padded_length(batch: Any) -> int:
+    """The largest dim 1 of a tensor in the batch; 0 if no tensor has one."""
+    tensors = (t for t in pytree.tensors(batch) if not t.is_nested)  # which has no padding
+    return max((int(t.shape[1]) for t in tensors if t.dim() > 1), default=0)
+
+
+def at_length(batch: PyTree, length: int) -> PyTree:
+    """The batch with another padded length: tensors whose dim 1 is that length are cut or repeated.
+
+    Args:
+        batch: with at least one such tensor.
+        length: at least 1.
+    """
+    present = padded_length(batch)
+
+    def resized(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2 or tensor.shape[1] != present:
+            return tensor
+        places = torch.arange(length, device=tensor.device) % present
+        return tensor.index_select(1, places)
+
+    return pytree.map_tensors(resized, batch) if length != present else batch
