@@ -109,20 +109,18 @@ class Control:
         Each of them calls `receive_integer` with this rank; this rank calls `flush` at the end.
         """
         message = torch.tensor([value], device=_HOST)
-        self._forward(message, self.group.rank, next(self._broadcasts))
+        messages = [Message(peer, message, incoming=False) for peer in self.group.peers()]
+        self._unflushed.append(self._start_broadcast(messages))
 
     def flush(self) -> None:
-        """Wait until all integers that this rank has broadcast or passed on have been sent."""
+        """Wait until all integers that this rank has broadcast have been sent."""
         while self._unflushed:
             self._unflushed.pop(0).wait()
 
     def receive_integer(self, source: int) -> int:
-        """The next integer that group rank `source` broadcasts. It is passed on to other ranks."""
-        group, number = self.group, next(self._broadcasts)
+        """The next integer that group rank `source` broadcasts."""
         value = torch.zeros(1, dtype=torch.int64, device=_HOST)
-        sender = broadcast_parent(group.rank, source, group.size)
-        self._start_broadcast([Message(sender, value, incoming=True)], number).wait()
-        self._forward(value, source, number)
+        self._start_broadcast([Message(source, value, incoming=True)]).wait()
         return int(value)
 
     def abort(self, reason: str) -> None:
@@ -157,7 +155,7 @@ class Control:
             raise group.fail(what, group.peers(), error) from error
 
         def collect() -> list[Tensor]:
-            self.flush()  # the other ranks need what this one passes on before they get here
+            self.flush()  # raises what a broadcast of this rank failed with
             group.check()
             wait_for_all_ranks(group, work, what)
             headers = [header_of(row) for row in received]
@@ -215,13 +213,8 @@ class Control:
 
         return collect
 
-    def _forward(self, value: Tensor, source: int, number: int) -> None:
-        children = broadcast_children(self.group.rank, source, self.group.size)
-        messages = [Message(child, value, incoming=False) for child in children]
-        self._unflushed.append(self._start_broadcast(messages, number))
-
-    def _start_broadcast(self, messages: Sequence[Message], number: int) -> Exchange:
-        return self._send(messages, Channel.BROADCASTS, number, _BROADCAST)
+    def _start_broadcast(self, messages: Sequence[Message]) -> Exchange:
+        return self._send(messages, Channel.BROADCASTS, next(self._broadcasts), _BROADCAST)
 
     def _send(
         self, messages: Sequence[Message], channel: Channel, number: int, what: str
@@ -251,17 +244,3 @@ def wait_for_all_ranks(group: Group, work: dist.Work, what: str) -> None:
         work.wait(group.timeout)  # it is over: this raises its error
     except RuntimeError as error:
         raise group.fail(what, group.peers(), error) from error
-
-
-def broadcast_parent(rank: int, source: int, size: int) -> int:
-    """The rank from which `rank` receives what `source` broadcasts: a binomial tree."""
-    position = (rank - source) % size
-    return (source + (position & (position - 1))) % size  # without its lowest bit
-
-
-def broadcast_children(rank: int, source: int, size: int) -> list[int]:
-    """The ranks to which `rank` passes on what `source` broadcasts, the largest subtree first."""
-    position = (rank - source) % size
-    lowest = position & -position if position else 1 << (size - 1).bit_length()
-    steps = [1 << bit for bit in reversed(range(lowest.bit_length() - 1))]
-    return [(source + position + step) % size for step in steps if position + step < size]
