@@ -194,18 +194,17 @@ def _add(
 ) -> None:
     """Add the whole state of one flat parameter, on the CPU."""
     for run in runs:
-        values = state_of(run) if run.flat is flat else {}
+        if run.flat is not flat:
+            continue
+        values = state_of(run)
+        if master is not None:
+            values[MASTER] = master[run.start : run.stop]
         for position in range(run.first, run.last) if values else ():
-            index = indices[id(flat.parameters[position])]
             start = flat.offsets[position] - run.start
-            state[index] = {
+            state[indices[id(flat.parameters[position])]] = {
                 key: _of_parameter(value, flat, position, start, run.stop - run.start)
                 for key, value in values.items()
             }
-    if master is not None:
-        for position, parameter in enumerate(flat.parameters):
-            value = _of_parameter(master, flat, position, flat.offsets[position], flat.numel)
-            state.setdefault(indices[id(parameter)], {})[MASTER] = value
 
 
 def _collect_master(engine: Engine, flat: FlatParameter, old: Layout, new: Layout) -> Tensor | None:

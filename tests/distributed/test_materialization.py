@@ -312,6 +312,9 @@ def test_wrong_files_raise_on_all_ranks_and_change_nothing(ranks: Pool, tmp_path
         seen = ranks.run(build_fails, LanguageModel, weights, isinstance(path, tuple), ranks=2)
         for _, text in seen:
             assert re.search(message, text), (case, text)
+    seen = ranks.run(build_fails, buffers_on_meta, str(tmp_path / "whole"), False, ranks=2)
+    for _, text in seen:
+        assert re.search("buffer 'positions' is on meta.*parameters_on_meta", text), text
 
 
 # Memory

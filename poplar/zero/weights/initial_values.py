@@ -79,6 +79,9 @@ class InitialValues:
                 "weights is a function, but the parameters are not on meta; call "
                 "model.apply(function) before the optimizer is built"
             )
+        unset = {id(b) for b in model.buffers() if b.is_meta and id(b) not in names}
+        if files is not None:
+            check_buffers(model, unset)
         return cls(
             model=model,
             unit_names=unit_names,
@@ -86,11 +89,7 @@ class InitialValues:
             files=files,
             names=names,
             function=function,
-            unset_buffers=frozenset(
-                id(buffer)
-                for buffer in model.buffers()
-                if buffer.is_meta and id(buffer) not in names
-            ),
+            unset_buffers=frozenset(unset),
             identity=_identity(on_meta, files, function),
         )
 
@@ -148,21 +147,15 @@ class InitialValues:
         """Store all parameters; returns the buffers that were read, with their values. Local."""
         files = self.files
         if files is None:
-            self._initialization().run(store, random_state)
+            Initialization(self.model, self.unit_names, self.function).run(store, random_state)
             check_buffers(self.model, self.unset_buffers)
             return []
         for parameter in self.model.parameters():
             name = self.names[id(parameter)]
             start, stop = store.part(parameter)
             store.write(parameter, start, files.read(name, start, stop))
-        if self.unset_buffers:
-            self._initialization().run_for_buffers(self.unset_buffers, random_state)
-            check_buffers(self.model, self.unset_buffers)
         saved = [b for b in self.model.buffers() if id(b) in self.names]
         return [(buffer, files.read_whole(self.names[id(buffer)])) for buffer in saved]
-
-    def _initialization(self) -> Initialization:
-        return Initialization(self.model, self.unit_names, self.function)
 
 
 def _identity(on_meta: bool, files: WeightFiles | None, function: Initializer | None) -> str:

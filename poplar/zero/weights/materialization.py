@@ -191,55 +191,30 @@ class Initialization:
         """
         before = torch.get_rng_state()
         try:
-            after = self._initialize(self.parts, store, random_state)
+            torch.set_rng_state(random_state)
+            with torch.no_grad(), _HOST:
+                if self.function is None:
+                    self._construct_all(store)
+                else:
+                    self._construct_and_apply(self.function, store)
             self._check_complete()
             if torch.equal(before, random_state):
-                before = after
+                before = torch.get_rng_state()
         finally:
             torch.set_rng_state(before)
 
-    def run_for_buffers(self, buffers: Container[int], random_state: Tensor) -> None:
-        """Run the initializers of the parts that have one of these buffers (by `id`). Local.
-
-        Parameters and the random state do not change.
-        """
-        before = torch.get_rng_state()
-        parts = [
-            part
-            for part in self.parts
-            if any(id(b) in buffers and not _is_set(b) for _, m in part for b in _buffers_of(m))
-        ]
-        try:
-            self._initialize(parts, None, random_state)
-        finally:
-            torch.set_rng_state(before)
-
-    def _initialize(
-        self, parts: Sequence[Part], store: Store | None, random_state: Tensor
-    ) -> Tensor:
-        """Run the initializers of these parts; returns the random state afterwards."""
-        torch.set_rng_state(random_state)
-        with torch.no_grad(), _HOST:
-            if self.function is None:
-                self._construct_all(parts, store)
-            else:
-                self._construct_and_apply(parts, self.function, store)
-        return torch.get_rng_state()
-
-    def _construct_all(self, parts: Sequence[Part], store: Store | None) -> None:
-        for part in parts:
+    def _construct_all(self, store: Store) -> None:
+        for part in self.parts:
             with self._real(part, store):
                 _construct(part)
 
-    def _construct_and_apply(
-        self, parts: Sequence[Part], function: Initializer, store: Store | None
-    ) -> None:
+    def _construct_and_apply(self, function: Initializer, store: Store) -> None:
         states = []
-        for part in parts:
+        for part in self.parts:
             states.append(torch.get_rng_state())
             with self._real(part, None):
                 _construct(part)
-        for part, constructor_state in zip(parts, states, strict=True):
+        for part, constructor_state in zip(self.parts, states, strict=True):
             with self._real(part, store):
                 function_state = torch.get_rng_state()
                 torch.set_rng_state(constructor_state)
@@ -311,7 +286,7 @@ def check_buffers(model: nn.Module, were_on_meta: Container[int]) -> None:
         ValueError: one has none.
     """
     for name, buffer in model.named_buffers():
-        if buffer.is_meta or (id(buffer) in were_on_meta and not _is_set(buffer)):
+        if id(buffer) in were_on_meta and (buffer.is_meta or not _is_set(buffer)):
             raise ValueError(
                 f"buffer {name!r} is on meta, and neither a reset_parameters() nor `weights` sets "
                 "it; build the model with real buffers: `with poplar.parameters_on_meta(): model "
@@ -341,10 +316,6 @@ def _parts(model: nn.Module, unit_names: Sequence[str]) -> Iterator[Part]:
         part.append((name, module))
         unit = inside
     yield part
-
-
-def _buffers_of(module: nn.Module) -> list[Tensor]:
-    return [buffer for buffer in module._buffers.values() if buffer is not None]
 
 
 def _is_inside(name: str, unit: str) -> bool:
