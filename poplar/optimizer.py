@@ -76,7 +76,7 @@ from poplar.zero.step_result import StepResult, Stopwatch
 from poplar.zero.step_settings import StepSettings
 from poplar.zero.step_state import Phase
 from poplar.zero.unit import Unit
-from poplar.zero.unit_plans import check_plan_change, persistent_units, shares_by_unit
+from poplar.zero.unit_plans import check_plan_change, shares_by_unit
 from poplar.zero.update import OptimizerFactory
 from poplar.zero.weights.initial_values import Weights
 from poplar.zero.weights.materialization import check_unused, move_to_meta
@@ -253,12 +253,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._default_scaler = (
                 GradScaler(request.device.type) if dtype is torch.float16 else None
             )
-            self._engine, self._update = build_engine(request, comm, self._control, dtype)
+            self._engine, self._update = build_engine(
+                request, comm, self._control, dtype, _weak_method(self._check_model)
+            )
             replicated = self._engine.strategy.replicates_state
             self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
             looking = 0 if plan is None else max(range(plan.world_size), key=plan.samples)
             looks = self._group.rank == looking
-            self._first_loss = FirstLossCheck(looks=looks, reads=self._engine.values_are_readable)
+            self._first_loss = FirstLossCheck(looks=looks, reads=self._engine.values.are_readable)
             self._lengths = LengthWatch(looks=looks)
             defaults = self._update.inner.defaults
             if "fused" in defaults:  # Poplar's choice is no setting of the user's
@@ -277,17 +279,15 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 self._engine, self._update, self._replicas, forward_state, on_nonfinite
             )
             self.collective_calls = CollectiveCalls(self._group, self._step.stop)
-            self._follow_plan()
             self._has_stepped = False
             self._members = [list(map(id, group["params"])) for group in self.param_groups]
             given = model.parameters() if params is None else _all_parameters(self.param_groups)
             self._structure = ModelStructure(model, set(map(id, given)))
-            self._engine.before_implicit_step = _weak_method(self._check_model)
             hook = ModelHook(model_checks.reject_forward_in_ddp)
-            self._engine.hooks.append(model.register_forward_pre_hook(hook))
-            ModelState(self._engine, self._update).register()
+            self._engine.add_changes([model.register_forward_pre_hook(hook)])
+            self._engine.add_changes(ModelState(self._engine, self._update).register())
             self._unregister = model_checks.register_owner(
-                list(model.named_parameters()), self, self._engine.hooks
+                list(model.named_parameters()), self, self._engine.changes
             )
 
     @property
@@ -426,7 +426,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             except MicroBatchesTooLarge as found:
                 again = partial(self._use_smaller_batches, found.batches)
         state, waiting = engine.step, engine.strategy.waiting.step
-        state.in_train_step = not has_pre_hooks(self)
+        if not has_pre_hooks(self):
+            state.hide_gradients()
         engine.finish_gradients()
         if scaler is not None:
             scaler.unscale_(self)
@@ -572,22 +573,22 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             raise agreed(RuntimeError(_ZERO_GRAD_INSIDE_LOOP))
         self._engine.drop_parameter_gradients()
         if self._engine.step.open_micro_batch is None:
-            self._engine.drop_implicit_pass()
+            self._engine.hooks.drop_implicit_pass()
             if self._engine.has_gradients:
                 self._step.reset()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context for backwards outside `micro_batches` that are not the last of their step."""
-        before, self._engine.requires_gradient_sync = self._engine.requires_gradient_sync, False
+        before = self._engine.hooks.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._engine.requires_gradient_sync = before
+            self._engine.hooks.set_requires_gradient_sync(before)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Like `no_sync`, without a context; as in FSDP2."""
-        self._engine.requires_gradient_sync = requires_gradient_sync
+        self._engine.hooks.set_requires_gradient_sync(requires_gradient_sync)
 
     @collective
     @torch.no_grad()
@@ -667,7 +668,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         def copy_all() -> list[Tensor]:
             return [parameter.detach().clone() for parameter in parameters]
 
-        with engine.unsharded_parameters(writeback=False):
+        with engine.values.unsharded(writeback=False):
             copies = run_on_all_ranks(self._control, copy_all, doing="release()")
         self._detach()
         for parameter, copy in zip(parameters, copies, strict=True):
@@ -745,7 +746,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             with running(begins=True):
                 self._step.raise_if_nonfinite()
                 units = self._units_of(modules) if communicates else engine.units
-                stack.enter_context(engine.unsharded_parameters(writeback=writeback, units=units))
+                stack.enter_context(engine.values.unsharded(writeback=writeback, units=units))
             try:
                 yield
             finally:
@@ -759,8 +760,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         doing, engine = "full_parameters()", self._engine
 
         def find() -> Sequence[Unit]:
-            engine.reject_open_pass()
-            return engine.units if modules is None else engine.units_of(modules)
+            engine.values.reject_open_pass()
+            return engine.units if modules is None else engine.values.units_of(modules)
 
         units = run_on_all_ranks(self._control, find, doing=doing)
         names = None if modules is None else [unit.name for unit in units]
@@ -833,17 +834,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 )
             )
         reshard(self._engine, self._update, plan.shares, shares_by_unit(plan))
-        self._engine.strategy.persistent = persistent_units(plan, self._engine.units)
-        self._engine.recomputation.follow(plan, self._group.rank)
+        self._engine.follow(plan)
         self._plan = plan
         self._splitter = replace(self._splitter, plan=plan)
-        self._follow_plan()
-
-    def _follow_plan(self) -> None:
-        """Tell the engine whether a backward outside of `micro_batches` has the right weight."""
-        plan = self._plan
-        samples = () if plan is None else tuple(map(plan.samples, range(plan.world_size)))
-        self._engine.uneven_samples = samples if len(set(samples)) > 1 else None
 
     def _check_new_plan(self, plan: Plan) -> None:
         if plan.stage != self._stage or plan.world_size != self._group.size:
@@ -904,7 +897,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         It stays there, in CPU memory, until the next step or load; as that of torch's
         `ZeroRedundancyOptimizer`.
         """
-        self._update.collected = self.full_state_dict(to)
+        self._update.keep_collected(self.full_state_dict(to))
 
     @collective
     def full_state_dict(self, to: int = 0) -> dict[str, Any] | None:
@@ -998,8 +991,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             MicroBatchesTooLarge: ranks ran out of memory, and smaller micro-batches may fit.
         """
         step = self._step
-        step.run_early_forward(opened, forward)
-        error = step.run_passes(step.start(opened), forward, scaler)
+        early = step.run_early_forward(opened, forward)
+        error = step.run_passes(step.start(opened, early), forward, scaler, early)
         self._engine.wait_for_reductions()
         scale = None if scaler is None else scaler.make_scale(self._engine.trained[0].device)
         settings = self._settings(max_norm=max_norm, scale=scale)
@@ -1031,11 +1024,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return self._splitter.open(self._control, batch, weight, loss, error)
 
     def _check_before_step(self) -> None:
-        if self._engine.has_unsharded_units:
+        if self._engine.values.has_unsharded:
             raise RuntimeError(
                 "a step was started inside full_parameters(); leave that context first"
             )
-        self._engine.drop_implicit_pass()
+        self._engine.hooks.drop_implicit_pass()
         if self._step.leave_user_loop(_STEP_INSIDE_LOOP) or self._engine.scheduler.active:
             raise RuntimeError(_STEP_INSIDE_LOOP)
         model_checks.reject_batch_norm(self._batch_norms)

@@ -184,7 +184,7 @@ class LoneRank:
                 )
             self.step()
             yield self
-            for hook in self.engine.hooks:
+            for hook in self.engine.changes:
                 hook.remove()
 
     def step(self) -> None:

@@ -93,7 +93,7 @@ def _prepare(engine: Engine, model: nn.Module, path: Path, sharded: bool) -> Cat
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int | tuple[int, torch.Size, torch.dtype], str] = {}
-    with engine.naming_parameters():
+    with engine.values.naming_parameters():
         state = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, Tensor) or value.dtype not in DTYPES:
@@ -165,7 +165,9 @@ def _write(engine: Engine, catalog: Catalog, owners: Owners, writer: Writer | No
     """
     group = engine.comm.group
     names = {id(tensor): name for name, tensor in catalog.tensors.items()}
-    sharded = (flat for unit in engine.units if engine.is_sharded(unit) for flat in unit.flats)
+    sharded = (
+        flat for unit in engine.units if engine.values.is_sharded(unit) for flat in unit.flats
+    )
     for flat in sharded:
         new = _layout(flat, owners[flat], group.size)
         low = new.bounds(group.rank)[0]

@@ -76,7 +76,7 @@ def is_extra_state(name: str) -> bool:
 
 def model_values(parts: TrainingParts) -> dict[str, Any]:
     """What `model.state_dict()` has, without values of sharded parameters; tied names are equal."""
-    with parts.engine.naming_parameters():
+    with parts.engine.values.naming_parameters():
         state = parts.engine.model.state_dict(keep_vars=True)
     found = {canonical(name): value for name, value in state.items()}
     present = {id(value) for value in found.values()}
@@ -149,10 +149,10 @@ def check_idle(parts: TrainingParts, doing: str) -> None:
         RuntimeError: one is, or the parameters are unsharded by the user.
     """
     engine = parts.engine
-    engine.drop_implicit_pass()
+    engine.hooks.drop_implicit_pass()
     if engine.has_gradients or engine.scheduler.active:
         raise RuntimeError(f"{doing} in the middle of a step; call it after step()")
-    if engine.has_unsharded_units:
+    if engine.values.has_unsharded:
         raise RuntimeError(f"{doing} inside full_parameters(); leave that context first")
     parts.update.adopt_replaced_data(engine.flats)
     for flat in engine.trained:

@@ -159,7 +159,7 @@ class UnequalPasses:
 
             error = caught(check)
             opened = self._splitter.open(self._control, batch, weight, loss, error)
-            micro_batches, _, _ = opened.wait(lambda: None)
+            micro_batches = opened.micro_batches(opened.wait())
             self._first_batches.look(opened.batch)
             self._step = step
             return [

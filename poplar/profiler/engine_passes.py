@@ -163,7 +163,7 @@ class EnginePasses(Passes):
             self.engine.abort()
             raise
         except Exception as caught:
-            error = self.engine.explain_error(caught)
+            error = self.engine.strategy.explain_error(caught)
             if is_out_of_memory(error):
                 free_failed_pass(error)
                 self.model.zero_grad()

@@ -68,6 +68,10 @@ class Trace:
         self.clock: Clock = HostClock()
         self._marks: list[tuple[SpanKind, str, Any, Any]] | None = None
 
+    def use_clock(self, clock: Clock) -> None:
+        """Take marks by another clock."""
+        self.clock = clock
+
     @contextmanager
     def record(self) -> Iterator[list[Span]]:
         """A context that collects spans; the list is filled at its end."""

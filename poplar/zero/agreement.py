@@ -30,6 +30,8 @@ from poplar.zero.step_settings import UPDATES, StepSettings
 
 T = TypeVar("T")
 
+OPENING = "opening a step"
+"""What the ranks do, in messages."""
 ROW = ALIGNMENT
 """int64 elements that each rank contributes: its part of the norm, then its loss and checksum."""
 _LOSS = ops.EXACT_WORDS
@@ -51,6 +53,10 @@ class StepSizes:
     total_weight: float
     kinds: tuple[int, ...]
     """By rank, the number of what its loss function returns and how its samples are weighted."""
+    waited: float
+    """Seconds that this rank has waited for them."""
+    has_error: bool
+    """A rank has an error, so there is no step."""
 
 
 @dataclass(frozen=True)
@@ -170,37 +176,35 @@ def exchange_results(control: Control, work: Callable[[], T], *, what: str) -> l
 
 
 def open_step(
-    control: Control, *, samples: int, weight: float, kind: int, error: Exception | None
-) -> Callable[[Callable[[], None]], tuple[StepSizes, float]]:
+    control: Control, *, samples: int, weight: float, kind: int, has_error: bool
+) -> Callable[[], StepSizes]:
     """Start to exchange sample counts and weights. Collective.
 
     Args:
         samples: samples of this rank in the step.
         weight: total weight of this rank's samples: their number, or tokens.
         kind: number of what the loss function returns and of how samples are weighted.
-        error: error in this rank's input. The returned function raises it; on other ranks it raises
-            `RankFailed`.
+        has_error: this rank's input has an error.
 
     Returns:
-        A function that waits for the other ranks and returns the sizes and the seconds waited. If a
-        rank has an error, it calls its argument first: collectives that all ranks must complete
-        before they exchange error messages.
+        A function that waits for the other ranks and returns the sizes.
     """
     values = torch.tensor(
-        [float(error is not None), samples, weight, kind], dtype=torch.float64, device="cpu"
+        [float(has_error), samples, weight, kind], dtype=torch.float64, device="cpu"
     )
-    collect = control.exchange(values, what="opening a step")
+    collect = control.exchange(values, what=OPENING)
 
-    def wait(on_error: Callable[[], None]) -> tuple[StepSizes, float]:
+    def wait() -> StepSizes:
         began = time.perf_counter()
         received = collect()
         waited = time.perf_counter() - began
-        if any(bool(values[0]) for values in received):
-            on_error()
-            raise_on_all_ranks(control, error, doing="opening a step")
-        counts = tuple(int(values[1]) for values in received)
-        kinds = tuple(int(values[3]) for values in received)
-        return StepSizes(counts, sum(float(values[2]) for values in received), kinds), waited
+        return StepSizes(
+            samples=tuple(int(values[1]) for values in received),
+            total_weight=sum(float(values[2]) for values in received),
+            kinds=tuple(int(values[3]) for values in received),
+            waited=waited,
+            has_error=any(bool(values[0]) for values in received),
+        )
 
     return wait
 

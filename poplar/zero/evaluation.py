@@ -53,7 +53,7 @@ class Evaluation:
         busy = None
         if self._engine.scheduler.active:
             busy = RuntimeError("evaluate() inside a pass; call it between two steps")
-        elif self._engine.has_unsharded_units and not self._engine.values_are_readable:
+        elif self._engine.values.has_unsharded and not self._engine.values.are_readable:
             busy = RuntimeError("evaluate() inside full_parameters(modules=...); leave it first")
         raise_on_any_error(self._control, busy, doing="evaluate()")
         modes = [(module, module.training) for module in self._engine.model.modules()]
@@ -76,7 +76,7 @@ class Evaluation:
 
     def _run_rounds(self, loader: Iterable[Any]) -> None:
         """Evaluate all batches; a round is what ranks do between two exchanges."""
-        sharded = not self._engine.values_are_readable
+        sharded = not self._engine.values.are_readable
         seconds = 0.0 if sharded else self._control.group.timeout.total_seconds() / _ROUNDS
         batches, ends = self._started(loader), time.monotonic() + seconds
         while True:

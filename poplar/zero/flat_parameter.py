@@ -27,7 +27,8 @@ PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 class FlatParameter:
     """A buffer for parameters of one dtype on one device, either all trained or all frozen.
 
-    The strategy sets the layout, the owned part and the tensors below.
+    The strategy sets the layout, the owned part and the tensors below (`divide`,
+    `hold_gradient`).
     """
 
     layout: Layout
@@ -55,6 +56,7 @@ class FlatParameter:
         dtype: torch.dtype,
         trained: bool,
         groups: Sequence[int],
+        is_local: bool = False,
     ) -> None:
         self.name = name
         self.names = tuple(name for name, _ in parameters)
@@ -67,7 +69,7 @@ class FlatParameter:
         self.offsets, self.numel = _aligned_offsets([p.numel() for p in self.parameters])
         self.used: set[int] = set()
         """Positions of the parameters that got a gradient on this rank in this step."""
-        self.is_local = False
+        self.is_local = is_local
         """Every rank has other values, all of which it owns: nothing is communicated. See
         [Note: local parameters] in `stages.strategy`."""
         self._hooks: list[tuple[nn.Parameter, int]] = []
@@ -80,6 +82,24 @@ class FlatParameter:
         self._replaced: tuple[Tensor, list[Tensor]] | None = None
         """`values` and its views, while lasting values replace them."""
         self._placeholder = [_placeholder(p.shape, dtype, self.device) for p in self.parameters]
+
+    def divide(
+        self, layout: Layout, owned: tuple[int, int], shard: Tensor, master: Tensor | None
+    ) -> None:
+        """Set how the buffer is divided, and the values of the owned part.
+
+        Args:
+            layout: of the buffer.
+            owned: start and end of the part whose optimizer state this rank holds.
+            shard: values of the owned part, in `dtype`.
+            master: in fp32; None: `shard` itself.
+        """
+        self.layout, self.owned, self.shard = layout, owned, shard
+        self.master = shard if master is None else master
+
+    def hold_gradient(self, gradient: Tensor, squares: Tensor) -> None:
+        """Hold the mean gradient of a step, which may not be computed yet, and its squares."""
+        self.gradient, self.squares = gradient, squares
 
     def drop_gradient(self) -> None:
         """Free the gradient. Allocates nothing, so it cannot fail between two agreements."""

@@ -19,7 +19,14 @@ from poplar.comm import Control
 from poplar.data import pytree
 from poplar.values.errors import agreed
 from poplar.values.plan import Plan, fewest_passes
-from poplar.zero.agreement import StepSizes, caught, leader_of, open_step
+from poplar.zero.agreement import (
+    OPENING,
+    StepSizes,
+    caught,
+    leader_of,
+    open_step,
+    raise_on_all_ranks,
+)
 
 Loss = Literal["mean", "sum", "global_mean"]
 Weight = Callable[[Any], "float | int | Tensor"]
@@ -51,14 +58,25 @@ class OpenedStep:
     """The first micro-batch of this rank that has samples; None if there is none."""
     first_pass: int | None
     """Its pass."""
-    wait: Callable[[Callable[[], None]], tuple[list[MicroBatch], StepSizes, float]]
-    """Wait for the other ranks; returns this rank's micro-batches, all sizes and seconds waited.
+    wait: Callable[[], StepSizes]
+    """Wait for the other ranks; returns all sizes."""
+    cut: Callable[[StepSizes], list[MicroBatch]]
+    """Cut the batch; a ValueError of the step as a whole is raised on all ranks."""
+    control: Control
+    error: Exception | None
+    """Why this rank cannot start the step."""
 
-    If a rank has an error, the argument is called on all ranks before they exchange messages.
+    def micro_batches(self, sizes: StepSizes) -> list[MicroBatch]:
+        """This rank's micro-batches. Collective if a rank has an error.
 
-    Raises the error in this rank's input; `RankFailed` if the input of another rank is wrong; the
-    same ValueError on all ranks if the step as a whole is.
-    """
+        Raises:
+            Exception: the error in this rank's input.
+            RankFailed: the input of another rank is wrong.
+            ValueError: on all ranks; the step as a whole is.
+        """
+        if sizes.has_error:
+            raise_on_all_ranks(self.control, self.error, doing=OPENING)
+        return self.cut(sizes)
 
 
 def open_joint_pass(control: Control, samples: int, error: Exception | None) -> OpenedStep:
@@ -69,14 +87,13 @@ def open_joint_pass(control: Control, samples: int, error: Exception | None) -> 
         samples: samples of this rank in the global batch.
         error: why this rank cannot start the step. It is raised when the result is waited for.
     """
-    collect = open_step(control, samples=samples, weight=float(samples), kind=0, error=error)
 
-    def wait(on_error: Callable[[], None]) -> tuple[list[MicroBatch], StepSizes, float]:
-        sizes, waited = collect(on_error)
-        leader = leader_of(sizes.samples)
-        return [MicroBatch(None, sum(sizes.samples), 1.0, leader, last=True)], sizes, waited
+    def cut(sizes: StepSizes) -> list[MicroBatch]:
+        return [MicroBatch(None, sum(sizes.samples), 1.0, leader_of(sizes.samples), last=True)]
 
-    return OpenedStep(None, None, None, wait)
+    has_error = error is not None
+    wait = open_step(control, samples=samples, weight=float(samples), kind=0, has_error=has_error)
+    return OpenedStep(None, None, None, wait, cut, control, error)
 
 
 @dataclass(frozen=True)
@@ -126,19 +143,23 @@ class BatchSplitter:
         error = error or caught(split)
         error = None if error is None else _with_rank(rank, error)
         kind = _LOSSES.index(loss) * 2 + (weight is not None) if error is None else 0
-        collect = open_step(control, samples=sum(sizes), weight=sum(counts), kind=kind, error=error)
 
-        def wait(on_error: Callable[[], None]) -> tuple[list[MicroBatch], StepSizes, float]:
-            step_sizes, waited = collect(on_error)
+        def cut(step_sizes: StepSizes) -> list[MicroBatch]:
             self._check_sizes(step_sizes)
             weights = _weights(loss, counts, step_sizes.total_weight)
-            micro_batches = self._micro_batches(batches, sizes, weights, step_sizes)
-            return micro_batches, step_sizes, waited
+            return self._micro_batches(batches, sizes, weights, step_sizes)
 
+        wait = open_step(
+            control,
+            samples=sum(sizes),
+            weight=sum(counts),
+            kind=kind,
+            has_error=error is not None,
+        )
         first = next((at for at, size in enumerate(sizes) if size), None) if error is None else None
         if first is None:
-            return OpenedStep(None, None, None, wait)
-        return OpenedStep(batch, batches[first], first, wait)
+            return OpenedStep(None, None, None, wait, cut, control, error)
+        return OpenedStep(batch, batches[first], first, wait, cut, control, error)
 
     def _micro_batches(
         self,

@@ -6,8 +6,11 @@ hooks must not refer to the engine there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
+
+import torch
 
 
 class Removable(Protocol):
@@ -16,17 +19,19 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class ModelHook:
-    """A hook of the engine."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
+class ModelHook(functools.partial[Any]):
+    """A hook of the engine. A call of it adds no frame to that of its function."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copied_hook, ()
+
+
+class EngineHook(ModelHook):
+    """A hook that communicates, so that `torch.compile` runs it between graphs."""
+
+    def __new__(cls, function: Callable[..., Any]) -> EngineHook:
+        """`function`: of the module and its inputs, and of its output after a forward."""
+        return super().__new__(cls, torch.compiler.disable(function))
 
 
 def _copied_hook() -> Callable[..., None]:

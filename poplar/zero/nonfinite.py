@@ -61,8 +61,9 @@ class DeviceFlag:
 
     def read(self) -> bool:
         """Wait until the device has computed it."""
-        if self._event is not None:
-            self._control.group.wait_for_event(self._event, "the end of a step")
+        event, self._event = self._event, None
+        if event is not None:
+            self._control.group.wait_for_event(event, "the end of a step")
         return bool(self._value)
 
 
@@ -126,17 +127,18 @@ class NonFiniteSteps:
         """The update of a step has been issued. The caller may read the flag later."""
         found = DeviceFlag(flag, self._streams, self._control)
         self._unread = found, step
+        if not step.applied:
+            self._update.undo_if(found)
         if not self._streams.asynchronous:
-            self.settle()
+            self._settle()
         return found
 
-    def settle(self) -> None:
-        """Read the flag of the last step, before its state is read. Local."""
+    def _settle(self) -> None:
+        """Read the flag of the last step. Local."""
         unread, self._unread = self._unread, None
+        self._update.settle()
         if unread is not None and unread[0].read():
             self._found = unread[1]
-            if not self._found.applied:
-                self._update.undo_step_count()
 
     def raise_if_found(self) -> None:
         """Raise on all ranks, or warn, if the last step was not finite. Collective then.
@@ -147,7 +149,7 @@ class NonFiniteSteps:
             PoplarError: on the ranks whose loss was not finite, or on all, if only the norm was.
             RankFailed: on the other ranks.
         """
-        self.settle()
+        self._settle()
         self.raise_if_read()
 
     def raise_if_read(self) -> None:
@@ -200,7 +202,7 @@ class NonFiniteSteps:
 
         The next collective call raises it again, on all ranks.
         """
-        self.settle()
+        self._settle()
         step, own = self._found, self._control.group.rank
         if step is not None and self._choice == "raise" and not step.scaled:
             at_fault = step.ranks_at_fault()

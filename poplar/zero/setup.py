@@ -6,7 +6,7 @@ unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,11 +31,7 @@ from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
-from poplar.zero.unit_plans import (
-    check_unit_names,
-    persistent_units,
-    shares_by_unit,
-)
+from poplar.zero.unit_plans import check_unit_names, shares_by_unit
 from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
 from poplar.zero.weights.initial_values import InitialValues, Weights
 
@@ -302,9 +298,17 @@ def agree_on_request(
 
 
 def build_engine(
-    request: Request, comm: Communicator, control: Control, compute_dtype: torch.dtype | None
+    request: Request,
+    comm: Communicator,
+    control: Control,
+    compute_dtype: torch.dtype | None,
+    check_step: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, ShardedUpdate]:
-    """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
+    """Build engine and update; the first rank's values and buffers are broadcast. Collective.
+
+    Args:
+        check_step: as for `Engine`.
+    """
     strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
     with request.values.real_tensors(request.device):
         units = _build_units(request, strategy, control, compute_dtype)
@@ -316,16 +320,25 @@ def build_engine(
         flats = [flat for unit in units for flat in unit.flats]
         request.values.place(flats, strategy, allocate, control)
     _broadcast_unmanaged(request, flats, comm, compute_dtype)
-    engine = Engine(request.model, units, strategy, comm, control, blocks=request.unit_names)
-    engine.recomputation.follow(request.plan, comm.group.rank)
-    engine.hooks += cast_inputs(request.model, compute_dtype, request.unit_names)
+    engine = Engine(
+        request.model,
+        units,
+        strategy,
+        comm,
+        control,
+        blocks=request.unit_names,
+        check_step=check_step,
+    )
+    engine.follow(request.plan)
+    engine.add_changes(cast_inputs(request.model, compute_dtype, request.unit_names))
     hyper = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in request.groups
     ]
     update = ShardedUpdate(request.shard_optimizer_class, engine.trained, hyper, request.options)
     kernels = control.exchange_objects(_kernels(request.device), what=BUILDING)
-    strategy.updates_agree = update.has_exact_kernel or len(set(kernels)) == 1
+    if not update.has_exact_kernel and len(set(kernels)) > 1:
+        strategy.gather_updates()
     return engine, update
 
 
@@ -357,7 +370,6 @@ def _build_units(
         max_flat_bytes=control.max_flat_bytes(request.device, numel),
     )
     _check_unit_names(control, plan, units, request.unit_names)
-    strategy.persistent = persistent_units(plan, units)
     return units
 
 

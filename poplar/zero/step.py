@@ -47,8 +47,10 @@ from poplar.zero.micro_batches import MicroBatch, OpenedStep
 from poplar.zero.nonfinite import IssuedStep, NonFiniteSteps, OnNonFinite, differ
 from poplar.zero.out_of_memory import out_of_memory_error
 from poplar.zero.step_settings import StepSettings
-from poplar.zero.step_state import Phase
+from poplar.zero.step_state import EarlyForward, Phase
 from poplar.zero.update import ShardedUpdate
+
+_NOT_EARLY = EarlyForward()
 
 
 class Step:
@@ -70,7 +72,6 @@ class Step:
         self.forward_state = forward_state
         streams = engine.strategy.streams
         self._nonfinite = NonFiniteSteps(on_nonfinite, update, streams, engine.control)
-        update.before_reading_state = self._nonfinite.settle
         self._rank = engine.comm.group.rank
         self._trace = engine.comm.group.trace
         self.first_batches = FirstBatchCheck(engine.control)
@@ -82,47 +83,48 @@ class Step:
 
     # Open.
 
-    def start(self, opened: OpenedStep) -> list[MicroBatch]:
-        """Wait for the sizes of all ranks; returns this rank's micro-batches. Collective."""
-        engine = self._engine
-        try:
-            micro_batches, sizes, waited = opened.wait(self._drop_early_pass)
-            if not engine.has_early_pass:  # whose collectives come first
-                self.first_batches.look(opened.batch)
-        except CollectiveTimeout:
-            raise
-        except Exception:
-            self._drop_early_pass()
-            raise
-        if not engine.has_early_pass:
-            began = engine.step.early_forward_began
-            self.reset()
-            engine.step.early_forward_began = began
-        engine.step.samples, engine.step.waited_to_open = sum(sizes.samples), waited
-        return micro_batches
-
-    def run_early_forward(self, opened: OpenedStep, forward: PassLoss) -> None:
+    def run_early_forward(self, opened: OpenedStep, forward: PassLoss) -> EarlyForward:
         """Run the first forward while the ranks agree on the weights. Collective.
 
         With sharded parameters, the forward needs collectives. So the first pass is opened, on all
         ranks, once its collective order is known; a rank with an error completes it with zeros.
         """
         engine = self._engine
-        if engine.strategy.shards_parameters:
-            if not engine.begin_early_pass() or opened.first_pass != 0:
-                return
-        elif opened.first_pass is None:
-            return
-        engine.step.early_forward_began = self._trace.now()
-        with engine.early_forward():
+        pass_is_open = engine.begin_early_pass()
+        can_run = opened.first_pass == 0 if pass_is_open else engine.forwards_are_local
+        if opened.first_pass is None or not can_run:
+            return EarlyForward(pass_is_open=pass_is_open)
+        began = self._trace.now()
+        with engine.hooks.without_backward():
             forward.compute_early(opened.first)
+        return EarlyForward(began, pass_is_open)
 
-    def _drop_early_pass(self) -> None:
-        """Complete a pass that began early with zeros, because the step cannot be opened."""
-        if self._engine.has_early_pass:
+    def start(self, opened: OpenedStep, early: EarlyForward = _NOT_EARLY) -> list[MicroBatch]:
+        """Wait for the sizes of all ranks; returns this rank's micro-batches. Collective."""
+        sizes = opened.wait()
+        if sizes.has_error:  # ranks may still be in their forward
+            early = self._drop_pass_of(early)
+        try:
+            micro_batches = opened.micro_batches(sizes)
+            if not early.pass_is_open:  # whose collectives come first
+                self.first_batches.look(opened.batch)
+        except CollectiveTimeout:
+            raise
+        except Exception:
+            self._drop_pass_of(early)
+            raise
+        if not early.pass_is_open:
+            self.reset()
+        self._engine.step.open(sizes)
+        return micro_batches
+
+    def _drop_pass_of(self, early: EarlyForward) -> EarlyForward:
+        """Complete a pass that began early with zeros, because there is no step. Collective."""
+        if early.pass_is_open:
             self._engine.end_pass(failed=True)
             self._engine.wait_for_reductions()
             self.reset()
+        return _NOT_EARLY
 
     # Passes.
 
@@ -131,6 +133,7 @@ class Step:
         micro_batches: Sequence[MicroBatch],
         forward: PassLoss,
         scaler: GradScaler | None,
+        early: EarlyForward,
     ) -> Exception | None:
         """Run all passes; after an error the rest of them without a backward. Collective.
 
@@ -139,8 +142,10 @@ class Step:
         """
         error: Exception | None = None
         for micro_batch in micro_batches:
-            if not self.begin_pass(micro_batch):
+            opened = self.begin_pass(micro_batch, early)
+            if not opened:
                 continue
+            early = EarlyForward(None if micro_batch.samples else early.began)
             try:
                 if micro_batch.samples and error is None:
                     self._run_pass(micro_batch, forward, scaler)
@@ -169,10 +174,10 @@ class Step:
     def _failed_pass(self, error: Exception, micro_batch: MicroBatch) -> Exception:
         """The error to report; if memory ran out, free what the pass held and note its size."""
         if not is_out_of_memory(error):
-            return self._engine.explain_error(error)
+            return self._engine.strategy.explain_error(error)
         free_failed_pass(error)
         self._engine.drop_parameter_gradients()
-        self._engine.step.too_large = micro_batch.samples
+        self._engine.step.run_out_of_memory(micro_batch.samples)
         return self._out_of_memory(error, micro_batch.samples)
 
     def _out_of_memory(self, error: Exception, samples: int | None) -> Exception:
@@ -183,7 +188,7 @@ class Step:
 
     def enter_user_loop(self, loop: MicroBatchLoop) -> None:
         """Note that the passes of this step are those of `loop`."""
-        self._engine.step.in_user_loop = True
+        self._engine.step.enter_user_loop()
         self._loop = weakref.ref(loop)
 
     def leave_user_loop(self, why: str) -> bool:
@@ -213,23 +218,26 @@ class Step:
     def has_open_pass(self) -> bool:
         return self._engine.step.open_micro_batch is not None
 
-    def begin_pass(self, micro_batch: MicroBatch) -> bool:
+    def begin_pass(self, micro_batch: MicroBatch, early: EarlyForward = _NOT_EARLY) -> bool:
         """Open a pass; False if it has nothing to issue. Collective."""
         state = self._engine.step
-        began = self._trace.now()
-        if micro_batch.samples and state.early_forward_began is not None:
-            began, state.early_forward_began = state.early_forward_began, None
-        opened = self._engine.begin_pass(
-            weight=micro_batch.weight, leader=micro_batch.leader, last=micro_batch.last
+        began = (
+            early.began if early.began is not None and micro_batch.samples else self._trace.now()
         )
-        state.open_micro_batch = micro_batch if opened else None
-        state.pass_began = began
+        if early.pass_is_open:
+            self._engine.scheduler.current.set_weight(micro_batch.weight)
+            opened = True
+        else:
+            opened = self._engine.begin_pass(
+                weight=micro_batch.weight, leader=micro_batch.leader, last=micro_batch.last
+            )
+        state.begin_pass(micro_batch if opened else None, began)
         return opened
 
     def end_pass(self, *, failed: bool = False) -> None:
         """Close the open pass, if there is one. Collective."""
         state = self._engine.step
-        micro_batch, state.open_micro_batch = state.open_micro_batch, None
+        micro_batch = state.end_pass()
         if micro_batch is not None:
             self._engine.end_pass(failed=failed)
             what = f"a pass of {micro_batch.samples} samples"
@@ -281,7 +289,7 @@ class Step:
                     f"rank {self._rank}: step() without a backward since the last step, so there "
                     "is no gradient to apply"
                 )
-            engine.reject_uneven_backward()
+            engine.hooks.reject_uneven_backward()
             engine.begin_step(keep_gradients=True)
             engine.reduce_without_backward()
         elif state.phase is Phase.ACCUMULATED:
@@ -344,7 +352,7 @@ class Step:
         except Exception as error:
             if error is not reason:
                 raise
-        self._engine.step.phase = Phase.ABANDONED
+        self._engine.step.advance(Phase.ABANDONED)
 
     # Close.
 
@@ -401,7 +409,7 @@ class Step:
                 error = self._out_of_memory(error, None)
         try:
             self._replicas.raise_if_different()
-            summary = state.summary = close_step(
+            summary = close_step(
                 engine.comm,
                 engine.control,
                 engine.trained,
@@ -418,7 +426,7 @@ class Step:
         except BaseException:
             self.reset()
             raise
-        state.settings = settings
+        state.close(summary, settings)
         self._replicas.receive(summary.checksums)
         return summary
 
@@ -447,16 +455,16 @@ class Step:
     def multiply_gradient(self, factor: Tensor, settings: StepSettings) -> Tensor:
         """As `AgreedGradient._multiply_gradient`. Collective."""
         found_inf = (~torch.isfinite(self.norm(settings))).float()
-        self._engine.step.found_inf = found_inf
+        self._engine.step.find_inf(found_inf)
         device = self._engine.trained[0].device
         self._scale_gradient(factor.to(device, torch.float64, non_blocking=True))
         return found_inf
 
     def _scale_gradient(self, factor: Tensor) -> None:
         state, strategy = self._engine.step, self._engine.strategy
-        state.scale = factor if state.scale is None else state.scale * factor
-        if state.in_train_step or not strategy.scale_gradients(self._engine.units, factor):
-            state.factor = factor if state.factor is None else state.factor * factor
+        hidden = state.gradients_are_hidden
+        scaled = not hidden and strategy.scale_gradients(self._engine.units, factor)
+        state.multiply(factor, in_update=not scaled)
 
     # Apply.
 
@@ -503,7 +511,7 @@ class Step:
             applied=found_inf is None,
             scaled=scaled,
         )
-        state.skipped = self._nonfinite.record(flag, issued)
+        state.skip(self._nonfinite.record(flag, issued))
         self.reset()
         self._nonfinite.raise_if_read()
         return summary
@@ -515,7 +523,7 @@ class Step:
         found_inf: Tensor | None,
     ) -> None:
         engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
-        state.is_updating = True
+        state.begin_update()
         for flat in engine.trained:
             unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
             strategy.wait_for_readers(flat)

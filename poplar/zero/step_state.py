@@ -1,4 +1,4 @@
-"""The state of one optimizer step on this rank, in one object."""
+"""The state of one optimizer step on this rank, in one object, which changes in its own methods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from poplar.zero.agreement import StepSummary
+from poplar.zero.agreement import StepSizes, StepSummary
 from poplar.zero.micro_batches import MicroBatch
 from poplar.zero.step_settings import StepSettings
 
@@ -33,6 +33,16 @@ class Phase(IntEnum):
     """The loop of the step was left before its end; nothing will be applied."""
 
 
+@dataclass(frozen=True)
+class EarlyForward:
+    """The first forward of this rank, if it ran before the weights were known."""
+
+    began: Any = None
+    """Its start, in the trace; None: it has not run."""
+    pass_is_open: bool = False
+    """On all ranks the first pass is open, whose weight is not known yet."""
+
+
 @dataclass(eq=False)
 class StepState:
     """Replaced when a step begins."""
@@ -48,8 +58,6 @@ class StepState:
     """The input of the pass that is open now."""
     pass_began: Any = None
     """Its start, in the trace."""
-    early_forward_began: Any = None
-    """The start of the first pass with samples, if its forward ran before the step was opened."""
     too_large: int = 0
     """Samples of the micro-batch in which this rank ran out of memory; 0 if it has not."""
     summary: StepSummary | None = None
@@ -66,10 +74,35 @@ class StepState:
     skipped: bool | DeviceFlag = False
     is_updating: bool = False
     """The update has begun, so an error would leave parts of the parameters behind."""
-    in_train_step: bool = False
-    """In `train_step` no user code reads `.grad` before the update."""
     in_user_loop: bool = False
     """The passes are those of a `micro_batches` loop, whose body may read `.grad`."""
+    gradients_are_hidden: bool = False
+    """No code of the user reads `.grad` before the update."""
+
+    def open(self, sizes: StepSizes) -> None:
+        """All ranks have opened the step."""
+        self.samples, self.waited_to_open = sum(sizes.samples), sizes.waited
+
+    def advance(self, phase: Phase) -> None:
+        """The gradient is at least as far as this phase."""
+        self.phase = max(self.phase, phase)
+
+    def enter_user_loop(self) -> None:
+        """The passes are those of a `micro_batches` loop."""
+        self.in_user_loop = True
+
+    def hide_gradients(self) -> None:
+        """No code of the user reads `.grad` before the update."""
+        self.gradients_are_hidden = True
+
+    def begin_pass(self, micro_batch: MicroBatch | None, began: Any) -> None:
+        """A pass has been opened; None: it has nothing to issue."""
+        self.open_micro_batch, self.pass_began = micro_batch, began
+
+    def end_pass(self) -> MicroBatch | None:
+        """The open pass ends; returns its input."""
+        ended, self.open_micro_batch = self.open_micro_batch, None
+        return ended
 
     def add_loss(self, loss: Tensor) -> None:
         """Add the loss of the open pass; the host does not wait for its value."""
@@ -81,3 +114,29 @@ class StepState:
     def loss(self) -> Tensor | float:
         """This rank's part of the weighted loss."""
         return sum(self.pass_losses, start=0.0)
+
+    def run_out_of_memory(self, samples: int) -> None:
+        """A micro-batch of so many samples does not fit."""
+        self.too_large = samples
+
+    def close(self, summary: StepSummary, settings: StepSettings) -> None:
+        """The ranks agree to apply the step."""
+        self.summary, self.settings = summary, settings
+
+    def multiply(self, factor: Tensor, *, in_update: bool) -> None:
+        """The reduced gradient is multiplied, in the update or by the caller."""
+        self.scale = factor if self.scale is None else self.scale * factor
+        if in_update:
+            self.factor = factor if self.factor is None else self.factor * factor
+
+    def find_inf(self, found_inf: Tensor) -> None:
+        """A loss scaler decides whether the step is skipped."""
+        self.found_inf = found_inf
+
+    def begin_update(self) -> None:
+        """From now on, an error leaves parts of the parameters behind."""
+        self.is_updating = True
+
+    def skip(self, flag: DeviceFlag) -> None:
+        """The step is skipped if the device finds this flag set."""
+        self.skipped = flag

@@ -1,4 +1,4 @@
-"""The streams of the engine's device: which work runs on which, and what orders it.
+"""The streams of the engine's device: which work runs on which, what orders it, and waits for it.
 
 [Note: streams]
 *compute* is the caller's current stream: forward, backward, packing and the update. Unshards are
@@ -25,12 +25,16 @@ activations do not split their blocks.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
+
+from poplar.comm import Work
+from poplar.system.trace import Trace
 
 
 class Streams:
@@ -148,3 +152,86 @@ class DeviceClock:
 def streams_of(device: torch.device, *, waits_on_stream: bool) -> Streams:
     """The streams for a device and a transport."""
     return DeviceStreams(device) if device.type == "cuda" and waits_on_stream else Streams()
+
+
+class StepWaiting:
+    """The waits of one step."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._stalls: list[tuple[Any, Any]] = []
+
+    def add(self, seconds: float) -> None:
+        """Add a wait of the host."""
+        self._seconds += seconds
+
+    def add_stall(self, before: Any, after: Any) -> None:
+        """Add a wait of a stream, between two events."""
+        self._stalls.append((before, after))
+
+    @property
+    def has_stalls(self) -> bool:
+        """Whether a stream has waited."""
+        return bool(self._stalls)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has passed all waits."""
+        return not self._stalls or bool(self._stalls[-1][1].query())
+
+    def seconds(self) -> float:
+        """Seconds waited. Synchronizes with the device unless `is_known`."""
+        if self._stalls:
+            self._stalls[-1][1].synchronize()
+            milliseconds = sum(before.elapsed_time(after) for before, after in self._stalls)
+            self._seconds, self._stalls = self._seconds + milliseconds / 1e3, []
+        return self._seconds
+
+
+class WaitingTime:
+    """The waits of the current step, and what is known of earlier ones.
+
+    A wait that blocks the host is timed by the host's clock. A wait that blocks a stream is the
+    time between two events around it, which is known when the device has passed them.
+    """
+
+    def __init__(self, streams: Streams, trace: Trace) -> None:
+        self._streams, self._trace = streams, trace
+        self.step = StepWaiting()
+        self._unread: deque[StepWaiting] = deque()
+        self._latest = float("nan")
+
+    def begin_step(self) -> None:
+        """Start to count the waits of the next step. It may be called several times before it."""
+        if self.step.has_stalls:
+            self._unread.append(self.step)
+        self.step = StepWaiting()
+
+    def wait_for(self, work: Work, what: str) -> None:
+        """Wait for a collective before the compute stream continues."""
+        if self._streams.asynchronous:
+            with self.stall(what):
+                work.wait()
+        else:
+            self.step.add(work.wait())
+
+    @contextmanager
+    def stall(self, what: str) -> Iterator[None]:
+        """A context that makes the compute stream of a device wait for `what`."""
+        before = self._streams.timestamp()
+        with self._trace.span("wait", what):
+            yield
+        self.step.add_stall(before, self._streams.timestamp())
+
+    def latest(self) -> float:
+        """Seconds waited in the latest step that is known without a synchronization.
+
+        That is the current step if waits block the host. On a device it is an earlier one; NaN if
+        the device has finished none.
+        """
+        if not self._streams.asynchronous:
+            self._unread.clear()
+            return self.step.seconds()
+        while self._unread and self._unread[0].is_known:
+            self._latest = self._unread.popleft().seconds()
+        return self._latest

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -36,11 +37,12 @@ class Unit:
     resident: bool
     """The root unit: stays unsharded until the pass is over."""
 
-    @property
+    @cached_property
     def trained(self) -> tuple[FlatParameter, ...]:
+        """The flat parameters that have gradients."""
         return tuple(flat for flat in self.flats if flat.trained)
 
-    @property
+    @cached_property
     def unsharded_bytes(self) -> int:
         """Bytes of the parameters while the unit is unsharded."""
         return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
@@ -245,6 +247,6 @@ def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatPara
                 dtype=dtype,
                 trained=trained,
                 groups=[member.group for member in part],
+                is_local=is_local,
             )
-            flat.is_local = is_local
             yield flat

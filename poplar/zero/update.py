@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,16 @@ from poplar.zero.flat_adamw import FlatAdamW, can_round_to
 from poplar.zero.flat_parameter import FlatParameter
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+
+class Flag(Protocol):
+    """What the device decides."""
+
+    def read(self) -> bool:
+        """Wait until it has."""
+        ...
+
+
 StateLayout = Mapping[str, tuple[bool, Any]]
 """By name of a state value, whether it has one value per element, and what it is at first."""
 _PIECE = 1 << 22
@@ -84,8 +94,8 @@ class ShardedUpdate:
         """The whole state as a state dict, if it was collected here since it last changed."""
         self.updates = 0
         """Updates that have been applied, or skipped on all ranks, since state was loaded."""
-        self.before_reading_state: Callable[[], None] | None = None
-        """Completes the state of the last step, if the device decided whether it was applied."""
+        self._undecided: Flag | None = None
+        """Whether the device has skipped the last step, until that is read."""
         self._state_layouts: dict[int, StateLayout] = {}
         """By param group, until its settings may have changed."""
         self._unstarted: set[Tensor] = set()
@@ -113,8 +123,9 @@ class ShardedUpdate:
             unused: positions of the parameters that no rank used in this step.
             scale: one element on the device; None for 1. See [Note: device scalars].
             found_inf: one element on the device. If it is not 0, nothing changes; call
-                `undo_step_count` afterwards.
+                `undo_if` afterwards.
         """
+        self.settle()
         self.collected = None
         self.use_settings(groups)
         self._drop_unstarted_state()
@@ -178,8 +189,21 @@ class ShardedUpdate:
         """Whether `step` leaves out a step without the host reading `found_inf`."""
         return self.has_exact_kernel or _takes_scalars(self.inner)
 
-    def undo_step_count(self) -> None:
-        """The last step changed nothing, so it does not count."""
+    def keep_collected(self, state: dict[str, Any] | None) -> None:
+        """Keep the whole state that was collected on this rank, until it changes."""
+        self.collected = state
+
+    def undo_if(self, skipped: Flag) -> None:
+        """The last step does not count if the flag is set. It is read before the state is."""
+        self._undecided = skipped
+
+    def settle(self) -> None:
+        """Read whether the last step was skipped, if the device has decided it. Local."""
+        skipped, self._undecided = self._undecided, None
+        if skipped is not None and skipped.read():
+            self._undo_step_count()
+
+    def _undo_step_count(self) -> None:
         if isinstance(self.inner, FlatAdamW) and self.inner.uses_operator():
             self.inner.undo_step_count()
 
@@ -304,8 +328,7 @@ class ShardedUpdate:
     def reset_state(self) -> None:
         """Drop the state; the next update creates it as the first one does."""
         self.collected = None
-        if self.before_reading_state is not None:
-            self.before_reading_state()
+        self.settle()
         self.inner.state.clear()
         self._unstarted.clear()
 
@@ -369,8 +392,7 @@ class ShardedUpdate:
 
     def state_of(self, run: ParameterRun) -> dict[str, Any]:
         """State tensors of the owned part and scalars of a run; empty before its first update."""
-        if self.before_reading_state is not None:
-            self.before_reading_state()
+        self.settle()
         if run.tensor is None or run.tensor in self._unstarted:
             return {}
         return dict(self.inner.state.get(run.tensor, {}))
@@ -379,8 +401,7 @@ class ShardedUpdate:
         """As `state_of`, but also before the first update, if this rank owns a part of the run."""
         if run.tensor is None:
             return {}
-        if self.before_reading_state is not None:
-            self.before_reading_state()
+        self.settle()
         if not self._has_state(run.tensor):
             self.create_state()
         return dict(self.inner.state[run.tensor])
@@ -528,13 +549,12 @@ def adjacent_runs(flat: FlatParameter, keys: Sequence[Any]) -> list[ParameterRun
     Args:
         keys: by position in `flat`, a value that is compared.
     """
-    runs: list[ParameterRun] = []
-    for position, group in enumerate(flat.groups):
-        last = runs[-1] if runs else None
-        if last and last.group == group and keys[last.first] == keys[position]:
-            last.last = position + 1
-        else:
-            runs.append(ParameterRun(flat, group, position, position + 1))
+    kinds = list(zip(flat.groups, keys, strict=True))
+    starts = [at for at, kind in enumerate(kinds) if at == 0 or kind != kinds[at - 1]]
+    runs = [
+        ParameterRun(flat, flat.groups[first], first, last)
+        for first, last in zip(starts, [*starts[1:], len(kinds)], strict=True)
+    ]
     for run in runs:
         run.bind()
     return runs

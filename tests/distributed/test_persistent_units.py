@@ -493,7 +493,7 @@ def test_out_of_memory_for_zeros_names_the_rank() -> None:
     engine.comm.group.rank = 3
     engine.control = mock.Mock()
     engine.units = ()
-    engine.free_state = None
+    engine._free_state = None
     with pytest.raises(PoplarError, match=r"rank 3 is out of memory.*smaller share") as raised:
         engine.end_pass()
     engine.control.abort.assert_called_once_with(str(raised.value))  # the others need not wait

@@ -99,9 +99,9 @@ class Failing:
             if output.requires_grad:
                 output.register_hook(lambda _: self.check("backward"))
 
-        def allocate(strategy: Strategy, flat: Any) -> None:
+        def allocate(strategy: Strategy, flat: Any, *options: Any) -> None:
             self.check("allocation")
-            ensure(strategy, flat)
+            ensure(strategy, flat, *options)
 
         weight = next(block.parameters())
         handles = [

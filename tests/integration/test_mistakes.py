@@ -337,7 +337,7 @@ def model_converted_before_a_plain_backward(made: Made) -> None:
     kept = [p.data for p in made.model.parameters()]
     made.model.double()
     try:
-        with mock.patch.object(made.optimizer._engine, "uneven_samples", None):
+        with mock.patch.object(made.optimizer._engine.hooks, "uneven_samples", None):
             loss_fn(made.model, made.batch).backward()
     finally:
         for parameter, data in zip(made.model.parameters(), kept, strict=True):

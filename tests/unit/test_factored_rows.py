@@ -22,8 +22,7 @@ from poplar.system.trace import Trace
 from poplar.zero.factors.capture import CapturingForward
 from poplar.zero.factors.parameter import FactoredParameter, RowReduction
 from poplar.zero.stages.reduction import Reductions
-from poplar.zero.streams import Streams
-from poplar.zero.waiting import WaitingTime
+from poplar.zero.streams import Streams, WaitingTime
 
 CPU = torch.device("cpu")
 
@@ -76,10 +75,10 @@ class Strategy:
     def owned_part(self, layout: Layout, rank: int) -> tuple[int, int]:
         return layout.bounds(rank) if self.owned is None else self.owned[rank]
 
-    def ensure_gradient(self, flat: FactoredParameter, allocate: Callable[[], None]) -> None:
+    def ensure_gradient(self, flat: FactoredParameter, allocate: Callable[[], Tensor]) -> None:
         if not flat.gradient.numel():
-            allocate()
-            flat.squares = torch.full((flat.layout.size(self.comm.group.rank) // 64,), torch.nan)
+            blocks = flat.layout.size(self.comm.group.rank) // 64
+            flat.hold_gradient(allocate(), torch.full((blocks,), torch.nan))
 
 
 def flat_of(

@@ -170,6 +170,32 @@ def test_strategies_compare_no_stage_numbers():
     ]
 
 
+ATTRIBUTES_OF_OTHERS = {
+    *("grad", "data", "training", "forward", "_buffers", "_backward_hooks", "grad_dtype"),
+    *("_post_accumulate_grad_hooks", "register_parameter", "__class__", "__cause__"),
+}
+"""Attributes of torch and Python that are assigned."""
+
+
+def test_the_engine_assigns_no_attribute_of_another_object():
+    """An object is complete when its constructor returns, and changes in its own methods."""
+    found = []
+    for name in MODULES:
+        if not name.startswith(("poplar.zero", "poplar.optimizer")):
+            continue
+        for node in ast.walk(parsed(name)):
+            own = getattr(node, "target", None)
+            targets = node.targets if isinstance(node, ast.Assign) else [own]
+            for target in [part for t in targets for part in getattr(t, "elts", [t])]:
+                if not isinstance(target, ast.Attribute) or target.attr in ATTRIBUTES_OF_OTHERS:
+                    continue
+                text = ast.unparse(target)
+                is_own = text.count(".") == 1 and text.startswith(("self.", "cls.", "ctx."))
+                if not is_own and text not in ("step.hooked", "collective_call.is_collective"):
+                    found.append(f"{name}:{target.lineno}: {text}")
+    assert not found
+
+
 def test_planning_loads_without_torch():
     run_fresh(
         """

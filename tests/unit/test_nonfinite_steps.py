@@ -30,6 +30,7 @@ class Host:
         self, choice: str = "raise", *, rank: int = 0, skips_on_device: bool = True
     ) -> None:
         self.did: list[str] = []
+        self.undecided: list[Any] = []
         self.nonfinite: str | None = None
         group = SimpleNamespace(rank=rank, size=2, wait_for_event=self._wait)
         control = SimpleNamespace(
@@ -39,10 +40,17 @@ class Host:
         )
         update = SimpleNamespace(
             skips_on_device=skips_on_device,
-            undo_step_count=lambda: self.did.append("undo"),
+            undo_if=self.undecided.append,
+            settle=self.settle_update,
             nonfinite_parameter=lambda: self.nonfinite,
         )
         self.steps = NonFiniteSteps(choice, update, FakeStreams(), control)  # type: ignore[arg-type]
+
+    def settle_update(self) -> None:
+        """As `ShardedUpdate.settle`, before state is read."""
+        while self.undecided:
+            if self.undecided.pop().read():
+                self.did.append("undo")
 
     def _wait(self, event: str, what: str) -> None:
         self.did.append(f"wait for {event}")
@@ -99,7 +107,7 @@ def test_an_infinite_norm_raises_on_all_ranks() -> None:
 def test_state_is_complete_before_it_is_read() -> None:
     host = Host("skip")
     host.end_step(float("nan"), 2.0)
-    host.steps.settle()
+    host.settle_update()
     assert host.did == [WAIT, "undo"]
     with pytest.warns(UserWarning, match=r"skipped: the loss of rank\(s\) \[0\]"):
         host.steps.raise_if_found()

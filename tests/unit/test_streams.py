@@ -32,9 +32,8 @@ from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.step_result import StepResult, Stopwatch
-from poplar.zero.streams import DeviceClock, DeviceStreams, Streams
+from poplar.zero.streams import DeviceClock, DeviceStreams, Streams, WaitingTime
 from poplar.zero.unit import Unit
-from poplar.zero.waiting import WaitingTime
 
 Clock = dict[str, int]
 RANKS = 2

@@ -6,9 +6,11 @@ Where parameters are sharded (stage 3), a state dict has a `ParameterShard` for 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from poplar.checkpoint.state_dicts.place import Elements, Place, places_of
 from poplar.zero.engine import Engine
@@ -29,21 +31,19 @@ class ModelState:
         self._places = {id(place.parameter): place for place in places_of(engine.flats)}
         self._units = {flat: unit for unit in engine.units for flat in unit.flats}
 
-    def register(self) -> None:
-        """Register the hooks on all modules; the engine removes them."""
+    def register(self) -> Iterator[RemovableHandle]:
+        """Register the hooks on all modules."""
         after_saving = ModelHook(self._after_saving)
         before_loading = ModelHook(self._before_loading)
         after_loading = ModelHook(self._after_loading)
         for module in self._engine.model.modules():
-            self._engine.hooks += [
-                module.register_state_dict_post_hook(after_saving),
-                module.register_load_state_dict_pre_hook(before_loading),
-                module.register_load_state_dict_post_hook(after_loading),
-            ]
+            yield module.register_state_dict_post_hook(after_saving)
+            yield module.register_load_state_dict_pre_hook(before_loading)
+            yield module.register_load_state_dict_post_hook(after_loading)
 
     def _after_saving(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Replace the sharded parameters by what this rank stores of them."""
-        if self._engine.may_read(module):
+        if self._engine.values.may_read(module):
             return
         for name, parameter in module._parameters.items():
             place = self._places.get(id(parameter))
@@ -51,7 +51,7 @@ class ModelState:
                 state[prefix + name] = self._shard(place)
 
     def _is_sharded(self, place: Place) -> bool:
-        return self._engine.is_sharded(self._units[place.flat])
+        return self._engine.values.is_sharded(self._units[place.flat])
 
     def _shard(self, place: Place) -> Tensor:
         """A view of what this rank stores of a sharded parameter."""
@@ -88,7 +88,7 @@ class ModelState:
                     errors.append(str(error))
                 state[prefix + name] = parameter  # which `load_state_dict` copies to itself
                 continue
-            if not self._engine.may_write(module):
+            if not self._engine.values.may_write(module):
                 raise RuntimeError(
                     "the model was loaded inside full_parameters(), which drops changes at stage "
                     "3; use full_parameters(writeback=True), or load outside"

@@ -70,7 +70,7 @@ class ForwardStateCheck:
 
     def _note_writes(self, notes: bool) -> None:
         if self._strategy is not None:
-            self._strategy.notes_writes = notes
+            self._strategy.note_writes(notes)
 
     def look(self) -> None:
         """Compare the state after the passes of a step. Collective in the first steps.

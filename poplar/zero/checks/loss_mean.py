@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -131,8 +131,8 @@ class FirstLossCheck:
 
         def look(call: Call, inputs: Any) -> None:
             if call.computes_loss and torch.is_grad_enabled():
-                recorded.samples = _samples_in(inputs)
-                self._look(own_loss, inputs, recorded, self._where, stacklevel=5)
+                whole = replace(recorded, samples=_samples_in(inputs))
+                self._look(own_loss, inputs, whole, self._where, stacklevel=5)
                 if self._first is not None:
                     self._watch_own_loss(model)
 

@@ -109,7 +109,7 @@ class FactoredParameter(FlatParameter):
 
     def reduce(self, strategy: Strategy, weight: float) -> None:
         self.accumulate(strategy, weight)
-        strategy.ensure_gradient(self, self._allocate_gradient)
+        strategy.ensure_gradient(self, self._new_gradient)
         rows, self._weighted = self._weighted, []
         reduction = RowReduction(self, rows, strategy, self._control, accumulate=self._reduced)
         self._reduced = True
@@ -131,10 +131,10 @@ class FactoredParameter(FlatParameter):
         is_narrow = self.dtype.itemsize <= wire_dtype.itemsize
         return self.dtype if is_narrow else wire_dtype, wire_dtype
 
-    def _allocate_gradient(self) -> None:
+    def _new_gradient(self) -> Tensor:
         """Nothing is packed, so each rank needs only the part that it computes."""
         low, high = self.owned
-        self.gradient = torch.empty(high - low, dtype=torch.float32, device=self.device)
+        return torch.empty(high - low, dtype=torch.float32, device=self.device)
 
 
 class RowReduction:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from poplar.comm import Control
@@ -40,6 +42,17 @@ class Mode(Enum):
         return self in (Mode.TRAIN, Mode.REDUCE_ONLY)
 
 
+@dataclass(frozen=True)
+class EngineParts:
+    """What the passes of one engine have in common."""
+
+    units: Sequence[Unit]
+    sharded: Sequence[Unit]
+    """The units that must be unsharded before they run: all, or none."""
+    strategy: Strategy
+    control: Control
+
+
 class PassSettings(NamedTuple):
     """What kind of pass it is."""
 
@@ -59,16 +72,15 @@ class CollectivePass(ABC):
     whose forward calls were all later gets no more gradients, even if a parameter got none.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], strategy: Strategy, control: Control, settings: PassSettings
-    ) -> None:
+    def __init__(self, parts: EngineParts, settings: PassSettings) -> None:
         self.mode, self.reduces, self._weight = settings
         self.interrupted_by: BaseException | None = None
         """An error while something was sent, so that the pass cannot be completed. Running out of
         memory is none: collectives allocate before they send."""
-        self._units, self._strategy, self._control = units, strategy, control
-        self._flats = tuple(flat for unit in units for flat in unit.trained)
-        self._unit_of = {flat: unit for unit in units for flat in unit.trained}
+        self._units, self._sharded = parts.units, parts.sharded
+        self._strategy, self._control = parts.strategy, parts.control
+        self._unit_of = {flat: unit for unit in parts.units for flat in unit.trained}
+        self._flats = tuple(self._unit_of)
         self._current: Unit | None = None
         self._unsharded: set[Unit] = set()
         self._ready: set[Unit] = set()
@@ -80,7 +92,7 @@ class CollectivePass(ABC):
         self._ready_gradients: dict[FlatParameter, set[nn.Parameter]] = {}
         self._complete: set[FlatParameter] = set()
         self._reduced: set[FlatParameter] = set()
-        self._finishing = False
+        self._finishing = self._in_backward = False
 
     @property
     def reduced(self) -> set[FlatParameter]:
@@ -91,6 +103,15 @@ class CollectivePass(ABC):
     def has_gradients(self) -> bool:
         """Whether a gradient has arrived in this pass."""
         return bool(self._ready_gradients)
+
+    def begin_backward(self) -> bool:
+        """Note that a backward runs; returns whether it has just begun."""
+        began, self._in_backward = not self._in_backward, True
+        return began
+
+    def end_backward(self) -> None:
+        """Note that the backward is over; another one may follow in a loop of the user."""
+        self._in_backward = False
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of a pass that began before it was known; before its backward."""
@@ -104,8 +125,8 @@ class CollectivePass(ABC):
         """The slots that have been issued so far."""
 
     @abstractmethod
-    def _issue_until(self, unit: Unit) -> None:
-        """Issue slots until this unit is unsharded.
+    def unshard(self, unit: Unit) -> None:
+        """Issue slots until the parameters of `unit` are unsharded, and return when they are.
 
         Raises:
             OutOfOrder: the agreed order has no unshard of this unit left.
@@ -122,18 +143,8 @@ class CollectivePass(ABC):
 
     # Events of this rank's own pass.
 
-    def enter_forward(self, unit: Unit) -> int:
-        """Unshard `unit` for its forward. Returns the number of this forward call."""
-        try:
-            self.require(unit)
-        except OutOfOrder as error:
-            if self._backward_visit is None:
-                raise
-            raise OutOfOrder(
-                f"rank {self._control.group.rank}: a forward of unit {unit.name!r} after the "
-                "backward of this micro-batch. Run one forward and one backward per micro-batch: "
-                "add the losses first, or evaluate after step()"
-            ) from error
+    def forward_began(self, unit: Unit) -> int:
+        """Record a forward call of an unsharded unit; returns its number."""
         self._forward_order.append(unit)
         return len(self._forward_order) - 1
 
@@ -153,23 +164,7 @@ class CollectivePass(ABC):
     def enter_backward(self, unit: Unit, visit: int) -> None:
         """Unshard `unit` for the backward of a forward call."""
         self._backward_visit = visit
-        self.require(unit)
-
-    def require(self, unit: Unit) -> None:
-        """Return when the parameters of `unit` are unsharded.
-
-        Raises:
-            OutOfOrder, LeaderFailed: as `_issue_until`.
-        """
-        if unit in self._ready:
-            return
-        if not unit.resident or unit not in self._unsharded:
-            self._issue_until(unit)  # a resident unit may come with one that was needed before it
-        if not unit.resident:
-            self._current = unit
-        self._ready.add(unit)
-        with self._unbroken():
-            self._strategy.wait_for_unshard(unit)
+        self.unshard(unit)
 
     def gradient_ready(self, flat: FlatParameter, parameter: nn.Parameter) -> None:
         """Record that autograd has accumulated the gradient of a parameter of `flat`.
@@ -205,7 +200,7 @@ class CollectivePass(ABC):
         self._finishing = True
         if failed:
             self._reshard_all()
-        if not self.reduces and not self._strategy.shards_parameters:
+        if self.mode.has_gradients and not self.reduces:
             self._accumulate_rest(failed)
         else:
             self._issue_rest(failed=failed)
@@ -220,6 +215,21 @@ class CollectivePass(ABC):
                 flat.accumulate(self._strategy, self._weight)
 
     # Issuing.
+
+    def _must_issue(self, unit: Unit) -> bool:
+        """Whether slots must be issued before `unit` is used."""
+        # A resident unit may come with one that was needed before it.
+        return unit not in self._ready and not (unit.resident and unit in self._unsharded)
+
+    def _use(self, unit: Unit) -> None:
+        """Return when the unshard of `unit`, which has been issued, is over."""
+        if unit in self._ready:
+            return
+        if not unit.resident:
+            self._current = unit
+        self._ready.add(unit)
+        with self._unbroken():
+            self._strategy.wait_for_unshard(unit)
 
     def _issue(self, slot: Slot) -> None:
         with self._unbroken():
@@ -249,7 +259,7 @@ class CollectivePass(ABC):
         unit = self._unit_of[flat]
         if self._finishing or flat in self._complete:
             return True
-        if unit.resident or not self._strategy.shards_parameters:
+        if unit.resident or not self._sharded:
             return False
         first = self._first_visit.get(unit)
         return first is None or (self._backward_visit is not None and first > self._backward_visit)
@@ -271,6 +281,13 @@ class CollectivePass(ABC):
             self._ready.discard(unit)
 
     def _order_error(self, unit: Unit) -> OutOfOrder:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._backward_visit is not None and not in_backward:
+            return OutOfOrder(
+                f"rank {self._control.group.rank}: a forward of unit {unit.name!r} after the "
+                "backward of this micro-batch. Run one forward and one backward per micro-batch: "
+                "add the losses first, or evaluate after step()"
+            )
         unshards = (slot for slot in self._issued if slot.kind is SlotKind.UNSHARD)
         names = [self._units[slot.index].name for slot in unshards]
         return OutOfOrder(

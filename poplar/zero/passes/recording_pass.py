@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poplar.comm import Control
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.passes.collective_order import LeaderFailed, Slot, SlotKind
-from poplar.zero.passes.collective_pass import CollectivePass, Mode, PassSettings
-from poplar.zero.stages.strategy import Strategy
+from poplar.zero.passes.collective_pass import CollectivePass, EngineParts, Mode, PassSettings
 from poplar.zero.unit import Unit
 
 
 class RecordingPass(CollectivePass):
     """Records the slots that are issued, for later passes."""
 
-    def __init__(
-        self, units: Sequence[Unit], strategy: Strategy, control: Control, settings: PassSettings
-    ) -> None:
-        super().__init__(units, strategy, control, settings)
+    def __init__(self, parts: EngineParts, settings: PassSettings) -> None:
+        super().__init__(parts, settings)
         self.order: tuple[Slot, ...] | None = None
         """What was recorded, at the end of a pass in which the leader did not fail."""
         self._recorded: list[Slot] = []
@@ -46,20 +42,18 @@ class RecordingPass(CollectivePass):
 
         They stay unsharded to the end of a pass, so later passes can unshard them first.
         """
-        if not self._strategy.shards_parameters or self.mode is Mode.REDUCE_ONLY:
+        if self.mode is Mode.REDUCE_ONLY:
             return []
         needed = {slot.index for slot in self._recorded if slot.kind is not SlotKind.REDUCE}
-        indices = [u.index for u in self._units if u.resident and u.index not in needed]
+        indices = [u.index for u in self._sharded if u.resident and u.index not in needed]
         return [Slot(SlotKind.UNSHARD, index) for index in indices]
 
 
 class LeadingPass(RecordingPass):
     """The pass of the leader, whose model decides the order."""
 
-    def __init__(
-        self, units: Sequence[Unit], strategy: Strategy, control: Control, settings: PassSettings
-    ) -> None:
-        super().__init__(units, strategy, control, settings)
+    def __init__(self, parts: EngineParts, settings: PassSettings) -> None:
+        super().__init__(parts, settings)
         self._number = {flat: number for number, flat in enumerate(self._flats)}
         self._visited: set[Unit] = set()
         self._visits_with_backward: set[int] = set()
@@ -68,11 +62,18 @@ class LeadingPass(RecordingPass):
         self._last: Slot | None = None
         """The end of the pass, once it has been broadcast: no rank receives another slot then."""
 
-    def enter_forward(self, unit: Unit) -> int:
-        self._broadcast_skipped(unit.index)
-        visit = super().enter_forward(unit)
+    def unshard(self, unit: Unit) -> None:
+        if self._backward_visit is None:
+            self._broadcast_skipped(unit.index)
+        if self._must_issue(unit):
+            if not unit.resident:
+                self._reshard_current()
+            self._broadcast_and_issue(Slot(SlotKind.UNSHARD, unit.index))
+        self._use(unit)
+
+    def forward_began(self, unit: Unit) -> int:
         self._visited.add(unit)
-        return visit
+        return super().forward_began(unit)
 
     def expect_backward(self, unit: Unit, visit: int) -> None:
         self._visits_with_backward.add(visit)
@@ -90,19 +91,14 @@ class LeadingPass(RecordingPass):
                 if self._unit_of[flat].resident and flat in self._complete:
                     self._broadcast_reduction(flat)
 
-    def _issue_until(self, unit: Unit) -> None:
-        if not unit.resident:
-            self._reshard_current()
-        self._broadcast_and_issue(Slot(SlotKind.UNSHARD, unit.index))
-
     def _gradients_complete(self, flat: FlatParameter) -> None:
         """Broadcast the reduction, except of the root, which has to wait for the last unshard.
 
         On a rank that does not use all of the root, its gradients are complete only at the end, and
         must not delay unshards.
         """
-        resident = self._unit_of[flat].resident and self._strategy.shards_parameters
-        if not resident or self._all_unsharded:
+        waits = self._sharded and self._unit_of[flat].resident
+        if not waits or self._all_unsharded:
             self._broadcast_reduction(flat)
 
     def _issue_rest(self, *, failed: bool) -> None:
@@ -128,16 +124,13 @@ class LeadingPass(RecordingPass):
 
     def _broadcast_skipped(self, index: int) -> None:
         """Broadcast units before `index` that the forward has skipped."""
-        if self._strategy.shards_parameters:
-            for unit in self._units[:index]:
-                if not unit.resident and unit not in self._forward_order:
-                    self._issue_skipped(unit)
-                    self._forward_order.append(unit)
+        for unit in self._sharded[:index]:
+            if not unit.resident and unit not in self._forward_order:
+                self._issue_skipped(unit)
+                self._forward_order.append(unit)
 
     def _broadcast_skipped_in_backward(self, visit: int) -> None:
         """Broadcast skipped units between the last backward call and this one."""
-        if not self._strategy.shards_parameters:
-            return
         last = len(self._forward_order) if self._backward_visit is None else self._backward_visit
         for place in range(last - 1, visit, -1):
             unit = self._forward_order[place]
@@ -175,16 +168,14 @@ class LeadingPass(RecordingPass):
 class FollowingPass(RecordingPass):
     """The pass of another rank, which issues what the leader broadcasts."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        strategy: Strategy,
-        control: Control,
-        settings: PassSettings,
-        leader: int,
-    ) -> None:
-        super().__init__(units, strategy, control, settings)
+    def __init__(self, parts: EngineParts, settings: PassSettings, leader: int) -> None:
+        super().__init__(parts, settings)
         self._leader = leader
+
+    def unshard(self, unit: Unit) -> None:
+        if self._must_issue(unit):
+            self._issue_until(unit)
+        self._use(unit)
 
     def _issue_until(self, unit: Unit) -> None:
         if not unit.resident:

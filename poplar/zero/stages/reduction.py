@@ -19,8 +19,7 @@ from torch import Tensor
 
 from poplar.comm import Work
 from poplar.system.out_of_memory import is_out_of_memory
-from poplar.zero.streams import Streams
-from poplar.zero.waiting import WaitingTime
+from poplar.zero.streams import Streams, WaitingTime
 
 
 class Held(Protocol):

@@ -12,7 +12,7 @@ from poplar.comm import Communicator, Work
 from poplar.comm.communicator import CallbackWork
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
-from poplar.zero.stages.gradient_accumulation import LocalAccumulation
+from poplar.zero.stages.sharded_optimizer import LocalAccumulation
 from poplar.zero.unit import Unit
 
 _GRADIENTS_HAVE_DTYPES = hasattr(Tensor, "grad_dtype")
@@ -54,8 +54,8 @@ class Replicated(LocalAccumulation):
             what = f"the broadcast of {flat.name}'s initial masters"
             self.comm.broadcast(flat.master, 0, what=what)
 
-    def _allocate_gradient(self, flat: FlatParameter) -> None:
-        flat.gradient = self._allocate_sums(flat).data
+    def _new_gradient(self, flat: FlatParameter) -> Tensor:
+        return self._allocate_sums(flat).data
 
     def begin_step(self) -> None:
         super().begin_step()

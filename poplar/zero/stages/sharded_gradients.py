@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from poplar.comm import Communicator, Work
 from poplar.zero.flat_parameter import FlatParameter
@@ -53,6 +54,6 @@ class ShardedGradients(Strategy):
 
         self.reductions.start(issue, bucket)
 
-    def _allocate_gradient(self, flat: FlatParameter) -> None:
+    def _new_gradient(self, flat: FlatParameter) -> Tensor:
         own = flat.layout.size(self.comm.group.rank)
-        flat.gradient = torch.empty(own, dtype=torch.float32, device=flat.device)
+        return torch.empty(own, dtype=torch.float32, device=flat.device)

@@ -50,13 +50,13 @@ class ShardedParameters(ShardedGradients):
         """Whether each owned byte of the unsharded values has been changed since."""
 
     def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
-        flat.layout = self.layout_for(flat, shares)
-        low, high = flat.owned = self.owned_part(flat.layout, self.comm.group.rank)
+        layout = self.layout_for(flat, shares)
+        low, high = owned = self.owned_part(layout, self.comm.group.rank)
         values = torch.empty(flat.numel, dtype=flat.dtype, device=flat.device)
         flat.use_values(values, lasting=False)
         values.untyped_storage().resize_(0)
-        flat.shard = self.comm.share(torch.zeros(high - low, dtype=flat.dtype, device=flat.device))
-        self._allocate_master(flat)
+        shard = self.comm.share(torch.zeros(high - low, dtype=flat.dtype, device=flat.device))
+        flat.divide(layout, owned, shard, self._new_master(flat, shard))
 
     def stored_values(self, flat: FlatParameter) -> tuple[Tensor, int]:
         return flat.shard, flat.owned[0]
@@ -69,9 +69,8 @@ class ShardedParameters(ShardedGradients):
 
     def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         what = f"moving unit {flat.name}"
-        flat.shard = self.comm.share(self.comm.reshard(flat.shard, flat.layout, new, what=what))
-        flat.master = flat.shard if master is None else master
-        flat.layout, flat.owned = new, new.bounds(self.comm.group.rank)
+        shard = self.comm.share(self.comm.reshard(flat.shard, flat.layout, new, what=what))
+        flat.divide(new, new.bounds(self.comm.group.rank), shard, master)
         self.free_gradient(flat)
 
     def begin_step(self) -> None:
@@ -156,6 +155,21 @@ class ShardedParameters(ShardedGradients):
                 if bool(changed[first : first - (start - stop) // ALIGNMENT].any()):
                     names.append(name)
         return names
+
+    def explain_error(self, error: Exception) -> Exception:
+        """Explain autograd's version error where its cause is a resharded parameter."""
+        if "modified by an inplace operation" not in str(error):
+            return error
+        explained = RuntimeError(
+            f"rank {self.comm.group.rank}: the backward read parameters of a unit before it "
+            "reached the unit's outputs, while they were sharded (stage 3). Possible causes: a "
+            "loss stored in a module, a second-order gradient, or reentrant checkpointing. Return "
+            "such a loss as an output of the unit, name a larger unit that contains its use "
+            "(units=[...]), or use stage 2. If the model does change a parameter in place, that is "
+            f"the cause: {error}"
+        )
+        explained.__cause__ = error
+        return explained
 
     def reshard_persistent(self) -> None:
         staying, self._unsharded_persistent = self._unsharded_persistent, {}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -26,9 +25,8 @@ from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.stages.reduction import reductions_on
-from poplar.zero.streams import DeviceClock, streams_of
+from poplar.zero.streams import DeviceClock, WaitingTime, streams_of
 from poplar.zero.unit import Unit
-from poplar.zero.waiting import WaitingTime
 
 
 class Strategy(ABC):
@@ -51,22 +49,39 @@ class Strategy(ABC):
         self.codec = Codec(reduce_dtype)
         self.streams = streams_of(device, waits_on_stream=comm.waits_on_stream)
         if self.streams.asynchronous:
-            comm.group.trace.clock = DeviceClock(self.streams)
+            comm.group.trace.use_clock(DeviceClock(self.streams))
         self.waiting = WaitingTime(self.streams, comm.group.trace)
         self.reductions = reductions_on(self.streams, self.waiting)
         self.updates_agree = True
         """Equal gradients give equal bits on all ranks, because they run the same kernels."""
         self.persistent: frozenset[Unit] = frozenset()
         """Persistent units: once unsharded, they stay so until the step's gradients are reduced.
-
-        Changed between steps, equally on all ranks. Unused where parameters are not sharded.
-        """
+        Unused where parameters are not sharded."""
         self.notes_writes = False
-        """Note what a forward has written into parameters that are sharded afterwards."""
         self._allocated: set[FlatParameter] = set()
 
     def prepare(self, units: Sequence[Unit]) -> None:
         """Configure the strategy for the units of a model."""
+
+    def sharded(self, units: Sequence[Unit]) -> tuple[Unit, ...]:
+        """The units whose parameters are sharded: all, or none."""
+        return tuple(units) if self.shards_parameters else ()
+
+    def make_persistent(self, units: frozenset[Unit]) -> None:
+        """Set the persistent units. Called between steps, equally on all ranks."""
+        self.persistent = units
+
+    def gather_updates(self) -> None:
+        """Ranks run other kernels, so that equal gradients may give other bits there."""
+        self.updates_agree = False
+
+    def note_writes(self, notes: bool) -> None:
+        """Whether to note what a forward has written into parameters that are sharded later."""
+        self.notes_writes = notes
+
+    def explain_error(self, error: Exception) -> Exception:
+        """An error of a backward with its cause, where that is this strategy."""
+        return error
 
     def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
         """How `flat` is divided under `shares`."""
@@ -88,17 +103,18 @@ class Strategy(ABC):
 
     def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
         """Set the layout of `flat` and allocate its values, all 0. Local."""
-        flat.layout = self.divided(flat, shares)
-        low, high = flat.owned = self.owned_part(flat.layout, self.comm.group.rank)
+        layout = self.divided(flat, shares)
+        low, high = owned = self.owned_part(layout, self.comm.group.rank)
         values = torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device)
         flat.use_values(values, lasting=True)
-        flat.shard = flat.values[low:high]
-        self._allocate_master(flat)
+        shard = flat.values[low:high]
+        flat.divide(layout, owned, shard, self._new_master(flat, shard))
 
-    def _allocate_master(self, flat: FlatParameter) -> None:
-        flat.master = flat.shard
-        if flat.trained and flat.dtype is not torch.float32:
-            flat.master = torch.zeros(flat.shard.shape, dtype=torch.float32, device=flat.device)
+    def _new_master(self, flat: FlatParameter, shard: Tensor) -> Tensor | None:
+        """Memory for fp32 values beside low-precision ones; None: there are none."""
+        if not flat.trained or flat.dtype is torch.float32:
+            return None
+        return torch.zeros(shard.shape, dtype=torch.float32, device=flat.device)
 
     def stored_values(self, flat: FlatParameter) -> tuple[Tensor, int]:
         """The values of `flat` that this rank stores, and the position of the first one."""
@@ -124,29 +140,29 @@ class Strategy(ABC):
 
         Where every rank has all values, only the views of the owned part change.
         """
-        low, high = flat.owned = new.bounds(self.comm.group.rank)
-        flat.layout, flat.shard = new, flat.values[low:high]
-        flat.master = flat.shard if master is None else master
+        low, high = owned = new.bounds(self.comm.group.rank)
+        flat.divide(new, owned, flat.values[low:high], master)
         self.free_gradient(flat)
 
     @abstractmethod
-    def _allocate_gradient(self, flat: FlatParameter) -> None:
-        """Allocate `flat.gradient` for this step."""
+    def _new_gradient(self, flat: FlatParameter) -> Tensor:
+        """Memory for the owned part of the mean gradient of this step."""
 
     def ensure_gradient(
-        self, flat: FlatParameter, allocate: Callable[[], None] | None = None
+        self, flat: FlatParameter, allocate: Callable[[], Tensor] | None = None
     ) -> None:
         """Allocate the gradient before the first write of a step.
 
         Args:
             flat: the flat parameter.
-            allocate: allocates `flat.gradient` in another way than this strategy.
+            allocate: makes `flat.gradient` in another way than this strategy.
         """
         if flat not in self._allocated:
-            (allocate or partial(self._allocate_gradient, flat))()
+            gradient = self._new_gradient(flat) if allocate is None else allocate()
             blocks = -(-flat.layout.size(self.comm.group.rank) // ops.ALIGNMENT)
             # NaN exposes a block that a transport does not fill.
-            flat.squares = torch.full((blocks,), math.nan, dtype=torch.float32, device=flat.device)
+            squares = torch.full((blocks,), math.nan, dtype=torch.float32, device=flat.device)
+            flat.hold_gradient(gradient, squares)
             self._allocated.add(flat)
 
     def free_gradient(self, flat: FlatParameter) -> None:

@@ -1,0 +1,306 @@
+"""What the engine hears of calls of the model and of autograd, and the passes that these open.
+
+`train_step` and `micro_batches` open and close passes explicitly. Any other backward is an implicit
+pass: it begins at its first unit or gradient and ends with autograd. The hooks tell the open pass
+which unit runs and which gradients are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from poplar.data import pytree
+from poplar.values.errors import CollectiveTimeout
+from poplar.values.plan import Plan
+from poplar.zero.absent_parameter import direct_access
+from poplar.zero.checks.recorded_calls import reject_forward_in_replay
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.model_hook import EngineHook, Removable
+from poplar.zero.passes.collective_pass import Mode, PassSettings
+from poplar.zero.step_state import Phase
+from poplar.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from poplar.zero.engine import Engine
+
+
+class EngineHooks:
+    """The hooks of one engine on its model."""
+
+    def __init__(self, engine: Engine, check_step: Callable[[], None]) -> None:
+        """`check_step`: called before the first backward of a step in the user's own loop; it may
+        raise.
+        """
+        self._engine, self._check_step = engine, check_step
+        self._scheduler, self._values = engine.scheduler, engine.values
+        self._rank = engine.comm.group.rank
+        self._sharded = engine.strategy.sharded(engine.units)
+        self._modules = {id(module) for module in engine.model.modules()}
+        self._requires_gradient_sync = True
+        """An implicit backward is the last of its step."""
+        self._refuses_backward = False
+        self.uneven_samples: tuple[int, ...] | None = None
+        """Samples of the ranks under an uneven plan, which a backward of weight 1 / n violates."""
+        self._call_depth = 0
+        """Modules of the model whose forward is running, in one another."""
+        self._visits: dict[Unit, int] = {}
+        self._newest_hook = -1
+
+    def follow(self, plan: Plan | None) -> None:
+        """Refuse an implicit backward if the plan is uneven."""
+        samples = () if plan is None else tuple(map(plan.samples, range(plan.world_size)))
+        self.uneven_samples = samples if len(set(samples)) > 1 else None
+
+    def set_requires_gradient_sync(self, requires: bool) -> bool:
+        """Whether an implicit backward is the last of its step; returns what it was before."""
+        before, self._requires_gradient_sync = self._requires_gradient_sync, requires
+        return before
+
+    @contextmanager
+    def without_backward(self) -> Iterator[None]:
+        """A context for a forward in which a backward raises."""
+        self._refuses_backward = True
+        try:
+            yield
+        finally:
+            self._refuses_backward = False
+
+    def run_gradient_hooks_last(self) -> None:
+        """Run the engine's hooks after those that were registered since the last step."""
+        if RemovableHandle.next_id == self._newest_hook:
+            return
+        with direct_access():
+            for flat in self._engine.trained:
+                flat.run_hooks_last()
+        self._newest_hook = RemovableHandle.next_id
+
+    def register(self) -> Iterator[Removable]:
+        """Register the hooks, which refer to the engine until they are removed."""
+        for flat in self._engine.trained:
+            yield from flat.watch(self._gradient_hook(flat))
+        for unit in self._sharded:
+            for module in unit.modules:
+                yield module.register_forward_pre_hook(self._forward_pre_hook(unit), prepend=True)
+                if not unit.resident:
+                    yield module.register_forward_hook(self._forward_hook(unit))
+        entry, leave = EngineHook(self._enter_call), EngineHook(self._leave_call)
+        for module in self._modules_with_units():
+            yield module.register_forward_pre_hook(entry, prepend=True)
+            yield module.register_forward_hook(leave, always_call=True)
+
+    def _modules_with_units(self) -> Iterator[nn.Module]:
+        """The modules of units, and those that contain them."""
+        inner = {id(module) for unit in self._sharded for module in unit.modules}
+        for module in self._engine.model.modules():
+            if any(id(part) in inner for part in module.modules()):
+                yield module
+
+    def before_forwards(self) -> dict[nn.Module, Callable[..., None]]:
+        """By module, what its forward needs before it runs, also if it runs again."""
+        return {
+            module: self._forward_pre_hook(unit)
+            for unit in self._sharded
+            for module in unit.modules
+        }
+
+    def _gradient_hook(self, flat: FlatParameter) -> Callable[[nn.Parameter], None]:
+        def gradient_ready(parameter: nn.Parameter) -> None:
+            if self._refuses_backward:
+                raise RuntimeError(
+                    f"rank {self._rank}: loss_fn ran a backward, but it must only return "
+                    "the loss; train_step runs the one backward of each micro-batch"
+                )
+            engine, scheduler = self._engine, self._scheduler
+            if not engine.pass_is_explicit:
+                self.reject_uneven_backward()
+            is_last = True
+            if not scheduler.active:
+                hooks = list((parameter._post_accumulate_grad_hooks or {}).values())
+                is_last = gradient_ready not in hooks or hooks[-1] is gradient_ready
+                self._begin_implicit_pass(Mode.TRAIN)
+            if not is_last:  # only in this pass: take the gradient when the later hooks have run
+                take = partial(scheduler.current.gradient_ready, flat, parameter)
+                Variable._execution_engine.queue_callback(take)
+            calls_back = not engine.pass_is_explicit or engine.step.in_user_loop
+            if calls_back and scheduler.current.begin_backward():
+                Variable._execution_engine.queue_callback(self._on_backward_end)
+            if is_last:
+                scheduler.current.gradient_ready(flat, parameter)
+
+        return gradient_ready
+
+    def _forward_pre_hook(self, unit: Unit) -> Callable[..., None]:
+        def enter(module: nn.Module, _inputs: Any) -> None:
+            if unit in self._values or id(module) not in self._modules:
+                return  # already unsharded, or a copy of the model, which has its own parameters
+            reject_forward_in_replay()
+            if self._values.has_unsharded:
+                raise RuntimeError(
+                    f"rank {self._rank}: a forward needs unit {unit.name!r}, which is "
+                    "sharded inside full_parameters(modules=...); add its modules there"
+                )
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise RuntimeError(self._explain_transform(unit))
+            if not self._engine.pass_is_explicit:
+                mode = Mode.TRAIN if self._records_gradients() else Mode.EVALUATE
+                if mode is Mode.TRAIN and self._implicit_evaluation_is_open:
+                    self.drop_implicit_pass()
+                if not self._scheduler.active:
+                    self._begin_implicit_pass(mode)
+            try:
+                self._scheduler.current.unshard(unit)
+                if not _in_backward():  # else it is a recomputation of activation checkpointing
+                    self._visits[unit] = self._scheduler.current.forward_began(unit)
+            except CollectiveTimeout as error:
+                if self._engine.pass_is_explicit:
+                    raise
+                raise self._explain_timeout(error) from error
+
+        return EngineHook(enter)
+
+    def _forward_hook(self, unit: Unit) -> Callable[..., None]:
+        def leave(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if unit in self._values or id(module) not in self._modules:
+                return
+            if _in_backward() or not torch.is_grad_enabled():
+                return
+            visit = self._visits[unit]
+            # A tensor that a unit returns unchanged belongs to the unit that created it: its
+            # gradient is computed after the backward has left all later units.
+            outputs = [
+                value
+                for value in pytree.tensors(output)
+                if value.requires_grad and self._scheduler.current.is_first_output(value)
+            ]
+
+            def enter_backward(_gradient: Tensor) -> None:
+                if not self._engine.pass_is_explicit:
+                    self.reject_uneven_backward()
+                self._scheduler.current.enter_backward(unit, visit)
+
+            if outputs:
+                self._scheduler.current.expect_backward(unit, visit)
+            for value in outputs:
+                value.register_hook(enter_backward)
+
+        return EngineHook(leave)
+
+    def _records_gradients(self) -> bool:
+        """Whether a forward that begins now may be followed by a backward to the parameters."""
+        with direct_access():
+            return torch.is_grad_enabled() and any(
+                parameter.requires_grad
+                for flat in self._engine.trained
+                for parameter in flat.parameters
+            )
+
+    def _enter_call(self, module: nn.Module, _inputs: Any) -> None:
+        self._call_depth += id(module) in self._modules
+
+    def _leave_call(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        """At the end of the outermost call, which may be of a part of the model."""
+        if id(module) not in self._modules:
+            return
+        self._call_depth = max(0, self._call_depth - 1)
+        if self._call_depth or not self._implicit_evaluation_is_open:
+            return
+        self._scheduler.finish()
+        if torch.is_grad_enabled() and any(v.requires_grad for v in pytree.tensors(output)):
+            raise RuntimeError(
+                f"rank {self._rank}: no parameter of this model requires a gradient, but "
+                "its output does, and a backward through it needs the parameters, which are "
+                "sharded (stage 3). Where it is part of another model's loss (discriminator, "
+                "reward model, teacher), enter `with optimizer.full_parameters():` of its own "
+                "optimizer on every rank around that step, or call it under torch.no_grad()"
+            )
+
+    @property
+    def _implicit_evaluation_is_open(self) -> bool:
+        own = self._scheduler.active and not self._engine.pass_is_explicit
+        return own and self._scheduler.current.mode is Mode.EVALUATE
+
+    def drop_implicit_pass(self) -> None:
+        """End an implicit pass that has no natural end, such as a forward without a backward.
+
+        Collective if such a pass is open.
+        """
+        self._call_depth = 0  # a forward may have failed before its hooks ran
+        if self._scheduler.active and not self._engine.pass_is_explicit:
+            mode = self._scheduler.current.mode
+            self._scheduler.finish(failed=True)
+            if mode is not Mode.EVALUATE:  # an evaluation leaves no gradients
+                self._engine.begin_step()
+
+    def _explain_transform(self, unit: Unit) -> str:
+        return (
+            f"rank {self._rank}: a transform of torch.func (jvp, vmap, grad, ...) called "
+            f"unit {unit.name!r}, whose parameters are sharded (stage 3) and cannot be gathered "
+            "inside a transform; train with stage 2. Without a training step, enter `with "
+            "optimizer.full_parameters():` on every rank"
+        )
+
+    def _explain_timeout(self, error: CollectiveTimeout) -> CollectiveTimeout:
+        """Name the likely cause of a timeout in a forward outside `train_step`."""
+        return CollectiveTimeout(
+            f"{error}. If the other ranks are alive, they did not run this forward: at stage 3 the "
+            "parameters are sharded, so every rank must call the model. To run it on one rank, "
+            "enter `with optimizer.full_parameters():` on all ranks first"
+        )
+
+    def _begin_implicit_pass(self, mode: Mode) -> None:
+        """Open a pass for the user's own loop, in which all ranks have samples."""
+        engine = self._engine
+        if mode is Mode.TRAIN and engine.step.phase >= Phase.REDUCED:
+            raise RuntimeError(
+                f"rank {self._rank}: a backward after the gradients of this step were "
+                "reduced; call step() and zero_grad() first, or run all but the last backward of a "
+                "step in no_sync()"
+            )
+        if mode is Mode.TRAIN and not engine.has_gradients:
+            self._check_step()
+            engine.begin_step(keep_gradients=True)  # the first gradient is already in `.grad`
+        reduces = mode is Mode.TRAIN and (
+            self._requires_gradient_sync or engine.strategy.reduces_every_pass
+        )
+        weight = 1.0 / engine.comm.group.size
+        self._scheduler.begin(PassSettings(mode, reduces, weight), leader=0)
+
+    def reject_uneven_backward(self) -> None:
+        """Raise if a backward outside of `micro_batches` has the wrong weight. Collective then.
+
+        Raises:
+            RuntimeError: the plan gives the ranks different numbers of samples.
+        """
+        if self.uneven_samples is None:
+            return
+        self.drop_implicit_pass()
+        self._engine.drop_parameter_gradients()
+        raise RuntimeError(
+            f"rank {self._rank}: gradients from outside of micro_batches have the weight 1 / "
+            f"{self._engine.comm.group.size}, but the plan gives the ranks {self.uneven_samples} "
+            "samples, so the gradient would be wrong. Use optimizer.train_step(loss_fn, batch), or "
+            "run the backward in `for micro_batch in optimizer.micro_batches(batch):`"
+        )
+
+    def _on_backward_end(self) -> None:
+        if not self._scheduler.active:
+            return
+        if self._engine.pass_is_explicit:
+            self._scheduler.current.end_backward()
+            self._engine.set_placeholder_gradients(self._scheduler.current.reduced)
+            return
+        self._engine.end_pass()
+        if self._requires_gradient_sync:
+            self._engine.finish_gradients()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
