@@ -100,7 +100,8 @@ class FactoredParameter(FlatParameter):
 
         With weight 0 they are dropped, so NaN has no effect.
         """
-        captured, self.forward.captured = self.forward.captured, []
+        captured = [*self.forward.captured]
+        self.forward.captured.clear()
         x_dtype, dy_dtype = self.dtypes(strategy.codec.wire_dtype)
         if captured:
             self.used.add(0)
