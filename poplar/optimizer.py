@@ -75,7 +75,6 @@ from poplar.zero.step_hooks import has_hooks, has_pre_hooks, run_post_hooks, run
 from poplar.zero.step_result import StepResult, Stopwatch
 from poplar.zero.step_settings import StepSettings
 from poplar.zero.step_state import Phase
-from poplar.zero.unit import Unit
 from poplar.zero.unit_plans import check_plan_change, shares_by_unit
 from poplar.zero.update import OptimizerFactory
 from poplar.zero.weights.initial_values import Weights
@@ -516,7 +515,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 if state.in_user_loop or state.phase is Phase.ABANDONED:
                     agreed(failure)  # the loop over micro-batches reports it
                 raise
-        if error is None and self._is_zero_step():
+        if error is None and self._step.is_zero(self.param_groups):
             return result
         summary = self._step.apply(self.param_groups, self._settings(), error)
         self._update.copy_new_settings(self.param_groups)
@@ -745,7 +744,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         with ExitStack() as stack:
             with running(begins=True):
                 self._step.raise_if_nonfinite()
-                units = self._units_of(modules) if communicates else engine.units
+                units = engine.values.agreed_units(modules) if communicates else engine.units
                 stack.enter_context(engine.values.unsharded(writeback=writeback, units=units))
             try:
                 yield
@@ -754,26 +753,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                     stack.close()
                     for flat in (flat for unit in units for flat in unit.trained if writeback):
                         self._update.refresh(flat)
-
-    def _units_of(self, modules: Sequence[str | nn.Module] | None) -> Sequence[Unit]:
-        """The units with parameters of these modules; None: all units. Collective."""
-        doing, engine = "full_parameters()", self._engine
-
-        def find() -> Sequence[Unit]:
-            engine.values.reject_open_pass()
-            return engine.units if modules is None else engine.values.units_of(modules)
-
-        units = run_on_all_ranks(self._control, find, doing=doing)
-        names = None if modules is None else [unit.name for unit in units]
-        by_rank = self._control.exchange_objects(names, what=doing)
-        if any(names != by_rank[0] for names in by_rank):
-            raise agreed(
-                ValueError(
-                    f"the ranks passed different modules to full_parameters(): their units are "
-                    f"{by_rank}; pass the same modules"
-                )
-            )
-        return units
 
     @property
     def control(self) -> Control:
@@ -1093,21 +1072,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         free_cached_memory(self._engine.trained[0].device)
         if self._group.rank == 0 or self._group.rank in limits:
             warnings.warn(smaller_batches_message(too_large), stacklevel=3)
-
-    def _is_zero_step(self) -> bool:
-        """Whether the user has set zero gradients at learning rate 0.
-
-        torch's checkpoint code does so to create the optimizer state, which must not decay.
-        """
-        if self._engine.has_gradients or self._engine.step.open_micro_batch is not None:
-            return False
-        given = [p.grad for flat in self._engine.trained for p in flat.parameters]
-        rates = [float(group.get("lr", 1.0)) for group in self.param_groups]
-        return (
-            all(rate == 0.0 for rate in rates)
-            and all(gradient is not None for gradient in given)
-            and not any(bool(gradient.any()) for gradient in given if gradient is not None)
-        )
 
     @collective
     @torch.no_grad()

@@ -533,6 +533,21 @@ class Step:
         self._replicas.record_update()
         torch.clear_autocast_cache()  # an autocast around several steps keeps casts of old values
 
+    def is_zero(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the user has set zero gradients at learning rate 0.
+
+        torch's checkpoint code does so to create the optimizer state, which must not decay.
+        """
+        if self._engine.has_gradients or self._engine.step.open_micro_batch is not None:
+            return False
+        given = [p.grad for flat in self._engine.trained for p in flat.parameters]
+        rates = [float(group.get("lr", 1.0)) for group in groups]
+        return (
+            all(rate == 0.0 for rate in rates)
+            and all(gradient is not None for gradient in given)
+            and not any(bool(gradient.any()) for gradient in given if gradient is not None)
+        )
+
     def raise_if_nonfinite(self) -> None:
         """Raise on all ranks if the last step was not finite; see `NonFiniteSteps`. Collective."""
         self._nonfinite.raise_if_found()

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from poplar.comm import Control
-from poplar.zero.agreement import run_on_all_ranks
+from poplar.values.errors import agreed
+from poplar.zero.agreement import exchange_results, run_on_all_ranks
 from poplar.zero.passes.collective_scheduler import CollectiveScheduler
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -90,7 +91,29 @@ class UnshardedValues:
                 self._strategy.reshard(unit)
             raise
 
-    def units_of(self, modules: Sequence[str | nn.Module]) -> tuple[Unit, ...]:
+    def agreed_units(self, modules: Sequence[str | nn.Module] | None) -> Sequence[Unit]:
+        """The units with parameters of these modules; None: all units. Collective.
+
+        Raises:
+            ValueError: the model has no such module, or ranks pass different ones.
+            RuntimeError: a pass is open.
+        """
+
+        def names() -> list[str] | None:
+            self.reject_open_pass()
+            return None if modules is None else [unit.name for unit in self._units_of(modules)]
+
+        by_rank = exchange_results(self._control, names, what="full_parameters()")
+        if any(names != by_rank[0] for names in by_rank):
+            raise agreed(
+                ValueError(
+                    f"the ranks passed different modules to full_parameters(): their units are "
+                    f"{by_rank}; pass the same modules"
+                )
+            )
+        return self._units if modules is None else self._units_of(modules)
+
+    def _units_of(self, modules: Sequence[str | nn.Module]) -> tuple[Unit, ...]:
         """The units that have parameters of these modules, given by themselves or by name.
 
         Raises:
