@@ -29,13 +29,14 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, send_to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
+from poplar.integrations.planned_loader import PlannedLoader, unknown_order
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.tuning.autotune import OPTIONS, autotune
 from poplar.values.plan import Plan
@@ -136,7 +137,7 @@ def prepare(
     if loss_fn is not None:
         optimizer._expect_loss(loss_fn, "to micro_batches")
     accelerator.gradient_accumulation_steps = 1
-    planned = _PlannedLoader.like(loader, plan, accelerator)
+    planned = _PlannedLoader(loader, plan, accelerator)
     made = None if scheduler is None else scheduler(optimizer)
     # So that preparing them again does not wrap them in what assumes equal ranks.
     for each in (optimizer, planned, made):
@@ -154,18 +155,10 @@ _OF_THE_ENGINE_ONLY = inspect.signature(HeteroZeroOptimizer).parameters.keys() -
 """Options of `HeteroZeroOptimizer` that change no plan; `autotune` would give them to the class."""
 
 
-class _PlannedLoader(DataLoader[Any]):
+class _PlannedLoader(PlannedLoader):
     """Yields this rank's part of each global batch on its device."""
 
-    device: torch.device
-    steps_done: int = 0
-    """Batches of this epoch that the loop has taken."""
-    _first: int = 0
-    """The first step of an iteration of this epoch; not 0 after `load_state_dict`."""
-
-    @classmethod
-    def like(cls, loader: DataLoader[Any], plan: Plan, accelerator: Accelerator) -> _PlannedLoader:
-        """A loader of the same dataset, by the plan."""
+    def __init__(self, loader: DataLoader[Any], plan: Plan, accelerator: Accelerator) -> None:
         sampler = HeteroBatchSampler(
             len(loader.dataset),  # type: ignore[arg-type]
             plan,
@@ -173,18 +166,12 @@ class _PlannedLoader(DataLoader[Any]):
             shuffle=isinstance(loader.sampler, RandomSampler),
             drop_last=loader.drop_last,
         )
-        made = cls(
-            loader.dataset,
-            batch_sampler=sampler,
-            collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            worker_init_fn=loader.worker_init_fn,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-        )
-        made.device = accelerator.device
-        return made
+        super().__init__(loader, sampler, lambda: self.steps_done)
+        self.device = accelerator.device
+        self.steps_done = 0
+        """Batches of this epoch that the loop has taken."""
+        self._first = 0
+        """The first step of an iteration of this epoch; not 0 after `load_state_dict`."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.steps_done = self._first
@@ -200,16 +187,10 @@ class _PlannedLoader(DataLoader[Any]):
             self._first = 0
         sampler.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the data, in steps that the loop has begun."""
-        sampler: Any = self.batch_sampler
-        return {"sampler": sampler.state_dict(steps_done=self.steps_done)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last step before the save."""
-        sampler: Any = self.batch_sampler
-        sampler.load_state_dict(state["sampler"])
-        self.steps_done = self._first = state["sampler"]["step"]
+        super().load_state_dict(state)
+        self.steps_done = self._first = state["step"]
 
 
 def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) -> None:
@@ -245,10 +226,10 @@ def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) 
             "prepare() needs a map-style dataset; for a stream use poplar.split_stream and "
             "poplar.HeteroZeroOptimizer"
         )
-    if loader.batch_size is None or type(loader.sampler) not in (RandomSampler, SequentialSampler):
+    if (problem := unknown_order(loader)) is not None:
         raise ValueError(
-            "prepare() makes the loader's samples by the plan, so it cannot keep its sampler "
-            f"{type(loader.sampler).__name__}; use batch_size= with shuffle=True or False"
+            f"prepare() makes the loader's samples by the plan, but {problem}; use batch_size= "
+            "with shuffle=True or False"
         )
 
 

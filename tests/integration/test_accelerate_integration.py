@@ -254,7 +254,7 @@ def use_wrongly(way: str) -> None:
     ("way", "message"),
     [
         ("batch", "a global batch of 12, but the loader and the accelerator ask for 6"),
-        ("sampler", "cannot keep its sampler WeightedRandomSampler"),
+        ("sampler", "but its sampler is a WeightedRandomSampler"),
         ("prepared loader", "pass a plain torch DataLoader"),
         ("prepared model", "leave out accelerator.prepare for it"),
         ("no plan", "needs loss_fn= to make a plan"),

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from poplar.data import CollateMicroBatches, HeteroBatchSampler, StreamSplit
+from poplar.integrations.planned_loader import PlannedLoader, kept_options, unknown_order
 from poplar.values.plan import Plan
 
 Lengths = Sequence[float] | Tensor | None
 """Of the samples of the training dataset; None: not known."""
 
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
-"""Arguments of a DataLoader that do not choose samples."""
 _LEAVE_IT = (
     "or pass Trainer(use_distributed_sampler=False) and give every rank its own loader; all ranks "
     "then need the same number of batches"
@@ -48,39 +30,6 @@ class PlannedSampler(HeteroBatchSampler):
     def sampler(self) -> PlannedSampler:
         """Itself."""
         return self
-
-
-class PlannedLoader(DataLoader[Any]):
-    """Yields this rank's part of one global batch per step. Its state is the place in the epoch.
-
-    Args:
-        loader: the user's loader.
-        sampler: this rank's samples of each step.
-        steps_done: returns the trained steps of the epoch; workers draw batches ahead of them.
-        collate: instead of the loader's own function.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampler: PlannedSampler,
-        steps_done: Callable[[], int],
-        collate: Callable[[list[Any]], Any],
-    ) -> None:
-        kept = {name: getattr(loader, name) for name in _KEPT} | {"collate_fn": collate}
-        super().__init__(loader.dataset, batch_sampler=sampler, **kept)
-        self._steps_done = steps_done
-
-    def state_dict(self) -> dict[str, Any]:
-        """For `load_state_dict` with any plan of the same global batch."""
-        sampler: Any = self.batch_sampler
-        state: dict[str, Any] = sampler.state_dict(min(self._steps_done(), len(sampler)))
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration the rest of a saved epoch."""
-        sampler: Any = self.batch_sampler
-        sampler.load_state_dict(state)
 
 
 class EvenBatchSampler(Sampler[list[int]]):
@@ -193,24 +142,9 @@ def even(loader: Any, rank: int, world_size: int, *, predicting: bool) -> DataLo
     batches: Any = EvenBatchSampler(length, batch_size, rank, world_size)
     if predicting:
         batches = _IndexBatchSamplerWrapper(batches)  # by which Lightning knows the indices
-    kept = {name: getattr(loader, name) for name in _KEPT}
-    return DataLoader(loader.dataset, batch_sampler=batches, **kept)
+    return DataLoader(loader.dataset, batch_sampler=batches, **kept_options(loader))
 
 
 def _unknown_order(loader: Any) -> str | None:
     """Why the order of the samples of a loader is not known; None if it is."""
-    if not isinstance(loader, DataLoader):
-        return f"it is a {type(loader).__name__}, not a DataLoader"
-    if isinstance(loader.dataset, IterableDataset):
-        return "its dataset is an IterableDataset"
-    batch_sampler = loader.batch_sampler
-    if type(batch_sampler) not in (BatchSampler, _IndexBatchSamplerWrapper):
-        return f"its batch_sampler is a {type(batch_sampler).__name__}"
-    sampler: Any = getattr(batch_sampler, "sampler", loader.sampler)
-    if isinstance(sampler, RandomSampler) and (
-        sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
-    ):
-        return "its RandomSampler does not draw every sample once"
-    if type(sampler) not in (RandomSampler, SequentialSampler):
-        return f"its sampler is a {type(sampler).__name__}"
-    return None
+    return unknown_order(loader, [_IndexBatchSamplerWrapper])
