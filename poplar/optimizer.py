@@ -48,7 +48,13 @@ from poplar.zero.checks.replica_check import ReplicaCheck
 from poplar.zero.collective_calls import CollectiveCalls, collective, new_group
 from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
-from poplar.zero.held_memory import HeldMemory, held_memory
+from poplar.zero.held_memory import (
+    HeldMemory,
+    OnOutOfMemory,
+    check_on_out_of_memory,
+    held_memory,
+    smaller_batches_message,
+)
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss, PassLoss
 from poplar.zero.micro_batches import (
@@ -61,7 +67,6 @@ from poplar.zero.micro_batches import (
 )
 from poplar.zero.model_hook import ModelHook
 from poplar.zero.nonfinite import OnNonFinite
-from poplar.zero.out_of_memory import OnOutOfMemory, check_choice, smaller_batches_message
 from poplar.zero.setup import (
     BUILDING,
     STRATEGY_CLASSES,
@@ -75,7 +80,7 @@ from poplar.zero.step_hooks import has_hooks, has_pre_hooks, run_post_hooks, run
 from poplar.zero.step_result import StepResult, Stopwatch
 from poplar.zero.step_settings import StepSettings
 from poplar.zero.step_state import Phase
-from poplar.zero.unit_plans import check_plan_change, shares_by_unit
+from poplar.zero.unit import check_plan_change, shares_by_unit
 from poplar.zero.update import OptimizerFactory
 from poplar.zero.weights.initial_values import Weights
 from poplar.zero.weights.materialization import check_unused, move_to_meta
@@ -214,7 +219,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         def check() -> Request:
-            check_choice(on_out_of_memory)
+            check_on_out_of_memory(on_out_of_memory)
             nonfinite.check_choice(on_nonfinite)
             return check_request(
                 model,

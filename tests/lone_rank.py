@@ -22,8 +22,8 @@ from poplar import Plan
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.system.trace import Trace
 from poplar.zero import setup
-from poplar.zero.agreement import fill_norm_row, norm_rows
 from poplar.zero.engine import Engine
+from poplar.zero.gradient_norm import fill_norm_row, norm_rows
 from poplar.zero.update import ShardedUpdate
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -18,7 +18,8 @@ from poplar.profiler.passes import Passes
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
-from poplar.zero.recomputation import Recomputation, blocks_of
+from poplar.zero.recomputation import Recomputation
+from poplar.zero.unit import blocks_of
 
 TIMING = 0.1
 """Part of the time budget for timing these passes."""

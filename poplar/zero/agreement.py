@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm import Communicator, Control, Work
-from poplar.comm.shard_layout import ALIGNMENT, Layout
+from poplar.comm import Communicator, Control
 from poplar.values.errors import RankFailed, agreed
-from poplar.zero import gradient_norm
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.gradient_norm import combine_norm, fill_norm_row, gather_rows, norm_rows
 from poplar.zero.passes.collective_order import LeaderFailed
 from poplar.zero.step_settings import UPDATES, StepSettings
 
@@ -32,8 +31,6 @@ T = TypeVar("T")
 
 OPENING = "opening a step"
 """What the ranks do, in messages."""
-ROW = ALIGNMENT
-"""int64 elements that each rank contributes: its part of the norm, then its loss and checksum."""
 _LOSS = ops.EXACT_WORDS
 """Index of the loss in a row."""
 _CHECKSUM = _LOSS + 1
@@ -350,49 +347,6 @@ def _unused(
         flat: {place for place, _ in enumerate(flat.parameters) if not next(flags)}
         for flat in flats
     }
-
-
-def norm_rows(comm: Communicator, flats: Sequence[FlatParameter]) -> Tensor:
-    """Zero rows for `gather_rows`, one per rank, on the gradients' device."""
-    return torch.zeros(comm.group.size, ROW, dtype=torch.int64, device=flats[0].device)
-
-
-def fill_norm_row(
-    rows: Tensor, flats: Sequence[FlatParameter], rank: int, norm_type: float
-) -> None:
-    """Write this rank's part of the gradient norm, over its slices of the layouts, to its row."""
-    row = rows[rank]
-    owned = [(flat, flat.intersect_owned(*flat.layout.bounds(rank))) for flat in flats]
-    if norm_type == 2.0:
-        squares = [flat.sums_of_squares(part) for flat, part in owned if part is not None]
-        ops.exact_sum_(row[: ops.EXACT_WORDS], squares)  # see [Note: exact sums]
-        return
-    parts = [flat.gradient[part] for flat, part in owned if part is not None]
-    if norm_type == float("inf"):
-        row[0] = gradient_norm.largest(parts, row.device).view(torch.int64)
-    else:
-        row[0] = gradient_norm.power_sum(parts, norm_type, row.device).view(torch.int64)
-
-
-def gather_rows(comm: Communicator, rows: Tensor, *, what: str) -> Work:
-    """Start to all-gather the rows. Collective."""
-    layout = Layout(tuple(range(0, rows.numel() + 1, ROW)))
-    return comm.all_gather(rows.view(-1), layout, what=what)
-
-
-def combine_norm(rows: Tensor, norm_type: float) -> Tensor:
-    """The norm from all ranks' rows, as one float64 on the device.
-
-    It has the same bits on every rank: the general case uses the host's `pow`, because devices
-    round it differently.
-    """
-    if norm_type == 2.0:
-        return ops.exact_norm(rows)
-    parts = rows[:, 0].view(torch.float64)
-    if norm_type == float("inf"):
-        return parts.max()
-    total = math.fsum(parts.tolist()) ** (1.0 / norm_type)
-    return torch.full((), total, dtype=torch.float64, device=rows.device)
 
 
 def _float64_bits(value: Tensor | float, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from poplar.values.plan import Plan
-from poplar.zero.unit import ROOT
+from poplar.zero.unit import blocks_of
 
 _Prepare = Callable[[nn.Module, Any], None]
 """Called with the module and its inputs before its forward runs again in a backward."""
@@ -61,25 +61,6 @@ class Recomputation:
     def remove(self) -> None:
         """Recompute nothing, as before."""
         self.recompute(())
-
-
-def blocks_of(unit: str, blocks: Sequence[str]) -> tuple[str, ...]:
-    """The blocks of a unit: `a`, or `a..b` for consecutive blocks that form one unit.
-
-    Raises:
-        ValueError: it is the root, which the model runs outside of all blocks, or not a unit.
-    """
-    first, _, last = unit.partition("..")
-    if first in blocks and (last or first) in blocks:
-        return tuple(blocks[blocks.index(first) : blocks.index(last or first) + 1])
-    if first == ROOT:
-        raise ValueError(
-            f"unit {unit!r} cannot be recomputed: it holds what is outside of the repeated blocks; "
-            "leave its recomputed_on empty"
-        )
-    raise ValueError(
-        f"unit {unit!r} cannot be recomputed: the model has no such block; it has {list(blocks)}"
-    )
 
 
 class _RecomputedForward:

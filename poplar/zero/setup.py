@@ -30,8 +30,15 @@ from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.stages.strategy import Strategy
-from poplar.zero.unit import Member, Merge, Unit, build_units, resolve_units
-from poplar.zero.unit_plans import check_unit_names, shares_by_unit
+from poplar.zero.unit import (
+    Member,
+    Merge,
+    Unit,
+    build_units,
+    check_unit_names,
+    resolve_units,
+    shares_by_unit,
+)
 from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
 from poplar.zero.weights.initial_values import InitialValues, Weights
 

@@ -27,10 +27,6 @@ from poplar.zero.agreement import (
     StepSummary,
     caught,
     close_step,
-    combine_norm,
-    fill_norm_row,
-    gather_rows,
-    norm_rows,
     raise_on_any_error,
 )
 from poplar.zero.checks.first_batch import FirstBatchCheck
@@ -40,12 +36,12 @@ from poplar.zero.collective_calls import stop_reason, waiting_in
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
-from poplar.zero.held_memory import held_memory
+from poplar.zero.gradient_norm import full_norm
+from poplar.zero.held_memory import held_memory, out_of_memory_error
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import PassLoss
 from poplar.zero.micro_batches import MicroBatch, OpenedStep
 from poplar.zero.nonfinite import IssuedStep, NonFiniteSteps, OnNonFinite, differ
-from poplar.zero.out_of_memory import out_of_memory_error
 from poplar.zero.step_settings import StepSettings
 from poplar.zero.step_state import EarlyForward, Phase
 from poplar.zero.update import ShardedUpdate
@@ -437,10 +433,7 @@ class Step:
         if summary.norm_type == norm_type:
             return summary.norm
         comm, flats = self._engine.comm, self._engine.trained
-        rows = norm_rows(comm, flats)
-        fill_norm_row(rows, flats, self._rank, norm_type)
-        gather_rows(comm, rows, what="a gradient norm").wait()
-        norm = combine_norm(rows, norm_type)
+        norm = full_norm(comm, flats, norm_type)
         if state.scale is None:
             return norm
         factor = 1.0 if state.factor is None else state.factor
