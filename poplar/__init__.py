@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         ClusterProfile,
     )
     from poplar.zero.grad_scaler import GradScaler
-    from poplar.zero.step_result import StepResult
+    from poplar.zero.steps.step_result import StepResult
     from poplar.zero.weights.materialization import parameters_on_meta
 
 __version__ = "0.1.0"
@@ -53,7 +53,7 @@ _HOME = {
     "Plan": "poplar.values.plan",
     "PoplarError": "poplar.values.errors",
     "RankFailed": "poplar.values.errors",
-    "StepResult": "poplar.zero.step_result",
+    "StepResult": "poplar.zero.steps.step_result",
     "UnitPlan": "poplar.values.plan",
     "autotune": "poplar.tuning.autotune",
     "distribute": "poplar.programmes.run.distribute",

@@ -29,7 +29,6 @@ from poplar.system.trace import Span
 from poplar.values.errors import agreed
 from poplar.values.formatting import format_names
 from poplar.values.plan import Plan
-from poplar.zero import nonfinite
 from poplar.zero.absent_parameter import mark_present
 from poplar.zero.agreement import (
     MicroBatchesTooLarge,
@@ -46,7 +45,6 @@ from poplar.zero.checks.loss_mean import FirstLossCheck
 from poplar.zero.checks.model_structure import ModelStructure
 from poplar.zero.checks.replica_check import ReplicaCheck
 from poplar.zero.collective_calls import CollectiveCalls, collective, new_group
-from poplar.zero.evaluation import Evaluation
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import (
     HeldMemory,
@@ -66,7 +64,6 @@ from poplar.zero.micro_batches import (
     open_joint_pass,
 )
 from poplar.zero.model_hook import ModelHook
-from poplar.zero.nonfinite import OnNonFinite
 from poplar.zero.setup import (
     BUILDING,
     STRATEGY_CLASSES,
@@ -75,11 +72,14 @@ from poplar.zero.setup import (
     build_engine,
     check_request,
 )
-from poplar.zero.step import Step
-from poplar.zero.step_hooks import has_hooks, has_pre_hooks, run_post_hooks, run_pre_hooks
-from poplar.zero.step_result import StepResult, Stopwatch
-from poplar.zero.step_settings import StepSettings
-from poplar.zero.step_state import Phase
+from poplar.zero.steps import nonfinite
+from poplar.zero.steps.evaluation import Evaluation
+from poplar.zero.steps.nonfinite import OnNonFinite
+from poplar.zero.steps.step import Step
+from poplar.zero.steps.step_hooks import has_hooks, has_pre_hooks, run_post_hooks, run_pre_hooks
+from poplar.zero.steps.step_result import StepResult, Stopwatch
+from poplar.zero.steps.step_settings import StepSettings
+from poplar.zero.steps.step_state import Phase
 from poplar.zero.unit import check_plan_change, shares_by_unit
 from poplar.zero.update import OptimizerFactory
 from poplar.zero.weights.initial_values import Weights

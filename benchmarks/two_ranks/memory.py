@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import poplar
-from poplar.zero.step import Step
+from poplar.zero.steps.step import Step
 from two_ranks.rank import RANKS, Rank
 from two_ranks.training import (
     STAGES,

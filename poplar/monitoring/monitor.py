@@ -11,7 +11,7 @@ from poplar.monitoring.progress import Progress
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import run_on_all_ranks
-from poplar.zero.step_result import StepResult
+from poplar.zero.steps.step_result import StepResult
 
 
 class Monitor:

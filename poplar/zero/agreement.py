@@ -25,7 +25,7 @@ from poplar.values.errors import RankFailed, agreed
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.gradient_norm import combine_norm, fill_norm_row, gather_rows, norm_rows
 from poplar.zero.passes.collective_order import LeaderFailed
-from poplar.zero.step_settings import UPDATES, StepSettings
+from poplar.zero.steps.step_settings import UPDATES, StepSettings
 
 T = TypeVar("T")
 

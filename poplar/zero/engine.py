@@ -20,7 +20,7 @@ from poplar.zero.passes.collective_pass import Mode, PassSettings
 from poplar.zero.passes.collective_scheduler import CollectiveScheduler
 from poplar.zero.recomputation import Recomputation
 from poplar.zero.stages.strategy import Strategy
-from poplar.zero.step_state import Phase, StepState
+from poplar.zero.steps.step_state import Phase, StepState
 from poplar.zero.unit import Unit, persistent_units
 from poplar.zero.unsharded_values import UnshardedValues
 

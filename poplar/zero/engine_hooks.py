@@ -25,7 +25,7 @@ from poplar.zero.checks.recorded_calls import reject_forward_in_replay
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import EngineHook, Removable
 from poplar.zero.passes.collective_pass import Mode, PassSettings
-from poplar.zero.step_state import Phase
+from poplar.zero.steps.step_state import Phase
 from poplar.zero.unit import Unit
 
 if TYPE_CHECKING:

@@ -78,8 +78,8 @@ ALLOCATIONS = frozenset(
 DEVICE_MEMORY = ("poplar.comm.communicator", "poplar.comm.process_group")
 """Modules outside of `poplar.zero` that allocate on the model's device. Transports of CPU tensors
 use host memory, which does not run out with an exception."""
-HOST_VALUES = "poplar.zero.agreement"
-"""Its tensors are a few bytes."""
+FEW_BYTES = ("poplar.zero.agreement", "poplar.zero.gradient_norm")
+"""Modules whose tensors are a few bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def is_allocation(frame: FrameType, event: str, argument: Any) -> bool:
     if frame.f_code.co_name == "reshard":  # resizes to 0
         return False
     module = module_of(frame)
-    is_engine = module.startswith("poplar.zero.") and module != HOST_VALUES
+    is_engine = module.startswith("poplar.zero.") and module not in FEW_BYTES
     return is_engine or module in DEVICE_MEMORY
 
 

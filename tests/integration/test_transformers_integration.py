@@ -51,7 +51,7 @@ from poplar.integrations.transformers import (
 )
 from poplar.integrations.transformers.trainer import RUN_FILE
 from poplar.monitoring import JsonLines, RunRecord
-from poplar.zero.step_result import Stopwatch
+from poplar.zero.steps.step_result import Stopwatch
 
 
 def imported() -> None:

@@ -82,5 +82,5 @@ def test_norm_of_no_values_is_zero() -> None:
     empty = torch.zeros(0)
     assert root_of(total_of([])) == 0.0
     assert root_of(total_of([empty])) == 0.0
-    assert gradient_norm.largest([empty], CPU) == 0.0
-    assert gradient_norm.power_sum([empty], 3.0, CPU) == 0.0
+    assert gradient_norm._largest([empty], CPU) == 0.0
+    assert gradient_norm._power_sum([empty], 3.0, CPU) == 0.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from poplar.values.errors import PoplarError, RankFailed
-from poplar.zero.nonfinite import IssuedStep, NonFiniteSteps, check_choice
-from poplar.zero.step_settings import StepSettings
+from poplar.zero.steps.nonfinite import IssuedStep, NonFiniteSteps, check_choice
+from poplar.zero.steps.step_settings import StepSettings
 from poplar.zero.streams import Streams
 
 

@@ -31,7 +31,7 @@ from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.stages.strategy import Strategy
-from poplar.zero.step_result import StepResult, Stopwatch
+from poplar.zero.steps.step_result import StepResult, Stopwatch
 from poplar.zero.streams import DeviceClock, DeviceStreams, Streams, WaitingTime
 from poplar.zero.unit import Unit
 

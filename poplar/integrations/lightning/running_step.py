@@ -7,7 +7,7 @@ from torch import Tensor
 
 from poplar.integrations.lightning.logged_values import PassLog
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.zero.step_result import StepResult, Stopwatch
+from poplar.zero.steps.step_result import StepResult, Stopwatch
 
 
 class RunningStep:

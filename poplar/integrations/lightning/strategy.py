@@ -50,8 +50,8 @@ from poplar.system.devices import describe
 from poplar.tuning.autotune import OPTIONS, tune
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
-from poplar.zero.nonfinite import OnNonFinite
-from poplar.zero.step_result import StepResult
+from poplar.zero.steps.nonfinite import OnNonFinite
+from poplar.zero.steps.step_result import StepResult
 
 
 class PoplarStrategy(DDPStrategy):

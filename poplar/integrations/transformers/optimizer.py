@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.zero.step_result import StepResult
+from poplar.zero.steps.step_result import StepResult
 from poplar.zero.update import OptimizerFactory
 
 

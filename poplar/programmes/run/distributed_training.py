@@ -13,7 +13,7 @@ from poplar.optimizer import HeteroZeroOptimizer
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.job import Job
 from poplar.values.plan import Plan
-from poplar.zero.step_result import StepResult
+from poplar.zero.steps.step_result import StepResult
 
 
 class DistributedTraining:

@@ -33,7 +33,7 @@ from poplar.values.plan import Plan
 from poplar.zero.agreement import exchange_results, run_on_all_ranks
 from poplar.zero.micro_batch_loss import PassLoss
 from poplar.zero.preserved_state import evaluation_mode
-from poplar.zero.step_result import StepResult
+from poplar.zero.steps.step_result import StepResult
 
 LossPart = Callable[[list[Exception]], Tensor]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from poplar.zero.agreement import StepSizes, StepSummary
 from poplar.zero.micro_batches import MicroBatch
-from poplar.zero.step_settings import StepSettings
+from poplar.zero.steps.step_settings import StepSettings
 
 if TYPE_CHECKING:
-    from poplar.zero.nonfinite import DeviceFlag
+    from poplar.zero.steps.nonfinite import DeviceFlag
 
 
 class Phase(IntEnum):

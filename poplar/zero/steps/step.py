@@ -41,9 +41,9 @@ from poplar.zero.held_memory import held_memory, out_of_memory_error
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import PassLoss
 from poplar.zero.micro_batches import MicroBatch, OpenedStep
-from poplar.zero.nonfinite import IssuedStep, NonFiniteSteps, OnNonFinite, differ
-from poplar.zero.step_settings import StepSettings
-from poplar.zero.step_state import EarlyForward, Phase
+from poplar.zero.steps.nonfinite import IssuedStep, NonFiniteSteps, OnNonFinite, differ
+from poplar.zero.steps.step_settings import StepSettings
+from poplar.zero.steps.step_state import EarlyForward, Phase
 from poplar.zero.update import ShardedUpdate
 
 _NOT_EARLY = EarlyForward()

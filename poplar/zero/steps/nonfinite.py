@@ -27,7 +27,7 @@ from poplar.zero.agreement import (
     reject_different_settings,
     run_on_all_ranks,
 )
-from poplar.zero.step_settings import StepSettings
+from poplar.zero.steps.step_settings import StepSettings
 from poplar.zero.streams import Streams
 from poplar.zero.update import ShardedUpdate
 

@@ -1,0 +1,1 @@
+"""One optimizer step: its phases, state, settings, result, and what may go wrong in it."""
