@@ -23,7 +23,7 @@ from rows import Column, Row, Target, new_console, new_parser, print_targets, ta
 from poplar.planner.branch_and_bound import fastest_plan
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Alternation
-from poplar.planner.request import Request
+from poplar.planner.memory_shortfall import Request
 from poplar.planner.search import alternatives
 from poplar.values.profile import (
     BatchPoint,

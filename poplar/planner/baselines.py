@@ -18,12 +18,12 @@ from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Alternation, with_smaller_passes_first
 from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import (
+    Request,
     Shortfall,
     memory_shortfall,
     missing_bytes,
     shortfall_at,
 )
-from poplar.planner.request import Request
 from poplar.values.plan import Plan
 
 Policy = Callable[[StageCosts, Request], Decision]
@@ -41,7 +41,12 @@ def _even(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
 
 
 def _flops(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
-    """Samples in proportion to peak FLOP/s, as Whale does.
+    """Samples in proportion to peak FLOP/s, as Whale does."""
+    return Plan.proportional(_peak_flops(costs), global_batch, costs.stage, caps)
+
+
+def _peak_flops(costs: StageCosts) -> list[float]:
+    """By rank.
 
     Raises:
         ValueError: the profile lacks the peak FLOP/s of a device.
@@ -54,7 +59,7 @@ def _flops(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
                 "needs; add it to the profile, or choose another policy"
             )
         peaks.append(device.peak_flops)
-    return Plan.proportional(peaks, global_batch, costs.stage, caps)
+    return peaks
 
 
 def _paper(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
@@ -116,9 +121,15 @@ _SHORTEST_PASS = 1e-9
 
 
 def policy_shortfall(costs: StageCosts, policy: str, request: Request) -> Shortfall | None:
-    """What is missing for every plan of a policy at this stage; None: one fits."""
+    """What is missing for every plan of a policy at this stage; None: one fits.
+
+    Raises:
+        ValueError: the profile lacks what the policy needs.
+    """
     if policy not in BASELINES:
         return memory_shortfall(costs, request)
+    if policy == "flops":
+        _peak_flops(costs)
     shares = _even_shares(costs)
     ranks, sample = range(len(shares)), Caps(1, 1)
     if policy == "even":

@@ -24,9 +24,8 @@ from poplar.planner.communication_schedule import (
     Exposure,
     Synchronization,
 )
-from poplar.planner.cost_model import StageCosts
+from poplar.planner.cost_model import StageCosts, group_equal
 from poplar.planner.memory_model import Caps
-from poplar.planner.rank_groups import group_equal
 from poplar.planner.share_limits import ShareLimits
 
 K = TypeVar("K", bound=Hashable)

@@ -27,7 +27,7 @@ from poplar.planner.batch_allocation import (
     Split,
     SynchronizedPasses,
 )
-from poplar.planner.cost_model import StageCosts
+from poplar.planner.cost_model import StageCosts, map_distinct
 from poplar.planner.heuristic import (
     Alternation,
     Candidate,
@@ -35,9 +35,7 @@ from poplar.planner.heuristic import (
     with_smaller_passes_first,
 )
 from poplar.planner.memory_model import Caps
-from poplar.planner.memory_shortfall import largest_shares, suffice
-from poplar.planner.rank_groups import map_distinct
-from poplar.planner.request import Request
+from poplar.planner.memory_shortfall import Request, largest_shares, suffice
 from poplar.planner.shard_allocation import Shared, ShareProblem
 from poplar.planner.share_limits import ShareLimits, hull_of_step
 from poplar.values.plan import Plan

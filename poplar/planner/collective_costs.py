@@ -54,16 +54,8 @@ class CollectiveCost:
     """By rank, the number of its host. Empty: no line depends on hosts."""
     latency: float = 0.0
     """Seconds of a small buffer; 0 if not measured."""
-    latency_of_one_owner: float = 0.0
-    """The same if one rank owns all of it."""
     bandwidth_part: float = 1.0
     """Of the seconds of the model, the part that is not latency."""
-
-    def unit_seconds(self, part: float, shares: Sequence[float]) -> float:
-        """Seconds of one buffer, which is this part of the model, under its own shares."""
-        has_one_owner = sum(share > 0.0 for share in shares) == 1
-        latency = self.latency_of_one_owner if has_one_owner else self.latency
-        return latency + part * self.bandwidth_part * self.seconds(shares)
 
     @property
     def link_seconds(self) -> list[tuple[float, float]] | None:
@@ -114,20 +106,18 @@ class CollectiveCosts:
         reduce = _scaled(network.reduce_scatter_seconds, reduce_levels, network.hosts)
         gather = _scaled(network.all_gather_seconds, gather_levels, network.hosts)
         if network.collective_latency_seconds:
-            reduce_all, gather_all, reduce_one, gather_one = network.collective_latency_seconds
-            reduce = _with_latency(reduce, buffers, reduce_all, reduce_one)
-            gather = _with_latency(gather, buffers, gather_all, gather_one)
+            reduce_each, gather_each = network.collective_latency_seconds
+            reduce = _with_latency(reduce, buffers, reduce_each)
+            gather = _with_latency(gather, buffers, gather_each)
         return cls(reduce_scatter=reduce, all_gather=gather)
 
 
-def _with_latency(cost: CollectiveCost, buffers: int, every: float, one: float) -> CollectiveCost:
-    """The cost with latencies of buffers that every rank owns a part of, or that one rank owns."""
+def _with_latency(cost: CollectiveCost, buffers: int, latency: float) -> CollectiveCost:
+    """The cost with the latency of a buffer, of so many that were measured."""
     n = len(cost.levels[0])
     whole = cost.seconds((1.0 / n,) * n)
-    bandwidth = max(0.0, 1.0 - buffers * every / whole) if whole else 1.0
-    return replace(
-        cost, latency=every, latency_of_one_owner=min(one, every), bandwidth_part=bandwidth
-    )
+    bandwidth = max(0.0, 1.0 - buffers * latency / whole) if whole else 1.0
+    return replace(cost, latency=latency, bandwidth_part=bandwidth)
 
 
 def _levels(

@@ -42,6 +42,8 @@ from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, Plan
 from poplar.values.profile import ClusterProfile
 
 T = TypeVar("T")
+_Value = TypeVar("_Value")
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 def residual_of(measured: float, communication: float) -> float:
@@ -230,17 +232,12 @@ class StageCosts:
         return [(model.unit_numels[unit] / model.numel, own) for unit, own in self.unit_shares]
 
     def _collective_seconds(self, cost: CollectiveCost, shares: Sequence[float]) -> float:
-        """A collective on the whole model: as measured, with merged units, or more of them."""
+        """A collective on the whole model; each unit under its shares."""
         if not self.shares_matter:
             return cost.seconds((1.0 / len(shares),) * len(shares))
-        if not self.unit_shares:
-            return cost.seconds(shares)
-        seconds = cost.seconds(shares)
-        for part, own in self._own_shares:
-            seconds += cost.unit_seconds(part, own) - cost.unit_seconds(part, shares)
-        if self.stage < 3:
-            seconds += cost.latency * (self.layout.reductions - self._measured_buffers)
-        return max(0.0, seconds)
+        whole = cost.seconds(shares)
+        own = (part * (cost.seconds(cut) - whole) for part, cut in self._own_shares)
+        return max(0.0, whole + math.fsum(own)) if self.unit_shares else whole
 
     def owned(self, shares: Sequence[float]) -> tuple[float, ...]:
         """By rank, the part of the sharded state that it owns, with units' own shares."""
@@ -418,3 +415,17 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
     costs = StageCosts(cluster, plan.stage, persistent, unit_shares=tuple(sorted(own)))
     costs = replace(costs, exchanges=exchanges_of(cluster, plan))
     return costs.with_recomputed(cluster, list(map(frozenset, recomputed)))
+
+
+def group_equal(values: Iterable[Hashable]) -> list[list[int]]:
+    """The positions of each distinct value, ascending; values by first appearance."""
+    found: dict[Hashable, list[int]] = {}
+    for position, value in enumerate(values):
+        found.setdefault(value, []).append(position)
+    return list(found.values())
+
+
+def map_distinct(function: Callable[[_Key], _Value], keys: Sequence[_Key]) -> list[_Value]:
+    """`function(key)` for each key, computed once for equal keys."""
+    known = {key: function(key) for key in dict.fromkeys(keys)}
+    return list(map(known.__getitem__, keys))

@@ -16,13 +16,12 @@ from typing import Any
 
 from poplar.planner import what_if
 from poplar.planner.cost_model import costs_of
-from poplar.planner.device_groups import DeviceGroup, device_groups, with_equal_devices
 from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
 from poplar.planner.prediction import Bound, Prediction, bound_of, predict
 from poplar.planner.search import ALL_STAGES, Factored, Recompute, search
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.uncertainty import unmeasured_batches
-from poplar.planner.what_if import Change, Changed
+from poplar.planner.what_if import Change, Changed, DeviceGroup, device_groups, with_equal_devices
 from poplar.values.formatting import (
     format_bytes,
     format_percent,

@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from poplar.planner.batch_allocation import BatchAllocator, MicroBatches
-from poplar.planner.cost_model import StageCosts
+from poplar.planner.cost_model import StageCosts, map_distinct
 from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import (
+    Request,
     largest_shares,
     least_of_one_pass,
     least_of_several_passes,
     shortfall_of,
 )
-from poplar.planner.rank_groups import map_distinct
-from poplar.planner.request import Request
 from poplar.planner.shard_allocation import ShareProblem
 
 

@@ -1,4 +1,4 @@
-"""Memory that is missing: which rank lacks how many bytes, and the errors that say so."""
+"""What a plan is searched for, and which rank lacks how many bytes for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from poplar import _core
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_model import SLACK_BYTES, Caps
-from poplar.planner.request import Request
 from poplar.values.errors import PoplarError
 from poplar.values.formatting import format_bytes
 
@@ -19,6 +18,16 @@ _GENERAL_ADVICE = (
     "checkpointing, or add ranks"
 )
 _ROUNDING = 1e-12
+
+
+class Request(NamedTuple):
+    """The arguments of `search` that every stage and policy needs."""
+
+    global_batch: int
+    max_micro_batch: int
+    """Largest micro-batch that is allowed on any rank."""
+    below: float = math.inf
+    """Slower plans than this many seconds need not be told apart."""
 
 
 class Shortfall(NamedTuple):

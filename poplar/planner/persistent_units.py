@@ -18,8 +18,7 @@ from functools import cache, cached_property
 from poplar.planner.branch_and_bound import TOLERANCE, Decision, fastest_plan
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_model import RankMemory
-from poplar.planner.memory_shortfall import memory_shortfall, shortfall_of
-from poplar.planner.request import Request
+from poplar.planner.memory_shortfall import Request, memory_shortfall, shortfall_of
 from poplar.values.plan import Plan, UnitPlan
 from poplar.values.profile import ModelProfile
 

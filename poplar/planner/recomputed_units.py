@@ -15,7 +15,7 @@ from bisect import bisect_left
 from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.memory_model import Caps, rank_memory
-from poplar.planner.memory_shortfall import Shortfall, memory_shortfall
+from poplar.planner.memory_shortfall import Request, Shortfall, memory_shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units, unit_plans
 from poplar.planner.recomputed_curves import (
     recomputed_part,
@@ -23,7 +23,6 @@ from poplar.planner.recomputed_curves import (
     saved_part,
     with_recomputed_parts,
 )
-from poplar.planner.request import Request
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 

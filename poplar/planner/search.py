@@ -16,11 +16,10 @@ from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.factored_choice import with_factored_layers
-from poplar.planner.memory_shortfall import NoPlanFits, Shortfall
+from poplar.planner.memory_shortfall import NoPlanFits, Request, Shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 from poplar.planner.prediction import describe
 from poplar.planner.recomputed_units import fastest_plan_with_recomputation
-from poplar.planner.request import Request
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
 from poplar.values.plan import STRATEGIES, Plan

@@ -15,9 +15,8 @@ from typing import NamedTuple
 from poplar import _core
 from poplar.planner.collective_costs import CollectiveCost
 from poplar.planner.communication_schedule import CommunicationSeconds, Synchronization
-from poplar.planner.cost_model import StageCosts
+from poplar.planner.cost_model import StageCosts, group_equal
 from poplar.planner.memory_shortfall import suffice
-from poplar.planner.rank_groups import group_equal
 from poplar.planner.share_limits import Hull
 from poplar.values.profile import host_compositions
 

@@ -15,10 +15,9 @@ from bisect import bisect_left
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.heuristic import Alternation, Candidate, with_smaller_passes_first
 from poplar.planner.memory_model import Caps
-from poplar.planner.memory_shortfall import shortfall_of
+from poplar.planner.memory_shortfall import Request, shortfall_of
 from poplar.planner.persistent_units import persistence_order, unit_plans
 from poplar.planner.recomputed_units import with_fewest_recomputed_units
-from poplar.planner.request import Request
 from poplar.values.plan import Plan, spread
 from poplar.values.profile import ClusterProfile
 

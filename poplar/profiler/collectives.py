@@ -125,10 +125,9 @@ class Collectives:
         """`NetworkProfile.collective_latency_seconds`, in about `budget` seconds. Collective."""
         ranks = self.session.group.size
         small = replace(self, numels=[ranks * ALIGNMENT] * SMALL_BUFFERS)
-        even, sole = (1.0 / ranks,) * ranks, (1.0, *(0.0,) * (ranks - 1))
+        even = (1.0 / ranks,) * ranks
         return tuple(
-            small.seconds(issue, shares, budget / 4) / SMALL_BUFFERS
-            for shares in (even, sole)
+            small.seconds(issue, even, budget / 2) / SMALL_BUFFERS
             for issue in (Collectives.reduce_scatter, Collectives.all_gather)
         )
 

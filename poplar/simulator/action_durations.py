@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,11 +69,10 @@ class ActionDurations:
 
     def _parts(self, cost: CollectiveCost) -> list[float]:
         """By unit, the part of a collective of the whole model."""
-        numels = self._layout.numels
-        parts = [own / self._layout.numel for own in numels]
+        parts = [own / self._layout.numel for own in self._layout.numels]
         if not self._costs.unit_shares:
             return parts
-        seconds = list(map(cost.unit_seconds, parts, self._shares))
+        seconds = list(map(operator.mul, parts, map(cost.seconds, self._shares)))
         total = math.fsum(seconds)
         return [own / total for own in seconds] if total else parts
 

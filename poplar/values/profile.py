@@ -37,7 +37,7 @@ _ByStage = Annotated[
     Rule("one finite number per stage", lambda values: len(values) == len(STRATEGIES)),
 ]
 _Latencies = Annotated[
-    tuple[NonNegative, ...], Rule("4 numbers or none", lambda values: len(values) in (0, 4))
+    tuple[NonNegative, ...], Rule("2 numbers or none", lambda values: len(values) in (0, 2))
 ]
 _RECEIVE_BUFFERS = Rule("freed, step or kept", lambda kept: kept in ("freed", "step", "kept"))
 _COSTS = (
@@ -378,8 +378,7 @@ class NetworkProfile:
     links: tuple[LinkProfile, ...] = ()
     """One link for each pair of hosts; empty on a single host."""
     collective_latency_seconds: _Latencies = ()
-    """Seconds of a small reduce-scatter and a small all-gather of which every rank owns a part;
-    then of both if one rank owns everything. Empty: not measured."""
+    """Seconds of a small reduce-scatter and of a small all-gather. Empty: not measured."""
 
     @property
     def transport(self) -> str | None:

@@ -120,6 +120,8 @@ def test_flops_gives_samples_in_proportion_to_peak_flops(stage):
 def test_flops_without_peak_flops_raises():
     with pytest.raises(ValueError, match=r"rank 0 \(device of .*\): the profile has no peak"):
         search(cluster_of(device()), global_batch=8, policy="flops")
+    with pytest.raises(ValueError, match="the profile has no peak"):
+        search(cluster_of(device(memory=10**6)), global_batch=8, policy="flops")
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -209,20 +209,14 @@ def test_no_other_policy_is_faster_than_the_exact_one_over_hosts(seed: int) -> N
 # Latency
 
 
-def test_a_unit_with_one_owner_has_less_latency():
+def test_a_measurement_contains_the_latencies_of_its_buffers():
     network = NetworkProfile(
         reduce_scatter_seconds=0.2,
         all_gather_seconds=0.1,
         send_seconds_per_byte=(1e-9,) * 2,
         receive_seconds_per_byte=(1e-9,) * 2,
-        collective_latency_seconds=(0.03, 0.02, 0.01, 0.02),
+        collective_latency_seconds=(0.03, 0.02),
     )
-    costs = CollectiveCosts.of(network, buffers=4)
-    one, even = (1.0, 0.0), (0.5, 0.5)
-    # Of the 0.2 s of four buffers, 0.12 s are latency; one owner sends twice as much.
-    assert costs.reduce_scatter.unit_seconds(0.25, even) == pytest.approx(0.03 + 0.25 * 0.08)
-    assert costs.reduce_scatter.unit_seconds(0.25, one) == pytest.approx(0.01 + 0.25 * 0.16)
-    assert costs.all_gather.unit_seconds(0.25, one) == pytest.approx(0.02 + 0.25 * 0.04)
-    assert costs.reduce_scatter.seconds(even) == pytest.approx(0.2), "the measurement contains it"
-    plain = CollectiveCosts.of(dataclasses.replace(network, collective_latency_seconds=()))
-    assert plain.reduce_scatter.unit_seconds(0.25, one) == pytest.approx(0.1)
+    cost = CollectiveCosts.of(network, buffers=4).reduce_scatter
+    assert cost.seconds((0.5, 0.5)) == pytest.approx(0.2)
+    assert (cost.latency, cost.bandwidth_part) == (0.03, pytest.approx(1.0 - 4 * 0.03 / 0.2))

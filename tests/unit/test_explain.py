@@ -15,10 +15,10 @@ from test_search import cluster_of, device, seconds_of
 import poplar
 from poplar.planner import what_if
 from poplar.planner.collective_costs import CollectiveCosts
-from poplar.planner.device_groups import MAX_GROUPS, device_groups, with_equal_devices
 from poplar.planner.explain import NEEDED, NOISE, NOT_WORTH_IT, WORTH_IT, Explanation, explain
 from poplar.planner.prediction import predict
 from poplar.planner.search import search
+from poplar.planner.what_if import MAX_GROUPS, device_groups, with_equal_devices
 from poplar.values.plan import Plan
 from poplar.values.profile import ModelProfile
 

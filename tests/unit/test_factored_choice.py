@@ -73,7 +73,7 @@ def cluster(
         all_gather_seconds=whole,
         send_seconds_per_byte=(1 / bytes_per_second,) * ranks,
         receive_seconds_per_byte=(1 / bytes_per_second,) * ranks,
-        collective_latency_seconds=(latency,) * 4,
+        collective_latency_seconds=(latency,) * 2,
     )
     return ClusterProfile(devices=devices, model=model, network=network, backward_fraction=0.67)
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from poplar.planner.longest_chain import Chain, Event, longest_chain
+from poplar.planner.communication_schedule import Chain, Event, longest_chain
 
 
 def every_chain(events: list[Event]) -> list[tuple[Event, ...]]:

@@ -132,7 +132,7 @@ def cluster_of(
         all_gather_seconds=seconds,
         send_seconds_per_byte=(1 / bytes_per_second,) * ranks,
         receive_seconds_per_byte=(1 / bytes_per_second,) * ranks,
-        collective_latency_seconds=(latency,) * 4,
+        collective_latency_seconds=(latency,) * 2,
     )
     model = ModelProfile(unit_numels=(numel,))
     return ClusterProfile(devices=devices, model=model, network=network, memory_reserve=0.0)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from test_search import cluster_of, device
 
 from poplar.planner import what_if
-from poplar.planner.device_groups import DeviceGroup, device_groups
 from poplar.planner.prediction import memory_needed
 from poplar.planner.search import NoPlanFits, search
+from poplar.planner.what_if import DeviceGroup, device_groups
 from poplar.values.plan import Plan
 
 MB = 10**6

@@ -71,7 +71,7 @@ def measured_links(costs: StageCosts) -> tuple[Links, Links]:
     """
     model, numel = costs.cluster.model, float(costs.cluster.model.numel)
     latencies = costs.cluster.network.collective_latency_seconds
-    reducing, moving = latencies[:2] if latencies else (UNMEASURED_LATENCY_SECONDS,) * 2
+    reducing, moving = latencies or (UNMEASURED_LATENCY_SECONDS,) * 2
     reduce, gather = costs.collectives.reduce_scatter, costs.collectives.all_gather
     sent, received = _rates(reduce, numel * (model.wire_bytes or 4.0))
     # In lines of an all-gather, the first rate is that of receiving.
