@@ -56,14 +56,7 @@ def built_optimizer(
             job.model,
             optimizer_class,
             plan=plan,
-            process_group=session.group.process_group,
-            units=job.units,
-            compute_dtype=job.compute_dtype,  # type: ignore[arg-type]
-            reduce_dtype=job.reduce_dtype,
-            timeout=session.group.timeout,
-            allow_forward_state=job.allow_forward_state,
-            weights=job.weights,
-            device=job.device,
+            **job.engine_options,
             on_out_of_memory="raise",  # a changed plan would be measured as the given one
             **options,
         )

@@ -33,6 +33,16 @@ if TYPE_CHECKING:
 
 _ONLY_VALUES = frozenset({"lr", "betas", "eps"})
 """Optimizer options that do not change times or memory."""
+_ENGINE_OPTIONS = (
+    "process_group",
+    "units",
+    "compute_dtype",
+    "reduce_dtype",
+    "timeout",
+    "allow_forward_state",
+    "weights",
+    "device",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +85,11 @@ class Job:
     def profile_seconds(self) -> float:
         """The part of `seconds` that the profile may take."""
         return self.seconds
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """The options that are those of `HeteroZeroOptimizer`, without the optimizer's own."""
+        return {name: getattr(self, name) for name in _ENGINE_OPTIONS}
 
     @functools.cached_property
     def sample_lengths(self) -> SampleLengths | None:

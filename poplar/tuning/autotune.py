@@ -205,16 +205,17 @@ def tune(
 
     Args and errors are those of `autotune`.
     """
-    if options.get("max_batch") is None:
-        options["max_batch"] = _next_power_of_two(global_batch)
+    stages = Job.stages if stage == "auto" else (stage,)
     job = TuningJob.of(
-        model,
-        loss_fn,
-        example_batch,
-        global_batch=global_batch,
-        stages=Job.stages if stage == "auto" else (stage,),
-        **options,
+        model, loss_fn, example_batch, global_batch=global_batch, stages=stages, **options
     )
+    return tune_job(job)
+
+
+def tune_job(job: TuningJob) -> Tuned:
+    """The plan of a job, with the profile and the trial runs behind it. Collective."""
+    if job.max_batch is None:
+        job = replace(job, max_batch=_next_power_of_two(job.global_batch))
     return Tuner(CachedProfile(Profiler(job)), job).tune()
 
 

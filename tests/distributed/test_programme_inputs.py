@@ -16,7 +16,7 @@ from poplar.comm import Group, connect, connect_control
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.checked_export import CheckedExport
-from poplar.programmes.run.job import Job
+from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.programme_training import ProgrammeTraining
 from poplar.programmes.search.composition import batch_placements
 
@@ -73,15 +73,15 @@ def train(given: Programme) -> tuple[list[float], list[Tensor], list[str]]:
     """Losses of steps and of an evaluation; values; errors after another change."""
     rank, model = harness.rank(), Changing().eval()
     group = Group.of(harness.group(), None)
-    job = Job(
+    job = DistributedJob.of(
+        model,
+        loss_of,
+        global_batch(0),
+        global_batch=SAMPLES,
         group=group,
         control=connect_control(group),
-        model=model,
-        loss_fn=loss_of,
-        example=global_batch(0),
-        global_batch=SAMPLES,
-        optimizer_class=torch.optim.AdamW,
-        options={"process_group": harness.group(), **OPTIONS},
+        process_group=harness.group(),
+        **OPTIONS,
     )
     comm = connect(group, "auto")
     training = ProgrammeTraining(job, comm, export(model), given, reason="a test")

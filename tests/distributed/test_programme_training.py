@@ -26,9 +26,9 @@ from poplar.comm import Group, connect, connect_control
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run import local_execution
+from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
-from poplar.programmes.run.job import Job
 from poplar.programmes.run.programme_training import ProgrammeTraining
 from poplar.programmes.search.composition import batch_placements, data_parallel
 from poplar.zero import unit
@@ -68,17 +68,18 @@ def exported_loss(task: str, model: nn.Module) -> ExportedLoss:
     return export_loss(model, TASKS[task][2], global_batches(task)[0])
 
 
-def job_of(task: str, timeout: timedelta | None = None, **options: Any) -> Job:
+def job_of(task: str, timeout: timedelta | None = None, **options: Any) -> DistributedJob:
     group = Group.of(harness.group(), timeout)
-    return Job(
+    return DistributedJob.of(
+        new_model(task),
+        TASKS[task][2],
+        global_batches(task)[0],
+        global_batch=SAMPLES,
         group=group,
         control=connect_control(group),
-        model=new_model(task),
-        loss_fn=TASKS[task][2],
-        example=global_batches(task)[0],
-        global_batch=SAMPLES,
-        optimizer_class=torch.optim.AdamW,
-        options={"process_group": harness.group(), "timeout": timeout, **OPTIONS, **options},
+        process_group=harness.group(),
+        timeout=timeout,
+        **{**OPTIONS, **options},
     )
 
 

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from poplar.comm import Control, Group, connect_control
-from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.progress import show_progress
 from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.programmes.run.exported_graph import ExportedLoss
-from poplar.programmes.run.job import Job
 from poplar.programmes.run.programme_training import ProgrammeTraining
 from poplar.programmes.run.trials import Candidate, Comparison, compare
 from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
 from poplar.programmes.search.explanation import explain_programme
-from poplar.tuning.autotune import Tuned, tune
+from poplar.tuning.autotune import Tuned, tune_job
 from poplar.values.formatting import format_seconds
-from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import exchange_results
 from poplar.zero.micro_batch_loss import LossFunction
-from poplar.zero.micro_batches import Loss, Weight
-from poplar.zero.update import OptimizerFactory
 
 Choice = Literal["auto", "never"] | Programme | Path
 
@@ -42,19 +35,8 @@ def distribute(
     example_batch: Any,
     *,
     global_batch: int,
-    optimizer_class: OptimizerFactory = torch.optim.AdamW,
     programme: Choice = "auto",
-    weight: Weight | None = None,
-    loss: Loss = "mean",
-    profile: ClusterProfile | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: timedelta | None = None,
-    verify: bool = True,
-    seconds: float = 60.0,
-    memory_limit: MemoryLimit = None,
-    cache: bool = True,
-    progress: bool = True,
-    **optimizer_kwargs: Any,
+    **options: Any,
 ) -> DistributedTraining:
     """A planned training run on all ranks, from a model for one device. Collective.
 
@@ -83,36 +65,31 @@ def distribute(
         loss_fn: `loss_fn(model, batch)` -> mean loss.
         example_batch: a batch of any number of samples, as for `autotune`.
         global_batch: samples behind one optimizer step, over all ranks.
-        optimizer_class: an elementwise optimizer class.
         programme: "auto"; "never" uses the plan in any case; or a programme to run without a
             profile: `training.programme` of an earlier run, or the `Path` of a file that
             `poplar plan --programme-output` or `Programme.to_json` wrote.
+        options: those below and those of `autotune`; all others are options of the optimizer.
+
+    Keyword Args:
+        optimizer_class: an elementwise optimizer class; default: AdamW.
         weight, loss: as for `HeteroZeroOptimizer.train_step`. For a mean over tokens give
             `weight=poplar.tokens()`. Programmes need a loss that is a mean.
-        verify: with False, neither plans nor programmes are timed; predictions decide.
-        profile, process_group, timeout, seconds, memory_limit, cache, progress: as for `autotune`.
-        **optimizer_kwargs: for `optimizer_class`.
+        verify: with False, neither plans nor programmes are timed; predictions decide. Default:
+            True.
 
     Raises:
         NoPlanFits, ValueError, TypeError, RuntimeError, RankFailed, CollectiveTimeout: as
             `autotune` and `HeteroZeroOptimizer`; also a given programme that this model cannot run.
     """
-    group = Group.of(process_group, timeout)
-    options = {"process_group": process_group, "timeout": timeout, **optimizer_kwargs}
-    common: dict[str, Any] = {
-        "global_batch": global_batch,
-        "optimizer_class": optimizer_class,
-        "weight": weight,
-        "loss": loss,
-    }
-    job = Job(
+    group = Group.of(options.get("process_group"), options.get("timeout"))
+    job = DistributedJob.of(
+        model,
+        loss_fn,
+        example_batch,
+        global_batch=global_batch,
         group=group,
         control=connect_control(group),
-        model=model,
-        loss_fn=loss_fn,
-        example=example_batch,
-        options=options,
-        **common,
+        **options,
     )
     given = _given(job.control, programme)
     if given is not None:
@@ -120,19 +97,7 @@ def distribute(
         assert exported is not None
         comm = job.connected(exported, planned=None)
         return ProgrammeTraining(job, comm, exported, given, reason="The programme was given.")
-    tuned = tune(
-        model,
-        loss_fn,
-        example_batch,
-        profile=profile,
-        verify=verify,
-        seconds=seconds,
-        memory_limit=memory_limit,
-        cache=cache,
-        progress=progress,
-        **common,
-        **options,
-    )
+    tuned = tune_job(job)
     by_plan = partial(DistributedTraining, job, tuned.plan)
     if programme == "never":
         return by_plan(reason="programme='never', so there is no programme.")
@@ -145,14 +110,14 @@ def distribute(
         return by_plan(reason=text)
     comm = job.connected(exported, tuned.plan.transport)
     by_programme = partial(ProgrammeTraining, job, comm, exported, decision.programme)
-    if not verify:
+    if not job.verify:
         return by_programme(reason=text)
-    with show_progress(progress and group.rank == 0) as report:
+    with show_progress(job.progress and group.rank == 0) as report:
         measured = compare(
             job,
             Candidate("programme", by_programme, decision.step_seconds),
             Candidate("plan", by_plan, decision.data_parallel_seconds),
-            seconds=TRIALS_PART * seconds,
+            seconds=TRIALS_PART * job.seconds,
             report=report,
         )
     is_faster, reason = _outcome(measured, text)

@@ -11,7 +11,7 @@ from torch import nn
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.programmes.graph.programme import Programme
-from poplar.programmes.run.job import Job
+from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.values.plan import Plan
 from poplar.zero.steps.step_result import StepResult
 
@@ -32,7 +32,7 @@ class DistributedTraining:
     reason: str
     """Why there is a programme, or why not."""
 
-    def __init__(self, job: Job, plan: Plan, *, reason: str, **options: Any) -> None:
+    def __init__(self, job: DistributedJob, plan: Plan, *, reason: str, **options: Any) -> None:
         self._job, self.model, self.plan, self.reason = job, job.model, plan, reason
         self.optimizer = HeteroZeroOptimizer(
             self.model, job.optimizer_class, plan=plan, **{**job.options, **options}

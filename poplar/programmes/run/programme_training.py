@@ -22,10 +22,10 @@ from poplar.programmes.graph.graph import BUFFER, Graph
 from poplar.programmes.graph.placement import Sharded, cut
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.checked_export import CheckedExport
+from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.distributed_training import DistributedTraining, on_host
 from poplar.programmes.run.divided_model import DividedModel
 from poplar.programmes.run.execution import Execution
-from poplar.programmes.run.job import Job
 from poplar.programmes.search.composition import batch_placements, data_parallel
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import NotExportable
@@ -67,7 +67,7 @@ class ProgrammeTraining(DistributedTraining):
 
     def __init__(
         self,
-        job: Job,
+        job: DistributedJob,
         comm: Communicator,
         checked: CheckedExport,
         programme: Programme,
@@ -75,7 +75,7 @@ class ProgrammeTraining(DistributedTraining):
         reason: str,
     ) -> None:
         model = job.model
-        self._rank, self._comm, self._device = comm.group.rank, comm, job.device
+        self._rank, self._comm, self._device = comm.group.rank, comm, job.own_device
         self._modules, self._steps = tuple(model.modules()), 0
         first = _Pass(comm, checked, programme, self._device)
         self._passes = {self._modes(): first}
@@ -89,7 +89,7 @@ class ProgrammeTraining(DistributedTraining):
             reason=reason,
             _local=self._divided.sharded,
             on_out_of_memory="raise",
-            compute_dtype=job.options.get("compute_dtype", own_dtype),
+            compute_dtype=own_dtype if job.compute_dtype == "auto" else job.compute_dtype,
         )
         self.programme: Programme = programme
 

@@ -15,8 +15,8 @@ import torch
 
 from poplar.profiler.progress import Report
 from poplar.profiler.trial_runs import take_turns
+from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.distributed_training import DistributedTraining
-from poplar.programmes.run.job import Job
 from poplar.system.devices import synchronize
 from poplar.zero.preserved_state import host_copies, model_preserved, parameters_restored
 
@@ -55,7 +55,7 @@ class Comparison:
 
 
 def compare(
-    job: Job, first: Candidate, second: Candidate, *, seconds: float, report: Report
+    job: DistributedJob, first: Candidate, second: Candidate, *, seconds: float, report: Report
 ) -> Comparison:
     """Time steps of both in turns. Collective.
 
@@ -74,7 +74,7 @@ def compare(
 
     turns: list[tuple[float, float]] = []
     difference = ""
-    with model_preserved(job.model, job.device):
+    with model_preserved(job.model, job.own_device):
         for turn in take_turns(TURNS, seconds, from_first_rank):
             taken = {}
             for candidate in (first, second)[:: -1 if turn % 2 else 1]:
@@ -107,16 +107,16 @@ class _Turn(NamedTuple):
     """Relative differences that the dtype of the computation explains."""
 
     @classmethod
-    def of(cls, job: Job, candidate: Candidate, steps: int) -> _Turn:
+    def of(cls, job: DistributedJob, candidate: Candidate, steps: int) -> _Turn:
         """Run `steps` timed steps after one that is not timed. Collective."""
         training = candidate.build(reason="")
         batch: Any = job.example_part(training.plan)
         first = training.train_step(batch, max_norm=_MAX_NORM)
-        synchronize(job.device)
+        synchronize(job.own_device)
         began = time.perf_counter()
         for _ in range(steps):
             training.train_step(batch, max_norm=_MAX_NORM)
-        synchronize(job.device)
+        synchronize(job.own_device)
         own = (time.perf_counter() - began) / steps
         rounding = max(_ROUNDING.get(p.dtype, _ROUNDED) for p in job.model.parameters())
         loss, norm = float(first.loss), float(first.grad_norm or 0.0)

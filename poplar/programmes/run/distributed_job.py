@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from poplar.comm import Communicator, Control, Group, connect
 from poplar.data import pytree
 from poplar.programmes.run.checked_export import CheckedExport
+from poplar.tuning.autotune import TuningJob
 from poplar.values.errors import NotExportable
 from poplar.values.plan import Plan
 from poplar.zero.agreement import raise_on_any_error
-from poplar.zero.micro_batch_loss import LossFunction
-from poplar.zero.micro_batches import Loss, Weight
-from poplar.zero.update import OptimizerFactory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """The arguments of `distribute` that every training has."""
+class DistributedJob(TuningJob):
+    """A job of `distribute`, with what its ranks communicate by."""
 
     group: Group
     control: Control
-    model: nn.Module
-    loss_fn: LossFunction
-    example: Any
-    global_batch: int
-    optimizer_class: OptimizerFactory
-    weight: Weight | None = None
-    loss: Loss = "mean"
-    options: Mapping[str, Any]
-    """Options of `HeteroZeroOptimizer` and `optimizer_class`."""
 
     @property
-    def device(self) -> torch.device:
+    def options(self) -> dict[str, Any]:
+        """The options of `HeteroZeroOptimizer` and of the optimizer class."""
+        return {**self.engine_options, **self.optimizer_options}
+
+    @property
+    def own_device(self) -> torch.device:
         """Where this rank trains."""
         return next(self.model.parameters()).device
 
@@ -80,7 +73,7 @@ class Job:
     @torch.no_grad()
     def connected(self, checked: CheckedExport, planned: str | None) -> Communicator:
         """The transport of programmes; all ranks get the first rank's values. Collective."""
-        comm = connect(self.group, "auto", self.device, planned=planned)
+        comm = connect(self.group, "auto", self.own_device, planned=planned)
         tensors: chain[tuple[str, Tensor]] = chain(
             self.model.named_parameters(),
             self.model.named_buffers(),
