@@ -3,7 +3,8 @@
 [Note: a load]
 All that can fail comes first: names, shapes and groups are compared, each rank verifies a share of
 the files, optimizer state is read into new memory. The ranks agree after each part. Only then do
-values change, which are read in place, and the optimizer state is applied as that of a state dict.
+values change, which are read in place, and the optimizer state is applied as that of a state dict:
+flat parameter by flat parameter, each of which frees what was read of it.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class Load:
         control = self.parts.engine.control
         changing = f"{doing} after values had changed; load a checkpoint again before training"
         run_on_all_ranks(control, self.read_values, doing=changing)
-        self.finish()
+        self.send_values()
         run_on_all_ranks(control, self.set_rest, doing=changing)
 
     def set_objects(self, doing: str) -> None:
@@ -197,7 +198,7 @@ class Load:
             raise
 
     def read_values(self) -> None:
-        """Set the values that this rank stores. Local."""
+        """Set the values that this rank stores, and its optimizer state. Local."""
         strategy = self.parts.engine.strategy
         for flat in self.parts.engine.flats:
             strategy.wait_for_readers(flat)
@@ -205,11 +206,11 @@ class Load:
         for flat in self.parts.engine.flats:
             if flat.trained and flat.shard is not flat.master:
                 flat.shard.copy_(flat.master)
+        self.optimizer_state.apply()  # which allocates, so it may fail
 
-    def finish(self) -> None:
-        """Use what was read, and send values to the ranks that store all. Collective."""
+    def send_values(self) -> None:
+        """Send values to the ranks that store all. Collective."""
         parts = self.parts
-        self.optimizer_state.apply()
         strategy, comm = parts.engine.strategy, parts.engine.comm
         if not strategy.shards_parameters and not strategy.replicates_state:
             for flat in parts.engine.flats:

@@ -37,6 +37,7 @@ from poplar.checkpoint import save_plan
 from poplar.checkpoint.files import manifest, save_job
 from poplar.checkpoint.files.data_file import DataFile
 from poplar.checkpoint.files.opened import OpenedCheckpoint
+from poplar.checkpoint.state_dicts.loaded_state import LoadedState
 
 TWO = Plan(stage=3, global_batch=8, micro_batches=((2, 2), (2, 2)), shares=(0.7, 0.3))
 
@@ -196,6 +197,25 @@ def test_checkpoint_of_another_model_or_optimizer_is_refused(ranks: Pool, saved:
     )
     for number, patterns in enumerate(expected):
         assert_raised([failures[number] for failures in by_rank], *patterns)
+
+
+def fail_to_apply(folder: str) -> list[harness.Failure]:
+    """The second rank has no memory for the optimizer state, when values have changed."""
+    _, optimizer = build(TWO, seed=4)
+    failing = mock.patch.object(LoadedState, "apply", side_effect=MemoryError("no memory left"))
+    with failing if harness.rank() == 1 else contextlib.nullcontext(), harness.catching() as caught:
+        poplar.load_checkpoint(folder, optimizer)
+    with harness.catching() as refused:
+        train(optimizer, 1, 1)
+    poplar.load_checkpoint(folder, optimizer)
+    train(optimizer, 1, 1)
+    return [*caught, *refused]
+
+
+def test_failure_to_apply_optimizer_state_raises_on_all_ranks(ranks: Pool, saved: Path) -> None:
+    by_rank = ranks.run(fail_to_apply, str(saved / "saved"), ranks=2)
+    assert_raised([failures[0] for failures in by_rank], "no memory left")
+    assert_raised([failures[1] for failures in by_rank], "when values had changed")
 
 
 def fail_to_save(folder: str) -> list[harness.Failure]:
