@@ -141,12 +141,14 @@ class HierarchicalCommunicator(Communicator):
                     torch.cat(part, out=sums[host])
             reduction.add(sums)
 
-        def send(position: int) -> Work:
-            sizes = Splits(received=route.relays, sent=route.relayed)
-            exchange = self._exchange(received, total[own:], sizes, reduction.what, position)
-            return CallbackWork(exchange, add_hosts)
+        def exchange(position: int, receives: bool = True, sends: bool = True) -> Work:
+            none, what = [0] * self.group.size, reduction.what
+            sizes = Splits(route.relays if receives else none, route.relayed if sends else none)
+            incoming, outgoing = received[: sum(sizes.received)], total[own:][: sum(sizes.sent)]
+            work = self._exchange(incoming, outgoing, sizes, what, position)
+            return CallbackWork(work, add_hosts) if sends else work
 
-        return self._within.reduce(reduction, route, total, send)
+        return self._within.reduce(reduction, route, total, exchange)
 
     def _gather(self, data: Tensor, own: Tensor, layout: Layout, what: str) -> Work:
         """Send each slice to the ranks that relay it, then gather within every host."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,12 @@ from poplar.comm.host_memory.transport import SharedMemoryCommunicator
 from poplar.comm.process_group import ProcessGroupCommunicator, gather
 
 
+class ExchangeSums(Protocol):
+    """The exchange of sums between hosts, at a reserved position: both ways, or one way each."""
+
+    def __call__(self, position: int, receives: bool = True, sends: bool = True) -> Work: ...
+
+
 class WithinHost(ABC):
     """The ranks of one host. All methods are collective over them, unless it says local."""
 
@@ -34,15 +41,16 @@ class WithinHost(ABC):
 
     @abstractmethod
     def reduce(
-        self, reduction: Reduction, route: Route, total: Tensor, send: Callable[[int], Work]
+        self, reduction: Reduction, route: Route, total: Tensor, exchange: ExchangeSums
     ) -> Work:
-        """`total` = the host's sum of the parts that this rank owns and relays; `send` follows it.
+        """`total` = the host's sum of the parts that this rank owns and relays.
 
         Args:
             reduction: of all ranks.
             route: of the bucket's layout.
             total: in the wire dtype; the own slice and, behind it, what this rank relays.
-            send: issues the exchange between hosts, at a reserved position.
+            exchange: sends what this rank relays, and receives the sums of other hosts. The own
+                slice must be in `total` before the wait for what is sent.
         """
 
     @abstractmethod
@@ -92,21 +100,29 @@ class SharedHostMemory(WithinHost):
         return SharedMemoryWork(self._rendezvous, collective, what, work.wait)
 
     def reduce(
-        self, reduction: Reduction, route: Route, total: Tensor, send: Callable[[int], Work]
+        self, reduction: Reduction, route: Route, total: Tensor, exchange: ExchangeSums
     ) -> Work:
         bucket, own_parts = reduction.bucket, route.by_rank[self._rendezvous.group.rank]
         collective = self._rendezvous.post(bucket.data, unread=own_parts[0])
         position = self._between.reserve()
+        # Received from the start: a rank of another host sends as soon as it has its sums.
+        with self._rendezvous.abort_on_error(reduction.what):
+            incoming = exchange(position, sends=False)
 
         def add_and_send() -> float:
-            begin = 0
-            for start, stop in own_parts:
-                sums = total[begin : begin + stop - start]
+            sums = total.split(sizes_of(own_parts))
+
+            def add(number: int) -> None:
+                start, stop = own_parts[number]
                 if start < stop:
                     values = self.comm.slices(collective, bucket.data, start, stop - start)
-                    bucket.codec.reduce_each([sums], values)
-                begin += stop - start
-            return send(position).wait()
+                    bucket.codec.reduce_each([sums[number]], values)
+
+            for number in range(1, len(own_parts)):
+                add(number)
+            outgoing = exchange(position, receives=False)
+            add(0)  # the own slice, while what this rank relays is sent
+            return incoming.wait() + outgoing.wait()
 
         return SharedMemoryWork(self._rendezvous, collective, reduction.what, add_and_send)
 
@@ -158,7 +174,7 @@ class ProcessGroupOfHost(WithinHost):
         self._between = between
 
     def reduce(
-        self, reduction: Reduction, route: Route, total: Tensor, send: Callable[[int], Work]
+        self, reduction: Reduction, route: Route, total: Tensor, exchange: ExchangeSums
     ) -> Work:
         # Allocate before sending: if memory runs out, the collective can be issued again.
         bucket = reduction.bucket
@@ -170,7 +186,7 @@ class ProcessGroupOfHost(WithinHost):
             total.copy_(sums)
 
         rounded, position = CallbackWork(work, round_sums), self._between.reserve()
-        return self._between.chain(rounded, lambda: send(position), total.device, position)
+        return self._between.chain(rounded, lambda: exchange(position), total.device, position)
 
     def gather(
         self,
