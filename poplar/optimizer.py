@@ -39,11 +39,8 @@ from poplar.zero.agreement import (
     run_on_all_ranks,
 )
 from poplar.zero.checks import model_checks
-from poplar.zero.checks.forward_state import ForwardStateCheck
-from poplar.zero.checks.length_watch import LengthWatch
-from poplar.zero.checks.loss_mean import FirstLossCheck
 from poplar.zero.checks.model_structure import ModelStructure
-from poplar.zero.checks.replica_check import ReplicaCheck
+from poplar.zero.checks.step_checks import StepChecks
 from poplar.zero.collective_calls import CollectiveCalls, collective, new_group
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import (
@@ -250,7 +247,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._plan = plan
             self._stage = request.stage
             self._retries = on_out_of_memory == "retry"
-            self._batch_norms = [] if allow_forward_state else model_checks.batch_norms(model)
             every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
             self._splitter = BatchSplitter(plan, every_pass)
             self._largest_batches: dict[int, int] = {}
@@ -260,33 +256,25 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._engine, self._update = build_engine(
                 request, comm, self._control, dtype, _weak_method(self._check_model)
             )
-            replicated = self._engine.strategy.replicates_state
-            self._replicas = ReplicaCheck(self._engine.trained if replicated else [], self._control)
-            looking = 0 if plan is None else max(range(plan.world_size), key=plan.samples)
-            looks = self._group.rank == looking
-            self._first_loss = FirstLossCheck(looks=looks, reads=self._engine.values.are_readable)
-            self._lengths = LengthWatch(looks=looks)
             defaults = self._update.inner.defaults
             if "fused" in defaults:  # Poplar's choice is no setting of the user's
                 defaults = {**defaults, "fused": optimizer_kwargs.get("fused")}
             super().__init__(request.groups, defaults)
             self._settings_are_final = True
             self._state = OptimizerState(self._engine, self._update)
-            forward_state = ForwardStateCheck(
+            self._checks = StepChecks(
                 model,
                 self._control,
-                allowed=allow_forward_state,
+                looking=0 if plan is None else max(range(plan.world_size), key=plan.samples),
+                allow_forward_state=allow_forward_state,
+                reads=self._engine.values.are_readable,
                 flats=self._engine.flats,
                 strategy=self._engine.strategy,
             )
-            self._step = Step(
-                self._engine, self._update, self._replicas, forward_state, on_nonfinite
-            )
+            self._step = Step(self._engine, self._update, self._checks, on_nonfinite)
             self.collective_calls = CollectiveCalls(self._group, self._step.stop)
-            self._has_stepped = False
-            self._members = [list(map(id, group["params"])) for group in self.param_groups]
             given = model.parameters() if params is None else _all_parameters(self.param_groups)
-            self._structure = ModelStructure(model, set(map(id, given)))
+            self._structure = ModelStructure(model, self.param_groups, set(map(id, given)))
             hook = ModelHook(model_checks.reject_forward_in_ddp)
             self._engine.add_changes([model.register_forward_pre_hook(hook)])
             self._engine.add_changes(ModelState(self._engine, self._update).register())
@@ -361,7 +349,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                     raise TypeError(_PLAIN_SCALER)
                 scaler.make_scale(self._engine.trained[0].device)
             if weight is None and loss == "mean":
-                loss_fn = self._first_loss.watched(loss_fn)
+                loss_fn = self._checks.loss.watched(loss_fn)
 
         def open_passes(again: Callable[[], None] | None) -> tuple[OpenedStep, PassLoss]:
             opened = self._open_step(again or prepare, batch, weight, loss)
@@ -474,7 +462,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         def prepare() -> None:
             if weight is None and loss == "mean":
-                self._first_loss.watch_loop(self._model, batch)
+                self._checks.loss.watch_loop(self._model, batch)
 
         def start() -> list[MicroBatch]:
             return self._step.start(self._open_step(prepare, batch, weight, loss))
@@ -629,7 +617,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             for flat in self._engine.trained:
                 self._update.take_written_values(flat)
 
-        self._replicas.verify(prepare)
+        self._checks.replicas.verify(prepare)
 
     def trace(self) -> AbstractContextManager[list[Span]]:
         """A context that records this rank's passes, waits and updates as spans.
@@ -687,7 +675,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._state = defaultdict(dict)
         # All of them lead to the state, which must not live as long as this object.
         released: Any = _ReleasedEngine()
-        self._engine = self._update = self._step = self._replicas = released
+        self._engine = self._update = self._step = self._checks = released
         self.collective_calls = released
 
     # Without a step.
@@ -1002,7 +990,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         def check() -> None:
             self._check_before_step()
             prepare()
-            self._lengths.look(batch)
+            self._checks.look_at_lengths(batch)
 
         error = caught(check)
         return self._splitter.open(self._control, batch, weight, loss, error)
@@ -1015,7 +1003,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._engine.hooks.drop_implicit_pass()
         if self._step.leave_user_loop(_STEP_INSIDE_LOOP) or self._engine.scheduler.active:
             raise RuntimeError(_STEP_INSIDE_LOOP)
-        model_checks.reject_batch_norm(self._batch_norms)
+        self._checks.check_mode()
         if Phase.ACCUMULATED <= self._engine.step.phase <= Phase.FINAL and self._group.rank == 0:
             warnings.warn(
                 "a step begins, and the gradients of the last one are dropped, because they were "
@@ -1032,33 +1020,15 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             loss_fn: as for `train_step`.
             where: where the user passes `weight=`, for a warning.
         """
-        self._first_loss.expect(loss_fn, where)
+        self._checks.loss.expect(loss_fn, where)
 
     def _expect_artificial_data(self) -> None:
         """Do not warn of the data and the mode of the model in the first step; for measurements."""
-        self._has_stepped = True
-        self._step.first_batches.skip()
-        self._step.forward_state.skip()
-        self._first_loss = FirstLossCheck(looks=False)
-        self._lengths = LengthWatch(looks=False)
+        self._checks.expect_artificial_data()
 
     def _check_model(self) -> None:
         """Check, before a step, that the optimizer still trains what it was built for."""
-        self._structure.check()
-        members = [list(map(id, group["params"])) for group in self.param_groups]
-        if members != self._members:
-            raise RuntimeError(
-                "the parameters in optimizer.param_groups were changed, but they are fixed when "
-                "the optimizer is built; pass all param groups to the constructor, and freeze "
-                "parameters with requires_grad_(False)"
-            )
-        if not self._has_stepped and not self._model.training and self._group.rank == 0:
-            warnings.warn(
-                "the model is in evaluation mode, so dropout is off: call model.train() before "
-                "training (from_pretrained() returns models in evaluation mode)",
-                stacklevel=4,
-            )
-        self._has_stepped = True
+        self._checks.check_structure(self._structure, self.param_groups)
         self._update.adopt_replaced_data(self._engine.flats)
 
     def _use_smaller_batches(self, too_large: Mapping[int, int]) -> None:

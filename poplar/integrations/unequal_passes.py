@@ -26,10 +26,7 @@ from poplar.integrations.user_step import LOOP, Trained, UserStep, outside_of_th
 from poplar.values.errors import CollectiveTimeout, agreed, is_agreed
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, exchange_results
-from poplar.zero.checks import model_checks
-from poplar.zero.checks.first_batch import FirstBatchCheck
-from poplar.zero.checks.forward_state import ForwardStateCheck
-from poplar.zero.checks.loss_mean import FirstLossCheck
+from poplar.zero.checks.step_checks import StepChecks
 from poplar.zero.collective_calls import CollectiveCalls, collective, new_group, waiting_in
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, Weight
@@ -60,13 +57,12 @@ class UnequalPasses:
             self._plan = self._agreed_plan(plan)
             every_pass = not self._may_differ_in_passes()
             self._splitter = BatchSplitter(plan, synchronizes_every_pass=every_pass)
-            self._batch_norms = [] if allow_forward_state else model_checks.batch_norms(self._model)
-            self._forward_state = ForwardStateCheck(
-                self._inner_model(), self._control, allowed=allow_forward_state
+            self._checks = StepChecks(
+                self._inner_model(),
+                self._control,
+                looking=max(range(plan.world_size), key=plan.samples),
+                allow_forward_state=allow_forward_state,
             )
-            self._first_batches = FirstBatchCheck(self._control)
-            looking = max(range(plan.world_size), key=plan.samples)
-            self._first_loss = FirstLossCheck(looks=self._group.rank == looking)
             self._step: UserStep | None = None
             """The current one."""
             self._loss: Tensor | float = math.nan
@@ -155,12 +151,12 @@ class UnequalPasses:
             def check() -> None:
                 self._check(batch)
                 if weight is None and loss == "mean":
-                    self._first_loss.watch_loop(self._inner_model(), batch)
+                    self._checks.loss.watch_loop(self._inner_model(), batch)
 
             error = caught(check)
             opened = self._splitter.open(self._control, batch, weight, loss, error)
             micro_batches = opened.micro_batches(opened.wait())
-            self._first_batches.look(opened.batch)
+            self._checks.compare_batches(opened.batch)
             self._step = step
             return [
                 each if each.samples else replace(each, batch=one_sample(batch))
@@ -209,7 +205,7 @@ class UnequalPasses:
             for parameter in self._model.parameters():
                 parameter.grad = None
         else:
-            self._forward_state.look()
+            self._checks.passes_done()
 
     def _stop(self, call: str, error: BaseException) -> str:
         """Stop all ranks, because this one raises alone in a call that they all make.
@@ -259,7 +255,7 @@ class UnequalPasses:
     def _check(self, batch: Any) -> None:
         if self._step is not None:
             self._step.check_ended()
-        model_checks.reject_batch_norm(self._batch_norms)
+        self._checks.check_mode()
         if batch is None or pytree.samples_in(batch) == 0:
             raise ValueError(
                 "got no samples; a rank without samples in the plan passes one sample, as "

@@ -21,32 +21,17 @@ from poplar.values.errors import agreed
 from poplar.zero.agreement import exchange_results, run_on_all_ranks
 
 
-class FirstBatchCheck:
-    """Compares the batches of the first step; ignores later ones."""
+def compare_batches(control: Control, batch: Any) -> None:
+    """Compare this rank's batch with those of the others. Collective.
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self._is_done = False
+    Args:
+        control: the control channel of the ranks.
+        batch: None without samples.
 
-    def look(self, batch: Any) -> None:
-        """Compare this rank's batch with those of the others. Collective in the first step.
+    Raises:
+        ValueError: on all ranks; samplers of two ranks have different orders.
+    """
 
-        Args:
-            batch: None without samples.
-
-        Raises:
-            ValueError: on all ranks; samplers of two ranks have different orders.
-        """
-        if not self._is_done:
-            _compare(self._control, batch)
-            self._is_done = True  # not after an error, which a caller may handle
-
-    def skip(self) -> None:
-        """Compare nothing."""
-        self._is_done = True
-
-
-def _compare(control: Control, batch: Any) -> None:
     def describe() -> tuple[Mapping[str, Any], tuple[Any, ...] | None]:
         return {} if batch is None else last_drawn_order(), _fingerprint(batch)
 

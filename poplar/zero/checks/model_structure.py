@@ -6,7 +6,7 @@ identities only: about 0.1 microseconds per module and parameter, before every s
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,9 +19,19 @@ from poplar.zero.checks.model_checks import reject_wrapped
 class ModelStructure:
     """The modules and parameters of a model when the optimizer was built."""
 
-    def __init__(self, model: nn.Module, may_be_trained: Collection[int]) -> None:
-        """`may_be_trained`: by `id`, parameters that the user gave to the optimizer."""
-        self._model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Mapping[str, Any]],
+        may_be_trained: Collection[int],
+    ) -> None:
+        """
+        Args:
+            model: the model.
+            groups: the param groups of the optimizer.
+            may_be_trained: by `id`, parameters that the user gave to the optimizer.
+        """
+        self._model, self._members = model, _members(groups)
         self._known = list(model.parameters())
         self._frozen = [p for p in self._known if id(p) in may_be_trained and not p.requires_grad]
         self._record()
@@ -40,8 +50,8 @@ class ModelStructure:
         found = map(dict.get, self._holders, self._names)
         return list(map(len, self._tables)) == self._sizes and all(map(is_, found, self._values))
 
-    def check(self) -> None:
-        """Raise if the optimizer does not train the model as it is now.
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise if the optimizer does not train the model, or its param groups, as they are now.
 
         Raises:
             RuntimeError: a parameter was added, replaced or unfrozen.
@@ -56,8 +66,16 @@ class ModelStructure:
                 f"parameter {changed[0]!r} was frozen when the optimizer was built and requires a "
                 "gradient now; build a new optimizer after unfreezing"
             )
-        if self._is_recorded():
-            return
+        if not self._is_recorded():
+            self._check_parameters()
+        if _members(groups) != self._members:
+            raise RuntimeError(
+                "the parameters in optimizer.param_groups were changed, but they are fixed when "
+                "the optimizer is built; pass all param groups to the constructor, and freeze "
+                "parameters with requires_grad_(False)"
+            )
+
+    def _check_parameters(self) -> None:
         reject_wrapped(self._model)
         known = set(map(id, self._known))
         for name, parameter in self._model.named_parameters():
@@ -71,6 +89,10 @@ class ModelStructure:
 
 
 _requires_grad = attrgetter("requires_grad")
+
+
+def _members(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]
 
 
 def _is_in(parameter: nn.Parameter, parameters: Collection[nn.Parameter]) -> bool:

@@ -29,9 +29,7 @@ from poplar.zero.agreement import (
     close_step,
     raise_on_any_error,
 )
-from poplar.zero.checks.first_batch import FirstBatchCheck
-from poplar.zero.checks.forward_state import ForwardStateCheck
-from poplar.zero.checks.replica_check import ReplicaCheck
+from poplar.zero.checks.step_checks import StepChecks
 from poplar.zero.collective_calls import stop_reason, waiting_in
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
@@ -58,19 +56,16 @@ class Step:
         self,
         engine: Engine,
         update: ShardedUpdate,
-        replicas: ReplicaCheck,
-        forward_state: ForwardStateCheck,
+        checks: StepChecks,
         on_nonfinite: OnNonFinite,
     ) -> None:
         self._engine = engine
         self._update = update
-        self._replicas = replicas
-        self.forward_state = forward_state
+        self._checks, self._replicas = checks, checks.replicas
         streams = engine.strategy.streams
         self._nonfinite = NonFiniteSteps(on_nonfinite, update, streams, engine.control)
         self._rank = engine.comm.group.rank
         self._trace = engine.comm.group.trace
-        self.first_batches = FirstBatchCheck(engine.control)
         self._loop: weakref.ref[MicroBatchLoop] | None = None
 
     def reset(self) -> None:
@@ -103,7 +98,7 @@ class Step:
         try:
             micro_batches = opened.micro_batches(sizes)
             if not early.pass_is_open:  # whose collectives come first
-                self.first_batches.look(opened.batch)
+                self._checks.compare_batches(opened.batch)
         except CollectiveTimeout:
             raise
         except Exception:
@@ -418,7 +413,7 @@ class Step:
                 may_run_again=may_run_again,
                 checksum=self._replicas.outgoing,
             )
-            self.forward_state.look()
+            self._checks.passes_done()
         except BaseException:
             self.reset()
             raise

@@ -1,0 +1,115 @@
+"""What is looked at in the steps of one model besides its gradient: model, data, loss and state.
+
+An engine calls these methods at the same places of every step. Most of them look at the first steps
+only, where most mistakes show.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from poplar.comm import Control
+from poplar.zero.checks.first_batch import compare_batches
+from poplar.zero.checks.forward_state import ForwardStateCheck
+from poplar.zero.checks.length_watch import LengthWatch
+from poplar.zero.checks.loss_mean import FirstLossCheck
+from poplar.zero.checks.model_checks import batch_norms, reject_batch_norm
+from poplar.zero.checks.model_structure import ModelStructure
+from poplar.zero.checks.replica_check import ReplicaCheck
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.stages.strategy import Strategy
+
+
+class StepChecks:
+    """The checks of the steps of one model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        control: Control,
+        *,
+        looking: int,
+        allow_forward_state: bool,
+        reads: bool = False,
+        flats: Sequence[FlatParameter] = (),
+        strategy: Strategy | None = None,
+    ) -> None:
+        """
+        Args:
+            model: the model.
+            control: the control channel of the ranks.
+            looking: the rank that looks at the loss and at the lengths of its samples.
+            allow_forward_state: ranks may have state of their own.
+            reads: this rank has the values of all parameters.
+            flats: the parameters.
+            strategy: has their values; None: another engine has the parameters.
+        """
+        looks = control.group.rank == looking
+        self._model, self._control = model, control
+        self._batch_norms = [] if allow_forward_state else batch_norms(model)
+        self._lengths = LengthWatch(looks=looks)
+        self._compares_batches = self._is_first = True
+        self._forward_state = ForwardStateCheck(
+            model, control, allowed=allow_forward_state, flats=flats, strategy=strategy
+        )
+        replicated = strategy is not None and strategy.replicates_state
+        self.loss = FirstLossCheck(looks=looks, reads=reads)
+        self.replicas = ReplicaCheck([f for f in flats if replicated and f.trained], control)
+
+    def expect_artificial_data(self) -> None:
+        """Look at neither data, loss and state nor the mode of the model; for measurements."""
+        self._is_first = self._compares_batches = False
+        self._forward_state.skip()
+        self.loss = FirstLossCheck(looks=False)
+        self._lengths = LengthWatch(looks=False)
+
+    def check_mode(self) -> None:
+        """Raise if a BatchNorm is in training mode. Local."""
+        reject_batch_norm(self._batch_norms)
+
+    def check_structure(
+        self, structure: ModelStructure, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Check that the optimizer still trains the model as it is. Local.
+
+        Args:
+            structure: the model when the optimizer was built.
+            groups: the param groups.
+
+        Raises:
+            RuntimeError, TypeError: as `ModelStructure.check`.
+        """
+        structure.check(groups)
+        if self._is_first and not self._model.training and self._control.group.rank == 0:
+            warnings.warn(
+                "the model is in evaluation mode, so dropout is off: call model.train() before "
+                "training (from_pretrained() returns models in evaluation mode)",
+                stacklevel=5,
+            )
+        self._is_first = False
+
+    def look_at_lengths(self, batch: Any) -> None:
+        """Warn if padded lengths differ. Local."""
+        self._lengths.look(batch)
+
+    def compare_batches(self, batch: Any) -> None:
+        """Compare this rank's batch with those of the others. Collective in the first step.
+
+        Raises:
+            ValueError: on all ranks; as `first_batch.compare_batches`.
+        """
+        if self._compares_batches:
+            compare_batches(self._control, batch)
+            self._compares_batches = False  # not after an error, which a caller may handle
+
+    def passes_done(self) -> None:
+        """Compare the state that forwards have written. Collective in the first steps.
+
+        Raises:
+            ValueError: on all ranks; as `ForwardStateCheck.look`.
+        """
+        self._forward_state.look()
