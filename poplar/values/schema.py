@@ -12,12 +12,13 @@ import math
 import operator
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from functools import cache, partial
 from numbers import Real
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union
 
 from poplar.values.regular_files import read_regular
 
@@ -28,7 +29,12 @@ T = TypeVar("T")
 _Convert = Callable[[Any, str], Any]
 """Converts a value, with its path for errors, to the annotated type."""
 
-_NOUN_BY_FIELD = {"micro_batches": "plan", "devices": "profile", "runs": "recorded run"}
+_NOUN_BY_FIELD = {
+    "micro_batches": "plan",
+    "devices": "profile",
+    "runs": "recorded run",
+    "placements": "programme",
+}
 """A field that only one kind of document has."""
 
 
@@ -220,15 +226,20 @@ def _converter(annotation: Any) -> _Convert:
     if origin is Literal:
         choice = Rule(f"one of {', '.join(arguments)}", arguments.__contains__)
         return partial(_by_rules, _converter(str), (choice,))
-    if NoneType in arguments:
-        (own,) = (argument for argument in arguments if argument is not NoneType)
-        return partial(_optional, _converter(own))
+    if origin in (Union, UnionType):
+        converts = tuple(_converter(kind) for kind in arguments if kind is not NoneType)
+        convert = converts[0] if len(converts) == 1 else partial(_one_of, converts)
+        return partial(_optional, convert) if NoneType in arguments else convert
     if origin is tuple and arguments[-1] is Ellipsis:
         return partial(_items, _converter(arguments[0]))
     if origin is tuple:
         return partial(_entries, tuple(map(_converter, arguments)))
     if origin is Mapping:
-        return _mapping
+        return partial(_mapping, _converter(arguments[1]))
+    if annotation is Any:
+        return lambda value, path: value
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return partial(_member, annotation)
     return partial(_instance if dataclasses.is_dataclass(annotation) else _scalar, annotation)
 
 
@@ -268,10 +279,27 @@ def _entries(converts: tuple[_Convert, ...], value: Any, path: str) -> tuple[Any
     return tuple(convert(item, path) for convert, item in zip(converts, value, strict=True))
 
 
-def _mapping(value: Any, path: str) -> dict[Any, Any]:
+def _mapping(convert: _Convert, value: Any, path: str) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
         raise TypeError(f"{path} must be a mapping, got {value!r}")
-    return dict(value)
+    return {key: convert(item, f"{path}[{key!r}]") for key, item in value.items()}
+
+
+def _one_of(converts: tuple[_Convert, ...], value: Any, path: str) -> Any:
+    """The value as the first type that it can have."""
+    *others, last = converts
+    for convert in others:
+        with suppress(TypeError, ValueError):
+            return convert(value, path)
+    return last(value, path)
+
+
+def _member(kind: type[Enum], value: Any, path: str) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(repr(member.value) for member in kind)
+        raise ValueError(f"{path} must be one of {known}, got {_shown(value)}") from None
 
 
 def _instance(kind: Any, value: Any, path: str) -> Any:

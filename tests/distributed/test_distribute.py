@@ -256,7 +256,7 @@ def test_wrong_programmes_are_refused_on_all_ranks(ranks: Pool, tmp_path: Path) 
     cases = (
         ([programme, other], "the ranks passed different programmes to distribute()"),
         (["always", "always"], "programme='always' must be 'auto', 'never', a Programme or"),
-        ([wrong, wrong], f"{wrong} is not a programme"),
+        ([wrong, wrong], f"{wrong}: this is a plan, not a programme written by Programme.to_json"),
         ([encoder, encoder], "Programme.placements must have the graph's node"),
         ([replaced_ratios(programme)] * 2, "the programme is for 3 ranks, the group has 2"),
     )

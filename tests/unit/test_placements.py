@@ -13,7 +13,6 @@ from poplar.programmes.graph.placement import (
     REPLICATED,
     Sharded,
     cut,
-    from_json,
     local_shape,
 )
 from poplar.programmes.graph.programme import Collective, Programme
@@ -80,10 +79,13 @@ def test_shares_of_a_programme_are_parts_of_one(shares):
         )
 
 
-@pytest.mark.parametrize("content", ["whole", None, {"dim": 0}, {"dim": "0", "unit": 1}, 3])
+@pytest.mark.parametrize("content", ["whole", None, {"dim": "0", "unit": 1}, {"dim": -1}, 3])
 def test_other_json_is_no_placement(content):
-    with pytest.raises(ValueError, match=r"a placement must be|whole numbers"):
-        from_json(content)
+    programme = Programme(
+        ratios=(1,), placements={"x": PARTIAL}, parameters={}, collectives=(), inputs={}
+    )
+    with pytest.raises(ValueError, match=r"not a programme of format 1: .*placements\['x'\]"):
+        Programme.from_dict({**programme.to_dict(), "placements": {"x": content}})
 
 
 def test_no_collective_makes_partial_values():

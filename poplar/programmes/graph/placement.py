@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
-
-_KEYS = ("dim", "unit")
+from typing import TypeAlias
 
 
 class Whole(Enum):
@@ -101,19 +99,3 @@ def local_shape(
     bounds = placement.bounds(shape, ratios)
     dim, size = placement.dim, bounds[rank + 1] - bounds[rank]
     return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def from_json(content: Any) -> Placement:
-    """The placement that was written as JSON: a name, or the fields of `Sharded`.
-
-    Raises:
-        ValueError: the content is not of a placement.
-    """
-    if isinstance(content, str) and content in (REPLICATED.value, PARTIAL.value):
-        return Whole(content)
-    if isinstance(content, dict) and set(content) == set(_KEYS):
-        return Sharded(dim=content["dim"], unit=content["unit"])
-    raise ValueError(
-        f"a placement must be 'replicated', 'partial' or {{'dim': ..., 'unit': ...}}, got "
-        f"{content!r}"
-    )
