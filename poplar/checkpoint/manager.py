@@ -188,6 +188,6 @@ def _checked(step: int) -> int:
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise TypeError(f"step must be a whole number, got {step!r}")
     number = operator.index(step)
-    if number < 0:
-        raise ValueError(f"step must be at least 0, got {number}")
+    if not 0 <= number < 2**63:  # what can be loaded again
+        raise ValueError(f"step must be at least 0 and below 2**63, got {number}")
     return number
