@@ -231,4 +231,6 @@ def connect_control(group: Group, choice: str | Communicator = "auto") -> Contro
     if group.size > 1 and name != "process_group":
         with suppress(NotOneHost):
             rendezvous = Rendezvous(group, first.exchange_objects, CONTROL_SEGMENT_BYTES)
+    # Until here a rank that fails can tell the others in the first channel only.
+    first.exchange_objects(None, what="sharing memory")
     return Control(group, rendezvous, spans_hosts=spans_hosts)
