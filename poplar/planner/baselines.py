@@ -120,12 +120,13 @@ _SHORTEST_PASS = 1e-9
 """Seconds. Measured residuals can reduce a pass to 0, and speeds must stay finite."""
 
 
-def policy_shortfall(costs: StageCosts, policy: str, request: Request) -> Shortfall | None:
-    """What is missing for every plan of a policy at this stage; None: one fits.
+def policy_shortfall(costs: StageCosts, request: Request) -> Shortfall | None:
+    """What is missing for every plan of the policy at this stage; None: one fits.
 
     Raises:
         ValueError: the profile lacks what the policy needs.
     """
+    policy = request.policy
     if policy not in BASELINES:
         return memory_shortfall(costs, request)
     if policy == "flops":

@@ -21,11 +21,15 @@ _ROUNDING = 1e-12
 
 
 class Request(NamedTuple):
-    """The arguments of `search` that every stage and policy needs."""
+    """What every stage is searched for; see `search`."""
 
     global_batch: int
     max_micro_batch: int
     """Largest micro-batch that is allowed on any rank."""
+    policy: str = "exact"
+    preference: float = 0.0
+    may_recompute: bool = False
+    """Ranks may recompute units; only with policy "exact"."""
     below: float = math.inf
     """Slower plans than this many seconds need not be told apart."""
 

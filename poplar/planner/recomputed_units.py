@@ -49,18 +49,15 @@ def shortfall_with_recomputation(costs: StageCosts, request: Request) -> Shortfa
     return recomputed and min(recomputed, plain, key=lambda one: one.total_bytes)
 
 
-def fastest_plan_with_recomputation(
-    costs: StageCosts, request: Request, preference: float
-) -> Decision:
+def fastest_plan_with_recomputation(costs: StageCosts, request: Request) -> Decision:
     """The fastest plan of one stage, with recomputed units where they make it faster.
 
     There must be one: no `shortfall_with_recomputation`.
 
     Args:
         costs: without recomputation.
-        request: what the plan is for.
-        preference: a plan without recomputation is chosen if its step is slower by at most this
-            fraction.
+        request: what the plan is for. A plan without recomputation is chosen if its step is slower
+            by at most the preference.
     """
     best: Decision | None = None
     limit = math.inf
@@ -68,7 +65,7 @@ def fastest_plan_with_recomputation(
         best = fastest_plan_with_persistent_units(costs, request)
         if not _memory_may_bind(costs, request):
             return best
-        limit = _step_seconds(costs, best.plan) / (1.0 + preference)
+        limit = _step_seconds(costs, best.plan) / (1.0 + request.preference)
     bound = math.inf
     for part in (0.0, *_PARTS):
         # No plan is faster than with the memory of all recomputed units and the time of none.

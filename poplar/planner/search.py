@@ -124,20 +124,24 @@ def alternatives(
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
     if factored not in FACTORED:
         raise ValueError(f"factored must be one of {', '.join(FACTORED)}, got {factored!r}")
-    request = Request(global_batch, min(max_micro_batch or global_batch, global_batch))
+    request = Request(
+        global_batch,
+        min(max_micro_batch or global_batch, global_batch),
+        policy,
+        preference,
+        may_recompute=policy == "exact" and recompute == "auto",
+    )
     _check_passes(cluster, request)
     found: list[Plan] = []
     fastest = math.inf
     shortfalls: list[Shortfall] = []
-    may_recompute = policy == "exact" and recompute == "auto"
     for stage in _checked_stages(stages):
         costs = StageCosts(cluster, stage)
-        missing = request_shortfall(costs, policy, request, may_recompute=may_recompute)
+        missing = request_shortfall(costs, request)
         if missing is not None:
             shortfalls.append(missing)
             continue
-        wanted = request._replace(below=within * fastest)
-        decide = partial(_decide, policy, wanted, preference, may_recompute=may_recompute)
+        decide = partial(_decide, request._replace(below=within * fastest))
         plan, bound = decide(costs)
         if policy == "exact" and factored == "auto":
             plan = with_factored_layers(cluster, plan, decide, preference)
@@ -147,30 +151,19 @@ def alternatives(
         gap = None if bound is None else _optimality_gap(seconds, bound)
         found.append(describe(cluster, plan, policy, gap))
     if not found:
-        suggest = partial(
-            suggested_changes,
-            cluster,
-            request,
-            stages,
-            policy,
-            shortfalls,
-            may_recompute=may_recompute,
-        )
+        suggest = partial(suggested_changes, cluster, request, stages, shortfalls)
         raise NoPlanFits(shortfalls, suggest)
     return tuple(sorted(found, key=partial(_sort_key, preference)))
 
 
-def _decide(
-    policy: str, request: Request, preference: float, costs: StageCosts, *, may_recompute: bool
-) -> Decision:
+def _decide(request: Request, costs: StageCosts) -> Decision:
     """The plan of one stage, and a lower bound on the seconds of all its plans."""
-    if may_recompute:
-        plan, bound = fastest_plan_with_recomputation(costs, request, preference)
-    else:
-        plan, bound = POLICIES[policy](costs, request)
-    if policy == "exact":
-        limit = request.max_micro_batch
-        plan = simplified(costs.cluster, plan, preference, max_micro_batch=limit)
+    decide = fastest_plan_with_recomputation if request.may_recompute else POLICIES[request.policy]
+    plan, bound = decide(costs, request)
+    if request.policy == "exact":
+        plan = simplified(
+            costs.cluster, plan, request.preference, max_micro_batch=request.max_micro_batch
+        )
     return Decision(plan, bound)
 
 

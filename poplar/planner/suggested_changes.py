@@ -22,30 +22,23 @@ _MAX_MEBIBYTES = 2**24
 _MAX_DEVICES = 256
 
 
-def request_shortfall(
-    costs: StageCosts, policy: str, request: Request, *, may_recompute: bool
-) -> Shortfall | None:
-    """What is missing for every plan of a policy at this stage; None: one fits.
+def request_shortfall(costs: StageCosts, request: Request) -> Shortfall | None:
+    """What is missing for every plan at this stage; None: one fits.
 
     Args:
         costs: without recomputation.
-        policy: see `search`.
         request: what a plan is for.
-        may_recompute: plans may recompute units.
     """
-    if may_recompute:
+    if request.may_recompute:
         return shortfall_with_recomputation(costs, request)
-    return policy_shortfall(costs, policy, request)
+    return policy_shortfall(costs, request)
 
 
 def suggested_changes(
     cluster: ClusterProfile,
     request: Request,
     stages: Sequence[int],
-    policy: str,
     shortfalls: Sequence[Shortfall],
-    *,
-    may_recompute: bool = True,
 ) -> tuple[str, ...]:
     """The smallest changes that make a plan fit, each on its own.
 
@@ -53,37 +46,36 @@ def suggested_changes(
         cluster: where `search` found no plan.
         request: what the plan was searched for.
         stages: see `search`.
-        policy: see `search`.
         shortfalls: what is missing at each stage.
-        may_recompute: ranks may recompute units already.
     """
     groups = device_groups(cluster)
     measured, cluster = cluster, with_equal_devices(cluster, groups)
     all_ranks = DeviceGroup("", tuple(range(cluster.world_size)))
 
-    def fitting_stage(changed: ClusterProfile, stages: Iterable[int], policy: str) -> int | None:
+    def fitting_stage(
+        changed: ClusterProfile, stages: Iterable[int], wanted: Request = request
+    ) -> int | None:
         """The highest of the stages at which a plan fits."""
         for stage in sorted(stages, reverse=True):
-            costs = StageCosts(changed, stage)
-            if request_shortfall(costs, policy, request, may_recompute=may_recompute) is None:
+            if request_shortfall(StageCosts(changed, stage), wanted) is None:
                 return stage
         return None
 
     def suggestion(changed: Changed) -> str:
         """The change and the stage at which a plan fits after it; empty if none fits."""
-        stage = fitting_stage(changed.cluster, stages, policy)
+        stage = fitting_stage(changed.cluster, stages)
         change = f"{changed.change.subject} {changed.change.amount}"
         return "" if stage is None else f"{change} at stage {stage}"
 
     highest = max(stages)
     others = (*range(highest + 1, len(STRATEGIES)), *range(highest - 1, -1, -1))
-    fitting = (stage for stage in others if fitting_stage(cluster, [stage], policy) is not None)
+    fitting = (stage for stage in others if fitting_stage(cluster, [stage]) is not None)
     found = [f"stage {stage}" for stage in fitting][:1]
-    stage = fitting_stage(cluster, stages, "exact")
+    stage = fitting_stage(cluster, stages, request._replace(policy="exact"))
     if stage is not None:
         found.append(f"policy exact at stage {stage}")
     lacking = {tuple(one.bytes_by_rank) for one in shortfalls}
-    if policy == "exact" and not may_recompute:
+    if request.policy == "exact" and not request.may_recompute:
         recomputing = (
             what_if.recomputing(cluster, ranks)
             for ranks in [*sorted(lacking, key=len), all_ranks.ranks]
