@@ -28,6 +28,7 @@ from poplar.comm.group import Group
 from poplar.comm.hierarchy.routes import Route
 from poplar.comm.hierarchy.within_host import ProcessGroupOfHost, SharedHostMemory, WithinHost, join
 from poplar.comm.host_memory.rendezvous import Rendezvous
+from poplar.comm.host_memory.segment_pool import caches_memory
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import all_to_all
 from poplar.comm.shard_layout import Layout
@@ -84,10 +85,12 @@ class HierarchicalCommunicator(Communicator):
         self._within.comm.wait_for_readers(data)
 
     def cached_bytes(self) -> CachedBytes:
-        return self._within.comm.cached_bytes()
+        between = CachedBytes(private=self._between.buffers.idle_bytes())
+        return self._within.comm.cached_bytes().plus(between)
 
     def trim(self) -> None:
         self._within.comm.trim()
+        self._between.buffers.trim(caches_memory())
 
     def reduce(self, reduction: Reduction) -> Work:
         bucket, out = reduction.bucket, reduction.out
@@ -126,9 +129,10 @@ class HierarchicalCommunicator(Communicator):
             return StepsWork()
         route = self._route(reduction.bucket.layout)
         # Allocate before sending: if memory runs out, the collective can be issued again.
+        on_host, buffers = self.group.is_on_host(data.device), self._between.buffers
         total, received = (
-            data.new_empty(own + sum(route.relayed)),
-            data.new_empty(sum(route.relays)),
+            buffers.take(size, data.dtype, data.device) if on_host else data.new_empty(size)
+            for size in (own + sum(route.relayed), sum(route.relays))
         )
         parts = [[received[slice(*bounds)] for bounds in of_host] for of_host in route.by_host]
         sums = [part[0] if len(part) == 1 else data.new_empty(own if part else 0) for part in parts]
@@ -140,6 +144,8 @@ class HierarchicalCommunicator(Communicator):
                 if host != own_host and len(part) > 1:
                     torch.cat(part, out=sums[host])
             reduction.add(sums)
+            for buffer in (total, received) if on_host else ():
+                buffers.put_back(buffer)
 
         def exchange(position: int, receives: bool = True, sends: bool = True) -> Work:
             none, what = [0] * self.group.size, reduction.what
