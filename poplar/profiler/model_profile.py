@@ -11,7 +11,7 @@ from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.values.profile import LinearLayer, ModelProfile
 from poplar.zero import setup
 from poplar.zero.factors.layers import factorable_layers
-from poplar.zero.unit import Member, Unit, build_units
+from poplar.zero.unit import Unit
 
 
 def model_profile(session: Session, state_bytes: float) -> ModelProfile:
@@ -88,25 +88,9 @@ def trained_units(session: Session) -> list[TrainedUnit]:
 
 
 def all_units(session: Session, *, shards_parameters: bool = True) -> list[Unit]:
-    """The units of the engine. Frozen parameters are members only if they are sharded."""
-    request = session.setup
-    members = []
-    for name, parameter in request.model.named_parameters():
-        group = request.group_of.get(id(parameter), -1)
-        dtype = parameter.dtype
-        if session.cast_to is not None and parameter.is_floating_point():
-            dtype = session.cast_to
-        if shards_parameters or group >= 0:
-            members.append(Member(name, parameter, group, group >= 0, dtype))
-    merge = setup.merge_policy(request, shards_parameters=shards_parameters)
-    numel = sum(member.parameter.numel() for member in members)
-    return build_units(
-        request.model,
-        members,
-        request.unit_names,
-        merge=merge,
-        max_flat_bytes=session.control.max_flat_bytes(session.device, numel),
-    )
+    """The units of the engine."""
+    given = session.setup, session.control, session.cast_to
+    return setup.units_of(*given, shards_parameters=shards_parameters)
 
 
 def _trained_units(session: Session, *, shards_parameters: bool) -> list[Unit]:

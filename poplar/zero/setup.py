@@ -17,7 +17,7 @@ from torch import nn
 from poplar.comm import Communicator, Control
 from poplar.values.errors import agreed
 from poplar.values.plan import Plan
-from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.checks import model_checks
 from poplar.zero.engine import Engine
 from poplar.zero.factors.layers import factored_layers
@@ -318,7 +318,10 @@ def build_engine(
     """
     strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
     with request.values.real_tensors(request.device):
-        units = _build_units(request, strategy, control, compute_dtype)
+        sharded = strategy.shards_parameters
+        units = units_of(request, control, compute_dtype, shards_parameters=sharded)
+        check = partial(check_unit_names, request.plan, units, request.unit_names)
+        run_on_all_ranks(control, check, doing=BUILDING)
         shares, own_shares = _shares(request.plan, comm)
 
         def allocate(flat: FlatParameter) -> None:
@@ -349,11 +352,17 @@ def build_engine(
     return engine, update
 
 
-def _build_units(
-    request: Request, strategy: Strategy, control: Control, compute_dtype: torch.dtype | None
+def units_of(
+    request: Request,
+    control: Control,
+    compute_dtype: torch.dtype | None,
+    *,
+    shards_parameters: bool,
 ) -> list[Unit]:
-    """Assign the parameters to units, whose flat parameters have no values yet. Collective."""
-    plan = request.plan
+    """The units of an engine, whose flat parameters have no values yet.
+
+    Frozen parameters are members only where parameters are sharded.
+    """
     factored = {
         id(layer.weight): partial(FactoredParameter, layer=layer, control=control)
         for layer in request.factored.values()
@@ -361,23 +370,23 @@ def _build_units(
     members = []
     for name, parameter in request.model.named_parameters():
         trained = id(parameter) in request.group_of
-        if trained or strategy.shards_parameters:
+        if trained or shards_parameters:
             group = request.group_of.get(id(parameter), -1)
             dtype = _computing_dtype(parameter, compute_dtype)
             kind = factored.get(id(parameter))
             is_local = name in request.local
             members.append(Member(name, parameter, group, trained, dtype, kind, is_local))
-    merge = merge_policy(request, shards_parameters=strategy.shards_parameters)
+    merge: Merge = "blocks" if shards_parameters else "all"
+    if shares_by_unit(request.plan) or (shards_parameters and request.units_are_named):
+        merge = "none"
     numel = sum(member.numel for member in members)
-    units = build_units(
+    return build_units(
         request.model,
         members,
         request.unit_names,
-        merge="none" if shares_by_unit(plan) else merge,
+        merge=merge,
         max_flat_bytes=control.max_flat_bytes(request.device, numel),
     )
-    _check_unit_names(control, plan, units, request.unit_names)
-    return units
 
 
 def _shares(
@@ -392,13 +401,6 @@ def _computing_dtype(parameter: nn.Parameter, compute_dtype: torch.dtype | None)
     if compute_dtype is None or not parameter.is_floating_point():
         return parameter.dtype
     return compute_dtype
-
-
-def merge_policy(request: Request, *, shards_parameters: bool) -> Merge:
-    """Which small units are merged."""
-    if not shards_parameters:
-        return "all"
-    return "none" if request.units_are_named else "blocks"
 
 
 def _broadcast_unmanaged(
@@ -423,17 +425,6 @@ def _broadcast_unmanaged(
                 tensor.copy_(whole)
     for _, parameter in rest:
         parameter.data = parameter.data.to(_computing_dtype(parameter, compute_dtype))
-
-
-def _check_unit_names(
-    control: Control, plan: Plan | None, units: Sequence[Unit], blocks: Sequence[str]
-) -> None:
-    error: Exception | None = None
-    try:
-        check_unit_names(plan, units, blocks)
-    except ValueError as caught:
-        error = caught
-    raise_on_any_error(control, error, doing=BUILDING)
 
 
 def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:
