@@ -60,7 +60,6 @@ from poplar.zero.micro_batches import (
     Weight,
     open_joint_pass,
 )
-from poplar.zero.model_hook import ModelHook
 from poplar.zero.setup import (
     BUILDING,
     STRATEGY_CLASSES,
@@ -275,8 +274,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self.collective_calls = CollectiveCalls(self._group, self._step.stop)
             given = model.parameters() if params is None else _all_parameters(self.param_groups)
             self._structure = ModelStructure(model, self.param_groups, set(map(id, given)))
-            hook = ModelHook(model_checks.reject_forward_in_ddp)
-            self._engine.add_changes([model.register_forward_pre_hook(hook)])
             self._engine.add_changes(ModelState(self._engine, self._update).register())
             self._unregister = model_checks.register_owner(
                 list(model.named_parameters()), self, self._engine.changes

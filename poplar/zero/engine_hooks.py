@@ -21,15 +21,33 @@ from poplar.data import pytree
 from poplar.values.errors import CollectiveTimeout
 from poplar.values.plan import Plan
 from poplar.zero.absent_parameter import direct_access
-from poplar.zero.checks.recorded_calls import reject_forward_in_replay
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.model_hook import EngineHook, Removable
+from poplar.zero.model_hook import EngineHook, ModelHook, Removable
 from poplar.zero.passes.collective_pass import Mode, PassSettings
 from poplar.zero.steps.step_state import Phase
 from poplar.zero.unit import Unit
 
 if TYPE_CHECKING:
     from poplar.zero.engine import Engine
+
+
+_refusals: list[Exception] = []
+
+
+@contextmanager
+def forwards_refused(error: Exception) -> Iterator[None]:
+    """A context in which a forward that needs the other ranks raises."""
+    _refusals.append(error)
+    try:
+        yield
+    finally:
+        _refusals.pop()
+
+
+def raise_if_refused() -> None:
+    """Raise the error of `forwards_refused`."""
+    if _refusals:
+        raise _refusals[-1]
 
 
 class EngineHooks:
@@ -95,6 +113,7 @@ class EngineHooks:
         for module in self._modules_with_units():
             yield module.register_forward_pre_hook(entry, prepend=True)
             yield module.register_forward_hook(leave, always_call=True)
+        yield self._engine.model.register_forward_pre_hook(ModelHook(_reject_forward_in_ddp))
 
     def _modules_with_units(self) -> Iterator[nn.Module]:
         """The modules of units, and those that contain them."""
@@ -141,7 +160,7 @@ class EngineHooks:
         def enter(module: nn.Module, _inputs: Any) -> None:
             if unit in self._values or id(module) not in self._modules:
                 return  # already unsharded, or a copy of the model, which has its own parameters
-            reject_forward_in_replay()
+            raise_if_refused()
             if self._values.has_unsharded:
                 raise RuntimeError(
                     f"rank {self._rank}: a forward needs unit {unit.name!r}, which is "
@@ -300,6 +319,28 @@ class EngineHooks:
         self._engine.end_pass()
         if self._requires_gradient_sync:
             self._engine.finish_gradients()
+
+
+def _reject_forward_in_ddp(model: nn.Module, _inputs: Any) -> None:
+    """Forward pre-hook: reject DDP that was wrapped around the model afterwards.
+
+    Raises:
+        TypeError: the forward is one of a DDP module that contains the model.
+    """
+    wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+    if wrapper is not None and torch.is_grad_enabled():
+        _reject_forward_in(wrapper, model)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, but only inside of DDP
+def _reject_forward_in(wrapper: nn.Module, model: nn.Module) -> None:
+    if any(module is model for module in wrapper.modules()):
+        raise TypeError(
+            "the model was wrapped in DistributedDataParallel after its HeteroZeroOptimizer was "
+            "built; DDP averages gradients with equal weights a second time. Do not wrap or "
+            "prepare the model (Accelerate, Lightning's strategy='ddp'): the optimizer replaces "
+            "the wrapper"
+        )
 
 
 def _in_backward() -> bool:

@@ -41,28 +41,6 @@ def reject_wrapped(model: nn.Module) -> None:
             )
 
 
-def reject_forward_in_ddp(model: nn.Module, _inputs: Any) -> None:
-    """Forward pre-hook: reject DDP that was wrapped around the model afterwards.
-
-    Raises:
-        TypeError: the forward is one of a DDP module that contains the model.
-    """
-    wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
-    if wrapper is not None and torch.is_grad_enabled():
-        _reject_forward_in(wrapper, model)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, but only inside of DDP
-def _reject_forward_in(wrapper: nn.Module, model: nn.Module) -> None:
-    if any(module is model for module in wrapper.modules()):
-        raise TypeError(
-            "the model was wrapped in DistributedDataParallel after its HeteroZeroOptimizer was "
-            "built; DDP averages gradients with equal weights a second time. Do not wrap or "
-            "prepare the model (Accelerate, Lightning's strategy='ddp'): the optimizer replaces "
-            "the wrapper"
-        )
-
-
 def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """BatchNorm modules with their names."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]

@@ -19,17 +19,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from poplar.data import pytree
+from poplar.zero.engine_hooks import forwards_refused
 
 _HALF = (torch.float16, torch.bfloat16)
 _PROBED = 4096
 """Elements of a row of a gradient that are compared, at least a half of them."""
-_replaying = False
-
-
-def reject_forward_in_replay() -> None:
-    """Raise if a loss is replayed: a model whose parameters are sharded needs the other ranks."""
-    if _replaying:
-        raise OtherCallsError("another model with sharded parameters takes part in the loss")
 
 
 class OtherCallsError(Exception):
@@ -242,15 +236,11 @@ def join_batches(one: Any, two: Any) -> Any:
 
 @contextmanager
 def _replay_by(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    global _replaying
-    _replaying = True
-    try:
-        eager = torch.compiler.set_stance("force_eager")  # else other sizes would be compiled
-        alone = _NoCollectives()  # type: ignore[no-untyped-call]
-        with _calls_by(model, call), eager, alone, torch.enable_grad():
-            yield
-    finally:
-        _replaying = False
+    eager = torch.compiler.set_stance("force_eager")  # else other sizes would be compiled
+    alone = _NoCollectives()  # type: ignore[no-untyped-call]
+    other = OtherCallsError("another model with sharded parameters takes part in the loss")
+    with _calls_by(model, call), forwards_refused(other), eager, alone, torch.enable_grad():
+        yield
 
 
 @contextmanager
