@@ -1,20 +1,21 @@
-"""The fastest programme of a graph, by dynamic programming over its nodes in order.
+"""The fastest programme of a graph, by A*: one node after another, in the graph's order.
 
 A state says where the tensors are that later nodes read. A parameter is placed by the first node
-that reads it. States that cannot become faster than data parallelism, by the fastest strategy of
-each node that is left without any collective, are left out, and so are those with the placements of
-a state that is not slower and has more copies. `tests/unit/test_synthesis` compares the result with
-exhaustive search.
+that reads it. The bound of what is left is the fastest strategy of each node without any
+collective, so the first programme that is completed is the fastest one; `tests/unit/test_synthesis`
+compares it with exhaustive search. States that are slower than data parallelism are left out, and
+those with the placements of a state that is not slower and has more copies.
 
-With a width, only so many states are continued after each node, the fastest ones.
+With a width, of the states with the same number of placed nodes only the first ones are continued.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import count
 from typing import NamedTuple
 
 from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, Node
@@ -103,6 +104,8 @@ class _Visit(NamedTuple):
     """A state with the way to it."""
 
     seconds: float
+    placed: int
+    """Number of nodes that are placed."""
     state: State
     before: _Visit | None
     strategy: Strategy | None
@@ -116,7 +119,7 @@ class FoundProgramme:
     seconds: float
     """Seconds by the costs of the search."""
     states: int
-    """Number of states that the search continued."""
+    """Number of states that the search visited."""
     is_complete: bool = True
     """Whether no state was left out because of the width."""
 
@@ -132,17 +135,22 @@ def fastest_in(
     Args:
         space: the strategies to choose from.
         costs: of the ranks, with the ratios of the programme.
-        width: number of states to continue after each node; None: all.
+        width: of the states with the same number of placed nodes to continue, those of the lowest
+            bounds; None: all.
 
     Returns:
         None if no programme of the space is as fast as data parallelism, or a width leaves it out.
     """
-    return _Search(space, costs).run(width)
+    search = _Search(space, costs, width)
+    found = search.run(PARTIAL)
+    if found is None and search.known[0] is REPLICATED:
+        found = search.run(REPLICATED)
+    return found
 
 
 class _Search:
-    def __init__(self, space: SearchSpace, costs: ClusterCosts) -> None:
-        self.space, self.costs = space, costs
+    def __init__(self, space: SearchSpace, costs: ClusterCosts, width: int | None) -> None:
+        self.space, self.costs, self.width = space, costs, width
         self.graph, self.nodes = space.graph, space.nodes
         self.states: dict[tuple[Placement, frozenset[Placement]], TensorState] = {}
         self.moves: dict[tuple[str, Placement, Placement], float] = {}
@@ -151,6 +159,9 @@ class _Search:
         for index in reversed(range(len(self.nodes))):
             fastest = min(choice.seconds for choice in self.steps[index].choices)
             self.bounds[index] = self.bounds[index + 1] + fastest
+        known = data_parallel(self.graph, costs.ratios)
+        seconds = costs.programme_seconds(StepTerms.of(self.graph, known))
+        self.known = known.placements[self.graph.output], seconds
 
     def state(
         self, placement: Placement, copies: frozenset[Placement] = frozenset()
@@ -229,30 +240,39 @@ class _Search:
                 (*placed, self.state(strategy.output)),
             )
 
-    def run(self, width: int | None) -> FoundProgramme | None:
-        """The fastest programme, as `fastest_in` describes it."""
-        known = data_parallel(self.graph, self.costs.ratios)
-        is_partial = known.placements[self.graph.output] is PARTIAL
-        seconds = self.costs.programme_seconds(StepTerms.of(self.graph, known))
-        known_seconds = seconds * (1.0 + _ROUNDING)
-        slowest = known_seconds if is_partial else math.inf
-        layer = [_Visit(0.0, tuple(map(self.state, self.space.batch.values())), None, None)]
-        states, is_complete = 0, True
-        for step, remaining in zip(self.steps, self.bounds[1:], strict=True):
-            following = [after for visit in layer for after in self._following(step, visit)]
-            possible = (after for after in following if after.seconds + remaining <= slowest)
-            layer = _not_dominated(sorted(possible, key=attrgetter("seconds")))
-            is_complete &= width is None or len(layer) <= width
-            layer = layer[:width]
-            states += len(layer)
-        for loss, most in ((PARTIAL, slowest), (REPLICATED, 0.0 if is_partial else known_seconds)):
-            for visit in layer:
-                if visit.state[0].placement is loss and visit.seconds <= most:
+    def run(self, loss: Placement) -> FoundProgramme | None:
+        """The fastest programme with such a loss; None if there is none."""
+        start = tuple(map(self.state, self.space.batch.values()))
+        order = count()
+        slowest = self.known[1] * (1.0 + _ROUNDING) if self.known[0] == loss else math.inf
+        queue = [(self.bounds[0], next(order), _Visit(0.0, 0, start, None, None))]
+        visited: list[dict[State, list[State]]] = [{} for _ in range(len(self.nodes) + 1)]
+        continued = [0] * (len(self.nodes) + 1)
+        is_complete, states = True, 0
+        while queue:
+            _, _, visit = heapq.heappop(queue)
+            if self.width is not None and continued[visit.placed] >= self.width:
+                is_complete = False
+                continue
+            if _is_dominated(visit.state, visited[visit.placed]):
+                continue
+            continued[visit.placed] += 1
+            states += 1
+            if visit.placed == len(self.nodes):
+                if visit.state[0].placement == loss:
                     return self._found(visit, states, is_complete=is_complete)
+                continue
+            remaining = self.bounds[visit.placed + 1]
+            for following in self._following(visit):
+                bound = following.seconds + remaining
+                if bound <= slowest:
+                    # Of equal bounds, the one that has placed most nodes.
+                    heapq.heappush(queue, (bound, -next(order), following))
         return None
 
-    def _following(self, step: _Step, visit: _Visit) -> Sequence[_Visit]:
-        """The states after a node, one for each of its strategies that is possible."""
+    def _following(self, visit: _Visit) -> Sequence[_Visit]:
+        """The states after the next node, one for each of its strategies that is possible."""
+        step = self.steps[visit.placed]
         kept = step.kept
         found: list[_Visit] = []
         unmoved: list[_Visit] = []
@@ -265,7 +285,7 @@ class _Search:
                 continue
             after = tuple([tensors[slot] for slot in kept])
             total = visit.seconds + choice.seconds + seconds
-            found.append(_Visit(total, after, visit, choice.strategy))
+            found.append(_Visit(total, visit.placed + 1, after, visit, choice.strategy))
             if not seconds:
                 unmoved.append(found[-1])
         return unmoved if step.follows and unmoved else found
@@ -284,13 +304,12 @@ class _Search:
         return self.moves[key]
 
     def _found(self, visit: _Visit, states: int, *, is_complete: bool) -> FoundProgramme:
-        strategies: list[Strategy] = []
+        strategies: dict[str, Strategy] = {}
         step: _Visit | None = visit
         while step is not None and step.strategy is not None:
-            strategies.append(step.strategy)
+            strategies[self.nodes[step.placed - 1].name] = step.strategy
             step = step.before
-        names = (node.name for node in self.nodes)
-        chosen = dict(zip(names, reversed(strategies), strict=True))
+        chosen = dict(reversed(strategies.items()))
         leaves = _leaves(self.graph, chosen)
         return FoundProgramme(
             programme=composed(self.graph, self.costs.ratios, leaves, chosen),
@@ -300,24 +319,17 @@ class _Search:
         )
 
 
-def _not_dominated(visits: Iterable[_Visit]) -> list[_Visit]:
-    """States but those with the placements of a faster one that has at least their copies.
+def _is_dominated(state: State, known: dict[State, list[State]]) -> bool:
+    """Whether a state with these placements and at least these copies is known; else enter it.
 
-    Args:
-        visits: the fastest ones first.
+    States come in the order of their seconds.
     """
-    kept: list[_Visit] = []
-    known: dict[State, list[State]] = {}
-    for visit in visits:
-        state = visit.state
-        same = known.setdefault(tuple([tensor.without_copies for tensor in state]), [])
-        for other in same:
-            if all(own.copies <= more.copies for own, more in zip(state, other, strict=True)):
-                break
-        else:
-            same.append(state)
-            kept.append(visit)
-    return kept
+    same = known.setdefault(tuple([tensor.without_copies for tensor in state]), [])
+    for other in same:
+        if all(own.copies <= more.copies for own, more in zip(state, other, strict=True)):
+            return True
+    same.append(state)
+    return False
 
 
 def _leaves(graph: Graph, chosen: Mapping[str, Strategy]) -> dict[str, Placement]:
