@@ -240,6 +240,9 @@ def _converter(annotation: Any) -> _Convert:
         return lambda value, path: value
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return partial(_member, annotation)
+    if isinstance(annotation, type) and issubclass(annotation, tuple):
+        hints = typing.get_type_hints(annotation, include_extras=True)
+        return partial(_named_tuple, annotation, tuple(map(_converter, hints.values())))
     return partial(_instance if dataclasses.is_dataclass(annotation) else _scalar, annotation)
 
 
@@ -277,6 +280,10 @@ def _entries(converts: tuple[_Convert, ...], value: Any, path: str) -> tuple[Any
     if not isinstance(value, (tuple, list)) or len(value) != len(converts):
         raise TypeError(f"{path} must have {len(converts)} entries, got {value!r}")
     return tuple(convert(item, path) for convert, item in zip(converts, value, strict=True))
+
+
+def _named_tuple(kind: Any, converts: tuple[_Convert, ...], value: Any, path: str) -> Any:
+    return kind(*_entries(converts, value, path))
 
 
 def _mapping(convert: _Convert, value: Any, path: str) -> dict[Any, Any]:
