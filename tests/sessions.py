@@ -10,6 +10,7 @@ import ranks as harness
 from models import ModelSpec
 
 import poplar
+from poplar.comm import Group
 from poplar.profiler.job import Job
 from poplar.profiler.session import Session
 
@@ -31,4 +32,4 @@ def session_on_meta(
         process_group=harness.group(),
         timeout=timeout,
     )
-    return Session(job)
+    return Session(job, Group.of(job.process_group, job.timeout))

@@ -15,6 +15,7 @@ from rows import Row
 
 from peaks.subjects import SUBJECTS, Subject
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.comm import Group
 from poplar.planner.prediction import memory_needed
 from poplar.profiler.job import Job
 from poplar.profiler.model_profile import model_profile, trained_units
@@ -106,7 +107,7 @@ def _profile(context: WorkerContext, name: str, batches: Sequence[int]) -> Clust
         seconds=1.0,
         compute_dtype=torch.float32,
     )
-    session = Session(job)
+    session = Session(job, Group.of(job.process_group, job.timeout))
     if context.rank:
         return None
     with session.as_in_training():

@@ -39,6 +39,7 @@ from statistics import fmean
 
 import torch
 
+from poplar.comm import Group
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.collectives import measure_network
 from poplar.profiler.job import Job
@@ -67,8 +68,8 @@ STEPS = 0.4
 class Profiler:
     """The instruments on one job; all methods are collective."""
 
-    def __init__(self, job: Job) -> None:
-        self.session = Session(job)
+    def __init__(self, job: Job, group: Group) -> None:
+        self.session = Session(job, group)
         self._budgets = self._read_budgets()
         self.session.limit_passes(pass_memory(self.session, self._budgets))
         self._noise = 1.0

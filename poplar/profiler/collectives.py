@@ -26,6 +26,7 @@ from poplar.profiler.links import find_hosts, measure_links, tournament
 from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
+from poplar.values.errors import agreed
 from poplar.values.formatting import format_bytes
 from poplar.values.profile import LinkProfile, NetworkProfile
 
@@ -215,9 +216,11 @@ def _largest_buffer(session: Session, wanted: int) -> int:
 
     while not session.fits_on_all_ranks(allocate, "allocating buffers for the collectives"):
         if largest <= FEWEST_ELEMENTS_AT_ONCE:
-            raise torch.OutOfMemoryError(
-                f"a rank has no {format_bytes(largest * bytes_each)} for timing the collectives; "
-                "free memory on it, or give it more"
+            raise agreed(
+                torch.OutOfMemoryError(
+                    f"a rank has no {format_bytes(largest * bytes_each)} for timing the "
+                    "collectives; free memory on it, or give it more"
+                )
             )
         largest = max(FEWEST_ELEMENTS_AT_ONCE, largest // 2)
     return largest - largest % ALIGNMENT

@@ -26,7 +26,7 @@ from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS, SHORTEST_SECONDS
 from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
-from poplar.values.errors import CollectiveTimeout
+from poplar.values.errors import CollectiveTimeout, equal_on_all_ranks
 from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.zero.agreement import leader_of
 from poplar.zero.engine import Engine
@@ -97,7 +97,8 @@ def sharded_passes(session: Session) -> Iterator[EnginePasses]:
         ValueError: the ranks together cannot hold the parameters; the same on all ranks.
     """
     memory, size = session.memory, session.group.size
-    memory.check_sharded()
+    with equal_on_all_ranks():
+        memory.check_sharded()
     plan = Plan(
         stage=FIRST_STAGE_SHARDING_PARAMETERS,
         global_batch=size,

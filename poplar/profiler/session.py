@@ -20,6 +20,7 @@ from poplar.profiler.memory_budget import PassMemory
 from poplar.profiler.passes import Passes
 from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.system.out_of_memory import is_out_of_memory
+from poplar.values.errors import agreed, equal_on_all_ranks
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.preserved_state import (
@@ -38,7 +39,7 @@ T = TypeVar("T")
 class Session:
     """What every instrument of the profiler needs."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, group: Group) -> None:
         """Check the job on all ranks and compare. Collective.
 
         Raises:
@@ -46,7 +47,7 @@ class Session:
             RankFailed: an argument of another rank is wrong.
         """
         self.job = job
-        self.group = group = Group.of(job.process_group, job.timeout)
+        self.group = group
         self.control = connect_control(group)
         self.graphs = HookedGraphs()
         self._copies: list[Tensor] | None = None
@@ -84,7 +85,8 @@ class Session:
         self.compute_dtype = self.cast_to or next(trained)
         by_rank = self.exchange(own)
         devices, given = self.exchange(str(self.device)), self.exchange(job.memory_limit)
-        limits = memory_limit.by_rank(given, devices)
+        with equal_on_all_ranks():
+            limits = memory_limit.by_rank(given, devices)
         self.memory_limit = limits[group.rank]
         """Bytes that this rank may use; None: what is free."""
         for entries, limit in zip(by_rank, limits, strict=True):
@@ -188,7 +190,7 @@ class Session:
                 answer = error
         answer = self.control.exchange_objects(answer, what=doing)[0]
         if isinstance(answer, Exception):
-            raise answer
+            raise agreed(answer)
         return cast("T", answer)
 
     def exchange(self, value: T) -> list[T]:

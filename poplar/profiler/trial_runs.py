@@ -24,7 +24,7 @@ from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_cached_memory, free_failed_pass, is_out_of_memory
 from poplar.system.trace import Span
-from poplar.values.errors import CollectiveTimeout, PoplarError
+from poplar.values.errors import CollectiveTimeout, PoplarError, agreed
 from poplar.values.formatting import format_ranks
 from poplar.values.observation import Observation
 from poplar.values.plan import Plan
@@ -84,7 +84,7 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
         gc.collect()  # the engine is a reference cycle
         free_cached_memory(session.device)
         session.on_all_ranks(lambda: put_back_on_meta(session), "a trial out of memory")
-        raise OutOfMemoryInTrial(plan, [rank for rank, lacks in enumerate(short) if lacks])
+        raise agreed(OutOfMemoryInTrial(plan, [rank for rank, own in enumerate(short) if own]))
     if error is not None:
         raise error
     return _observation(plan, session.exchange(own))

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from poplar.comm import Group
 from poplar.planner.calibration import refine
 from poplar.planner.prediction import describe, fits, predict
 from poplar.planner.search import FACTORED, POLICIES, RECOMPUTE, Factored, Recompute, alternatives
@@ -29,10 +30,12 @@ from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.session import Session
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning.profile_cluster import CachedProfile
+from poplar.values.errors import agreed, equal_on_all_ranks
 from poplar.values.observation import Observation, Trials
 from poplar.values.plan import Plan
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
 from poplar.zero.checks.loss_mean import wrong_weight
+from poplar.zero.collective_calls import new_group
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
 
@@ -206,17 +209,23 @@ def tune(
     Args and errors are those of `autotune`.
     """
     stages = Job.stages if stage == "auto" else (stage,)
-    job = TuningJob.of(
-        model, loss_fn, example_batch, global_batch=global_batch, stages=stages, **options
-    )
-    return tune_job(job)
+    with new_group(options.get("process_group"), options.get("timeout"), "autotune()") as group:
+        job = TuningJob.of(
+            model, loss_fn, example_batch, global_batch=global_batch, stages=stages, **options
+        )
+        return tune_job(job, group)
 
 
-def tune_job(job: TuningJob) -> Tuned:
-    """The plan of a job, with the profile and the trial runs behind it. Collective."""
+def tune_job(job: TuningJob, group: Group) -> Tuned:
+    """The plan of a job, with the profile and the trial runs behind it. Collective.
+
+    Args:
+        job: on this rank.
+        group: of this call alone.
+    """
     if job.max_batch is None:
         job = replace(job, max_batch=_next_power_of_two(job.global_batch))
-    return Tuner(CachedProfile(Profiler(job)), job).tune()
+    return Tuner(CachedProfile(Profiler(job, group)), job).tune()
 
 
 def _warn_of_wrong_weight(session: Session) -> None:
@@ -240,7 +249,7 @@ class Tuner:
         """The best plan on the given profile, or on one from the cache or measured now."""
         job, given = self.job, self.job.profile
         ends = time.perf_counter() + job.seconds
-        profile = self.cached.profile() if given is None else self._checked_profile(given)
+        profile = self.cached.profile() if given is None else self._limited_profile(given)
         # Compilation may have taken longer than the whole budget.
         ends = max(ends, time.perf_counter() + (1.0 - PROFILE_PART) * job.seconds)
         if job.weighs_samples:
@@ -338,9 +347,11 @@ class Tuner:
             if len(running) == 1 and trials.turns(running[0]) >= LEAST_TURNS:
                 break
         if not trials.turns(running[0]):
-            raise torch.OutOfMemoryError(
-                f"all plans that ran needed more memory than predicted, the last one {running[0]}; "
-                "pass a smaller memory_limit"
+            raise agreed(
+                torch.OutOfMemoryError(
+                    "all plans that ran needed more memory than predicted, the last one "
+                    f"{running[0]}; pass a smaller memory_limit"
+                )
             )
         best, observations = trials.ranking(running)[0], trials.observations()
         profile = self._refined(profile, observations)
@@ -399,12 +410,23 @@ class Tuner:
         """Seconds until then by the clock of rank 0."""
         return self.session.from_first_rank(ends - time.perf_counter())
 
-    def _checked_profile(self, given: ClusterProfile) -> ClusterProfile:
+    def _limited_profile(self, given: ClusterProfile) -> ClusterProfile:
         """A given profile, cut to `max_batch` and `memory_limit` of each rank.
 
         Raises:
             ValueError: it is of another job; the same on every rank.
         """
+        with equal_on_all_ranks():
+            self._check_profile(given)
+        limits = self.session.exchange((self.job.max_batch, self.session.memory_limit))
+        cut = (
+            _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
+        )
+        given = replace(given, devices=tuple(cut))
+        self.profiler.use(given)
+        return given
+
+    def _check_profile(self, given: ClusterProfile) -> None:
         size = self.session.group.size
         if given.world_size != size:
             raise ValueError(
@@ -419,19 +441,11 @@ class Tuner:
                     f"{given.identity[key]!r}, here {own.get(key)!r}; measure again with "
                     "profile_cluster()"
                 )
-        job = self.job
-        if job.lengths is not None and "length_distribution" not in given.identity:
+        if self.job.lengths is not None and "length_distribution" not in given.identity:
             raise ValueError(
                 "the profile was measured without lengths=; measure again with "
                 "profile_cluster(lengths=...), or leave out lengths"
             )
-        limits = self.session.exchange((job.max_batch, self.session.memory_limit))
-        cut = (
-            _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
-        )
-        given = replace(given, devices=tuple(cut))
-        self.profiler.use(given)
-        return given
 
 
 def _references(

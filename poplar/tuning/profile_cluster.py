@@ -21,6 +21,7 @@ from poplar.profiler.job import Job
 from poplar.profiler.progress import Report, show_progress
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
+from poplar.zero.collective_calls import new_group
 from poplar.zero.micro_batch_loss import LossFunction
 
 
@@ -75,8 +76,10 @@ def profile_cluster(
         CollectiveTimeout: a rank did not answer in time. Compiling one batch size may take long:
             pass a larger `timeout`.
     """
-    profiler = Profiler(Job.of(model, loss_fn, example_batch, **options))
-    return CachedProfile(profiler).profile()
+    process_group, timeout = options.get("process_group"), options.get("timeout")
+    with new_group(process_group, timeout, "profile_cluster()") as group:
+        job = Job.of(model, loss_fn, example_batch, **options)
+        return CachedProfile(Profiler(job, group)).profile()
 
 
 class CachedProfile:

@@ -7,6 +7,8 @@ to find the cause.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,6 +63,15 @@ def agreed(error: E) -> E:
     """Note that this error leaves no rank waiting: all ranks raise, or this one may go on."""
     setattr(error, _AGREED, True)
     return error
+
+
+@contextmanager
+def equal_on_all_ranks() -> Iterator[None]:
+    """A context for checks of values that are equal on all ranks: all of them raise, or none."""
+    try:
+        yield
+    except Exception as error:
+        raise agreed(error)  # noqa: B904 (it is the same error)
 
 
 def is_agreed(error: BaseException) -> bool:

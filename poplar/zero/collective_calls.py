@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,10 +19,45 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import torch.distributed as dist
 
 from poplar.comm import Group
-from poplar.values.errors import CollectiveTimeout, agreed, take_agreed
+from poplar.values.errors import CollectiveTimeout, agreed, is_agreed, take_agreed
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class _Nesting(threading.local):
+    """How many collective calls of this library this thread is in."""
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self.groups: list[weakref.ref[Group]] = []
+        """Made in these calls. Other ranks may wait in any of them."""
+
+
+_NESTING = _Nesting()
+
+
+@contextmanager
+def _raising(stop: Callable[[BaseException], object]) -> Iterator[None]:
+    """A context for one call, which may be part of another one.
+
+    Args:
+        stop: stops all ranks, because this one leaves the call alone with this error.
+    """
+    _NESTING.depth += 1
+    try:
+        yield
+    except BaseException as error:
+        # The outermost call drops the note, as the program may raise the error again.
+        is_last = _NESTING.depth == 1
+        if not (take_agreed(error) if is_last else is_agreed(error)):
+            stop(error)
+        raise
+    finally:
+        _NESTING.depth -= 1
+        if _NESTING.depth == 0:
+            _NESTING.groups.clear()
 
 
 class CollectiveCalls:
@@ -80,52 +116,66 @@ class CollectiveCalls:
                 "optimizer; call the methods of an optimizer in one thread at a time"
             )
         self._depth += 1
-        try:
-            if self._function:
-                raise RuntimeError(
-                    f"rank {self._group.rank}: {name} inside {self._function}, which not all ranks "
-                    f"run equally often; call it outside of {self._function}"
-                )
-            if self._depth == 1 and begins:
-                self._group.check()
-                if self._half_loaded and not name.startswith(("load", "release")):
-                    raise agreed(
-                        RuntimeError(
-                            f"rank {self._group.rank}: {name} after {self._half_loaded} had failed "
-                            "on a rank when values had changed, so the ranks may differ; load a "
-                            "state dict or a checkpoint on all ranks first"
-                        )
-                    )
-            yield
-        except BaseException as error:
-            if self._depth == 1 and not take_agreed(error):
+        is_first = self._depth == 1
+
+        def stop(error: BaseException) -> None:
+            if is_first:
                 self._stop(name, error)
-            raise
+
+        try:
+            with _raising(stop):
+                if self._function:
+                    raise RuntimeError(
+                        f"rank {self._group.rank}: {name} inside {self._function}, which not all "
+                        f"ranks run equally often; call it outside of {self._function}"
+                    )
+                if is_first and begins:
+                    self._check(name)
+                yield
         finally:
             self._depth -= 1
             self._lock.release()
+
+    def _check(self, name: str) -> None:
+        """Check that no earlier call forbids this one."""
+        self._group.check()
+        if self._half_loaded and not name.startswith(("load", "release")):
+            raise agreed(
+                RuntimeError(
+                    f"rank {self._group.rank}: {name} after {self._half_loaded} had failed on a "
+                    "rank when values had changed, so the ranks may differ; load a state dict or "
+                    "a checkpoint on all ranks first"
+                )
+            )
 
 
 @contextmanager
 def new_group(
     process_group: dist.ProcessGroup | None, timeout: timedelta | None, doing: str
 ) -> Iterator[Group]:
-    """A context in which something is built on a group of its own. Collective.
+    """A context for a call that runs on a group of its own. Collective.
 
     What one rank raises inside, or in making the group, stops all ranks, unless it is agreed.
 
     Args:
         process_group: as for `Group.of`.
         timeout: as for `Group.of`.
-        doing: what is built, for errors.
+        doing: what the call does, for errors.
     """
     group = Group.of(process_group, timeout)
-    try:
+    groups, first = _NESTING.groups, len(_NESTING.groups)
+    groups.append(weakref.ref(group))
+
+    def stop(error: BaseException) -> None:
+        where, advice = waiting_in(doing), "make the call again on all ranks"
+        reason = stop_reason(group.rank, where, error, advice=advice)
+        for reference in groups[first:]:
+            made = reference()
+            if made is not None and made.size > 1:
+                made.abort(reason)
+
+    with _raising(stop):
         yield group
-    except BaseException as error:
-        if not take_agreed(error) and group.size > 1:
-            group.abort(stop_reason(group.rank, waiting_in(doing), error))
-        raise
 
 
 def waiting_in(name: str) -> str:
@@ -133,14 +183,17 @@ def waiting_in(name: str) -> str:
     return f"{name}, in which other ranks wait for it"
 
 
-def stop_reason(rank: int, where: str, error: BaseException) -> str:
+def stop_reason(
+    rank: int,
+    where: str,
+    error: BaseException,
+    *,
+    advice: str = "build the optimizer again on all ranks and load a checkpoint",
+) -> str:
     """What the other ranks raise if this rank raises alone."""
     if isinstance(error, CollectiveTimeout):
         return str(error)
-    return (
-        f"rank {rank} failed in {where}; build the optimizer again on all ranks and load a "
-        f"checkpoint. {type(error).__name__}: {error}"
-    )
+    return f"rank {rank} failed in {where}; {advice}. {type(error).__name__}: {error}"
 
 
 class HasCollectiveCalls(Protocol):

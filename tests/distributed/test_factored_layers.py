@@ -156,7 +156,7 @@ def no_memory_to_capture(_model: nn.Module) -> AbstractContextManager[object]:
 
 
 def no_memory_for_the_gradient(_model: nn.Module) -> AbstractContextManager[object]:
-    return fail_once(FactoredParameter, "_allocate_gradient")
+    return fail_once(FactoredParameter, "_new_gradient")
 
 
 def no_memory_to_send(_model: nn.Module) -> AbstractContextManager[object]:

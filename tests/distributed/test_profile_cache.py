@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import poplar
 from poplar import ClusterProfile, Plan
+from poplar.comm import Group
 from poplar.planner.search import search
 from poplar.profiler import cache as caching
 from poplar.profiler.cache import Cache
@@ -76,7 +77,8 @@ def identity() -> dict[str, str]:
     """The identity of the usual job."""
     usual = asked_for("")
     model, loss_fn, example = (usual.pop(name) for name in ("model", "loss_fn", "example_batch"))
-    return dict(Session(Job.of(model, loss_fn, example, **usual)).identity)
+    job = Job.of(model, loss_fn, example, **usual)
+    return dict(Session(job, Group.of(job.process_group, job.timeout)).identity)
 
 
 def where_from(

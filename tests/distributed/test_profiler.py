@@ -23,6 +23,7 @@ from training import STAGES
 
 import poplar
 from poplar import ClusterProfile, Plan
+from poplar.comm import Group
 from poplar.comm.host_topology import Hosts
 from poplar.profiler import batch_sizes, links, trial_runs
 from poplar.profiler import session as sessions
@@ -149,7 +150,7 @@ def watched_session(
         units=units,
         process_group=harness.group(),
     )
-    return Session(job), ran
+    return Session(job, Group.of(job.process_group, job.timeout)), ran
 
 
 def buffers_of_units(max_flat_bytes: int) -> tuple[list[StepUnits], list[tuple[Any, int]]]:

@@ -14,6 +14,7 @@ from ranks import Pool
 from subset import choose
 from torch import Tensor, nn
 
+from poplar.comm import Group
 from poplar.profiler import batch_sizes
 from poplar.profiler.batch_curves import measure_curves
 from poplar.profiler.engine_passes import sharded_passes
@@ -47,7 +48,7 @@ def session_on(spec: ModelSpec, **options: Any) -> Session:
         compute_dtype=options.get("compute_dtype", "auto"),
         process_group=harness.group(),
     )
-    return Session(job)
+    return Session(job, Group.of(job.process_group, job.timeout))
 
 
 def both_ways(spec: ModelSpec, sizes: list[list[int]], options: dict[str, Any]) -> Any:

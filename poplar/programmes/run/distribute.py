@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from poplar.comm import Control, Group, connect_control
+from poplar.comm import Control, connect_control
 from poplar.profiler.progress import show_progress
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.distributed_job import DistributedJob
@@ -19,8 +19,10 @@ from poplar.programmes.run.trials import Candidate, Comparison, compare
 from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
 from poplar.programmes.search.explanation import explain_programme
 from poplar.tuning.autotune import Tuned, tune_job
+from poplar.values.errors import agreed
 from poplar.values.formatting import format_seconds
 from poplar.zero.agreement import exchange_results
+from poplar.zero.collective_calls import new_group
 from poplar.zero.micro_batch_loss import LossFunction
 
 Choice = Literal["auto", "never"] | Programme | Path
@@ -81,23 +83,30 @@ def distribute(
         NoPlanFits, ValueError, TypeError, RuntimeError, RankFailed, CollectiveTimeout: as
             `autotune` and `HeteroZeroOptimizer`; also a given programme that this model cannot run.
     """
-    group = Group.of(options.get("process_group"), options.get("timeout"))
-    job = DistributedJob.of(
-        model,
-        loss_fn,
-        example_batch,
-        global_batch=global_batch,
-        group=group,
-        control=connect_control(group),
-        **options,
-    )
+    process_group, timeout = options.get("process_group"), options.get("timeout")
+    with new_group(process_group, timeout, "distribute()") as group:
+        job = DistributedJob.of(
+            model,
+            loss_fn,
+            example_batch,
+            global_batch=global_batch,
+            group=group,
+            control=connect_control(group),
+            **options,
+        )
+        return _training(job, programme)
+
+
+def _training(job: DistributedJob, programme: Choice) -> DistributedTraining:
+    """The training that is fastest, or runs the given programme."""
     given = _given(job.control, programme)
     if given is not None:
         exported, _ = job.exported(must=True)
         assert exported is not None
         comm = job.connected(exported, planned=None)
         return ProgrammeTraining(job, comm, exported, given, reason="The programme was given.")
-    tuned = tune_job(job)
+    with new_group(job.process_group, job.timeout, "distribute()") as group:
+        tuned = tune_job(job, group)
     by_plan = partial(DistributedTraining, job, tuned.plan)
     if programme == "never":
         return by_plan(reason="programme='never', so there is no programme.")
@@ -112,7 +121,7 @@ def distribute(
     by_programme = partial(ProgrammeTraining, job, comm, exported, decision.programme)
     if not job.verify:
         return by_programme(reason=text)
-    with show_progress(job.progress and group.rank == 0) as report:
+    with show_progress(job.progress and job.group.rank == 0) as report:
         measured = compare(
             job,
             Candidate("programme", by_programme, decision.step_seconds),
@@ -183,5 +192,5 @@ def _given(control: Control, programme: Choice) -> Programme | None:
 
     first, *others = exchange_results(control, read, what="distribute()")
     if any(other != first for other in others):
-        raise ValueError("the ranks passed different programmes to distribute()")
+        raise agreed(ValueError("the ranks passed different programmes to distribute()"))
     return first if isinstance(first, Programme) else None

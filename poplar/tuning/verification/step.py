@@ -28,9 +28,10 @@ from poplar.tuning.verification.one_process import (
     split_into,
 )
 from poplar.tuning.verification.outcome import Tolerance, Verification, compare
-from poplar.values.errors import CollectiveTimeout, RankFailed
+from poplar.values.errors import CollectiveTimeout, RankFailed, equal_on_all_ranks
 from poplar.values.plan import Plan
 from poplar.zero.agreement import raise_on_all_ranks, raise_on_any_error
+from poplar.zero.collective_calls import new_group
 from poplar.zero.input_cast import inputs_cast
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
@@ -89,51 +90,51 @@ def verify(
         ValueError, TypeError, RuntimeError: arguments of this rank are wrong, or ranks differ.
         RankFailed: another rank failed.
     """
-    group = Group.of(process_group, timeout)
-    control = connect_control(group)
-    device = _agree_on_arguments(control, model, batch, plan, rtol, max_micro_batch)
-    with (
-        _preserve_frozen(model),
-        model_preserved(model, device),
-        parameters_preserved(model, to_host=True),
-    ):
-        before = {parameter.dtype for parameter in model.parameters()}
-        optimizer = HeteroZeroOptimizer(
-            model,
-            torch.optim.SGD,
-            plan=plan,
-            process_group=process_group,
-            units=units,
-            compute_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype,
-            timeout=timeout,
-            allow_forward_state=True,
-            lr=0.0,
-        )
-        dtypes = {parameter.dtype for parameter in model.parameters()}
-        leader = max(range(group.size), key=plan.samples)
-        comparison = _Comparison(
-            control=control,
-            leader=leader,
-            plan=plan,
-            process=OneProcess(
-                model=model,
-                loss_fn=loss_fn,
-                weight=weight,
-                loss=loss,
-                scale=_FP16_SCALE if torch.float16 in dtypes else 1.0,
-                heartbeat=lambda: _heartbeat(control, over=False),
-            ),
-            tolerance=Tolerance.of(*dtypes, reduce_dtype, relative=rtol),
-        )
-        with model_preserved(model, device):
-            planned = comparison.run_plan(optimizer, batch)
-        casts = compute_dtype != "auto" or dtypes != before
-        dtype = next(iter(dtypes & {torch.bfloat16, torch.float16}), None) if casts else None
-        with inputs_cast(model, dtype, resolve_units(model, units)):
-            return comparison.compare_with_one_process(
-                planned, batch, max_micro_batch or plan.global_batch
+    with new_group(process_group, timeout, _DOING) as group:
+        control = connect_control(group)
+        device = _agree_on_arguments(control, model, batch, plan, rtol, max_micro_batch)
+        with (
+            _preserve_frozen(model),
+            model_preserved(model, device),
+            parameters_preserved(model, to_host=True),
+        ):
+            before = {parameter.dtype for parameter in model.parameters()}
+            optimizer = HeteroZeroOptimizer(
+                model,
+                torch.optim.SGD,
+                plan=plan,
+                process_group=process_group,
+                units=units,
+                compute_dtype=compute_dtype,
+                reduce_dtype=reduce_dtype,
+                timeout=timeout,
+                allow_forward_state=True,
+                lr=0.0,
             )
+            dtypes = {parameter.dtype for parameter in model.parameters()}
+            leader = max(range(group.size), key=plan.samples)
+            comparison = _Comparison(
+                control=control,
+                leader=leader,
+                plan=plan,
+                process=OneProcess(
+                    model=model,
+                    loss_fn=loss_fn,
+                    weight=weight,
+                    loss=loss,
+                    scale=_FP16_SCALE if torch.float16 in dtypes else 1.0,
+                    heartbeat=lambda: _heartbeat(control, over=False),
+                ),
+                tolerance=Tolerance.of(*dtypes, reduce_dtype, relative=rtol),
+            )
+            with model_preserved(model, device):
+                planned = comparison.run_plan(optimizer, batch)
+            casts = compute_dtype != "auto" or dtypes != before
+            dtype = next(iter(dtypes & {torch.bfloat16, torch.float16}), None) if casts else None
+            with inputs_cast(model, dtype, resolve_units(model, units)):
+                return comparison.compare_with_one_process(
+                    planned, batch, max_micro_batch or plan.global_batch
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +272,9 @@ def _agree_on_arguments(
     except Exception as caught:
         error = caught
     raise_on_any_error(control, error, doing=_DOING)
-    _check_same_batch(control.exchange_objects(digest, what=_DOING), plan)
+    digests = control.exchange_objects(digest, what=_DOING)
+    with equal_on_all_ranks():
+        _check_same_batch(digests, plan)
     return device
 
 

@@ -169,9 +169,10 @@ class RowReduction:
         """By rank, the first output of the layer whose weights it owns, and the one after."""
         outputs, inputs = flat.parameters[0].shape
         self._dy_bytes = outputs * self._dy_dtype.itemsize
-        none = torch.empty(0, self._dy_bytes + inputs * self._x_dtype.itemsize, dtype=_BYTE)
+        width = self._dy_bytes + inputs * self._x_dtype.itemsize
+        none = torch.empty(0, width, dtype=_BYTE, device=flat.device)
         both = [torch.cat([_bytes(dy), _bytes(x)], 1) for x, dy in rows]
-        self.data = torch.cat([none.to(flat.device), *both])
+        self.data = torch.cat([none, *both])
         """This rank's own rows, which are held until the reduction is over."""
         self._what = f"the rows of layer {flat.names[0]}"
         count = torch.tensor([len(self.data)], device="cpu")
