@@ -70,7 +70,7 @@ def equal_on_all_ranks() -> Iterator[None]:
     """A context for checks of values that are equal on all ranks: all of them raise, or none."""
     try:
         yield
-    except Exception as error:
+    except (ValueError, TypeError) as error:
         raise agreed(error)  # noqa: B904 (it is the same error)
 
 

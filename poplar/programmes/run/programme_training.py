@@ -28,7 +28,7 @@ from poplar.programmes.run.divided_model import DividedModel
 from poplar.programmes.run.execution import Execution
 from poplar.programmes.search.composition import batch_placements, data_parallel
 from poplar.system.out_of_memory import is_out_of_memory
-from poplar.values.errors import NotExportable
+from poplar.values.errors import NotExportable, equal_on_all_ranks
 from poplar.values.plan import Plan
 from poplar.zero.agreement import exchange_results, run_on_all_ranks
 from poplar.zero.micro_batch_loss import PassLoss
@@ -77,9 +77,10 @@ class ProgrammeTraining(DistributedTraining):
         model = job.model
         self._rank, self._comm, self._device = comm.group.rank, comm, job.own_device
         self._modules, self._steps = tuple(model.modules()), 0
-        first = _Pass(comm, checked, programme, self._device)
+        with equal_on_all_ranks():
+            first = _Pass(comm, checked, programme, self._device)
+            self._divided = DividedModel(comm, model, programme)
         self._passes = {self._modes(): first}
-        self._divided = DividedModel(comm, model, programme)
         self._name_of = {id(p): name for name, p in self._divided.parameters.items()}
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         own_dtype = dtypes.pop() if len(dtypes) == 1 else "auto"
