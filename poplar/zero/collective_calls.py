@@ -26,13 +26,20 @@ R = TypeVar("R")
 
 
 class _Nesting(threading.local):
-    """How many collective calls of this library this thread is in."""
-
-    depth = 0
+    """The collective calls of this library that this thread is in."""
 
     def __init__(self) -> None:
+        self.depth = 0
         self.groups: list[weakref.ref[Group]] = []
         """Made in these calls. Other ranks may wait in any of them."""
+
+    def enter(self) -> None:
+        self.depth += 1
+
+    def leave(self) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.groups.clear()
 
 
 _NESTING = _Nesting()
@@ -45,7 +52,7 @@ def _raising(stop: Callable[[BaseException], object]) -> Iterator[None]:
     Args:
         stop: stops all ranks, because this one leaves the call alone with this error.
     """
-    _NESTING.depth += 1
+    _NESTING.enter()
     try:
         yield
     except BaseException as error:
@@ -55,9 +62,7 @@ def _raising(stop: Callable[[BaseException], object]) -> Iterator[None]:
             stop(error)
         raise
     finally:
-        _NESTING.depth -= 1
-        if _NESTING.depth == 0:
-            _NESTING.groups.clear()
+        _NESTING.leave()
 
 
 class CollectiveCalls:
