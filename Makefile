@@ -10,8 +10,8 @@ TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 DEEPSPEED ?= deepspeed==0.19.8
 DEMO_FLAGS ?=
-# tests/distributed runs in two of them (tests/conftest.py).
-TEST_FLAGS ?= -n 3
+# tests/distributed runs beside the other tests (tests/conftest.py).
+TEST_FLAGS ?= -n 2
 CUDA_BUILD := build/cuda-check
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS)

@@ -6,9 +6,9 @@ covers two values (`stages_of`). A test marked `every_combination` runs all of t
 draw fewer cases. `make test-all` passes `--full` and runs everything. The last line of a run says
 how many tests were left out.
 
-With `-n 3` (pytest-xdist), as `make test` passes, two workers run tests/distributed, each with a
-pool of ranks for its half of the files. The third one runs all other files, until they share what
-is left of them. Many tests wait for other processes, so three workers are faster on two cores.
+With `-n 2` (pytest-xdist), as `make test` passes, one worker runs tests/distributed, one test after
+the other, because they share a pool of ranks. The other one runs all other files, until both share
+what is left of them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ gc.disable()  # until the modules are imported
 
 LEFT_OUT = pytest.StashKey[int]()
 TOGETHER = "tests/distributed/"
-"""Two workers run the files in this folder. Other files run beside each other."""
-MIDDLE = f"{TOGETHER}test_p"
-"""The files before it take about as long as the others."""
+"""One worker runs all files in this folder. Other files run beside each other."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -98,9 +96,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            half = "a half" if file < MIDDLE else "the other half"
-            return half if file.startswith(TOGETHER) else file
+            return TOGETHER if nodeid.startswith(TOGETHER) else nodeid.partition("::")[0]
 
     return Scheduler(config, log)
 

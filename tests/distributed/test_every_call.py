@@ -255,11 +255,11 @@ class Outcome:
     fired_at: float
     raised: str | None
     raised_at: float
-    applied: bool
-    later: str | None
+    later: str | None = None
     """What the next step raised."""
-    later_at: float
-    is_right: bool
+    later_at: float = 0.0
+    applied: bool = False
+    is_right: bool = True
     """The next step has the result of a run without the fault."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import pytest
 import ranks as harness
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import Pool
 from subset import choose
-from test_every_call import DEADLINE, RANKS, SECONDS, Calls, Place, attempt, user_loss
+from test_every_call import DEADLINE, RANKS, SECONDS, Calls, Outcome, Place, attempt, user_loss
 from torch import Tensor, nn
 
 import poplar
@@ -37,14 +36,6 @@ FUNCTIONS: dict[str, Function] = {
         model, user_loss, batch, global_batch=4, process_group=group, **OPTIONS
     ),
 }
-
-
-@dataclass(frozen=True)
-class Outcome:
-    fired: str
-    fired_at: float
-    raised: str | None
-    raised_at: float
 
 
 def run(name: str, calls: Calls) -> str | None:

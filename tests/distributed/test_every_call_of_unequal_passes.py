@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import FrameType
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import unequal_passes as training
 from ranks import Pool
 from subset import choose
-from test_every_call import SECONDS, Calls, Place, attempt
+from test_every_call import SECONDS, Calls, Outcome, Place, attempt
 from unequal_passes import Job
 
 from poplar import Plan
@@ -41,18 +40,6 @@ class CallsOfPasses(Calls):
         loop = module == "poplar.zero.micro_batch_loop" and name == "close"
         if name not in BEFORE and not loop:
             super().__call__(frame, event, argument)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank did after a fault."""
-
-    fired: str
-    fired_at: float
-    raised: str | None
-    raised_at: float
-    later: str | None
-    """What the next step raised."""
 
 
 def job_of(stage: int) -> Job:

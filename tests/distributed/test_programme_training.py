@@ -269,6 +269,22 @@ def test_a_saved_model_is_whole(ranks: Pool, tmp_path: Path) -> None:
     close(load_file(path), {n: p.detach() for n, p in new_model("mixture").named_parameters()})
 
 
+def save_nan(programme: Programme, path: Path) -> list[str]:
+    training = start("mixture", programme)
+    if harness.rank() == 1:
+        training.optimizer._engine.trained[0].master.fill_(float("nan"))
+    with harness.catching() as caught:
+        training.save_model(path)
+    return [failure.message for failure in caught]
+
+
+def test_values_that_are_not_finite_are_not_saved(ranks: Pool, tmp_path: Path) -> None:
+    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    for (message,) in ranks.run(save_nan, programme, tmp_path / "model.safetensors", ranks=2):
+        assert "rank 1: save_model(): parameter" in message
+    assert not list(tmp_path.iterdir())
+
+
 class Broken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
