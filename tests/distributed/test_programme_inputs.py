@@ -12,13 +12,14 @@ from ranks import Pool
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import poplar
 from poplar.comm import Group, connect, connect_control
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.checked_export import CheckedExport
 from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.programme_training import ProgrammeTraining
-from poplar.programmes.search.composition import batch_placements
+from poplar.programmes.search.composition import batch_placements, data_parallel
 
 SAMPLES, WIDTH = 6, 4
 OPTIONS = {"lr": 1e-2, "eps": 1e-4}
@@ -137,3 +138,45 @@ def test_steps_read_what_has_changed_or_raise(ranks: Pool) -> None:
         assert "different numbers at ['beta']: [1.0, 2.0]" in unequal, rank
         assert "after 4 steps, the programme does not compute what loss_fn computes" in unlike
         assert "the graph of torch.export, which keeps Python numbers" in unlike
+
+
+def loss_of_tensor(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def train_on_tensors(given: Programme | None) -> list[float]:
+    """Losses of three steps whose batch is one tensor; None: in one process."""
+    model = Changing().eval()
+    batches = [global_batch(step)["x"] for step in range(3)]
+    if given is None:
+        optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+        losses = []
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = loss_of_tensor(model, batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+    group = harness.group()
+    training = poplar.distribute(
+        model,
+        loss_of_tensor,
+        batches[0],
+        global_batch=SAMPLES,
+        programme=given,
+        process_group=group,
+        **OPTIONS,
+    )
+    parts = [batch if training.plan.samples(harness.rank()) else None for batch in batches]
+    return [training.train_step(part).loss for part in parts]
+
+
+def test_a_rank_without_samples_needs_no_batch(ranks: Pool) -> None:
+    """A batch that is one tensor has no name, and neither has the batch that is missing."""
+    checked = CheckedExport(Changing().eval(), loss_of_tensor, global_batch(0)["x"], SAMPLES)
+    expected = train_on_tensors(None)
+    for ratios in ((1, 0), (0, 1)):
+        given = data_parallel(checked.exported.graph, ratios)
+        for losses in ranks.run(train_on_tensors, given, ranks=2):
+            torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)

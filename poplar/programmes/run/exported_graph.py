@@ -74,12 +74,16 @@ class ExportedLoss:
     def tensors(self, batch: Any, device: torch.device) -> dict[str, Tensor]:
         """The inputs of the graph that a batch has, by path.
 
+        Args:
+            batch: as the example; None: this rank has no samples.
+            device: of the tensors.
+
         Raises:
             ValueError: a value of the batch is not the one that the graph is of.
         """
         inputs = self.graph.batch
         tensors: dict[str, Tensor] = {}
-        for path, value in _leaves(batch).items():
+        for path, value in ({} if batch is None else _leaves(batch)).items():
             if path in inputs:
                 tensors[path] = _as_tensor(value, path, inputs[path].output.dtype, device)
             elif path in self.fixed and not _same(value, self.fixed[path]):
