@@ -70,28 +70,37 @@ def call_in_thread(call: Callable[[], T]) -> queue.SimpleQueue[tuple[T | None, E
 class FailureReports:
     """The reports of all ranks of a group, as one of its ranks sees them."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, size: int) -> None:
-        """`prefix`: of the keys; the same on all ranks, and used by no other group."""
+    def __init__(
+        self, store: Any, prefix: str, rank: int, size: int, outer: Sequence[str] = ()
+    ) -> None:
+        """
+        Args:
+            prefix: of the keys; the same on all ranks, and used by no other group.
+            outer: the prefixes of the groups of the calls that this group is made in. A rank that
+                fails there does not come as far as this group.
+        """
         self.rank, self.size = rank, size
-        self._store, self._prefix = store, prefix
+        self._store, self.prefixes = store, (prefix, *outer)
         self._is_watching = False
         self.seen = threading.Event()
         """Set once any rank has reported a failure, if `watch` was called."""
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup, index: int) -> FailureReports:
+    def of(
+        cls, process_group: dist.ProcessGroup, index: int, outer: Sequence[str] = ()
+    ) -> FailureReports:
         """The reports of group number `index` of a process group, in its store."""
         prefix = f"poplar/failures/{process_group.group_name}/{index}"
         store = _get_process_group_store(process_group)
-        return cls(store, prefix, process_group.rank(), process_group.size())
+        return cls(store, prefix, process_group.rank(), process_group.size(), outer)
 
     def publish(self, reason: str, *, is_cause: bool = False) -> None:
         """Report a failure of this rank, as far as the store answers; replaces earlier reports."""
         value = pickle.dumps(Report(reason, is_cause))
 
         def write(store: Any) -> None:
-            store.set(self._key(self.rank), value)
-            store.set(self._any_key, b"1")
+            store.set(f"{self.prefixes[0]}/{self.rank}", value)
+            store.set(f"{self.prefixes[0]}/any", b"1")
 
         with contextlib.suppress(StoreUnavailable):  # `collect` tells
             self._access(write, _ANSWER_SECONDS)
@@ -107,9 +116,10 @@ class FailureReports:
             found: dict[int, Report] = {}
             deadline = time.monotonic() + GRACE_SECONDS
             while True:
-                for rank in range(self.size):
-                    if rank not in found and store.check([self._key(rank)]):
-                        found[rank] = pickle.loads(store.get(self._key(rank)))
+                for rank in set(range(self.size)) - found.keys():
+                    for key in (f"{prefix}/{rank}" for prefix in self.prefixes):
+                        if store.check([key]):
+                            found[rank] = pickle.loads(store.get(key))
                 if set(expected) <= found.keys() or time.monotonic() > deadline:
                     return found
                 time.sleep(_READ_SECONDS)
@@ -157,15 +167,9 @@ class FailureReports:
         if not self._is_watching:
             weak = [call and weakref.WeakMethod(call) for call in (notify, look)]
             with contextlib.suppress(RuntimeError):  # out of memory: there are deadlines only
-                _Watch(weakref.ref(self), self._store, self._any_key, *weak).start()
+                keys = [f"{prefix}/any" for prefix in self.prefixes]
+                _Watch(weakref.ref(self), self._store, keys, *weak).start()
                 self._is_watching = True
-
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
-
-    @property
-    def _any_key(self) -> str:
-        return f"{self._prefix}/any"
 
     def _access(self, access: Callable[[Any], T], seconds: float) -> T:
         try:
@@ -193,11 +197,11 @@ class _Watch:
         self,
         reports: weakref.ref[FailureReports],
         store: Any,
-        key: str,
+        keys: Sequence[str],
         notify: weakref.WeakMethod[Callable[[], None]] | None,
         look: weakref.WeakMethod[Callable[[], None]] | None,
     ) -> None:
-        self._reports, self._store, self._key = reports, store, key
+        self._reports, self._store, self._keys = reports, store, keys
         self._notify, self._look = notify, look
         self._stopped, self._ended = threading.Event(), threading.Event()
 
@@ -220,7 +224,7 @@ class _Watch:
         while self._reports() is not None:
             found = False
             with contextlib.suppress(Exception):  # without a store there are deadlines only
-                found = self._store.check([self._key])
+                found = any(self._store.check([key]) for key in self._keys)
             if found:
                 self._see()
                 return

@@ -308,8 +308,19 @@ class Group:
         )
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> Group:
+    def of(
+        cls,
+        process_group: dist.ProcessGroup | None,
+        timeout: timedelta | None,
+        outer: Sequence[Group] = (),
+    ) -> Group:
         """The group of `process_group` (None: WORLD). Collective on its first use with NCCL.
+
+        Args:
+            process_group: the ranks.
+            timeout: of its collectives; None: that of the process group.
+            outer: the groups of the calls that it is made in. A rank that fails there is a cause
+                of failures here.
 
         Raises:
             RuntimeError: torch.distributed is not initialized; Poplar never does that itself.
@@ -332,7 +343,13 @@ class Group:
         index = int(store.add(f"poplar/{chosen.group_name}/groups of rank {rank}", 1))
         ranks = tuple(dist.get_process_group_ranks(chosen))
         try:
-            deadline, reports = deadline_of(chosen, timeout), _reports(chosen, index)
+            prefixes = [
+                prefix
+                for group in outer
+                if group.process_group is chosen and group.reports is not None
+                for prefix in group.reports.prefixes[:1]
+            ]
+            deadline, reports = deadline_of(chosen, timeout), _reports(chosen, index, prefixes)
             group = cls(ranks, chosen, chosen, deadline, index, reports=reports)
             return group._with_control_group()
         except CollectiveTimeout:
@@ -351,8 +368,11 @@ class Group:
             cause = f"{_first_line(error)}. {_advice(self)}"
             raise self.fail("making the control channel", self.peers(), cause) from error
         # The reports that were watched meanwhile notify nobody.
+        outer = self.reports.prefixes[1:] if self.reports is not None else ()
         group = replace(
-            self, control_group=control_group, reports=_reports(self.process_group, self.index)
+            self,
+            control_group=control_group,
+            reports=_reports(self.process_group, self.index, outer),
         )
         if group.has_device_backend and group.reports is not None:
             group.reports.watch(group.follow_failure, group.abort_late_collectives)
@@ -373,11 +393,13 @@ def _advice(group: Group) -> str:
     )
 
 
-def _reports(process_group: dist.ProcessGroup, index: int) -> FailureReports | None:
+def _reports(
+    process_group: dist.ProcessGroup, index: int, outer: Sequence[str]
+) -> FailureReports | None:
     """The reports of group number `index` of a process group."""
     if process_group.size() == 1:
         return None
-    return FailureReports.of(process_group, index)
+    return FailureReports.of(process_group, index, outer)
 
 
 def check_process(process: int, rank: int) -> None:

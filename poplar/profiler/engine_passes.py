@@ -29,6 +29,7 @@ from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
 from poplar.values.errors import CollectiveTimeout, equal_on_all_ranks
 from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.zero.agreement import leader_of
+from poplar.zero.collective_calls import AGAIN, stop_reason, waiting_in
 from poplar.zero.engine import Engine
 from poplar.zero.passes.collective_pass import Mode
 from poplar.zero.update import OptimizerFactory
@@ -140,6 +141,8 @@ class EnginePasses(Passes):
     """Bytes of the units that are unsharded at once."""
     _seconds: float = 0.0
     """Seconds of the last pass, without waits."""
+    _in_round: bool = False
+    """Other ranks may wait for this one in a pass."""
 
     @contextmanager
     def one_pass(self, size: int) -> Iterator[None]:
@@ -161,7 +164,7 @@ class EnginePasses(Passes):
             if is_out_of_memory(error):
                 free_failed_pass(error)
                 self.model.zero_grad()
-        self.engine.end_pass(failed=error is not None)
+        self._end_round(failed=error is not None)
         synchronize(self.device)
         waited = self.engine.strategy.waiting.step.seconds()
         self._seconds = max(0.0, perf_counter() - began - waited)
@@ -170,39 +173,61 @@ class EnginePasses(Passes):
 
     def _open_round(self, size: int) -> bool:
         """Exchange the sizes and open a pass; False if no rank has samples. Collective."""
+        self._in_round = True
         own = torch.tensor([size], device="cpu")
         sizes = self.control.exchange(own, what="a measured pass")()
         leader = leader_of([int(other) for other in sizes])
         if leader is None:
+            self._in_round = False
             return False
         self.engine.begin_step()
         synchronize(self.device)
         self.engine.begin_pass(weight=0.0, leader=leader, last=False, mode=Mode.MEASURE)
         return True
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Run `work`, then take part in the passes of the other ranks. Collective."""
+    def _end_round(self, *, failed: bool = False) -> None:
+        """Close the pass. Collective. If it ran out of memory here, it is complete elsewhere."""
         try:
-            result = work()
-        except CollectiveTimeout:
+            self.engine.end_pass(failed=failed)
+        except Exception as error:
+            self._in_round = not is_out_of_memory(error)
             raise
-        except Exception:
-            if not self.engine.control.group.failures:  # else this rank has stopped all ranks
-                self._take_part()
+        self._in_round = False
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work`, then take part in the passes of the other ranks. Collective.
+
+        Raises:
+            Exception: what `work` raised on this rank.
+            CollectiveTimeout: this rank has left a pass alone, or another one has.
+        """
+        try:
+            try:
+                result = work()
+            except Exception:
+                if not self._in_round:
+                    self._take_part()
+                raise
+            self._take_part()
+            return result
+        except Exception as error:
+            if self._in_round:
+                rank, where = self.control.group.rank, waiting_in("a measured pass")
+                reason = stop_reason(rank, where, error, advice=AGAIN)
+                self.engine.stop_all_ranks(reason)
+                raise CollectiveTimeout(reason) from error
             raise
-        self._take_part()
-        return result
 
     def _take_part(self) -> None:
         """Rounds without samples, until no rank has any."""
         error: Exception | None = None
         while self._open_round(0):
             try:
-                self.engine.end_pass()
+                self._end_round()
             except Exception as caught:
-                if not is_out_of_memory(caught):
+                if self._in_round:
                     raise
-                error = caught  # the pass has been completed anyway
+                error = caught
         if error is not None:
             raise error
 

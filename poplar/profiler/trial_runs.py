@@ -24,7 +24,7 @@ from poplar.profiler.timing import SHORTEST_SAMPLE_SECONDS
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_cached_memory, free_failed_pass, is_out_of_memory
 from poplar.system.trace import Span
-from poplar.values.errors import CollectiveTimeout, PoplarError, agreed
+from poplar.values.errors import CollectiveTimeout, PoplarError, agreed, is_agreed
 from poplar.values.formatting import format_ranks
 from poplar.values.observation import Observation
 from poplar.values.plan import Plan
@@ -72,9 +72,9 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
     own: list[_Step] = []
     try:
         own = _timed_steps(session, plan, steps)
-    except CollectiveTimeout:
-        raise
     except Exception as caught:  # also on ranks that could not finish because of another one
+        if not is_agreed(caught):
+            raise  # the others may still be in a step
         error = caught
     short = session.exchange(error is not None and is_out_of_memory(error))
     if any(short):

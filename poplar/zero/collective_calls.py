@@ -24,6 +24,9 @@ from poplar.values.errors import CollectiveTimeout, agreed, is_agreed, take_agre
 P = ParamSpec("P")
 R = TypeVar("R")
 
+AGAIN = "make the call again on all ranks"
+"""What to do after a call that leaves nothing behind has failed."""
+
 
 class _Nesting(threading.local):
     """The collective calls of this library that this thread is in."""
@@ -167,13 +170,12 @@ def new_group(
         timeout: as for `Group.of`.
         doing: what the call does, for errors.
     """
-    group = Group.of(process_group, timeout)
     groups, first = _NESTING.groups, len(_NESTING.groups)
+    group = Group.of(process_group, timeout, [made for ref in groups if (made := ref())])
     groups.append(weakref.ref(group))
 
     def stop(error: BaseException) -> None:
-        where, advice = waiting_in(doing), "make the call again on all ranks"
-        reason = stop_reason(group.rank, where, error, advice=advice)
+        reason = stop_reason(group.rank, waiting_in(doing), error, advice=AGAIN)
         for reference in groups[first:]:
             made = reference()
             if made is not None and made.size > 1:

@@ -28,7 +28,13 @@ from poplar.tuning.verification.one_process import (
     split_into,
 )
 from poplar.tuning.verification.outcome import Tolerance, Verification, compare
-from poplar.values.errors import CollectiveTimeout, RankFailed, equal_on_all_ranks
+from poplar.values.errors import (
+    CollectiveTimeout,
+    RankFailed,
+    agreed,
+    equal_on_all_ranks,
+    is_agreed,
+)
 from poplar.values.plan import Plan
 from poplar.zero.agreement import raise_on_all_ranks, raise_on_any_error
 from poplar.zero.collective_calls import new_group
@@ -155,9 +161,9 @@ class _Comparison:
         """
         try:
             planned = self._passes(optimizer, batch)
-        except CollectiveTimeout:
-            raise  # release() would wait for the same rank again
-        except Exception as error:  # all ranks raise if one cannot finish the step
+        except Exception as error:
+            if not is_agreed(error):
+                raise  # release() would wait for ranks that are elsewhere
             optimizer.zero_grad()
             optimizer.release()
             own = None if isinstance(error, RankFailed) else error
@@ -173,9 +179,14 @@ class _Comparison:
         loss, count = 0.0, 0.0
         with optimizer.micro_batches(part, process.weight, process.loss) as micro_batches:
             for micro_batch in micro_batches:
-                value = process.run(micro_batch)
-                (value * process.scale).backward()
-                counted = process.count(micro_batch)
+                try:
+                    value = process.run(micro_batch)
+                    (value * process.scale).backward()
+                    counted = process.count(micro_batch)
+                except CollectiveTimeout:
+                    raise
+                except Exception as error:  # the step fails on all ranks
+                    raise agreed(error)  # noqa: B904 (it is the same error)
                 count += counted
                 loss += process.part_of_sum(value, counted)
         optimizer.clip_grad_norm_(float("inf"))  # clips nothing; raises if a rank has failed
