@@ -21,6 +21,7 @@ from poplar import HeteroZeroOptimizer, Plan
 from poplar.profiler import trial_runs
 from poplar.profiler.trial_runs import OutOfMemoryInTrial, run_plan
 from poplar.values.errors import CollectiveTimeout, PoplarError
+from poplar.zero.collective_calls import new_group
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 
 SHORT = 1
@@ -47,7 +48,7 @@ def run_twice() -> tuple[tuple[int, ...], bool, int]:
     """The ranks that ran out of memory; whether the model was on meta then; passes of the next."""
     loss_fn = Shortage()
     session = session_on_meta(loss_fn)
-    with session.measuring():
+    with new_group(harness.group(), None, "a test"), session.measuring():
         try:
             run_plan(session, PLAN, steps=1, report=lambda text: None)
         except OutOfMemoryInTrial as error:
@@ -74,7 +75,7 @@ def run_with_a_failing_call(name: str, failing: int) -> tuple[bool, bool, int]:
         method(strategy, *args, **options)
 
     session = session_on_meta(models.mean_over_samples)
-    with session.measuring():
+    with new_group(harness.group(), None, "a test"), session.measuring():
         try:
             with mock.patch.object(ShardedParameters, name, limited):
                 run_plan(session, PLAN, steps=1, report=lambda text: None)
@@ -125,7 +126,7 @@ def no_unit_fits(*, beside_state: bool) -> Iterator[None]:
 def run_without_memory_for_a_pass() -> tuple[tuple[int, ...], int]:
     """The ranks that ran out of memory, and passes of the same plan with enough memory."""
     session = session_on_meta(models.mean_over_samples)
-    with session.measuring():
+    with new_group(harness.group(), None, "a test"), session.measuring():
         try:
             with no_unit_fits(beside_state=True):
                 run_plan(session, PLAN, steps=1, report=lambda text: None)
