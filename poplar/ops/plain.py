@@ -6,12 +6,15 @@ Checks and messages are those of `csrc/ops/checks.h`. Contracts are in `poplar/o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from poplar import _core
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 ALIGNMENT = 64
 """See `poplar.ops.ALIGNMENT`."""
@@ -23,6 +26,16 @@ RULE_NUMBERS = 7
 """Numbers of a `poplar.ops.AdamWRule`."""
 _CHUNK_NUMEL = 1 << 22
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""The operators by name."""
+
+
+def _operator(function: F) -> F:
+    """Register an operator, which records no gradients."""
+    FUNCTIONS[function.__name__] = torch.no_grad()(function)
+    return cast(F, FUNCTIONS[function.__name__])
 
 
 def _check(holds: bool, message: str) -> None:
@@ -41,43 +54,29 @@ def _check_shape(tensor: Tensor, name: str) -> None:
     )
 
 
-def check_flat(tensor: Tensor, name: str) -> None:
-    """Raise unless the tensor is a flat buffer of one of the supported dtypes."""
+def _check_flat(tensor: Tensor, name: str) -> None:
     _check_shape(tensor, name)
     _check_dtype(tensor, name)
 
 
-def _pieces(
-    name: str, flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor with its view of the flat buffer; checks all arguments first."""
-    _check(
-        len(tensors) == len(offsets),
-        f"{name}: got {len(tensors)} tensors and {len(offsets)} offsets",
-    )
-    end = 0
-    for i, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
-        _check(
-            offset >= end,
-            f"{name}: tensor {i} starts at {offset}, before {end}, where the one before it ends; "
-            "offsets must ascend",
-        )
-        end = offset + tensor.numel()
-        _check(
-            end <= flat.numel(),
-            f"{name}: tensor {i} (offset {offset}, {tensor.numel()} elements) reaches past the "
-            f"end of the buffer, {flat.numel()}",
-        )
-    for tensor in tensors:
-        _check(tensor.device == flat.device, f"{name}: all tensors must be on the buffer's device")
-        _check_dtype(tensor, name)
-    return (
-        (tensor, flat[offset : offset + tensor.numel()])
-        for tensor, offset in zip(tensors, offsets, strict=True)
-    )
+def _fp32(value: float) -> float:
+    """The value as fp32 rounds it."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
 
-@torch.no_grad()
+def _check_scalars(
+    names: str, dtype: torch.dtype, device: torch.device, *scalars: Tensor | None
+) -> None:
+    for scalar in scalars:
+        _check(
+            scalar is None
+            or (scalar.numel() == 1 and scalar.device == device and scalar.dtype == dtype),
+            f"{names} must be single {str(dtype).removeprefix('torch.')} elements on the same "
+            "device",
+        )
+
+
+@_operator
 def copy_(target: Tensor, source: Tensor) -> None:
     """See `poplar.ops.copy_`."""
     for tensor, name in ((target, "target"), (source, "source")):
@@ -107,7 +106,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return first < second + b.nbytes and second < first + reach * a.element_size()
 
 
-@torch.no_grad()
+@_operator
 def pack_(
     bucket: Tensor,
     grads: list[Tensor],
@@ -117,7 +116,7 @@ def pack_(
 ) -> None:
     """See `poplar.ops.pack_`."""
     check_pack(bucket, grads, offsets)
-    rounded = torch.tensor(weight, dtype=torch.float32, device="cpu").item()
+    rounded = _fp32(weight)
     end = 0
     for grad, offset in zip(grads, offsets, strict=True):
         product = grad.reshape(-1).to(torch.float32) * rounded
@@ -130,7 +129,7 @@ def pack_(
         bucket[end:].zero_()
 
 
-@torch.no_grad()
+@_operator
 def rank_sum_(
     out: Tensor, received: list[Tensor], accumulate: bool = False, sums: Tensor | None = None
 ) -> None:
@@ -145,7 +144,7 @@ def rank_sum_(
         sums.copy_(block_sums_of_squares(out))
 
 
-@torch.no_grad()
+@_operator
 def rank_sum_each_(outs: list[Tensor], received: list[Tensor]) -> None:
     """See `poplar.ops.rank_sum_each_`."""
     for out in outs:
@@ -157,7 +156,7 @@ def rank_sum_each_(outs: list[Tensor], received: list[Tensor]) -> None:
             out.copy_(total)
 
 
-@torch.no_grad()
+@_operator
 def rank_sum_chunks_(
     outs: list[Tensor], received: list[Tensor], work_counters: Tensor, sums: Tensor | None = None
 ) -> None:
@@ -180,7 +179,7 @@ def rank_sum_chunks_(
     counters[2] += chunks
 
 
-@torch.no_grad()
+@_operator
 def adamw_(
     values: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -212,37 +211,28 @@ def _adamw_part(
     scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    def single(value: float) -> float:
-        return torch.tensor(value, dtype=torch.float32, device="cpu").item()
-
     values, gradient, mean, square_mean = shard
-    before = values if rounded is None else value_behind(values, rounded)
+    before = values
+    if rounded is not None:  # the low-precision copy counts where it was written since
+        before = torch.where(values.to(rounded.dtype) == rounded, values, rounded)
     lr, beta1, beta2, eps, weight_decay, step, maximize = rule
     factor = torch.ones((), device=values.device) if scale is None else scale.reshape(())
     scaled = gradient * (-factor if maximize else factor)
     keeps_mean = 1.0 - beta1 < 0.5  # otherwise interpolate from the other end, as torch.lerp does
-    change = (scaled - mean) * single(1.0 - beta1 if keeps_mean else -beta1)
+    change = (scaled - mean) * _fp32(1.0 - beta1 if keeps_mean else -beta1)
     new_mean = (mean if keeps_mean else scaled) + change
-    new_square = square_mean * single(beta2) + (scaled * scaled) * single(1.0 - beta2)
+    new_square = square_mean * _fp32(beta2) + (scaled * scaled) * _fp32(1.0 - beta2)
     # Through float64: torch's fp32 root on the CPU is not always correctly rounded.
-    root = new_square.double().sqrt().float() * single(1.0 / math.sqrt(1.0 - beta2**step)) + single(
-        eps
-    )
-    moved = (new_mean / root) * single(lr / (1.0 - beta1**step))
-    new_values = before * single(1.0 - lr * weight_decay) - moved
-    for old, new in ((mean, new_mean), (square_mean, new_square), (values, new_values)):
+    root = new_square.double().sqrt().float() * _fp32(1.0 / math.sqrt(1.0 - beta2**step))
+    root = root + _fp32(eps)
+    moved = (new_mean / root) * _fp32(lr / (1.0 - beta1**step))
+    new_values = before * _fp32(1.0 - lr * weight_decay) - moved
+    written = [(mean, new_mean), (square_mean, new_square), (values, new_values)]
+    if rounded is not None:
+        written.append((rounded, new_values.to(rounded.dtype)))
+    for old, new in written:
         # On the device, so that the host does not wait for the flag.
         old.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) == 0, new, old))
-    if rounded is not None:
-        new = values.to(rounded.dtype)
-        rounded.copy_(
-            new if found_inf is None else torch.where(found_inf.reshape(()) == 0, new, rounded)
-        )
-
-
-def value_behind(values: Tensor, low: Tensor) -> Tensor:
-    """The values behind a low-precision copy of them: the copy where it was written since."""
-    return torch.where(values.to(low.dtype) == low, values, low)
 
 
 def check_adamw(
@@ -280,21 +270,14 @@ def check_adamw(
         if rounded[i].numel():
             _check_adamw_tensor(like, rounded[i])
             _check_dtype(rounded[i], "adamw_: rounded")
-    for scalar in (scale, found_inf) if values else ():
-        _check(
-            scalar is None
-            or (
-                scalar.numel() == 1
-                and scalar.device == values[0].device
-                and scalar.dtype == torch.float32
-            ),
-            "adamw_: scale and found_inf must be single float32 elements on the same device",
-        )
+    if values:
+        single = torch.float32, values[0].device
+        _check_scalars("adamw_: scale and found_inf", *single, scale, found_inf)
 
 
 def _check_adamw_tensor(values: Tensor, tensor: Tensor) -> None:
     """Raise unless the tensor is flat and can belong to `values`."""
-    check_flat(tensor, "adamw_: all tensors")
+    _check_flat(tensor, "adamw_: all tensors")
     _check(tensor.device == values.device, "adamw_: all tensors must be on one device")
     _check(
         tensor.numel() == values.numel(),
@@ -323,15 +306,29 @@ def _total(received: Sequence[Tensor]) -> Tensor:
 
 def check_pack(bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *_: object) -> None:
     """Raise if `pack_` does not support its arguments."""
-    check_flat(bucket, "pack_: bucket")
-    for i, (grad, place) in enumerate(_pieces("pack_", bucket, grads, offsets)):
-        is_its_place = (
-            grad.data_ptr() == place.data_ptr()
-            and grad.is_contiguous()
-            and grad.dtype == bucket.dtype
-        )
+    _check_flat(bucket, "pack_: bucket")
+    _check(
+        len(grads) == len(offsets), f"pack_: got {len(grads)} tensors and {len(offsets)} offsets"
+    )
+    end = 0
+    for i, (grad, offset) in enumerate(zip(grads, offsets, strict=True)):
         _check(
-            is_its_place or not _overlap(grad, bucket),
+            offset >= end,
+            f"pack_: tensor {i} starts at {offset}, before {end}, where the one before it ends; "
+            "offsets must ascend",
+        )
+        end = offset + grad.numel()
+        _check(
+            end <= bucket.numel(),
+            f"pack_: tensor {i} (offset {offset}, {grad.numel()} elements) reaches past the end of "
+            f"the buffer, {bucket.numel()}",
+        )
+        _check(grad.device == bucket.device, "pack_: all tensors must be on the buffer's device")
+        _check_dtype(grad, "pack_")
+        place = bucket.data_ptr() + offset * bucket.element_size()
+        is_its_place = grad.data_ptr() == place and grad.is_contiguous()
+        _check(
+            (is_its_place and grad.dtype == bucket.dtype) or not _overlap(grad, bucket),
             f"pack_: tensor {i} is in the buffer's memory, but not at its own offset",
         )
 
@@ -351,10 +348,10 @@ def check_rank_sum(
 
 
 def _check_parts(name: str, out: Tensor, received: Sequence[Tensor]) -> None:
-    check_flat(out, f"{name}: out")
+    _check_flat(out, f"{name}: out")
     _check(bool(received), f"{name}: received must hold at least one rank's part, got none")
     for part in received:
-        check_flat(part, f"{name}: received")
+        _check_flat(part, f"{name}: received")
         _check(out.device == part.device, f"{name}: out and received must be on one device")
         _check(part.dtype == received[0].dtype, f"{name}: all parts must have one dtype")
         _check(
@@ -363,7 +360,7 @@ def _check_parts(name: str, out: Tensor, received: Sequence[Tensor]) -> None:
         )
 
 
-@torch.no_grad()
+@_operator
 def block_sums_of_squares(flat: Tensor) -> Tensor:
     """See `poplar.ops.block_sums_of_squares`."""
     check_block_sums(flat)
@@ -380,10 +377,10 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
 
 def check_block_sums(flat: Tensor) -> None:
     """Raise if `block_sums_of_squares` does not support its argument."""
-    check_flat(flat, "block_sums_of_squares: flat")
+    _check_flat(flat, "block_sums_of_squares: flat")
 
 
-@torch.no_grad()
+@_operator
 def exact_sum_(total: Tensor, values: Sequence[Tensor]) -> None:
     """See `poplar.ops.exact_sum_`."""
     check_exact_sum(total, values)
@@ -415,7 +412,7 @@ def check_exact_sum(total: Tensor, values: Sequence[Tensor]) -> None:
         _check(total.device == part.device, "exact_sum_: total and values must be on one device")
 
 
-@torch.no_grad()
+@_operator
 def exact_norm(totals: Tensor) -> Tensor:
     """See `poplar.ops.exact_norm`."""
     check_exact_norm(totals)
@@ -441,39 +438,20 @@ def check_exact_norm(totals: Tensor) -> None:
     )
 
 
-@torch.no_grad()
+@_operator
 def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
     """See `poplar.ops.clip_coefficient`."""
     check_clip_coefficient(norm, max_norm, scale)
     scaled = norm.reshape(()) * (1.0 if scale is None else scale.reshape(()))
-    bound = torch.full_like(
-        scaled, torch.tensor(max_norm, dtype=torch.float32, device="cpu").item()
-    )
+    bound = torch.full_like(scaled, _fp32(max_norm))
     return (bound / (scaled + 1e-6)).clamp(max=1.0)
 
 
 def check_clip_coefficient(norm: Tensor, _max_norm: float, scale: Tensor | None) -> None:
     """Raise if `clip_coefficient` does not support its arguments."""
-    for scalar in (norm, norm if scale is None else scale):
-        _check(
-            scalar.numel() == 1 and scalar.device == norm.device and scalar.dtype == torch.float64,
-            "clip_coefficient: norm and scale must be single float64 elements on the same device",
-        )
+    single = torch.float64, norm.device
+    _check_scalars("clip_coefficient: norm and scale", *single, norm, scale)
 
-
-_OPERATORS: tuple[Callable[..., Tensor | None], ...] = (
-    copy_,
-    pack_,
-    rank_sum_,
-    rank_sum_chunks_,
-    rank_sum_each_,
-    block_sums_of_squares,
-    exact_sum_,
-    exact_norm,
-    clip_coefficient,
-    adamw_,
-)
-FUNCTIONS = {operator.__name__: operator for operator in _OPERATORS}
 
 CHECKS: dict[str, Callable[..., None]] = {
     "pack_": check_pack,

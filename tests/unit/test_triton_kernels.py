@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -223,26 +224,24 @@ def test_adamw_of_many_shards_matches_plain_pytorch(interpreted, sizes, shift):
     interpreted(check_adamw, sizes, [torch.float16, None, *DTYPES], shift, 0.0)
 
 
-def self_test_result() -> str:
-    from poplar import kernels
-
-    return triton_backend.self_test(kernels, CPU)
-
-
-def test_different_rounding_fails_the_self_test(interpreted):
-    assert triton_backend.self_test(plain, CPU) == ""
-    assert "pack_" in interpreted(self_test_result)  # the interpreter cuts bf16 off
-
-
 class Broken:
     """Kernels that no compiler takes."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def block_sums_of_squares(self, flat: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such chip")
 
 
-def test_compile_error_fails_the_self_test():
-    assert "no such chip" in triton_backend.self_test(Broken(), CPU)
+@pytest.mark.parametrize(
+    ("kernels", "capability", "problem"),
+    [
+        (Broken(), (8, 0), "launch failed: RuntimeError: no such chip"),
+        (plain, (7, 5), "Triton supports capability 8.0 and higher, not 7.5"),
+        (plain, (8, 0), ""),
+    ],
+)
+def test_kernels_serve_where_triton_can_launch_them(kernels, capability, problem):
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        assert triton_backend.problem_of(kernels, CPU) == problem
 
 
 def launched_variants() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]:
