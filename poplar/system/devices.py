@@ -6,7 +6,6 @@ import os
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -144,7 +143,7 @@ def _describe_cuda(device: torch.device) -> DeviceInfo:
         cores=properties.multi_processor_count,
         total_bytes=total,
         others_bytes=_held_by_others(device, free, total, known),
-        uuid=_uuid(device),
+        uuid=f"GPU-{_uuid(device)}",
         capability=(properties.major, properties.minor),
         driver=_driver_on_disk(),
     )
@@ -174,27 +173,14 @@ def _held_by_others(
 
 
 def _nvml(device: torch.device) -> nvml.NvmlDevice | str:
-    properties = torch.cuda.get_device_properties(device)
-    return nvml.find(_index(device), uuid=_uuid(device), bus=_bus(properties))
-
-
-def _bus(properties: Any) -> str:
-    """PCI address of the device; "" if this version of torch does not report it."""
-    if not hasattr(properties, "pci_bus_id"):
-        return ""
-    return (
-        f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:"
-        f"{properties.pci_device_id:02x}.0"
-    )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return nvml.find(index, _uuid(device))
 
 
 def _uuid(device: torch.device) -> str:
-    bare = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    return f"GPU-{bare}" if bare and not bare.startswith(("GPU-", "MIG-")) else bare
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+    """The UUID that CUDA reports, without a prefix."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid.removeprefix("GPU-").removeprefix("MIG-")
 
 
 def _driver_on_disk() -> str:

@@ -104,22 +104,27 @@ class NvmlDevice:
         return _ask(self.library, function, *args)
 
 
-def find(index: int, *, uuid: str = "", bus: str = "") -> NvmlDevice | str:
+def find(index: int, uuid: str) -> NvmlDevice | str:
     """The device `cuda:<index>` of this process, or why NVML cannot be used.
 
     Args:
         index: of CUDA. NVML numbers devices without `CUDA_VISIBLE_DEVICES`, in another order.
-        uuid: from CUDA, with or without the prefix "GPU-" or "MIG-"; "" if unknown.
-        bus: PCI address, as in "00000000:65:00.0"; "" if unknown.
+        uuid: from CUDA, without the prefix "GPU-" or "MIG-".
     """
     library = _library()
     if isinstance(library, str):
         return library
-    handle = _handle(library, index, uuid, bus)
-    if handle is None:
-        return f"NVML does not know cuda:{index} (uuid {uuid or 'unknown'})"
-    whole = _ask(library, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
-    return NvmlDevice(library, handle, handle if whole is None else whole)
+    names = [f"GPU-{uuid}", f"MIG-{uuid}"]
+    # CUDA may report the UUID of the device for a slice; the environment variable has the slice.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[index:]
+    if visible and visible[0].strip().startswith("MIG-"):
+        names.insert(0, visible[0].strip())
+    for name in names:
+        handle = _ask(library, "nvmlDeviceGetHandleByUUID", name)
+        if handle is not None:
+            whole = _ask(library, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+            return NvmlDevice(library, handle, handle if whole is None else whole)
+    return f"NVML does not know cuda:{index} (uuid {uuid})"
 
 
 def _library() -> ModuleType | str:
@@ -132,34 +137,6 @@ def _library() -> ModuleType | str:
     except Exception as error:  # a broken driver library must not stop training
         return f"NVML does not start: {error}"
     return pynvml  # type: ignore[no-any-return]
-
-
-def _handle(library: ModuleType, index: int, uuid: str, bus: str) -> Any:
-    """Look up by UUID, then PCI address, then index, which is reliable only if devices are not
-    hidden or reordered.
-    """
-    entry = _visible_entry(index)
-    bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
-    # CUDA may report the UUID of the device for a slice; the environment variable has the slice.
-    names = [entry] if entry.startswith("MIG-") else []
-    if bare:
-        names += [f"GPU-{bare}", f"MIG-{bare}"]
-    for name in names:
-        handle = _ask(library, "nvmlDeviceGetHandleByUUID", name)
-        if handle is not None:
-            return handle
-    if bus:
-        return _ask(library, "nvmlDeviceGetHandleByPciBusId", bus)
-    if entry.startswith("GPU-"):
-        return _ask(library, "nvmlDeviceGetHandleByUUID", entry)
-    number = int(entry) if entry.isdigit() else index
-    return _ask(library, "nvmlDeviceGetHandleByIndex", number)
-
-
-def _visible_entry(index: int) -> str:
-    """The entry of `CUDA_VISIBLE_DEVICES` for `cuda:<index>`; "" if there is none."""
-    entries = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return entries[index].strip() if index < len(entries) else ""
 
 
 def _ask(library: ModuleType, function: str, *args: Any) -> Any:
