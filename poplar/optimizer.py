@@ -987,7 +987,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         def check() -> None:
             self._check_before_step()
             prepare()
-            self._checks.look_at_lengths(batch)
+            self._checks.batches.look_at_lengths(batch)
 
         error = caught(check)
         return self._splitter.open(self._control, batch, weight, loss, error)

@@ -156,7 +156,7 @@ class UnequalPasses:
             error = caught(check)
             opened = self._splitter.open(self._control, batch, weight, loss, error)
             micro_batches = opened.micro_batches(opened.wait())
-            self._checks.compare_batches(opened.batch)
+            self._checks.batches.compare(opened.batch)
             self._step = step
             return [
                 each if each.samples else replace(each, batch=one_sample(batch))
@@ -205,7 +205,7 @@ class UnequalPasses:
             for parameter in self._model.parameters():
                 parameter.grad = None
         else:
-            self._checks.passes_done()
+            self._checks.forward_state.look()
 
     def _stop(self, call: str, error: BaseException) -> str:
         """Stop all ranks, because this one raises alone in a call that they all make.

@@ -21,8 +21,7 @@ from poplar.step.moments import (
     elements_of,
     highest,
     highest_of_each_kind,
-    reduced_in_every_pass,
-    reduced_once,
+    moments_of,
     unsharded_in,
 )
 from poplar.values.profile import ClusterProfile, DeviceProfile, ModelProfile
@@ -218,8 +217,7 @@ def _gradients(
 ) -> tuple[Moment, ...]:
     """The moments of a kind of pass that may be the highest, without unsharded parameters."""
     backward, each = _backward(model, stage), elements_of(model, stage, ranks, keeps)
-    kind = reduced_once if stage < 2 else reduced_in_every_pass
-    return highest_of_each_kind(kind(backward, each, own, keeps))
+    return highest_of_each_kind(moments_of(backward, each, own, keeps, every_pass=stage >= 2))
 
 
 def _state(model: ModelProfile, stage: int) -> Bytes:

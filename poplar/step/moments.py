@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from poplar.step.units import (
     LEAST_IN_FLIGHT,
@@ -217,73 +217,52 @@ class Pass:
     """This rank has samples; otherwise it has no gradients, and sends zeros."""
 
 
-def reduced_once(backward: Backward, each: PerElement, own: Pass, keeps: str) -> Iterator[Moment]:
-    """Moments where a step reduces the sums of its passes, in its last pass (stages 0 and 1).
-
-    A flat's sums are allocated when its gradients are complete for the first time, and sent from
-    where they are, unless the wire is narrower.
-    """
-    flight = _new_flight(backward, each, keeps, later=False)
-    done = sum(flat.numel for flat in backward.flats) if own.later else 0
-    for turn, pending in enumerate(backward.pending):
-        gradients = each.gradient * pending if own.samples else 0.0
-        alive = each.sums.times(done).plus(flight.bytes)
-        yield Moment(alive.plus(Bytes(gradients)), turn)
-        for flat in backward.flats_of[turn]:
-            done += 0 if own.later else flat.numel
-            alive = each.sums.times(done).plus(flight.bytes)
-            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
-            gradients = max(0.0, gradients - each.gradient * flat.numel)
-            flight.make_room()
-            flight.start(flat.numel)
-            alive = each.sums.times(done).plus(flight.bytes)
-            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
-    yield _end_of_step(backward, each, flight)
-
-
-def reduced_in_every_pass(
-    backward: Backward, each: PerElement, own: Pass, keeps: str
+def moments_of(
+    backward: Backward, each: PerElement, own: Pass, keeps: str, *, every_pass: bool
 ) -> Iterator[Moment]:
-    """Moments where every pass reduces the gradients of each unit (stages 2 and 3).
+    """The moments of a pass that reduces, and the update.
 
-    A bucket is packed beside the gradients, which are freed then. This rank's slice of the sums is
-    allocated for the first of them. Buckets of the previous pass may still be in flight.
+    A step that reduces once (stages 0 and 1) does so in its last pass. A flat's sums are allocated
+    when its gradients are complete for the first time, and sent from where they are, unless the
+    wire is narrower. With `every_pass` (stages 2 and 3) a bucket is packed beside the gradients,
+    which are freed then, and this rank's slice of the sums is allocated for the first of them.
+    Buckets of the previous pass may still be in flight.
     """
-    flight = _new_flight(backward, each, keeps, later=own.later)
-    done = sum(flat.numel for flat in backward.flats) if own.later else 0
-    yield Moment(each.sums.times(done).plus(flight.bytes), BEFORE)
-    for turn, pending in enumerate(backward.pending):
-        gradients = each.gradient * pending if own.samples else 0.0
-        alive = each.sums.times(done).plus(flight.bytes)
-        yield Moment(alive.plus(Bytes(gradients)), turn)
-        for flat in backward.flats_of[turn]:
-            flight.make_room()
-            alive = each.sums.times(done).plus(flight.bytes, each.bucket.times(flat.numel))
-            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
-            gradients = max(0.0, gradients - each.gradient * flat.numel)
-            done += 0 if own.later else flat.numel
-            flight.start(flat.numel)
-            alive = each.sums.times(done).plus(flight.bytes)
-            yield Moment(alive.plus(Bytes(gradients)), turn, True, not flat.inner)
-    yield _end_of_step(backward, each, flight)
-
-
-def _new_flight(backward: Backward, each: PerElement, keeps: str, *, later: bool) -> _InFlight:
-    """What is in flight, or kept, when a pass begins."""
     flight = _InFlight(each, backward.limit, keeps != "freed")
-    if later or keeps == "kept":
+    from_before = own.later and every_pass
+    if from_before or keeps == "kept":
         for flat in backward.flats:
             flight.make_room()
             flight.start(flat.numel)
-        if not later:
+        if not from_before:
             flight.flats.clear()
-    return flight
+    numel = sum(flat.numel for flat in backward.flats)
+    done = numel if own.later else 0
 
+    def moment(gradients: float, bucket: int, *place: Any) -> Moment:
+        alive = each.sums.times(done).plus(flight.bytes, each.bucket.times(bucket))
+        return Moment(alive.plus(Bytes(gradients)), *place)
 
-def _end_of_step(backward: Backward, each: PerElement, flight: _InFlight) -> Moment:
-    """The update: all sums, and kept receive buffers."""
-    sums = each.sums.times(sum(flat.numel for flat in backward.flats))
-    return Moment(sums.plus(flight.received) if flight.keeps else sums)
+    yield moment(0.0, 0, BEFORE)
+    for turn, pending in enumerate(backward.pending):
+        gradients = each.gradient * pending if own.samples else 0.0
+        yield moment(gradients, 0, turn)
+        for flat in backward.flats_of[turn]:
+            place = turn, True, not flat.inner
+            added = 0 if own.later else flat.numel
+            if every_pass:
+                flight.make_room()
+                yield moment(gradients, flat.numel, *place)
+                done += added
+            else:
+                done += added
+                yield moment(gradients, 0, *place)
+                flight.make_room()
+            gradients = max(0.0, gradients - each.gradient * flat.numel)
+            flight.start(flat.numel)
+            yield moment(gradients, 0, *place)
+    sums = each.sums.times(numel)
+    yield Moment(sums.plus(flight.received) if flight.keeps else sums)
 
 
 class Unsharded(NamedTuple):
@@ -337,14 +316,10 @@ def unsharded_in(
     return Unsharded(both, by_turn, by_turn)
 
 
-def received_parts(ranks: int, keeps: str) -> int:
-    """How many slices a rank receives in a reduction: devices also receive their own."""
-    return ranks if keeps == "freed" else ranks - 1
-
-
 def elements_of(model: ModelProfile, stage: int, ranks: int, keeps: str) -> PerElement:
     """What an element of the gradients takes at a stage."""
-    parts = received_parts(ranks, keeps) * model.wire_bytes
+    received = ranks if keeps == "freed" else ranks - 1  # devices also receive their own slice
+    parts = received * model.wire_bytes
     shared = Bytes(0.0, parts)
     if stage >= 2:
         sums = Bytes(0.0, ACCUMULATOR_BYTES + SQUARES_BYTES)

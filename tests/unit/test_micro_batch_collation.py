@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from poplar.data import CollateMicroBatches, HeteroBatchSampler, pytree
 from poplar.values.plan import Plan
-from poplar.zero.checks.length_watch import LengthWatch
+from poplar.zero.checks.first_batches import FirstBatches
 
 SAMPLES = [list(range(1, 1 + length)) for length in (9, 2, 7, 5, 3, 4, 8, 6)]
 LENGTHS = [len(sample) for sample in SAMPLES]
@@ -107,11 +107,11 @@ def test_a_placeholder_is_not_collated():
 def looked_at(*lengths):
     """What a rank is told after batches that are padded to these lengths."""
     gc.collect()  # samplers of other tests
-    watch = LengthWatch(looks=True)
+    watch = FirstBatches(None, looks=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for length in lengths:
-            watch.look({"ids": torch.zeros(2, length), "weight": torch.zeros(2)})
+            watch.look_at_lengths({"ids": torch.zeros(2, length), "weight": torch.zeros(2)})
     return [str(warning.message) for warning in caught]
 
 
@@ -133,8 +133,8 @@ def test_no_warning_with_lengths_in_the_sampler():
 
 
 def test_batches_without_lengths_give_no_warning():
-    watch = LengthWatch(looks=True)
+    watch = FirstBatches(None, looks=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for batch in (None, torch.zeros(3), [torch.zeros(2), "text"]):
-            watch.look(batch)
+            watch.look_at_lengths(batch)

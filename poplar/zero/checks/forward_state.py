@@ -11,20 +11,21 @@ Where parameters are sharded, what a forward writes into them is lost, so any ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from poplar.comm import Control
-from poplar.values.errors import agreed
+from poplar.values.errors import equal_on_all_ranks
 from poplar.values.formatting import format_names
 from poplar.zero.checks.replica_check import checksum, differing_parameters
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.strategy import Strategy
 
 FIRST_STEPS = 2
+_WHAT = "state that forwards write"
 _PROJECTIONS = 16
 """Sums with random signs that stand for a change: the norm of their difference is, within a factor
 of two, that of the changes."""
@@ -61,16 +62,14 @@ class ForwardStateCheck:
         self._shards = strategy is not None and strategy.shards_parameters
         self._steps = FIRST_STEPS if self._compares or self._shards else 0
         self._before = _on_host(model) if self._compares else {}
-        self._note_writes(self._steps > 0)
+        if strategy is not None:
+            strategy.note_writes(self._steps > 0)
 
     def skip(self) -> None:
         """Compare nothing."""
         self._steps, self._before = 0, {}
-        self._note_writes(False)
-
-    def _note_writes(self, notes: bool) -> None:
         if self._strategy is not None:
-            self._strategy.note_writes(notes)
+            self._strategy.note_writes(False)
 
     def look(self) -> None:
         """Compare the state after the passes of a step. Collective in the first steps.
@@ -84,14 +83,19 @@ class ForwardStateCheck:
         now = _on_host(self._model) if self._compares else {}
         changes = {name: _change(self._before.get(name), value) for name, value in now.items()}
         mine = (lost, {name: change for name, change in changes.items() if change}, self._sums())
-        received = self._control.exchange_objects(mine, what="state that forwards write")
-        try:
-            self._raise_if_lost([names for names, _, _ in received])
-            self._raise_if_buffers_differ([sketches for _, sketches, _ in received], now)
+        received = self._control.exchange_objects(mine, what=_WHAT)
+        with equal_on_all_ranks():
+            _raise_if_lost(sorted({name for names, _, _ in received for name in names}))
+            sketches = [own for _, own, _ in received]
+            for name in sorted({name for own in sketches for name in own}):
+                tolerance = _TOLERANCE.get(now[name].dtype, _ROUGH) if name in now else _ROUGH
+                by_rank = [own.get(name, (0.0,) * _PROJECTIONS) for own in sketches]
+                equal = [not _differ(own, by_rank[0], tolerance) for own in by_rank]
+                _raise_if_different(f"buffer {name!r}", equal)
             if any(sums != received[0][2] for _, _, sums in received):
-                self._raise_differing_parameters()
-        except ValueError as error:
-            raise agreed(error) from None
+                values = [flat.values for flat in self._flats]
+                for name, sums in differing_parameters(self._control, self._flats, values, _WHAT):
+                    _raise_if_different(f"parameter {name!r}", [own == sums[0] for own in sums])
         self._steps, self._before = self._steps - 1, now
         if not self._steps:
             self.skip()
@@ -106,50 +110,44 @@ class ForwardStateCheck:
             return []
         return [int(checksum([flat.values])) for flat in self._flats]
 
-    def _raise_if_lost(self, by_rank: Sequence[Sequence[str]]) -> None:
-        names = sorted({name for names in by_rank for name in names})
-        if names:
-            raise ValueError(
-                f"the forward wrote into {format_names(names)}, which is lost at stage 3, where a "
-                "forward has a copy of the parameters. Write them between steps in `with "
-                "optimizer.full_parameters(writeback=True):`, initialize them before the optimizer "
-                "is built, or use stages 0 to 2. No rank applied the step"
-            )
 
-    def _raise_if_buffers_differ(
-        self, by_rank: Sequence[Mapping[str, Sketch]], now: Mapping[str, Tensor]
-    ) -> None:
-        for name in sorted({name for sketches in by_rank for name in sketches}):
-            value = now.get(name)
-            tolerance = _ROUGH if value is None else _TOLERANCE.get(value.dtype, _ROUGH)
-            absent = (0.0,) * _PROJECTIONS
-            sketches = [sketches.get(name, absent) for sketches in by_rank]
-            different = [
-                rank for rank, own in enumerate(sketches) if _differ(own, sketches[0], tolerance)
-            ]
-            if different:
-                raise ValueError(_message(f"buffer {name!r}", different))
-
-    def _raise_differing_parameters(self) -> None:
-        """Find the parameters that differ and raise. Collective."""
-        values = [flat.values for flat in self._flats]
-        what = "state that forwards write"
-        for name, sums in differing_parameters(self._control, self._flats, values, what):
-            different = [rank for rank, own in enumerate(sums) if own != sums[0]]
-            raise ValueError(_message(f"parameter {name!r}", different))
+def _raise_if_lost(names: Sequence[str]) -> None:
+    if names:
+        raise ValueError(
+            f"the forward wrote into {format_names(names)}, which is lost at stage 3, where a "
+            "forward has a copy of the parameters. Write them between steps in `with "
+            "optimizer.full_parameters(writeback=True):`, initialize them before the optimizer "
+            "is built, or use stages 0 to 2. No rank applied the step"
+        )
 
 
-def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point buffers that are in the state dict: others are caches and counters."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            is_saved = buffer is not None and name not in module._non_persistent_buffers_set
-            if is_saved and buffer.is_floating_point() and not buffer.is_meta:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+def _raise_if_different(what: str, is_equal: Sequence[bool]) -> None:
+    """Raise if some ranks, by number, have not written the values of rank 0."""
+    ranks = [rank for rank, equal in enumerate(is_equal) if not equal]
+    if ranks:
+        raise ValueError(
+            f"{what} differs after the forwards of this step: rank(s) {ranks} wrote other values "
+            "than rank 0, from their own samples or in another number of passes (data-dependent "
+            "initialization, running statistics, codebooks by moving average, spectral_norm, "
+            "Embedding(max_norm=...)). One device would have seen the whole batch. No rank applied "
+            "the step, but the state is changed. Initialize such state before the optimizer is "
+            "built, with the same samples on all ranks; freeze its module with .eval(); or write "
+            "it between steps from values that torch.distributed.all_reduce has averaged. If it "
+            "may differ, or your code averages it, pass allow_forward_state=True"
+        )
 
 
 def _on_host(model: nn.Module) -> dict[str, Tensor]:
-    return {name: b.detach().to("cpu", copy=True) for name, b in _saved_buffers(model)}
+    """The floating-point buffers that are in the state dict: others are caches and counters."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer.detach().to("cpu", copy=True)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and name not in module._non_persistent_buffers_set
+        and buffer.is_floating_point()
+        and not buffer.is_meta
+    }
 
 
 def _change(before: Tensor | None, now: Tensor) -> Sketch | None:
@@ -174,16 +172,3 @@ def _differ(one: Sketch, other: Sketch, tolerance: float) -> bool:
 
     difference = norm(a - b for a, b in zip(one, other, strict=True))
     return difference > tolerance * max(norm(one), norm(other))
-
-
-def _message(what: str, ranks: Sequence[int]) -> str:
-    return (
-        f"{what} differs after the forwards of this step: rank(s) {list(ranks)} wrote other values "
-        "than rank 0, from their own samples or in another number of passes (data-dependent "
-        "initialization, running statistics, codebooks by moving average, spectral_norm, "
-        "Embedding(max_norm=...)). One device would have seen the whole batch. No rank applied the "
-        "step, but the state is changed. Initialize such state before the optimizer is built, with "
-        "the same samples on all ranks; freeze its module with .eval(); or write it between steps "
-        "from values that torch.distributed.all_reduce has averaged. If it may differ, or your "
-        "code averages it, pass allow_forward_state=True"
-    )

@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from poplar.data import pytree
 from poplar.data.token_weights import IGNORE_INDEX, is_integer, tokens
-from poplar.zero.checks.recorded_calls import Call, RecordedCalls, is_loss, join_batches
-from poplar.zero.micro_batch_loss import LossFunction, check_scalar
+from poplar.zero.checks.recorded_loss import Call, RecordedLoss, is_loss
+from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.preserved_state import model_preserved, random_state_preserved
 
 MOST_SAMPLES = 16
@@ -65,20 +65,18 @@ def wrong_weight(
         samples = min(pytree.samples_in(batch), MOST_SAMPLES)
         if samples < 2 or _is_compiled(model):
             return None
-        batch = pytree.take(batch, range(samples))
-        recorded = RecordedCalls(model, samples)
-        with _evaluating(model):
+        recorded = RecordedLoss(model, loss_fn, pytree.take(batch, range(samples)))
+        with model_preserved(model, next(model.parameters()).device), torch.no_grad():
+            model.eval()
             with recorded.recording():
-                whole = _value(loss_fn, model, batch)
+                whole = recorded.loss(recorded.batch).item()
             try:
-                found = _wrong_weight(recorded, loss_fn, batch, where)
+                found = _wrong_weight(recorded, where)
             except Exception:
                 found = None
-            if found is None and _modules_couple(recorded, whole, loss_fn, batch):
-                found = _coupled(samples, where)
+            return found or (_coupled(samples, where) if _couples(recorded, whole) else None)
     except Exception:
         return None
-    return found
 
 
 class FirstLossCheck:
@@ -97,8 +95,12 @@ class FirstLossCheck:
         self._looks, self._reads = looks, reads
         self._loss_fn: LossFunction | None = None
         self._where = "to the loop over micro-batches, if it uses the model's own loss"
-        self._first: tuple[Any, RecordedCalls] | None = None
+        self._first: RecordedLoss | None = None
         """A micro-batch of one sample, which is compared together with the next one."""
+
+    def skip(self) -> None:
+        """Look at nothing."""
+        self._looks = False
 
     def expect(self, loss_fn: LossFunction, where: str) -> None:
         """Take the loss function of a loop that does not pass it, and where its weight belongs."""
@@ -114,14 +116,12 @@ class FirstLossCheck:
         if not looks or _is_compiled(model):
             return
         if self._loss_fn is not None and self._reads:
-            found = wrong_weight(self._loss_fn, model, batch, where=self._where)
-            if found is not None:
-                warnings.warn(found, stacklevel=4)
-            return
-        self._watch_own_loss(model)
+            _warn(wrong_weight(self._loss_fn, model, batch, where=self._where), stacklevel=5)
+        else:
+            self._watch_own_loss(model)
 
     def _watch_own_loss(self, model: nn.Module) -> None:
-        recorded = RecordedCalls(model, 0)
+        recorded = RecordedLoss(model)
 
         def own_loss(_model: nn.Module, inputs: Any) -> Tensor:
             positional = [inputs[key] for key in inputs if isinstance(key, int)]
@@ -131,8 +131,7 @@ class FirstLossCheck:
 
         def look(call: Call, inputs: Any) -> None:
             if call.computes_loss and torch.is_grad_enabled():
-                whole = replace(recorded, samples=_samples_in(inputs))
-                self._look(own_loss, inputs, whole, self._where, stacklevel=5)
+                self._look(replace(recorded, loss_fn=own_loss, batch=inputs), self._where, 6)
                 if self._first is not None:
                     self._watch_own_loss(model)
 
@@ -143,64 +142,51 @@ class FirstLossCheck:
 
         Afterwards it calls `loss_fn` again for parts of them.
         """
-        if not self._looks:
-            return loss_fn
 
         def watched(model: nn.Module, batch: Any) -> Tensor:
             if not self._looks or _is_compiled(model):
                 return loss_fn(model, batch)
-            recorded = RecordedCalls(model, _samples_in(batch))
+            recorded = RecordedLoss(model, loss_fn, batch)
             with recorded.recording():
                 loss = loss_fn(model, batch)
-            self._look(loss_fn, batch, recorded, "to train_step", stacklevel=9)
+            self._look(recorded, "to train_step", 10)
             return loss
 
-        return watched
+        return watched if self._looks else loss_fn
 
-    def _look(
-        self,
-        loss_fn: LossFunction,
-        batch: Any,
-        recorded: RecordedCalls,
-        where: str,
-        *,
-        stacklevel: int,
-    ) -> None:
+    def _look(self, recorded: RecordedLoss, where: str, stacklevel: int) -> None:
         try:
-            found = self._found(loss_fn, batch, recorded, where)
+            found = self._found(recorded, where)
         except Exception:  # nothing can be told of this loss, and its own errors have been raised
             self._looks, self._first, found = False, None, None
-        if found is not None:
-            warnings.warn(found, stacklevel=stacklevel)
+        _warn(found, stacklevel)
 
-    def _found(
-        self, loss_fn: LossFunction, batch: Any, recorded: RecordedCalls, where: str
-    ) -> str | None:
+    def _found(self, recorded: RecordedLoss, where: str) -> str | None:
         first, self._first = self._first, None
         if first is not None:
-            batch, recorded = join_batches(first[0], batch), first[1].join(recorded)
-        if recorded.samples < 2:
-            if recorded.bytes() <= _MOST_BYTES:
-                self._first = batch, recorded.rows(recorded.samples)
+            recorded = first.join(recorded)
+        samples = recorded.samples
+        if samples < 2:
+            self._first = recorded.rows(samples) if recorded.bytes() <= _MOST_BYTES else None
             return None
         self._looks = False
-        few = max(2, min(MOST_SAMPLES, _MOST_BYTES * recorded.samples // (recorded.bytes() + 1)))
-        if recorded.samples > few:
-            recorded, batch = recorded.rows(few), pytree.take(batch, range(few))
-        device = next(recorded.model.parameters()).device
-        with random_state_preserved(device):
-            return _wrong_weight(recorded, loss_fn, batch, where)
+        few = max(2, min(MOST_SAMPLES, _MOST_BYTES * samples // (recorded.bytes() + 1)))
+        with random_state_preserved(next(recorded.model.parameters()).device):
+            return _wrong_weight(recorded.rows(few) if samples > few else recorded, where)
 
 
-def _wrong_weight(
-    recorded: RecordedCalls, loss_fn: LossFunction, batch: Any, where: str
-) -> str | None:
-    """As `wrong_weight`, of a loss whose calls were recorded.
+def _warn(found: str | None, stacklevel: int) -> None:
+    if found is not None:
+        warnings.warn(found, stacklevel=stacklevel)
+
+
+def _wrong_weight(recorded: RecordedLoss, where: str) -> str | None:
+    """As `wrong_weight`, of a loss that was recorded.
 
     Raises:
         Exception: nothing can be told.
     """
-    parts = _Parts.of(recorded, loss_fn, batch)
+    parts = _Parts.of(recorded)
     if parts is None or parts.fit([size / recorded.samples for size in parts.sizes]):
         return None
     if parts.fit([1.0] * len(parts.sizes)):
@@ -209,7 +195,7 @@ def _wrong_weight(
             f"return the mean, or pass loss='sum' {where} (loss='global_mean' if it is divided by "
             f"the number of samples on all ranks), {_ELSE}"
         )
-    for expression, weight in _countings(batch):
+    for expression, weight in _countings(recorded.batch):
         counts = [float(weight(part)) for part in parts.batches]
         if sum(counts) and parts.fit([count / sum(counts) for count in counts]):
             over = "tokens" if "tokens(" in expression else "what counts in it"
@@ -255,45 +241,35 @@ class _Parts:
     tolerance: float
 
     @classmethod
-    def of(cls, recorded: RecordedCalls, loss_fn: LossFunction, batch: Any) -> _Parts | None:
+    def of(cls, recorded: RecordedLoss) -> _Parts | None:
         """None if the loss is random or does not depend on the rows of an output.
 
         Raises:
             Exception: the loss cannot be computed for the parts.
         """
-        model, samples = recorded.model, recorded.samples
-
-        def gradient(part: Any, start: int, stop: int) -> tuple[float, list[Tensor]]:
-            def loss() -> Tensor:
-                return check_scalar(loss_fn(model, part))
-
-            return recorded.gradient(loss, start, stop)
-
-        value, rows = gradient(batch, 0, samples)
-        again, same = gradient(batch, 0, samples)
-        whole = torch.cat(rows, 1)
+        (value, whole), (again, same) = (recorded.gradient(recorded.batch) for _ in range(2))
         if value != again or not bool(whole.isfinite().all()):
             return None
-        if not torch.allclose(whole, torch.cat(same, 1), rtol=1e-4, atol=0.0):
+        if not torch.allclose(whole, same, rtol=1e-4, atol=0.0):
             return None
-        sizes = _sizes(samples)
-        stops = list(accumulate(sizes))
-        bounds = list(zip([0, *stops[:-1]], stops, strict=True))
-        batches = pytree.split(batch, sizes)
+        sizes = _sizes(recorded.samples)
+        bounds = list(pairwise(accumulate(sizes, initial=0)))
+        batches = pytree.split(recorded.batch, sizes)
         parts = [
-            torch.cat(gradient(part, *rows)[1], 1)
-            for part, rows in zip(batches, bounds, strict=True)
+            recorded.gradient(part, start)[1]
+            for part, (start, _) in zip(batches, bounds, strict=True)
         ]
         tolerance = _ROUNDING_IN_16_BITS if recorded.is_rounded else _ROUNDING
         return cls(sizes, batches, [whole[a:b] for a, b in bounds], parts, tolerance)
 
     def fit(self, factors: Sequence[float]) -> bool:
         """Whether the parts add up to the whole with these factors."""
-        pairs = list(zip(self.wholes, self.parts, factors, strict=True))
+        # 0 times what is not finite is 0.
         added = [
-            part.mul(factor) if factor else torch.zeros_like(part) for _, part, factor in pairs
+            part.mul(factor) if factor else torch.zeros_like(part)
+            for part, factor in zip(self.parts, factors, strict=True)
         ]
-        error = _norm([whole - own for (whole, _, _), own in zip(pairs, added, strict=True)])
+        error = _norm([whole - own for whole, own in zip(self.wholes, added, strict=True)])
         return error <= self.tolerance * max(_norm(self.wholes), _norm(added))
 
     def shares(self) -> list[float] | None:
@@ -317,29 +293,16 @@ def _sizes(samples: int) -> list[int]:
     return [samples // 4, samples // 3, samples - samples // 4 - samples // 3]
 
 
-def _modules_couple(
-    recorded: RecordedCalls, whole: float, loss_fn: LossFunction, batch: Any
-) -> bool:
+def _couples(recorded: RecordedLoss, whole: float) -> bool:
     """Whether forwards of two parts have other losses, so that a module couples samples."""
-    model, half = recorded.model, (recorded.samples + 1) // 2
+    half = (recorded.samples + 1) // 2
     sizes = [half, recorded.samples - half]
-    losses = [_value(loss_fn, model, part) for part in pytree.split(batch, sizes)]
-    if whole != _value(loss_fn, model, batch):
+    losses = [recorded.loss(part).item() for part in pytree.split(recorded.batch, sizes)]
+    if whole != recorded.loss(recorded.batch).item():
         return False
     mean = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / sum(sizes)
     rounding = max(_COUPLED, _ROUNDING_IN_16_BITS if recorded.is_rounded else 0.0)
     return not abs(mean - whole) <= rounding * max(abs(whole), *map(abs, losses), 1e-12)
-
-
-def _value(loss_fn: LossFunction, model: nn.Module, batch: Any) -> float:
-    return float(check_scalar(loss_fn(model, batch)).detach().double())
-
-
-def _samples_in(batch: Any) -> int:
-    try:
-        return pytree.samples_in(batch)
-    except ValueError:
-        return 0
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -349,21 +312,14 @@ def _is_compiled(model: nn.Module) -> bool:
     )
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the model and random states are as before at the end."""
-    with model_preserved(model, next(model.parameters()).device), torch.no_grad():
-        model.eval()
-        yield
-
-
 def _countings(batch: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """What may count in a micro-batch: expressions for `weight=`, and their functions."""
-    for where, value in _members(batch):
+    for where, get, value in _members(batch):
         if not isinstance(value, Tensor) or value.dim() == 0:
             continue
         if not is_integer(value):
-            yield f"lambda batch: {_access(batch, where)}.sum()", partial(_sum, where)
+            access = f"batch.{where}" if is_dataclass(batch) else f"batch[{where!r}]"
+            yield f"lambda batch: {access}.sum()", partial(_sum, get)
             continue
         ignored = value.unique()[: _MOST_CLASSES + 1].tolist()
         if len(ignored) > _MOST_CLASSES:
@@ -371,26 +327,20 @@ def _countings(batch: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         for label in sorted(ignored, key=lambda label: label != IGNORE_INDEX):
             named = [] if label == IGNORE_INDEX else [f"ignore_index={label}"]
             labels = [] if where == "labels" else [f"labels={where!r}"]
-            if value.dim() == 2:
-                expression = ", ".join([*named, *labels])
-                yield f"poplar.tokens({expression})", tokens(label, labels=where)
-            expression = ", ".join([*named, "shift=False", *labels])
-            yield f"poplar.tokens({expression})", tokens(label, shift=False, labels=where)
+            for shift in [["shift=False"]] if value.dim() != 2 else [[], ["shift=False"]]:
+                expression = ", ".join([*named, *shift, *labels])
+                yield f"poplar.tokens({expression})", tokens(label, not shift, where)
 
 
-def _members(batch: Any) -> list[tuple[str | int, Any]]:
-    """What `tokens(labels=...)` can name."""
-    if isinstance(batch, Mapping):
-        return list(batch.items())
+def _sum(get: Callable[[Any], Any], part: Any) -> Any:
+    return get(part).sum()
+
+
+def _members(batch: Any) -> list[tuple[str | int, Callable[[Any], Any], Any]]:
+    """What `tokens(labels=...)` can name, how to get it, and its value."""
     if is_dataclass(batch):
-        return [(member.name, getattr(batch, member.name)) for member in fields(batch)]
-    return list(enumerate(batch)) if isinstance(batch, (list, tuple)) else []
-
-
-def _sum(where: str | int, batch: Any) -> Tensor:
-    total: Tensor = dict(_members(batch))[where].sum()
-    return total
-
-
-def _access(batch: Any, where: str | int) -> str:
-    return f"batch.{where}" if is_dataclass(batch) else f"batch[{where!r}]"
+        return [(each.name, get := attrgetter(each.name), get(batch)) for each in fields(batch)]
+    if isinstance(batch, Mapping):
+        return [(key, itemgetter(key), value) for key, value in batch.items()]
+    items = enumerate(batch) if isinstance(batch, (list, tuple)) else ()
+    return [(place, itemgetter(place), value) for place, value in items]

@@ -32,8 +32,11 @@ class ModelStructure:
             may_be_trained: by `id`, parameters that the user gave to the optimizer.
         """
         self._model, self._members = model, _members(groups)
-        self._known = list(model.parameters())
-        self._frozen = [p for p in self._known if id(p) in may_be_trained and not p.requires_grad]
+        named = dict(model.named_parameters())
+        self._known = set(map(id, named.values()))
+        self._parameters = list(named.values())  # keeps them, so that no other has an id of theirs
+        frozen = {n: p for n, p in named.items() if id(p) in may_be_trained and not p.requires_grad}
+        self._frozen_names, self._frozen = list(frozen), list(frozen.values())
         self._record()
 
     def _record(self) -> None:
@@ -41,14 +44,8 @@ class ModelStructure:
         self._tables: list[dict[str, Any]] = [m._parameters for m in modules]
         self._tables += [m._modules for m in modules]
         self._sizes = [len(table) for table in self._tables]
-        entries = [(table, name) for table in self._tables for name in table]
-        self._holders = [table for table, _ in entries]
-        self._names = [name for _, name in entries]
-        self._values = [table[name] for table, name in entries]
-
-    def _is_recorded(self) -> bool:
-        found = map(dict.get, self._holders, self._names)
-        return list(map(len, self._tables)) == self._sizes and all(map(is_, found, self._values))
+        entries = [(table, name, table[name]) for table in self._tables for name in table]
+        self._holders, self._names, self._values = map(list, zip(*entries, strict=True))
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise if the optimizer does not train the model, or its param groups, as they are now.
@@ -58,15 +55,15 @@ class ModelStructure:
             TypeError: the model, or a module in it, was wrapped in FSDP.
         """
         with direct_access():
-            is_unfrozen = any(map(_requires_grad, self._frozen))
-        if is_unfrozen:
-            names = [name for name, p in self._model.named_parameters() if _is_in(p, self._frozen)]
-            changed = [n for n in names if self._model.get_parameter(n).requires_grad]
+            unfrozen = list(map(_requires_grad, self._frozen))
+        if any(unfrozen):
             raise RuntimeError(
-                f"parameter {changed[0]!r} was frozen when the optimizer was built and requires a "
-                "gradient now; build a new optimizer after unfreezing"
+                f"parameter {self._frozen_names[unfrozen.index(True)]!r} was frozen when the "
+                "optimizer was built and requires a gradient now; build a new optimizer after "
+                "unfreezing"
             )
-        if not self._is_recorded():
+        found = map(dict.get, self._holders, self._names)
+        if list(map(len, self._tables)) != self._sizes or not all(map(is_, found, self._values)):
             self._check_parameters()
         if _members(groups) != self._members:
             raise RuntimeError(
@@ -77,9 +74,8 @@ class ModelStructure:
 
     def _check_parameters(self) -> None:
         reject_wrapped(self._model)
-        known = set(map(id, self._known))
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
+            if parameter.requires_grad and id(parameter) not in self._known:
                 raise RuntimeError(
                     f"parameter {name!r} was added to the model, or replaced in it, after the "
                     "optimizer was built, so it would not be trained; change the model first, or "
@@ -93,7 +89,3 @@ _requires_grad = attrgetter("requires_grad")
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in groups]
-
-
-def _is_in(parameter: nn.Parameter, parameters: Collection[nn.Parameter]) -> bool:
-    return any(parameter is other for other in parameters)

@@ -13,9 +13,8 @@ from typing import Any
 from torch import nn
 
 from poplar.comm import Control
-from poplar.zero.checks.first_batch import compare_batches
+from poplar.zero.checks.first_batches import FirstBatches
 from poplar.zero.checks.forward_state import ForwardStateCheck
-from poplar.zero.checks.length_watch import LengthWatch
 from poplar.zero.checks.loss_mean import FirstLossCheck
 from poplar.zero.checks.model_checks import batch_norms, reject_batch_norm
 from poplar.zero.checks.model_structure import ModelStructure
@@ -51,21 +50,20 @@ class StepChecks:
         looks = control.group.rank == looking
         self._model, self._control = model, control
         self._batch_norms = [] if allow_forward_state else batch_norms(model)
-        self._lengths = LengthWatch(looks=looks)
-        self._compares_batches = self._is_first = True
-        self._forward_state = ForwardStateCheck(
+        self._is_first = True
+        replicated = strategy is not None and strategy.replicates_state
+        self.batches = FirstBatches(control, looks=looks)
+        self.loss = FirstLossCheck(looks=looks, reads=reads)
+        self.forward_state = ForwardStateCheck(
             model, control, allowed=allow_forward_state, flats=flats, strategy=strategy
         )
-        replicated = strategy is not None and strategy.replicates_state
-        self.loss = FirstLossCheck(looks=looks, reads=reads)
         self.replicas = ReplicaCheck([f for f in flats if replicated and f.trained], control)
 
     def expect_artificial_data(self) -> None:
         """Look at neither data, loss and state nor the mode of the model; for measurements."""
-        self._is_first = self._compares_batches = False
-        self._forward_state.skip()
-        self.loss = FirstLossCheck(looks=False)
-        self._lengths = LengthWatch(looks=False)
+        self._is_first = False
+        for check in (self.batches, self.loss, self.forward_state):
+            check.skip()
 
     def check_mode(self) -> None:
         """Raise if a BatchNorm is in training mode. Local."""
@@ -91,25 +89,3 @@ class StepChecks:
                 stacklevel=5,
             )
         self._is_first = False
-
-    def look_at_lengths(self, batch: Any) -> None:
-        """Warn if padded lengths differ. Local."""
-        self._lengths.look(batch)
-
-    def compare_batches(self, batch: Any) -> None:
-        """Compare this rank's batch with those of the others. Collective in the first step.
-
-        Raises:
-            ValueError: on all ranks; as `first_batch.compare_batches`.
-        """
-        if self._compares_batches:
-            compare_batches(self._control, batch)
-            self._compares_batches = False  # not after an error, which a caller may handle
-
-    def passes_done(self) -> None:
-        """Compare the state that forwards have written. Collective in the first steps.
-
-        Raises:
-            ValueError: on all ranks; as `ForwardStateCheck.look`.
-        """
-        self._forward_state.look()

@@ -98,7 +98,7 @@ class Step:
         try:
             micro_batches = opened.micro_batches(sizes)
             if not early.pass_is_open:  # whose collectives come first
-                self._checks.compare_batches(opened.batch)
+                self._checks.batches.compare(opened.batch)
         except CollectiveTimeout:
             raise
         except Exception:
@@ -413,7 +413,7 @@ class Step:
                 may_run_again=may_run_again,
                 checksum=self._replicas.outgoing,
             )
-            self._checks.passes_done()
+            self._checks.forward_state.look()
         except BaseException:
             self.reset()
             raise

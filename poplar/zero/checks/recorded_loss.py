@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,10 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from poplar.data import pytree
 from poplar.zero.engine_hooks import forwards_refused
+from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 
 _HALF = (torch.float16, torch.bfloat16)
 _PROBED = 4096
 """Elements of a row of a gradient that are compared, at least a half of them."""
+
+
+def _no_loss(_model: nn.Module, _batch: Any) -> Tensor:
+    raise OtherCallsError("no loss function is known")
 
 
 class OtherCallsError(Exception):
@@ -41,17 +46,30 @@ class Call(NamedTuple):
 
 
 @dataclass
-class RecordedCalls:
-    """The calls that a loss function has made for one micro-batch.
+class RecordedLoss:
+    """The loss of one micro-batch, with the calls of modules that its function has made.
 
     Calls inside of other ones are left out, except in modules that compute a loss.
     """
 
     model: nn.Module
-    samples: int
+    loss_fn: LossFunction = _no_loss
+    batch: Any = None
     calls: list[Call] = field(default_factory=list)
     is_rounded: bool = False
     """Some values were computed in 16 bits."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of the micro-batch; 0 if they cannot be counted."""
+        try:
+            return pytree.samples_in(self.batch)
+        except ValueError:
+            return 0
+
+    def loss(self, batch: Any) -> Tensor:
+        """The loss function of a batch, in a forward or a replay."""
+        return check_scalar(self.loss_fn(self.model, batch))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -80,17 +98,18 @@ class RecordedCalls:
 
         stack.enter_context(_calls_by(self.model, call))
 
-    def rows(self, count: int) -> RecordedCalls:
-        """The calls for the first samples, in memory of their own."""
+    def rows(self, count: int) -> RecordedLoss:
+        """The loss of the first samples, with outputs in memory of their own."""
 
         def own(tensor: Tensor) -> Tensor:
             return self.part(tensor, 0, count).clone()
 
         calls = [c._replace(output=pytree.map_tensors(own, c.output)) for c in self.calls]
-        return RecordedCalls(self.model, count, calls, self.is_rounded)
+        batch = self.batch if count == self.samples else pytree.take(self.batch, range(count))
+        return replace(self, batch=batch, calls=calls)
 
-    def join(self, other: RecordedCalls) -> RecordedCalls:
-        """The calls for the samples of both, one after the other.
+    def join(self, other: RecordedLoss) -> RecordedLoss:
+        """The loss of the samples of both, one after the other, by the function of the other.
 
         Raises:
             Exception: the calls differ, or the shapes of the outputs.
@@ -99,40 +118,37 @@ class RecordedCalls:
         for one, two in zip(self.calls, other.calls, strict=True):
             if (one.module, one.computes_loss) != (two.module, two.computes_loss):
                 raise OtherCallsError("other modules are called for other samples")
-            calls.append(one._replace(output=join_batches(one.output, two.output)))
-        return RecordedCalls(self.model, self.samples + other.samples, calls, self.is_rounded)
+            calls.append(one._replace(output=_joined(one.output, two.output)))
+        return replace(other, batch=_joined(self.batch, other.batch), calls=calls)
 
     def bytes(self) -> int:
         """Memory of the outputs, in fp32."""
         return sum(4 * t.numel() for call in self.calls for t in pytree.tensors(call.output))
 
-    def gradient(
-        self, loss: Callable[[], Tensor], start: int, stop: int
-    ) -> tuple[float, list[Tensor]]:
-        """A loss of some rows, and its gradient with respect to the outputs of the modules.
+    def gradient(self, batch: Any, start: int = 0) -> tuple[float, Tensor]:
+        """A loss of consecutive samples, and its gradient with respect to the outputs of modules.
 
         Args:
-            loss: calls the loss function with these rows of the batch.
-            start: the first row.
-            stop: after the last row.
+            batch: the samples.
+            start: place of the first one.
 
         Returns:
-            The loss, and for each output one row per sample; of many elements, some.
+            The loss, and one row per sample; of outputs with many elements, some.
 
         Raises:
             Exception: the loss cannot be computed, or does not depend on an output.
         """
-        replay = _Replay(self, start, stop)
+        replay = _Replay(self, start, start + pytree.samples_in(batch))
         with warnings.catch_warnings(), _replay_by(self.model, replay.call):
             warnings.simplefilter("ignore")  # warnings of few samples
-            value = loss()
+            value = self.loss(batch)
             replay.check_complete()
             found = torch.autograd.grad(value, replay.leaves, allow_unused=True)
         rows = [
             torch.zeros_like(leaf) if gradient is None else gradient
             for leaf, gradient in zip(replay.leaves, found, strict=True)
         ]
-        return float(value.detach()), list(map(_probe, rows))
+        return float(value.detach()), torch.cat(list(map(_probe, rows)), 1)
 
     def part(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Some rows of an output; all of it if it has no row for each sample."""
@@ -159,7 +175,7 @@ class RecordedCalls:
 class _Replay:
     """Returns rows of what was recorded, call by call."""
 
-    def __init__(self, recorded: RecordedCalls, start: int, stop: int) -> None:
+    def __init__(self, recorded: RecordedLoss, start: int, stop: int) -> None:
         self._recorded, self._start, self._stop = recorded, start, stop
         self._expected = iter(recorded.calls)
         self.leaves: list[Tensor] = []
@@ -223,7 +239,7 @@ def _probe(gradient: Tensor) -> Tensor:
     return rows[:, :: rows.shape[1] // _PROBED + 1].double()
 
 
-def join_batches(one: Any, two: Any) -> Any:
+def _joined(one: Any, two: Any) -> Any:
     """Two pytrees of tensors with the same structure, joined along dim 0."""
     others = iter(pytree.tensors(two))
 
