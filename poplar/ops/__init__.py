@@ -31,28 +31,6 @@ from torch import Tensor
 from poplar import _core
 from poplar.ops import plain, triton_backend
 
-__all__ = [
-    "ALIGNMENT",
-    "EXACT_BITS",
-    "EXACT_WORDS",
-    "AdamWRule",
-    "Provider",
-    "adamw_",
-    "block_sums_of_squares",
-    "clip_coefficient",
-    "copy_",
-    "describe",
-    "exact_norm",
-    "exact_sum_",
-    "native",
-    "native_cuda",
-    "pack_",
-    "providers",
-    "rank_sum_",
-    "rank_sum_chunks_",
-    "rank_sum_each_",
-]
-
 ALIGNMENT = plain.ALIGNMENT
 """Elements per block of the norm's tree; all boundaries of flat buffers are multiples of it."""
 

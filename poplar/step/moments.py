@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, NamedTuple
 
 from poplar.step.units import (
@@ -30,6 +30,7 @@ from poplar.step.units import (
     StepUnits,
     merged_buffers,
     ordered_units,
+    parts_of,
     unit_buffers,
 )
 from poplar.values.profile import ModelProfile
@@ -130,28 +131,16 @@ class Backward:
         turns = [*reversed(others), *resident[:1]]
         turn_of = {unit: turn for turn, unit in enumerate(reversed(others))}
         turn_of.update(dict.fromkeys(resident, len(others)))
-        in_order = ordered_units(model)
-        ends = [0, *accumulate(model.unit_numels[unit] for unit in in_order)]
-        begins: dict[int, int] = {}
-        for unit, low in zip(in_order, ends, strict=False):
-            begins.setdefault(turn_of[unit], low)
+        numels = list(_flat_numels(model, stage))
         flats: list[Flat] = []
-        held = [0.0] * len(turns)
-        place = end = 0
-        for numel in _flat_numels(model, stage):
-            begin, end = end, end + numel
-            inside = []
-            while begin < end and place < len(in_order):
-                part = min(ends[place + 1], end) - max(ends[place], begin)
-                inside.append((turn_of[in_order[place]], part))
-                if ends[place + 1] > end:
-                    break
-                place += 1
-            last = max(turn for turn, _ in inside)
-            flats.append(Flat(numel, last, begin > begins[last]))
-            for turn, part in inside:
-                if turn < len(others):
-                    for later in range(turn, last + 1):
+        held, begun = [0.0] * len(turns), set[int]()
+        for numel, parts in zip(numels, parts_of(model, ordered_units(model), numels), strict=True):
+            last = max(turn_of[unit] for unit in parts)
+            flats.append(Flat(numel, last, last in begun))
+            for unit, part in parts.items():
+                begun.add(turn_of[unit])
+                if unit not in resident:
+                    for later in range(turn_of[unit], last + 1):
                         held[later] += part
         units = StepUnits.of(model, stage)
         flats.reverse()  # of those that are complete together, the last one comes first

@@ -109,7 +109,7 @@ class StepUnits:
             order, buffers = list(range(len(model.unit_numels))), unit_buffers(model)
         else:
             order, buffers = ordered_units(model), merged_buffers(model)
-        parts = tuple(_parts(model, order, list(map(sum, buffers))))
+        parts = tuple(parts_of(model, order, list(map(sum, buffers))))
         forward = backward = tuple(map(sum, buffers))
         if model.unit_forward_fraction:
             forward = _ticks(model, model.unit_forward_fraction, parts)
@@ -179,7 +179,7 @@ def _split(numel: int) -> tuple[int, ...]:
     return (largest,) * (numel // largest) + (numel % largest,) * bool(numel % largest)
 
 
-def _parts(
+def parts_of(
     model: ModelProfile, order: Sequence[int], numels: Sequence[int]
 ) -> Iterator[dict[int, int]]:
     """The elements of each unit of the model in consecutive parts of these sizes."""

@@ -48,24 +48,12 @@ class Clock(Protocol):
         """The time of a mark. May synchronize."""
 
 
-class HostClock:
-    """`time.perf_counter`."""
-
-    def start(self) -> None:
-        """Nothing to prepare."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, mark: float) -> float:
-        return mark
-
-
 class Trace:
     """Collects spans inside `record`; otherwise it costs one `if` per span."""
 
     def __init__(self) -> None:
-        self.clock: Clock = HostClock()
+        self.clock: Clock | None = None
+        """None: `time.perf_counter`."""
         self._marks: list[tuple[SpanKind, str, Any, Any]] | None = None
 
     def use_clock(self, clock: Clock) -> None:
@@ -77,17 +65,21 @@ class Trace:
         """A context that collects spans; the list is filled at its end."""
         before, self._marks = self._marks, []
         spans: list[Span] = []
-        self.clock.start()
+        if self.clock is not None:
+            self.clock.start()
         try:
             yield spans
         finally:
             recorded, self._marks = self._marks, before
-            for kind, what, *marks in recorded:
-                spans.append(Span(kind, what, *map(self.clock.seconds, marks)))
+            seconds = float if self.clock is None else self.clock.seconds
+            spans += [Span(kind, what, *map(seconds, marks)) for kind, what, *marks in recorded]
 
     def now(self) -> Any:
         """A mark for `add`; None while nothing is recorded."""
-        return None if self._marks is None else self.clock.mark()
+        return None if self._marks is None else self._mark()
+
+    def _mark(self) -> Any:
+        return time.perf_counter() if self.clock is None else self.clock.mark()
 
     @contextmanager
     def span(self, kind: SpanKind, what: str) -> Iterator[None]:
@@ -107,5 +99,5 @@ class Trace:
             start: a mark, or for a wait that blocks the host the value of `time.perf_counter`.
         """
         if self._marks is not None and start is not None:
-            stop = time.perf_counter() if isinstance(start, float) else self.clock.mark()
+            stop = time.perf_counter() if isinstance(start, float) else self._mark()
             self._marks.append((kind, what, start, stop))

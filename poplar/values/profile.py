@@ -52,6 +52,14 @@ _COSTS = (
 _DIFFERENT = Rule("all different", lambda values: len(set(values)) == len(values))
 
 
+def _check_entries(owner: object, entries: int, *names: str) -> None:
+    """Raise if one of these fields has neither so many entries nor none, for unknown."""
+    for name in names:
+        found = len(getattr(owner, name))
+        if found not in (0, entries):
+            raise ValueError(f"{name} must have {entries} entries or none, got {found}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPoint:
     """One measurement of one device: a pass (forward and backward) of `batch` samples."""
@@ -278,36 +286,22 @@ class ModelProfile:
     def __post_init__(self) -> None:
         check_fields(self)
         units = len(self.unit_numels)
-        for what, entries in (
-            ("unit_names", units),
-            ("unit_frozen_numels", units),
-            ("unit_forward_fraction", units),
-            ("unit_backward_fraction", len(self.unit_forward_fraction)),
+        _check_entries(self, units, "unit_names", "unit_frozen_numels", "unit_forward_fraction")
+        _check_entries(self, len(self.unit_forward_fraction), "unit_backward_fraction")
+        for what, numbers in (
+            ("linear_layers", [layer.unit for layer in self.linear_layers]),
+            ("resident_units", self.resident_units),
         ):
-            found = len(getattr(self, what))
-            if found not in (0, entries):
-                raise ValueError(f"{what} must have {entries} entries or none, got {found}")
-        self._check_fractions()
-        self._check_buffers()
-        if max((layer.unit for layer in self.linear_layers), default=0) >= units:
-            raise ValueError(f"linear_layers must be of units 0 to {units - 1}")
-        if max(self.resident_units, default=0) >= units:
-            raise ValueError(
-                f"resident_units must be different numbers from 0 to {units - 1}, "
-                f"got {self.resident_units}"
-            )
-
-    def _check_fractions(self) -> None:
+            if max(numbers, default=0) >= units:
+                raise ValueError(f"{what} must be of units 0 to {units - 1}, got {numbers}")
         forward = math.fsum(self.unit_forward_fraction)
         backward = math.fsum(self.unit_backward_fraction)
-        is_known = bool(self.unit_forward_fraction or self.unit_backward_fraction)
-        if is_known and not (min(forward, backward) > 0.0 and abs(forward + backward - 1.0) < 1e-6):
+        is_sound = min(forward, backward) > 0.0 and abs(forward + backward - 1.0) < 1e-6
+        if self.unit_forward_fraction and not is_sound:
             raise ValueError(
                 "unit_forward_fraction and unit_backward_fraction must sum to 1 together, each to "
                 f"more than 0, got {forward:.9g} and {backward:.9g}"
             )
-
-    def _check_buffers(self) -> None:
         sums = tuple(map(sum, self.unit_buffers))
         if sums not in ((), self.unit_numels):
             raise ValueError(f"unit_buffers must have the elements of their units, got {sums}")
@@ -399,13 +393,11 @@ class NetworkProfile:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if len(self.send_seconds_per_byte) != len(self.receive_seconds_per_byte):
-            raise ValueError("send_ and receive_seconds_per_byte must have one entry per rank")
         ranks = len(self.send_seconds_per_byte)
-        if len(self.hosts) not in (0, ranks):
-            raise ValueError(f"hosts must have one entry per rank or none, got {len(self.hosts)}")
-        if len(self.network_seconds_per_byte) not in (0, len(self.hosts)):
-            raise ValueError("network_seconds_per_byte must have as many entries as hosts, or none")
+        if len(self.receive_seconds_per_byte) != ranks:
+            raise ValueError("send_ and receive_seconds_per_byte must have one entry per rank")
+        _check_entries(self, ranks, "hosts")
+        _check_entries(self, len(self.hosts), "network_seconds_per_byte")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,14 +431,9 @@ class ClusterProfile(Document):
             raise ValueError(
                 f"the network profile is for {links} ranks, but there are {self.world_size} devices"
             )
-        units = len(self.model.unit_numels)
         for device in self.devices:
             for point in (*device.points, *device.recomputed_points):
-                if len(point.unit_bytes) not in (0, units):
-                    raise ValueError(
-                        f"unit_bytes must have {units} entries or none, as the model has units, "
-                        f"got {len(point.unit_bytes)}"
-                    )
+                _check_entries(point, len(self.model.unit_numels), "unit_bytes")
 
     @property
     def world_size(self) -> int:

@@ -210,12 +210,12 @@ def to_json_types(value: Any) -> Any:
     return [to_json_types(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def _field_converters(kind: Any) -> dict[str, _Convert]:
+def _converters_of(kind: Any) -> dict[str, _Convert]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: _converter(hints[field.name]) for field in dataclasses.fields(kind)}
 
 
-_converters: Callable[[Any], dict[str, _Convert]] = cache(_field_converters)
+_converters: Callable[[Any], dict[str, _Convert]] = cache(_converters_of)
 
 
 @cache
@@ -233,7 +233,7 @@ def _converter(annotation: Any) -> _Convert:
     if origin is tuple and arguments[-1] is Ellipsis:
         return partial(_items, _converter(arguments[0]))
     if origin is tuple:
-        return partial(_entries, tuple(map(_converter, arguments)))
+        return partial(_entries, tuple, tuple(map(_converter, arguments)))
     if origin is Mapping:
         return partial(_mapping, _converter(arguments[1]))
     if annotation is Any:
@@ -242,7 +242,8 @@ def _converter(annotation: Any) -> _Convert:
         return partial(_member, annotation)
     if isinstance(annotation, type) and issubclass(annotation, tuple):
         hints = typing.get_type_hints(annotation, include_extras=True)
-        return partial(_named_tuple, annotation, tuple(map(_converter, hints.values())))
+        make = typing.cast(Any, annotation)._make
+        return partial(_entries, make, tuple(map(_converter, hints.values())))
     return partial(_instance if dataclasses.is_dataclass(annotation) else _scalar, annotation)
 
 
@@ -275,15 +276,11 @@ def _items(convert: _Convert, value: Any, path: str) -> tuple[Any, ...]:
     return tuple(items)
 
 
-def _entries(converts: tuple[_Convert, ...], value: Any, path: str) -> tuple[Any, ...]:
-    """A sequence of fixed length."""
+def _entries(make: Any, converts: tuple[_Convert, ...], value: Any, path: str) -> Any:
+    """A sequence of fixed length, or a named tuple."""
     if not isinstance(value, (tuple, list)) or len(value) != len(converts):
         raise TypeError(f"{path} must have {len(converts)} entries, got {value!r}")
-    return tuple(convert(item, path) for convert, item in zip(converts, value, strict=True))
-
-
-def _named_tuple(kind: Any, converts: tuple[_Convert, ...], value: Any, path: str) -> Any:
-    return kind(*_entries(converts, value, path))
+    return make(convert(item, path) for convert, item in zip(converts, value, strict=True))
 
 
 def _mapping(convert: _Convert, value: Any, path: str) -> dict[Any, Any]:

@@ -378,7 +378,7 @@ def test_frozen_parameters_are_sharded_and_unsharded_with_the_trained_ones():
     ("fields", "message"),
     [
         ({"unit_frozen_numels": (1,)}, "unit_frozen_numels must have 2 entries or none, got 1"),
-        ({"resident_units": (2,)}, "different numbers from 0 to 1"),
+        ({"resident_units": (2,)}, "resident_units must be of units 0 to 1"),
         ({"merged_buffers": ((11, 0),)}, r"merged_buffers\[0\]\[1\] must be at least 1"),
         ({"merged_buffers": ((10,),)}, "must have the 11 elements of the units, got 10"),
         ({"unit_buffers": ((5, 6),)}, r"must have the elements of their units, got \(11,\)"),
