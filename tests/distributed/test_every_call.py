@@ -42,7 +42,7 @@ TRANSPORTS = ("shared_memory", "process_group")
 
 BEFORE = {
     *("micro_batches", "full_parameters", "_full_parameters", "save_checkpoint", "load_checkpoint"),
-    *("collective_call", "collective_calls", "running", "_raising", "enter", "__del__"),
+    *("collective_call", "collective_calls", "running", "_raising", "enter", "leave", "__del__"),
 }
 """Functions that are entered before a collective method begins, or at any time."""
 
