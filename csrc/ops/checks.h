@@ -143,10 +143,9 @@ inline Sources sources_of(const char* name, const Tensor& buffer,
   return sources;
 }
 
-// Checks an out and the parts of a sum over ranks, which have one dtype and size. `name`: the
-// operator.
-inline void check_parts(const std::string& name, const Tensor& out,
-                        const std::vector<Tensor>& received) {
+// Checks the out and the parts of a sum over ranks. `name`: the operator.
+inline void check_rank_sum(const std::string& name, const Tensor& out,
+                           const std::vector<Tensor>& received) {
   check_flat(out, (name + ": out").c_str());
   check(!received.empty(), name, ": received must hold at least one rank's part, got none");
   for (const Tensor& part : received) {
@@ -155,27 +154,10 @@ inline void check_parts(const std::string& name, const Tensor& out,
     check(part.scalar_type() == received[0].scalar_type(), name, ": all parts must have one dtype");
     check(part.numel() == out.numel(), name, ": each part must hold ", out.numel(),
           " elements, as out does, got ", part.numel());
+    check(part.const_data_ptr() == out.const_data_ptr() || !overlap(part, out), name,
+          ": received must not share memory with out in part");
   }
-}
-
-// Checks the arguments of rank_sum_; returns the number of elements of each part.
-inline std::int64_t check_rank_sum(const Tensor& out, const std::vector<Tensor>& received) {
-  check_parts("rank_sum_", out, received);
-  for (const Tensor& part : received) {
-    check(part.const_data_ptr() == out.const_data_ptr() || !overlap(part, out),
-          "rank_sum_: received must not share memory with out in part");
-  }
-  check(dtype_of(out, "rank_sum_: out") == Dtype::kFloat, "rank_sum_: out must be float32");
-  return out.numel();
-}
-
-inline void check_rank_sum_each(const std::vector<Tensor>& outs,
-                                const std::vector<Tensor>& received) {
-  for (const Tensor& out : outs) {
-    check_parts("rank_sum_each_", out, received);
-    check(out.scalar_type() == outs[0].scalar_type(),
-          "rank_sum_each_: all outs must have one dtype");
-  }
+  check(dtype_of(out, (name + ": out").c_str()) == Dtype::kFloat, name, ": out must be float32");
 }
 
 inline void check_work_counters(const Tensor& work_counters, std::size_t bytes) {

@@ -48,16 +48,9 @@ class Codec:
         ops.rank_sum_(out, received, accumulate, squares)
 
     def reduce_chunks(
-        self,
-        outs: Sequence[Tensor],
-        received: Sequence[Tensor],
-        work_counters: Tensor,
-        squares: Tensor,
+        self, out: Tensor, received: Sequence[Tensor], work_counters: Tensor, squares: Tensor
     ) -> None:
-        ops.rank_sum_chunks_(outs, received, work_counters, squares)
-
-    def reduce_each(self, outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        ops.rank_sum_each_(outs, received)
+        ops.rank_sum_chunks_(out, received, work_counters, squares)
 
 
 @dataclass(frozen=True)
@@ -81,24 +74,13 @@ class WideCodec(Codec):
         squares: Tensor | None = None,
     ) -> None:
         assert squares is None  # only norms of gradients need them
-        total = _sum(received)
+        total = received[0].clone()
+        for part in received[1:]:
+            total += part
         if accumulate:
             out += total
         else:
             out.copy_(total)
-
-    @torch.no_grad()
-    def reduce_each(self, outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        total = _sum(received)
-        for out in outs:
-            out.copy_(total)
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,9 @@ providers give the same bits: arithmetic is fp32, every product and every sum is
 is used again, narrowing rounds to nearest even, and sums have a fixed order. Only the payload of a
 NaN is undefined, as in PyTorch itself.
 
+Every operator raises a RuntimeError that names what is wrong for other dtypes, sizes, layouts and
+devices than it documents, and for memory that overlaps in part.
+
 Under `torch.compile` each operator is a node of the graph. As with PyTorch's own operators, a
 changed Python number (a weight, a learning rate, a step) compiles a new graph, so compile the code
 around them.
@@ -49,9 +52,8 @@ _library.define(
     "rank_sum_(Tensor(a!) out, Tensor[] received, bool accumulate=False, "
     "Tensor(b!)? sums=None) -> ()"
 )
-_library.define("rank_sum_each_(Tensor(a!)[] outs, Tensor[] received) -> ()")
 _library.define(
-    "rank_sum_chunks_(Tensor(a!)[] outs, Tensor[] received, Tensor(b!) work_counters, "
+    "rank_sum_chunks_(Tensor(a!) out, Tensor[] received, Tensor(b!) work_counters, "
     "Tensor(c!)? sums=None) -> ()"
 )
 _library.define("block_sums_of_squares(Tensor flat) -> Tensor")
@@ -74,9 +76,6 @@ def copy_(target: Tensor, source: Tensor) -> None:
     Args:
         target: 1-D, contiguous, any dtype.
         source: same dtype and number of elements.
-
-    Raises:
-        RuntimeError: different dtypes, devices or sizes; not flat; memory that partly overlaps.
     """
     with torch.no_grad():
         torch.ops.poplar.copy_(target, source)
@@ -126,56 +125,30 @@ def rank_sum_(
         sums: receives `block_sums_of_squares(out)` of the result, without another read of it. A sum
             that is not finite means that one of its 64 elements is not, or that the root of their
             squares is beyond 1.8e19, the limit of fp32.
-
-    Raises:
-        RuntimeError: no parts, sizes that do not match, another dtype or device.
     """
     with torch.no_grad():
         torch.ops.poplar.rank_sum_(out, received, accumulate, sums)
     _written(out, sums)
 
 
-def rank_sum_each_(outs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-    """Sum the parts of all ranks as `rank_sum_` does; write the sum to every out, rounded to its
-    dtype.
-
-    Args:
-        outs: fp32, bf16 or fp16, all the same, 1-D, contiguous, `m` elements each; they may be the
-            parts themselves.
-        received: as in `rank_sum_`.
-
-    Raises:
-        RuntimeError: no parts, sizes that do not match, another dtype or device.
-    """
-    with torch.no_grad():
-        torch.ops.poplar.rank_sum_each_(outs, received)
-    _written(*outs)
-
-
 def rank_sum_chunks_(
-    outs: Sequence[Tensor],
-    received: Sequence[Tensor],
-    work_counters: Tensor,
-    sums: Tensor | None = None,
+    out: Tensor, received: Sequence[Tensor], work_counters: Tensor, sums: Tensor | None = None
 ) -> None:
-    """As `rank_sum_each_`, for the chunks that no other process has taken.
+    """Sum the parts of all ranks as `rank_sum_` does, in the chunks that no other process takes.
 
     Several processes that call it with the same shared memory share the work. Each returns when no
     chunk is left to take; others may then still be working on theirs.
 
     Args:
-        outs: as in `rank_sum_each_`, in shared memory.
-        received: as in `rank_sum_each_`.
+        out: as in `rank_sum_`, in shared memory.
+        received: as in `rank_sum_`.
         work_counters: `_core.WORK_COUNTERS_BYTES` of uint8, zero before the first call: see
             `csrc/include/poplar/work_sharing.h`. Plain PyTorch takes all chunks without atomics.
-        sums: in shared memory; receives `block_sums_of_squares(outs[0])` of the chunks.
-
-    Raises:
-        RuntimeError: as `rank_sum_each_`, or counters of another size.
+        sums: in shared memory; receives `block_sums_of_squares(out)` of the chunks.
     """
     with torch.no_grad():
-        torch.ops.poplar.rank_sum_chunks_(outs, received, work_counters, sums)
-    _written(*outs, work_counters, sums)
+        torch.ops.poplar.rank_sum_chunks_(out, received, work_counters, sums)
+    _written(out, work_counters, sums)
 
 
 def block_sums_of_squares(flat: Tensor) -> Tensor:
@@ -187,9 +160,6 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
     Returns:
         fp32, `ceil(len(flat) / 64)` sums. The tree halves the block: `x[:32] + x[32:]`, then 16 and
         16, down to 1, so a shard's sums are the same on whichever rank.
-
-    Raises:
-        RuntimeError: another dtype or shape.
     """
     with torch.no_grad():
         sums: Tensor = torch.ops.poplar.block_sums_of_squares(flat)
@@ -208,9 +178,6 @@ def exact_sum_(total: Tensor, values: Sequence[Tensor]) -> None:
         total: int64, `EXACT_WORDS` elements, zeros at first; holds up to 2^34 values. The last
             element counts the values that are not finite, which are left out.
         values: fp32, 1-D, contiguous; any number of tensors, which may be empty.
-
-    Raises:
-        RuntimeError: another dtype, size or device.
     """
     with torch.no_grad():
         torch.ops.poplar.exact_sum_(total, values)
@@ -227,9 +194,6 @@ def exact_norm(totals: Tensor) -> Tensor:
     Returns:
         One float64; infinite if a value was not finite. Equal sums give the same bits on every
         device, whichever values they consist of.
-
-    Raises:
-        RuntimeError: another dtype or shape.
     """
     with torch.no_grad():
         norm: Tensor = torch.ops.poplar.exact_norm(totals)
@@ -248,9 +212,6 @@ def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None)
 
     Returns:
         One float64; NaN if the norm is.
-
-    Raises:
-        RuntimeError: another dtype, size or device.
     """
     with torch.no_grad():
         coefficient: Tensor = torch.ops.poplar.clip_coefficient(norm, max_norm, scale)
@@ -303,9 +264,6 @@ def adamw_(
         scale: one element on the same device; the gradients are multiplied by it (weight, unscaling
             and clipping).
         found_inf: one element on the same device; if it is not 0, nothing is changed.
-
-    Raises:
-        RuntimeError: lists of different lengths, another dtype, size or device.
     """
     if not values:
         return

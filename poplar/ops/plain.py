@@ -134,7 +134,7 @@ def rank_sum_(
     out: Tensor, received: list[Tensor], accumulate: bool = False, sums: Tensor | None = None
 ) -> None:
     """See `poplar.ops.rank_sum_`."""
-    check_rank_sum(out, received, accumulate, sums)
+    _check_rank_sum("rank_sum_", out, received, sums)
     total = _total(received)
     if accumulate:
         out += total
@@ -145,36 +145,22 @@ def rank_sum_(
 
 
 @_operator
-def rank_sum_each_(outs: list[Tensor], received: list[Tensor]) -> None:
-    """See `poplar.ops.rank_sum_each_`."""
-    for out in outs:
-        _check_parts("rank_sum_each_", out, received)
-        _check(out.dtype == outs[0].dtype, "rank_sum_each_: all outs must have one dtype")
-    if outs:
-        total = _total(received)
-        for out in outs:
-            out.copy_(total)
-
-
-@_operator
 def rank_sum_chunks_(
-    outs: list[Tensor], received: list[Tensor], work_counters: Tensor, sums: Tensor | None = None
+    out: Tensor, received: list[Tensor], work_counters: Tensor, sums: Tensor | None = None
 ) -> None:
     """See `poplar.ops.rank_sum_chunks_`."""
+    _check_rank_sum("rank_sum_chunks_", out, received, sums)
     _check_shape(work_counters, "rank_sum_chunks_: work_counters")
     _check(
         work_counters.element_size() == 1 and work_counters.numel() == _core.WORK_COUNTERS_BYTES,
         f"rank_sum_chunks_: work_counters must hold {_core.WORK_COUNTERS_BYTES} bytes",
     )
-    if outs:
-        _check_sums("rank_sum_chunks_", outs[0], sums)
     counters = work_counters.view(torch.int32)  # started, padding, done, sleepers
     first = int(counters[0]) * _core.CHUNK
-    rest = [out[first:] for out in outs]
-    rank_sum_each_(rest, [part[first:] for part in received])
-    if rest and sums is not None:
-        sums[first // ALIGNMENT :].copy_(block_sums_of_squares(rest[0]))
-    chunks = -(-rest[0].numel() // _core.CHUNK) if rest else 0
+    out[first:] = _total([part[first:] for part in received])
+    if sums is not None:
+        sums[first // ALIGNMENT :].copy_(block_sums_of_squares(out[first:]))
+    chunks = -(-out[first:].numel() // _core.CHUNK)
     counters[0] += chunks
     counters[2] += chunks
 
@@ -285,18 +271,6 @@ def _check_adamw_tensor(values: Tensor, tensor: Tensor) -> None:
     )
 
 
-def _check_sums(name: str, flat: Tensor, sums: Tensor | None) -> None:
-    if sums is None:
-        return
-    _check_shape(sums, f"{name}: sums")
-    blocks = -(-flat.numel() // ALIGNMENT)
-    _check(
-        sums.device == flat.device and sums.dtype == torch.float32 and sums.numel() == blocks,
-        f"{name}: sums must be float32 on the same device and hold {blocks} elements, one for each "
-        "64",
-    )
-
-
 def _total(received: Sequence[Tensor]) -> Tensor:
     total = received[0].to(torch.float32, copy=True)
     for part in received[1:]:
@@ -337,17 +311,12 @@ def check_rank_sum(
     out: Tensor, received: Sequence[Tensor], _accumulate: bool, sums: Tensor | None
 ) -> None:
     """Raise if `rank_sum_` does not support its arguments."""
-    _check_parts("rank_sum_", out, received)
-    for part in received:
-        _check(
-            part.data_ptr() == out.data_ptr() or not _overlap(part, out),
-            "rank_sum_: received must not share memory with out in part",
-        )
-    _check(out.dtype == torch.float32, "rank_sum_: out must be float32")
-    _check_sums("rank_sum_", out, sums)
+    _check_rank_sum("rank_sum_", out, received, sums)
 
 
-def _check_parts(name: str, out: Tensor, received: Sequence[Tensor]) -> None:
+def _check_rank_sum(
+    name: str, out: Tensor, received: Sequence[Tensor], sums: Tensor | None
+) -> None:
     _check_flat(out, f"{name}: out")
     _check(bool(received), f"{name}: received must hold at least one rank's part, got none")
     for part in received:
@@ -358,6 +327,20 @@ def _check_parts(name: str, out: Tensor, received: Sequence[Tensor]) -> None:
             part.numel() == out.numel(),
             f"{name}: each part must hold {out.numel()} elements, as out does, got {part.numel()}",
         )
+        _check(
+            part.data_ptr() == out.data_ptr() or not _overlap(part, out),
+            f"{name}: received must not share memory with out in part",
+        )
+    _check(out.dtype == torch.float32, f"{name}: out must be float32")
+    if sums is None:
+        return
+    _check_shape(sums, f"{name}: sums")
+    blocks = -(-out.numel() // ALIGNMENT)
+    _check(
+        sums.device == out.device and sums.dtype == torch.float32 and sums.numel() == blocks,
+        f"{name}: sums must be float32 on the same device and hold {blocks} elements, one for each "
+        "64",
+    )
 
 
 @_operator

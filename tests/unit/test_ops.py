@@ -255,32 +255,6 @@ def test_large_rank_sum_gives_the_same_bits(device, dtype, shift):
     assert_same_bits(whole[shift:], expected)
 
 
-@pytest.mark.parametrize("seed", range(choose(quick=4, full=10)))
-@pytest.mark.parametrize("out_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rank_sum_each_rounds_once(device, dtype, out_dtype, seed):
-    draw = Draw(seed, device)
-    ranks = draw.random.choice([1, 2, 4, 5, 9])
-    numel = draw.random.choice([0, 1, 64, 1025, STREAMED // 2 + 3 if seed == 0 else 40_000])
-    received = list(draw.values(ranks * numel, dtype).view(ranks, numel).unbind())
-    total = torch.empty(numel, device=device)
-    ops.rank_sum_(total, received)
-    outs = [torch.empty(numel, dtype=out_dtype, device=device) for _ in range(2)]
-    ops.rank_sum_each_(outs, received)
-    for out in outs:
-        assert_same_bits(out, total.to(out_dtype))
-
-
-def test_rank_sum_each_may_write_to_its_parts(device):
-    draw = Draw(1, device)
-    parts = draw.values(3 * 2050, torch.bfloat16).view(3, 2050)
-    expected = torch.empty(2050, dtype=torch.bfloat16, device=device)
-    ops.rank_sum_each_([expected], list(parts.unbind()))
-    ops.rank_sum_each_(list(parts.unbind()), list(parts.unbind()))
-    for part in parts:
-        assert_same_bits(part, expected)
-
-
 @pytest.mark.parametrize("numel", [0, 5, _core.CHUNK, 3 * _core.CHUNK + 5])
 @pytest.mark.parametrize("plain", [False, True])
 def test_rank_sum_chunks_skips_chunks_of_other_processes(device, numel, plain):
@@ -291,13 +265,13 @@ def test_rank_sum_chunks_skips_chunks_of_other_processes(device, numel, plain):
     work_counters = torch.zeros(_core.WORK_COUNTERS_BYTES, dtype=torch.uint8, device=device)
     work_counters.view(torch.int32)[0] = 1
     rank_sum_chunks = PLAIN["rank_sum_chunks_"] if plain else ops.rank_sum_chunks_
-    rank_sum_chunks([out], received, work_counters)
+    rank_sum_chunks(out, received, work_counters)
     assert not out[: _core.CHUNK].any()
     assert_same_bits(out[_core.CHUNK :], expected[_core.CHUNK :])
     chunks = -(-numel // _core.CHUNK)
     assert work_counters.view(torch.int32)[2] == max(chunks - 1, 0), "done by this call"
     before = out.clone()
-    rank_sum_chunks([out], received, work_counters)
+    rank_sum_chunks(out, received, work_counters)
     assert_same_bits(out, before)
 
 
@@ -434,7 +408,7 @@ def test_rank_sum_chunks_computes_block_sums(device):
     work_counters = torch.zeros(_core.WORK_COUNTERS_BYTES, dtype=torch.uint8)
     work_counters.view(torch.int32)[0] = 1  # another process has the first chunk
     sums, out = torch.zeros(-(-numel // 64)), torch.zeros(numel)
-    ops.rank_sum_chunks_([out], parts, work_counters, sums)
+    ops.rank_sum_chunks_(out, parts, work_counters, sums)
     blocks = _core.CHUNK // 64
     assert not sums[:blocks].any()
     assert_same_bits(sums[blocks:], plain_ops.block_sums_of_squares(out)[blocks:])
@@ -766,13 +740,11 @@ def one_shard(f, *, gradient=None, mean=None, low=None, rule=RULE):
             lambda f: ((whole := f(9))[:8], [f(8), whole[1:]]),
             "received must not share memory with out in part",
         ),
-        ("rank_sum_each_", lambda f: ([f(4)], [f(4), f(5)]), "each part must hold 4 elements"),
-        ("rank_sum_each_", lambda f: ([f(4)], []), "at least one rank's part, got none"),
-        ("rank_sum_each_", lambda f: ([f(4), f(4).half()], [f(4)]), "outs must have one dtype"),
-        ("rank_sum_each_", lambda f: ([f(4).int()], [f(4)]), "must be float32, bfloat16 or"),
+        ("rank_sum_chunks_", lambda f: (f(4), [f(4), f(5)], f(16).byte()), "must hold 4 elements"),
+        ("rank_sum_chunks_", lambda f: (f(4).half(), [f(4)], f(16).byte()), "must be float32"),
         (
             "rank_sum_chunks_",
-            lambda f: ([f(4)], [f(4)], f(4).byte()),
+            lambda f: (f(4), [f(4)], f(4).byte()),
             "work_counters must hold 16 bytes",
         ),
         ("copy_", lambda f: (f(4), f(5)), "target has 4 elements, source 5"),
@@ -804,10 +776,9 @@ def test_all_providers_raise_the_same_errors(device, name, arguments, message, p
         ("pack_", lambda f: (f(200), [f(8, 3).t(), f(0), f(5).half()], [2, 30, 64], 0.3)),
         ("pack_", lambda f: (f(200).half(), [f(8).bfloat16()], [64], 0.3, True)),
         ("rank_sum_", lambda f: (f(64), list(f(4, 64).bfloat16().unbind()), True)),
-        ("rank_sum_each_", lambda f: ([f(64).half(), f(64).half()], list(f(4, 64).unbind()))),
         (
             "rank_sum_chunks_",
-            lambda f: ([f(64)], list(f(4, 64).unbind()), torch.zeros(16, dtype=torch.uint8)),
+            lambda f: (f(64), list(f(4, 64).unbind()), torch.zeros(16, dtype=torch.uint8)),
         ),
         ("copy_", lambda f: (f(64), f(64))),
         ("block_sums_of_squares", lambda f: (f(100),)),

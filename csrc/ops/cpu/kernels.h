@@ -19,9 +19,7 @@ void pack_(Tensor bucket, std::vector<Tensor> grads, std::vector<std::int64_t> o
 void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
                std::optional<Tensor> sums);
 
-void rank_sum_each_(std::vector<Tensor> outs, std::vector<Tensor> received);
-
-void rank_sum_chunks_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor work_counters,
+void rank_sum_chunks_(Tensor out, std::vector<Tensor> received, Tensor work_counters,
                       std::optional<Tensor> sums);
 
 Tensor block_sums_of_squares(Tensor flat);

@@ -6,7 +6,6 @@ STABLE_TORCH_LIBRARY_IMPL(poplar, CPU, library) {
   library.impl("copy_", POPLAR_OPERATOR(&poplar::cpu::copy_));
   library.impl("pack_", POPLAR_OPERATOR(&poplar::cpu::pack_));
   library.impl("rank_sum_", POPLAR_OPERATOR(&poplar::cpu::rank_sum_));
-  library.impl("rank_sum_each_", POPLAR_OPERATOR(&poplar::cpu::rank_sum_each_));
   library.impl("rank_sum_chunks_", POPLAR_OPERATOR(&poplar::cpu::rank_sum_chunks_));
   library.impl("adamw_", POPLAR_OPERATOR(&poplar::cpu::adamw_));
   library.impl("block_sums_of_squares", POPLAR_OPERATOR(&poplar::cpu::block_sums_of_squares));

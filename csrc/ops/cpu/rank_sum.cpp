@@ -47,86 +47,62 @@ inline __attribute__((always_inline)) void add_up_to_four(float* total,
   }
 }
 
-// The outputs of a sum: one or several tensors of one dtype, which may be among the parts.
-template <typename Out>
-struct Targets {
-  std::vector<Out*> outs;
+// The output of a sum, which may be one of the parts.
+struct Target {
+  float* out;
   bool accumulate;
   bool streams;
-  float* sums;  // block sums of squares of the first output's result; may be null
+  float* sums;  // block sums of squares of the result; may be null
 };
 
-template <typename Out>
-inline __attribute__((always_inline)) void finish(const Targets<Out>& targets, const float* total,
+inline __attribute__((always_inline)) void finish(const Target& target, const float* total,
                                                   std::int64_t begin, std::int64_t count) {
-  for (Out* out : targets.outs) {
-    Out* target = out + begin;
-    if (targets.accumulate) {
-      for (std::int64_t i = 0; i < count; ++i) {
-        target[i] = narrow<Out>(widen(target[i]) + total[i]);
-      }
-    } else if (targets.streams && count == kBlock) {
-      alignas(kBlock) Out block[kBlock];
-      for (std::int64_t i = 0; i < kBlock; ++i) {
-        block[i] = narrow<Out>(total[i]);
-      }
-      stream(target, block, kBlock * static_cast<std::int64_t>(sizeof(Out)));
-    } else {
-      for (std::int64_t i = 0; i < count; ++i) {
-        target[i] = narrow<Out>(total[i]);
-      }
+  float* out = target.out + begin;
+  if (target.accumulate) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      out[i] += total[i];
     }
+  } else if (target.streams && count == kBlock) {
+    stream(out, total, kBlock * static_cast<std::int64_t>(sizeof(float)));
+  } else {
+    std::copy_n(total, count, out);
   }
-}
-
-template <typename Out>
-inline __attribute__((always_inline)) void finish_with_sums(const Targets<Out>& targets,
-                                                            const float* total, std::int64_t begin,
-                                                            std::int64_t count) {
-  finish(targets, total, begin, count);
-  if (targets.sums != nullptr) {
-    float* sum = targets.sums + begin / kBlock;
+  if (target.sums != nullptr) {
     // Streamed values are not read again; they equal the total.
-    const Out* out = targets.outs[0] + begin;
-    if (targets.accumulate || !std::is_same_v<Out, float>) {
-      block_sums(sum, out, count);
-    } else {
-      block_sums(sum, total, count);
-    }
+    block_sums(target.sums + begin / kBlock, target.accumulate ? out : total, count);
   }
 }
 
-template <typename Received, typename Out>
-inline __attribute__((always_inline)) void sum_block(const Targets<Out>& targets,
+template <typename Received>
+inline __attribute__((always_inline)) void sum_block(const Target& target,
                                                      const Received* const* parts, int size,
                                                      std::int64_t begin, std::int64_t count) {
-  // Separate from the outputs, which may be among the parts.
+  // Separate from the output, which may be one of the parts.
   alignas(kBlock) float total[kBlock];
   add_up_to_four<true>(total, parts, std::min(size, 4), begin, count);
   for (int part = 4; part < size; part += 4) {
     add_up_to_four<false>(total, parts + part, std::min(size - part, 4), begin, count);
   }
-  finish_with_sums(targets, total, begin, count);
+  finish(target, total, begin, count);
 }
 
-template <typename Received, typename Out>
-POPLAR_CLONES void sum_range(const Targets<Out>& targets, const std::vector<const Received*>& parts,
+template <typename Received>
+POPLAR_CLONES void sum_range(const Target& target, const std::vector<const Received*>& parts,
                              std::int64_t begin, std::int64_t end) {
   const int size = static_cast<int>(parts.size());
   // Whole blocks separately: loops of a known length need no remainder code.
   const std::int64_t whole = begin + (end - begin) / kBlock * kBlock;
   for (std::int64_t block = begin; block < whole; block += kBlock) {
-    sum_block(targets, parts.data(), size, block, kBlock);
+    sum_block(target, parts.data(), size, block, kBlock);
   }
   if (whole < end) {
-    sum_block(targets, parts.data(), size, whole, end - whole);
+    sum_block(target, parts.data(), size, whole, end - whole);
   }
 }
 
 #ifdef POPLAR_WIDE
 // Whole blocks of fp16 parts, widened by the CPU's instruction before they are added.
-template <typename Out>
-POPLAR_WIDE void sum_wide_blocks(const Targets<Out>& targets, const std::vector<const Half*>& parts,
+POPLAR_WIDE void sum_wide_blocks(const Target& target, const std::vector<const Half*>& parts,
                                  std::int64_t begin, std::int64_t end) {
   alignas(kLine) float total[kBlock];
   alignas(kLine) float part[kBlock];
@@ -138,46 +114,45 @@ POPLAR_WIDE void sum_wide_blocks(const Targets<Out>& targets, const std::vector<
         total[k] += part[k];
       }
     }
-    finish_with_sums(targets, total, block, kBlock);
+    finish(target, total, block, kBlock);
   }
 }
 #endif
 
 // By the fastest loop on this machine.
-template <typename Received, typename Out>
-void sum_fast(const Targets<Out>& targets, const std::vector<const Received*>& parts,
-              std::int64_t begin, std::int64_t end) {
+template <typename Received>
+void sum_fast(const Target& target, const std::vector<const Received*>& parts, std::int64_t begin,
+              std::int64_t end) {
 #ifdef POPLAR_WIDE
   if constexpr (std::is_same_v<Received, Half>) {
     if (has_wide_registers()) {
       const std::int64_t whole = begin + (end - begin) / kBlock * kBlock;
-      sum_wide_blocks(targets, parts, begin, whole);
+      sum_wide_blocks(target, parts, begin, whole);
       begin = whole;
     }
   }
 #endif
-  sum_range(targets, parts, begin, end);
+  sum_range(target, parts, begin, end);
 }
 
-template <typename Received, typename Out>
-void sum(const Targets<Out>& targets, const std::vector<const Received*>& parts,
-         std::int64_t numel) {
+template <typename Received>
+void sum(const Target& target, const std::vector<const Received*>& parts, std::int64_t numel) {
   const std::int64_t grain =
       std::max(kBlock, kGrain / static_cast<std::int64_t>(parts.size()) / kBlock * kBlock);
   const std::int64_t blocks = (numel + kBlock - 1) / kBlock;
   parallel(blocks, grain / kBlock, [&](std::int64_t begin, std::int64_t end) {
-    sum_fast(targets, parts, begin * kBlock, std::min(end * kBlock, numel));
+    sum_fast(target, parts, begin * kBlock, std::min(end * kBlock, numel));
     end_streaming();
   });
 }
 
 // As `sum`, but other processes may do part of the work: see poplar/work_sharing.h.
-template <typename Received, typename Out>
-void sum_shared_chunks(const Targets<Out>& targets, const std::vector<const Received*>& parts,
+template <typename Received>
+void sum_shared_chunks(const Target& target, const std::vector<const Received*>& parts,
                        std::int64_t numel, WorkCounters& work_counters) {
   parallel(chunks_of(numel), 1, [&](std::int64_t first, std::int64_t last) {
     const auto add = [&](std::int64_t begin, std::int64_t end) {
-      sum_fast(targets, parts, begin, end);
+      sum_fast(target, parts, begin, end);
       end_streaming();
     };
     for (std::int64_t i = first; i < last && work_on_next(work_counters, numel, add); ++i) {
@@ -185,21 +160,15 @@ void sum_shared_chunks(const Targets<Out>& targets, const std::vector<const Rece
   });
 }
 
-template <typename Out>
-void sum_into(std::vector<Tensor>& outs, const std::vector<Tensor>& received, bool accumulate,
+void sum_into(Tensor& out, const std::vector<Tensor>& received, bool accumulate,
               WorkCounters* work_counters, float* sums) {
-  // 16-bit outputs with sums are read again, so they are not streamed.
-  Targets<Out> targets{
-      {}, accumulate, !accumulate && (sums == nullptr || std::is_same_v<Out, float>), sums};
-  const std::int64_t bytes = outs[0].numel() * static_cast<std::int64_t>(sizeof(Out));
-  for (Tensor& out : outs) {
-    targets.outs.push_back(static_cast<Out*>(out.mutable_data_ptr()));
-    // An output that was just read is in the cache, so a normal store is cheaper.
-    const bool was_read = std::any_of(received.begin(), received.end(), [&](const Tensor& part) {
-      return part.const_data_ptr() == out.const_data_ptr();
-    });
-    targets.streams = targets.streams && !was_read && can_stream(targets.outs.back(), bytes);
-  }
+  Target target{static_cast<float*>(out.mutable_data_ptr()), accumulate, false, sums};
+  // An output that was just read is in the cache, so a normal store is cheaper.
+  const bool was_read = std::any_of(received.begin(), received.end(), [&](const Tensor& part) {
+    return part.const_data_ptr() == out.const_data_ptr();
+  });
+  target.streams = !accumulate && !was_read &&
+                   can_stream(target.out, out.numel() * static_cast<std::int64_t>(sizeof(float)));
   with_type(dtype_of(received[0], "rank_sum_: received"), [&](auto* type) {
     using Received = std::remove_pointer_t<decltype(type)>;
     std::vector<const Received*> parts;
@@ -207,21 +176,10 @@ void sum_into(std::vector<Tensor>& outs, const std::vector<Tensor>& received, bo
       parts.push_back(static_cast<const Received*>(part.const_data_ptr()));
     }
     if (work_counters == nullptr) {
-      sum(targets, parts, outs[0].numel());
+      sum(target, parts, out.numel());
     } else {
-      sum_shared_chunks(targets, parts, outs[0].numel(), *work_counters);
+      sum_shared_chunks(target, parts, out.numel(), *work_counters);
     }
-  });
-}
-
-void sum_for_each(std::vector<Tensor>& outs, const std::vector<Tensor>& received,
-                  WorkCounters* work_counters, float* sums) {
-  if (outs.empty()) {
-    return;
-  }
-  check_rank_sum_each(outs, received);
-  with_type(dtype_of(outs[0], "rank_sum_each_: outs"), [&](auto* type) {
-    sum_into<std::remove_pointer_t<decltype(type)>>(outs, received, false, work_counters, sums);
   });
 }
 
@@ -229,21 +187,16 @@ void sum_for_each(std::vector<Tensor>& outs, const std::vector<Tensor>& received
 
 void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
                std::optional<Tensor> sums) {
-  check_rank_sum(out, received);
-  std::vector<Tensor> outs{out};
-  sum_into<float>(outs, received, accumulate, nullptr, sums_of("rank_sum_", out, sums));
+  check_rank_sum("rank_sum_", out, received);
+  sum_into(out, received, accumulate, nullptr, sums_of("rank_sum_", out, sums));
 }
 
-void rank_sum_each_(std::vector<Tensor> outs, std::vector<Tensor> received) {
-  sum_for_each(outs, received, nullptr, nullptr);
-}
-
-void rank_sum_chunks_(std::vector<Tensor> outs, std::vector<Tensor> received, Tensor work_counters,
+void rank_sum_chunks_(Tensor out, std::vector<Tensor> received, Tensor work_counters,
                       std::optional<Tensor> sums) {
+  check_rank_sum("rank_sum_chunks_", out, received);
   check_work_counters(work_counters, sizeof(WorkCounters));
-  float* blocks = outs.empty() ? nullptr : sums_of("rank_sum_chunks_", outs[0], sums);
-  sum_for_each(outs, received, static_cast<WorkCounters*>(work_counters.mutable_data_ptr()),
-               blocks);
+  sum_into(out, received, false, static_cast<WorkCounters*>(work_counters.mutable_data_ptr()),
+           sums_of("rank_sum_chunks_", out, sums));
 }
 
 }  // namespace poplar::cpu

@@ -116,7 +116,12 @@ class SharedHostMemory(WithinHost):
                 start, stop = own_parts[number]
                 if start < stop:
                     values = self.comm.slices(collective, bucket.data, start, stop - start)
-                    bucket.codec.reduce_each([sums[number]], values)
+                    sent, codec = sums[number], bucket.codec
+                    is_wide = sent.dtype is codec.sum_dtype
+                    out = sent if is_wide else sent.new_empty(sent.numel(), dtype=codec.sum_dtype)
+                    codec.reduce(out, values, accumulate=False)
+                    if not is_wide:
+                        sent.copy_(out)
 
             for number in range(1, len(own_parts)):
                 add(number)
