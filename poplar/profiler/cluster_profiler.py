@@ -17,10 +17,9 @@ With `n` ranks on `h` hosts and `P` parameters, one rank
     optimizer     steps and allocates at most 2^26 elements of parameters, gradients and state, and
                   less where less memory is free
     collectives   reduces and gathers at most 2^26 elements, 2^24 at once (fewer where less memory
-                  is free), a bounded number of times: once for all, and up to 8 ranks once for
-                  each; then small buffers of 64 elements per rank. Allocates up to 4 (7 + 4 n)
-                  bytes per element at once, and tries that first
-    links         takes part in at most `h` exchanges at a time, of 2^28 bytes at most
+                  is free), a bounded number of times: once for all, and once for each of up to 8
+                  ranks or, if there are more, 64 hosts; then small buffers of 64 elements per
+                  rank. Allocates up to 4 (8 + 2 n) bytes per element at once, and tries that first
     engine steps  trains as the engine does, from one host copy of the parameters on CUDA
     a model on    is initialized again for each engine: two or three for passes, and one for each
     `meta`        plan that runs

@@ -12,23 +12,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import fmean, median
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from poplar.comm import Communicator, Work, connect
 from poplar.comm.host_memory.segment_pool import caches_memory
-from poplar.comm.host_topology import Hosts
+from poplar.comm.host_topology import Hosts, host_id
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.transport_selection import candidates
-from poplar.profiler.links import find_hosts, measure_links, tournament
 from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
 from poplar.values.errors import agreed
 from poplar.values.formatting import format_bytes
-from poplar.values.profile import LinkProfile, NetworkProfile
+from poplar.values.profile import NetworkProfile
 
 REPETITIONS = 5
 """Timed runs at most; fewer if they are slow."""
@@ -39,12 +38,11 @@ MOST_ELEMENTS_AT_ONCE = 1 << 24
 FEWEST_ELEMENTS_AT_ONCE = 1 << 14
 """Buffers of large parameters are timed in parts of this size at least, however little is free."""
 MOST_RANKS_ONE_BY_ONE = 8
-"""World size up to which each rank's rates are measured; those of larger groups are taken from the
-links of their hosts."""
+"""World size up to which each rank's rates are measured; larger groups are measured by host."""
+MOST_HOSTS_ONE_BY_ONE = 64
+"""Hosts up to which the rates are measured."""
 SMALL_BUFFERS = 4
 """Buffers with which the latency of a collective is measured."""
-LINKS = 0.25
-"""Part of the time budget for the links between hosts."""
 TRANSPORT_SECONDS = 3.0
 """Time budget for the choice of a transport, about."""
 OTHER_ORDER_ADVANTAGE = 1.1
@@ -122,15 +120,42 @@ class Collectives:
             self.comm.trim()
         return median(taken)
 
+    def both_seconds(self, shares: Sequence[float], budget: float) -> list[float]:
+        """`seconds` of the reduce-scatters and of the all-gathers."""
+        both = Collectives.reduce_scatter, Collectives.all_gather
+        return [self.seconds(issue, shares, budget) for issue in both]
+
+    def rates(
+        self, owners: Sequence[Sequence[int]], part: float, budget: float
+    ) -> list[tuple[float, float]]:
+        """By rank, seconds per byte that it receives and that it sends. Only ratios matter.
+
+        Ranks that own everything receive every reduction and send every gather.
+
+        Args:
+            owners: groups of ranks, one of which owns everything at a time; the ranks of a host
+                share its network. None: all rates are 1.
+            part: of each buffer, which is reduced and gathered.
+            budget: seconds for each collective.
+        """
+        ranks = self.session.group.size
+        rates = [(1.0, 1.0)] * ranks
+        parts = (max(min(n, FEWEST_ELEMENTS_AT_ONCE), int(n * part)) for n in self.numels)
+        sample = replace(self, numels=[n + -n % ALIGNMENT for n in parts])
+        for group in owners:
+            moved = (ranks - 1) * 4.0 * sum(sample.numels) / len(group)
+            shares = [(rank in group) / len(group) for rank in range(ranks)]
+            receiving, sending = sample.both_seconds(shares, budget)
+            for rank in group:
+                rates[rank] = receiving / moved, sending / moved
+        return rates
+
     def latencies(self, budget: float) -> tuple[float, ...]:
         """`NetworkProfile.collective_latency_seconds`, in about `budget` seconds. Collective."""
         ranks = self.session.group.size
         small = replace(self, numels=[ranks * ALIGNMENT] * SMALL_BUFFERS)
         even = (1.0 / ranks,) * ranks
-        return tuple(
-            small.seconds(issue, even, budget / 2) / SMALL_BUFFERS
-            for issue in (Collectives.reduce_scatter, Collectives.all_gather)
-        )
+        return tuple(each / SMALL_BUFFERS for each in small.both_seconds(even, budget / 2))
 
     def exchange(self, value: float) -> list[float]:
         """The values of all ranks, after all ranks have called it."""
@@ -144,10 +169,9 @@ Issue = Callable[[Collectives, Layout], Work]
 
 
 def measure_network(session: Session, budget: float) -> NetworkProfile:
-    """Time even shares, then each rank as the only owner, in about `budget` seconds. Collective.
+    """Time even shares, and what gives the rates, in about `budget` seconds. Collective.
 
-    Over the fastest transport. A rank that owns everything receives every reduction and sends every
-    gather, so these times give its rates. If that would take too long, the links of its host do.
+    Over the fastest transport.
     """
     comm = connect(session.group, "auto", session.device)
     numels = flat_numels(session)
@@ -157,22 +181,14 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
     if transports:
         collectives = collectives.over(transports[0][0])
     ranks = session.group.size
-    hosts = find_hosts(session)
-    links = measure_links(session, hosts, budget * LINKS)
-    part = budget / (2 * min(ranks, MOST_RANKS_ONE_BY_ONE) + 3)
-
-    def reduce_and_gather(shares: Sequence[float]) -> list[float]:
-        both = Collectives.reduce_scatter, Collectives.all_gather
-        return [collectives.seconds(issue, shares, part) for issue in both]
-
-    reducing, gathering = reduce_and_gather((1.0 / ranks,) * ranks)
-    shared = not collectives.comm.hosts
-    rates = [[rate, rate] for rate in rates_of_hosts(hosts, links, shared=shared)]
-    if 1 < ranks <= MOST_RANKS_ONE_BY_ONE and 2 * max(reducing, gathering) <= part:
-        moved = (ranks - 1) * 4.0 * sum(collectives.numels)
-        for owner in range(ranks):
-            sole = [float(rank == owner) for rank in range(ranks)]
-            rates[owner] = [seconds / moved for seconds in reduce_and_gather(sole)]
+    owners: list[tuple[int, ...]] = [(rank,) for rank in range(ranks)]
+    if ranks > MOST_RANKS_ONE_BY_ONE:
+        owners = list(find_hosts(session).members)
+    if not 1 < len(owners) <= MOST_HOSTS_ONE_BY_ONE:
+        owners = []
+    part = budget / (2 * len(owners) + 3)
+    reducing, gathering = collectives.both_seconds((1.0 / ranks,) * ranks, part)
+    rates = collectives.rates(owners, min(1.0, part / (2 * max(reducing, gathering))), part)
     return NetworkProfile(
         reduce_scatter_seconds=reducing * scale,
         all_gather_seconds=gathering * scale,
@@ -181,9 +197,13 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
         receive_buffers=_receive_buffers(session),
         hosts=collectives.comm.hosts,
         transports=transports,
-        links=links,
         collective_latency_seconds=collectives.latencies(part) if ranks > 1 else (),
     )
+
+
+def find_hosts(session: Session) -> Hosts:
+    """The ranks by host. Collective."""
+    return Hosts.of(session.exchange(host_id()))
 
 
 def _receive_buffers(session: Session) -> str:
@@ -229,10 +249,10 @@ def _largest_buffer(session: Session, wanted: int) -> int:
 def _bytes_at_once(ranks: int) -> int:
     """Bytes that the largest collective needs on a rank, per element of its buffer.
 
-    Gradients of three sets of collectives; and, for each collective in flight, a bucket, its
+    Gradients of four sets of collectives; and, for each collective in flight, a bucket, its
     result, and a part as large as the bucket from every rank: one rank owns everything.
     """
-    return 4 * (3 + _IN_FLIGHT * (2 + ranks))
+    return 4 * (4 + _IN_FLIGHT * (2 + ranks))
 
 
 def sample_buffers(
@@ -253,33 +273,6 @@ def sample_buffers(
         step += 1
     sample = ranked[step // 2 :: step]
     return sample, sum(parts) / sum(sample)
-
-
-def rates_of_hosts(
-    hosts: Hosts, links: Sequence[LinkProfile], *, shared: bool = True
-) -> list[float]:
-    """Seconds per byte between the host of each rank and the others.
-
-    Args:
-        hosts: the ranks of each host.
-        links: between all pairs of hosts.
-        shared: every rank sends and receives for itself, so the ranks of a host share its links. A
-            hierarchical transport does so once for the host.
-
-    Returns:
-        1 for all ranks on a single host, and if there are no links. Only ratios matter.
-    """
-    rates = [1.0] * sum(map(len, hosts.members))
-    if not links:
-        return rates
-    pairs = [pair for pairs in tournament(len(hosts.members)) for pair in pairs]
-    for host, ranks in enumerate(hosts.members):
-        own = [
-            link.seconds_per_byte for pair, link in zip(pairs, links, strict=True) if host in pair
-        ]
-        for rank in ranks:
-            rates[rank] = (len(ranks) if shared else 1) * fmean(own)
-    return rates
 
 
 def sample_numels(numels: Sequence[int]) -> list[int]:

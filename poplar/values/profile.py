@@ -329,20 +329,6 @@ class ModelProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkProfile:
-    """The network between two hosts: one rank of each sent to the other, both at once."""
-
-    hosts: Annotated[tuple[str, ...], Rule("two hosts", lambda hosts: len(hosts) == 2)]
-    seconds_per_byte: Positive
-    """Each way, with messages that are large enough to show bandwidth."""
-    latency_seconds: NonNegative
-    """Seconds of a message of a few bytes."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class NetworkProfile:
     """Times of the collectives, measured with the transport that training will use."""
 
@@ -369,8 +355,6 @@ class NetworkProfile:
     transports: tuple[tuple[str, float], ...] = ()
     """Transports to choose from, by name and seconds of sample collectives, fastest first. The
     first one was measured here. Empty: there was no choice."""
-    links: tuple[LinkProfile, ...] = ()
-    """One link for each pair of hosts; empty on a single host."""
     collective_latency_seconds: _Latencies = ()
     """Seconds of a small reduce-scatter and of a small all-gather. Empty: not measured."""
 

@@ -24,8 +24,7 @@ from training import STAGES
 import poplar
 from poplar import ClusterProfile, Plan
 from poplar.comm import Group
-from poplar.comm.host_topology import Hosts
-from poplar.profiler import batch_sizes, links, trial_runs
+from poplar.profiler import batch_sizes, trial_runs
 from poplar.profiler import session as sessions
 from poplar.profiler.batch_curves import TIMES_EACH, measure_curves, measure_points
 from poplar.profiler.job import Job
@@ -244,38 +243,6 @@ def test_compiled_model_stays_compiled(ranks: Pool):
     for one, split, again, trained in ranks.run(graphs_per_pass_of_a_compiled_model, ranks=2):
         assert one == again == trained
         assert split > one
-
-
-def links_between(hosts: Hosts) -> tuple[Any, list[tuple[int, ...]]]:
-    """The links of pretended hosts, and the splits of every message of this rank."""
-    session, _ = watched_session()
-    sent, send = [], links.dist.all_to_all_single
-
-    def counted(received: Tensor, own: Tensor, *splits: list[int], **options: Any) -> Any:
-        sent.append(tuple(splits[0]))
-        return send(received, own, *splits, **options)
-
-    with (
-        mock.patch.object(links.dist, "all_to_all_single", counted),
-        mock.patch.object(links, "MOST_BYTES", 1 << 17),
-    ):
-        return links.measure_links(session, hosts, budget=0.2), sent
-
-
-@pytest.mark.parametrize(
-    "members", [((0,), (1,), (2,), (3,)), ((0, 3), (1,), (2,)), ((0, 1, 2, 3),)]
-)
-def test_links_between_hosts_are_measured_by_one_rank_of_each(ranks: Pool, members):
-    answers = ranks.run(links_between, Hosts(members))
-    found = answers[0][0]
-    assert [other for other, _ in answers] == [found] * 4
-    assert len(found) == len(members) * (len(members) - 1) // 2
-    assert all(link.seconds_per_byte > 0.0 and link.latency_seconds > 0.0 for link in found)
-    leaders = {own[0] for own in members}
-    for rank, (_, sent) in enumerate(answers):
-        partners = {peer for splits in sent for peer, size in enumerate(splits) if size}
-        assert partners == (leaders - {rank} if rank in leaders else set())
-        assert all(sum(size > 0 for size in splits) <= 1 for splits in sent), "one at a time"
 
 
 def reasons_of_throttling(hot: int) -> tuple[list[str], int]:
