@@ -22,7 +22,7 @@ from poplar.tuning import autotune
 from poplar.zero import engine_hooks
 from poplar.zero.checks.loss_mean import FirstLossCheck, wrong_weight
 
-SEEDS = range(10)
+SEEDS = range(choose(quick=4, full=10))
 
 
 def ragged(seed: int, samples: int = 6) -> dict[str, Tensor]:
@@ -338,7 +338,7 @@ def warnings_of(loss_fn: Any, seed: int, dtype: torch.dtype) -> list[str | None]
     return [wrong_weight(loss_fn, model, batch), warning_of_a_pass(loss_fn, model, [batch])]
 
 
-MODELS = choose(quick=10, full=50)
+MODELS = choose(quick=4, full=50)
 
 
 @pytest.mark.every_combination
