@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -14,8 +15,11 @@ from pathlib import Path
 
 import fork_server
 import pytest
+import ranks
+import torch
 import torchrun
 from collected import names_with_a_gpu
+from ranks import Pool
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -180,19 +184,41 @@ def test_few_tests_of_each_kernel_run_under_the_sanitizer(collected_tests):
         assert any(word in name for name in found), f"no test is called {word!r}"
 
 
-@pytest.mark.every_combination
+def check_rows(path: Path) -> None:
+    rows = read_rows(path, gpu_ranks.BENCHMARK)
+    assert rows
+    for row in rows:
+        assert row["ok"], row
+        assert row["commit"]
+        assert "torch" in row["versions"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Pool]:
+    """Ranks that are reused by the tasks which do not end them."""
+    with contextlib.closing(Pool(gpu_ranks.RANKS, forked=True)) as pool:
+        yield pool
+
+
+def run_task(task: str, folder: Path) -> None:
+    ends = time.monotonic() + 200.0
+    own = gpu_ranks.Rank(torch.device("cpu"), ranks.rank(), folder, ends, tries=4)
+    gpu_ranks.TASKS[task](own)
+
+
+@pytest.mark.parametrize("task", ["exact", "delays", "raises", "memory"])
+def test_task_of_two_ranks_passes_on_the_cpu(two_ranks, tmp_path, task):
+    two_ranks.run(run_task, task, tmp_path)
+    check_rows(tmp_path / gpu_ranks.ROWS)
+
+
 @pytest.mark.parametrize(
     "task",
-    [
-        *("exact", "delays", "raises", "exits", "memory"),
-        pytest.param("late", marks=pytest.mark.full),  # it waits for deadlines
-    ],
+    ["exits", pytest.param("late", marks=pytest.mark.full)],  # `late` waits for deadlines
 )
-def test_task_of_two_ranks_passes_on_the_cpu(tmp_path, task):
+def test_script_starts_the_ranks_of_a_task(tmp_path, task):
     output = tmp_path / "rows.jsonl"
-    options = [task, "--device", "cpu", "--seconds", "200", "--tries", "4", "--output", str(output)]
+    options = [task, "--device", "cpu", "--seconds", "200", "--output", str(output)]
     done = torchrun.run([gpu_ranks.__file__, *options])
     assert done.stdout.endswith("1 of 1 tasks passed\n"), done.stdout + done.stderr
-    rows = read_rows(output, "gpu_ranks")
-    assert rows
-    assert all(row["ok"] and row["commit"] and "torch" in row["versions"] for row in rows)
+    check_rows(output)
