@@ -1,1 +1,0 @@
-"""The parts of `host_overhead.py`: fake ranks, scaled models, engines, counts."""
