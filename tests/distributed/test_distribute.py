@@ -21,6 +21,7 @@ from test_programme_training import (
     close,
     experts_divided,
     exported_loss,
+    exported_once,
     global_batches,
     new_model,
     part_of,
@@ -129,7 +130,7 @@ def train(task: str, programme: Programme | Path) -> tuple[list[Any], list[Tenso
 
 @pytest.mark.parametrize("source", ["value", "file"])
 def test_a_given_programme_trains_as_one_process(ranks: Pool, tmp_path: Path, source: str) -> None:
-    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
     path = tmp_path / "programme.json"
     programme.to_json(path)
     expected = train_in_one_process("mixture")
@@ -159,6 +160,7 @@ def train_found(
     with (
         mock.patch("poplar.programmes.run.distribute.plan_programme", calls),
         mock.patch("poplar.programmes.run.distribute.compare", comparison),
+        exported_once("mixture"),
     ):
         training = poplar.distribute(
             new_model("mixture"),
@@ -187,7 +189,7 @@ SLOWER = Comparison(first_seconds=0.3, second_seconds=0.2, ratio=1.5)
 
 
 def test_a_programme_that_computes_something_else_is_not_used(ranks: Pool) -> None:
-    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
     measured = replace(FASTER, difference="the loss of a first step was 1 by the programme")
     for explained, by_programme, _, _ in ranks.run(train_found, programme, measured, ranks=2):
         assert not by_programme
@@ -204,7 +206,7 @@ def test_first_steps_with_another_loss_or_gradient_differ() -> None:
 
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_all_ranks_train_by_what_was_faster_in_trials(ranks: Pool, is_faster: bool) -> None:
-    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
     expected = train_in_one_process("mixture")["results"]
     measured = FASTER if is_faster else SLOWER
     for explained, by_programme, results, _ in ranks.run(train_found, programme, measured, ranks=2):
@@ -220,7 +222,7 @@ def test_all_ranks_train_by_what_was_faster_in_trials(ranks: Pool, is_faster: bo
 
 def test_trials_leave_the_model_as_it_was(ranks: Pool) -> None:
     """Training afterwards is that of one process, whichever was faster."""
-    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
     expected = train_in_one_process("mixture")["results"]
     outcomes = ranks.run(train_found, programme, None, ranks=2)
     for explained, by_programme, results, trials in outcomes:
@@ -234,7 +236,7 @@ def train_without_trials(programme: Programme) -> tuple[str, bool, list[Any], in
 
 
 def test_without_trials_the_prediction_decides(ranks: Pool) -> None:
-    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
     for explained, by_programme, _, trials in ranks.run(train_without_trials, programme, ranks=2):
         assert by_programme
         assert trials == 0
@@ -242,13 +244,13 @@ def test_without_trials_the_prediction_decides(ranks: Pool) -> None:
 
 
 def attempt(programmes: list[Any]) -> list[str]:
-    with harness.catching() as caught:
+    with exported_once("mixture"), harness.catching() as caught:
         distributed("mixture", programmes[harness.rank()])
     return [failure.message for failure in caught]
 
 
 def test_wrong_programmes_are_refused_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
-    exported = exported_loss("mixture", new_model("mixture"))
+    exported = exported_loss("mixture")
     programme, other = (experts_divided(exported, ratios) for ratios in ((2, 1), (1, 1)))
     encoder = experts_divided_of("encoder")
     wrong = tmp_path / "plan.json"
@@ -268,7 +270,7 @@ def test_wrong_programmes_are_refused_on_all_ranks(ranks: Pool, tmp_path: Path) 
 def experts_divided_of(task: str) -> Programme:
     from poplar.programmes.search.composition import data_parallel
 
-    return data_parallel(exported_loss(task, new_model(task)).graph, (2, 1))
+    return data_parallel(exported_loss(task).graph, (2, 1))
 
 
 def replaced_ratios(programme: Programme) -> Programme:

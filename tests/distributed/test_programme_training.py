@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,9 +26,10 @@ from virtual_programme import random_programme
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.comm import Group, connect, connect_control
+from poplar.data import pytree
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
-from poplar.programmes.run import local_execution
+from poplar.programmes.run import checked_export, local_execution
 from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
@@ -64,8 +68,25 @@ def part_of(batch: dict[str, Tensor], plan: Plan, rank: int) -> Any:
     return {key: value[start : start + plan.samples(rank)] for key, value in batch.items()}
 
 
-def exported_loss(task: str, model: nn.Module) -> ExportedLoss:
-    return export_loss(model, TASKS[task][2], global_batches(task)[0])
+@functools.cache
+def exported_loss(task: str, samples: int = SAMPLES) -> ExportedLoss:
+    batch = pytree.take(global_batches(task)[0], range(samples))
+    return export_loss(new_model(task), TASKS[task][2], batch)
+
+
+@contextmanager
+def exported_once(task: str) -> Iterator[None]:
+    """Take graphs from `exported_loss`: an export takes longer than the rest of a test."""
+
+    def export(model: nn.Module, loss_fn: Any, batch: Any) -> ExportedLoss:
+        if not model.training:
+            return export_loss(model, loss_fn, batch)
+        known = exported_loss(task, pytree.samples_in(batch))
+        constants = {name: value.clone() for name, value in known.constants.items()}
+        return replace(known, constants=constants)
+
+    with mock.patch.object(checked_export, "export_loss", export):
+        yield
 
 
 def job_of(task: str, timeout: timedelta | None = None, **options: Any) -> DistributedJob:
@@ -92,7 +113,8 @@ def start(
 ) -> ProgrammeTraining:
     job = job_of(task, None if seconds is None else timedelta(seconds=seconds), **options)
     comm = connect(job.group, transport)
-    checked, _ = job.exported(must=True)
+    with exported_once(task):
+        checked, _ = job.exported(must=True)
     assert checked is not None
     return ProgrammeTraining(job, comm, checked, programme, reason="a test")
 
@@ -163,7 +185,7 @@ def experts_divided(exported: ExportedLoss, ratios: tuple[int, ...]) -> Programm
 def test_experts_on_several_ranks_train_as_in_one_process(
     ranks: Pool, transport: str, ratios: tuple[int, ...]
 ) -> None:
-    exported = exported_loss("mixture", new_model("mixture"))
+    exported = exported_loss("mixture")
     check(ranks, "mixture", experts_divided(exported, ratios), transport)
 
 
@@ -172,7 +194,7 @@ def test_experts_on_several_ranks_train_as_in_one_process(
 def test_any_programme_trains_as_one_process(
     ranks: Pool, task: str, ratios: tuple[int, ...]
 ) -> None:
-    exported = exported_loss(task, new_model(task))
+    exported = exported_loss(task)
     draw = random.Random(len(task))
     programmes = [
         random_programme(exported.graph, ratios, draw) for _ in range(choose(quick=1, full=4))
@@ -210,7 +232,7 @@ def start_data_parallel(task: str) -> DistributedTraining:
 def test_the_state_loads_under_other_programmes_and_plans(
     ranks: Pool, ratios: tuple[int, ...] | None
 ) -> None:
-    exported = exported_loss("mixture", new_model("mixture"))
+    exported = exported_loss("mixture")
     programme = experts_divided(exported, (2, 1))
     other = None if ratios is None else experts_divided(exported, ratios)
     expected = [p.detach() for p in train_in_one_process("mixture")["values"].values()]
@@ -227,7 +249,7 @@ def train_with_many_reductions(programme: Programme) -> tuple[float, ...]:
 
 def test_reductions_do_not_wait_for_ranks_that_are_in_the_loss(ranks: Pool) -> None:
     """A rank that learns of a reduction later is in a collective of the backward until then."""
-    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1, 1))
+    programme = experts_divided(exported_loss("mixture"), (2, 1, 1))
     expected = [loss for loss, _, _ in train_in_one_process("mixture")["results"]]
     for losses in ranks.run(train_with_many_reductions, programme, ranks=3):
         close(list(losses), expected)
@@ -250,7 +272,7 @@ def load_wrong_states(programme: Programme) -> list[str]:
 
 
 def test_states_of_other_models_are_refused(ranks: Pool) -> None:
-    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
     for wrong, missing in ranks.run(load_wrong_states, programme, ranks=2):
         assert "'blocks.0.mixture.experts.up' has the shape (2, 3) in the state" in wrong
         assert "the names ['blocks.0.mixture.experts.up'] differ" in missing
@@ -262,7 +284,7 @@ def save(programme: Programme, path: Path) -> None:
 
 
 def test_a_saved_model_is_whole(ranks: Pool, tmp_path: Path) -> None:
-    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (1, 0, 2))
+    programme = experts_divided(exported_loss("mixture"), (1, 0, 2))
     path = tmp_path / "model.safetensors"
     ranks.run(save, programme, path, ranks=3)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
@@ -279,7 +301,7 @@ def save_nan(programme: Programme, path: Path) -> list[str]:
 
 
 def test_values_that_are_not_finite_are_not_saved(ranks: Pool, tmp_path: Path) -> None:
-    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
     for (message,) in ranks.run(save_nan, programme, tmp_path / "model.safetensors", ranks=2):
         assert "rank 1: save_model(): parameter" in message
     assert not list(tmp_path.iterdir())
@@ -353,7 +375,7 @@ def test_a_rank_that_fails_is_named_by_the_others(
     ranks: Pool, transport: str, fault: str, own: str
 ) -> None:
     """After an error before the backward pass, the training goes on as if there was none."""
-    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (1, 1, 1))
+    programme = experts_divided(exported_loss("mixture"), (1, 1, 1))
     if fault == "backward":
         failures = ranks.run_expecting_errors(fail, programme, transport, fault, ranks=3)
         assert own in failures[1].message
@@ -399,7 +421,7 @@ def misuse(programme: Programme) -> list[str]:
 
 
 def test_misuses_are_refused(ranks: Pool) -> None:
-    programme = experts_divided(exported_loss("mixture", new_model("mixture")), (2, 1))
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
     expected = (
         "call train_step() or evaluate() of the training, or release() it first",
         "model.state_dict() would have only this rank's parts",

@@ -68,7 +68,9 @@ class CheckedExport:
             raise NotExportable("the model is on meta, and a programme divides real values")
         with torch.enable_grad(), model_preserved(model, self._device):
             self.exported: ExportedLoss = self._export(range(global_batch))
-            self._exported_few = self._export(range(self._few))
+            self._exported_few = self.exported
+            if self._few != global_batch:
+                self._exported_few = self._export(range(self._few))
             self._compare_batches()
 
     @property
