@@ -7,15 +7,16 @@ The fake process group of torch never waits: the host is as far ahead of the dev
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from fake_ranks import fake_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +24,9 @@ from poplar import HeteroZeroOptimizer, Plan
 from poplar.comm import Bucket, Communicator
 from poplar.values.plan import UnitPlan
 from poplar.zero import unit as units
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from host.fake_ranks import fake_ranks
 
 RANKS = 4
 HIDDEN = (64, 512, 8, 8, 256, 8, 8, 128)

@@ -27,6 +27,7 @@ MEASURING = {
     "checkpoint": "--quick",
     "gpu_unequal": "--device cpu --case tiny_ranks --percent 50 50 --stage 1 --rounds 1 "
     "--seconds 0.5 --speed-seconds 0.2 --turn-seconds 0.1",
+    "host_overhead": "--models llama-1.1b --ranks 4 --stages 3 --layers 2 --rounds 1 --steps 1",
     "memory": "--models convolutional --stages 3 --batches 1",
     "paper": "--quick --clusters A --models bert-large --stages 1",
     "per_tensor": "--quick",
@@ -36,8 +37,11 @@ MEASURING = {
     "--policies even --peers ddp --steps 3",
 }
 """Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
-SLOW = {"allreduce", "checkpoint", "gpu_unequal", "memory", "prediction", "train"}
-"""Only with --full: they start ranks or profile. Tests of their parts run always."""
+SLOW = {
+    *("allreduce", "checkpoint", "gpu_unequal", "host_overhead", "memory", "prediction", "train")
+}
+"""Only with --full: they start ranks or profile. Tests of their parts run always, and so does
+host_overhead.py in test_host_overhead_benchmark.py."""
 SHOWING = {
     "allreduce": "--show allreduce.jsonl",
     "gpu_step": "--show h100/overhead.jsonl",
