@@ -188,7 +188,9 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
         owners = []
     part = budget / (2 * len(owners) + 3)
     reducing, gathering = collectives.both_seconds((1.0 / ranks,) * ranks, part)
-    rates = collectives.rates(owners, min(1.0, part / (2 * max(reducing, gathering))), part)
+    # All moves through the link of one owner, so it may take as many times as long as even shares.
+    sampled = part / max(part, len(owners) * reducing, len(owners) * gathering)
+    rates = collectives.rates(owners, sampled, part)
     return NetworkProfile(
         reduce_scatter_seconds=reducing * scale,
         all_gather_seconds=gathering * scale,
