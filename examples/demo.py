@@ -97,11 +97,11 @@ def compare(options: argparse.Namespace) -> None:
         profile=profile,
         runs=tuple(run.to_report() for run in runs),
         sum_of_speeds=sum_of_speeds(before, after),
-        similar_plans=measure_similar_plans(runs[-1], profile, options.similar_plans, console),
     )
+    similar = measure_similar_plans(runs[-1], profile, options.similar_plans, console)
     if dist.get_rank() == 0:
         write_outputs(console, record, options.output)
-        summarize(console, record, warnings_of(other_load, before, after))
+        summarize(console, record, warnings_of(other_load, before, after), similar)
 
 
 def report_speeds(console: Console, speeds: Sequence[Speed]) -> None:
@@ -207,10 +207,14 @@ def samples_of(text: ByteWindows, indices: range) -> Batch:
 
 def measure_similar_plans(
     run: Run, profile: ClusterProfile, count: int, console: Console
-) -> tuple[monitoring.SimilarPlan, ...] | None:
-    """Time the chosen plan and up to `count` similar ones in turns. Every rank must call it."""
+) -> list[float]:
+    """Time the chosen plan and up to `count` similar ones in turns. Every rank must call it.
+
+    Returns:
+        Seconds of a step of each plan, the chosen one first; empty if `count` is 0.
+    """
     if not count:
-        return None
+        return []
     plans = [run.plan, *similar_plans(run.plan, profile, count)]
 
     def one_step(plan: Plan) -> None:
@@ -218,13 +222,9 @@ def measure_similar_plans(
         run.optimizer.train_step(next_byte_loss, batch, max_norm=1.0)
 
     with progress(console, SIMILAR_PLAN_ROUNDS * len(plans)) as advance:
-        seconds = measure_in_turns(
+        return measure_in_turns(
             run.optimizer, plans, one_step, rounds=SIMILAR_PLAN_ROUNDS, after_turn=advance
         )
-    return tuple(
-        monitoring.SimilarPlan(plan=plan, step_seconds=each)
-        for plan, each in zip(plans, seconds, strict=True)
-    )
 
 
 def measure(text: ByteWindows, seconds: float) -> tuple[Speed, ...]:
@@ -258,9 +258,18 @@ def write_outputs(console: Console, record: monitoring.RunRecord, folder: Path) 
 
 
 def summarize(
-    console: Console, record: monitoring.RunRecord, noise_warnings: Sequence[str] = ()
+    console: Console,
+    record: monitoring.RunRecord,
+    noise_warnings: Sequence[str] = (),
+    similar: Sequence[float] = (),
 ) -> None:
     """Print the results, then one line of JSON for programs.
+
+    Args:
+        console: where the text goes.
+        record: of both runs.
+        noise_warnings: of the machine.
+        similar: seconds of a step of the chosen plan and of similar ones.
 
     Raises:
         RuntimeError: the two loss curves differ by more than rounding.
@@ -276,13 +285,15 @@ def summarize(
     console.print(
         f"the loss curves differ by at most {max(differences):.2g} over {len(differences)} steps"
     )
-    ratio = best_similar_plan_ratio(record)
+    ratio = best_similar_plan_ratio(similar)
     if ratio is not None:
         console.print(
             f"the chosen plan reaches {100 * ratio:.1f} % of the speed of the best of "
-            f"{len(record.similar_plans or ()) - 1} similar plans"
+            f"{len(similar) - 1} similar plans"
         )
     outcome = outcome_of(record, max(differences), noise_warnings)
+    if ratio is not None:
+        outcome["best_similar_plan_ratio"] = rounded(ratio)
     console.print(
         f"speed-up {outcome['speedup']:.2f}x · "
         f"{100 * outcome['fraction_of_sum_of_speeds']:.0f} % of the sum of speeds, "
@@ -302,7 +313,7 @@ def outcome_of(
     """The results in JSON types."""
     even, planned = record.runs
     total = record.sum_of_speeds or math.nan
-    outcome: dict[str, Any] = {
+    return {
         "stage": planned.plan.stage,
         "even_samples_per_second": round(even.samples_per_second, 2),
         "planned_samples_per_second": round(planned.samples_per_second, 2),
@@ -313,8 +324,6 @@ def outcome_of(
         "max_loss_difference": max_loss_difference,
         "noise": list(noise_warnings),
     }
-    ratio = best_similar_plan_ratio(record)
-    return outcome if ratio is None else outcome | {"best_similar_plan_ratio": rounded(ratio)}
 
 
 def table_of(record: monitoring.RunRecord) -> Table:
@@ -346,12 +355,9 @@ def table_of(record: monitoring.RunRecord) -> Table:
     return table
 
 
-def best_similar_plan_ratio(record: monitoring.RunRecord) -> float | None:
-    """Speed of the chosen plan over the fastest similar plan; above 1 it is the fastest."""
-    if record.similar_plans is None or len(record.similar_plans) < 2:
-        return None
-    chosen, *others = record.similar_plans
-    return min(near.step_seconds for near in others) / chosen.step_seconds
+def best_similar_plan_ratio(seconds: Sequence[float]) -> float | None:
+    """Speed of the chosen plan, the first, over the fastest other; above 1 it is the fastest."""
+    return min(seconds[1:]) / seconds[0] if len(seconds) > 1 else None
 
 
 def rounded(seconds: float | None) -> float | None:

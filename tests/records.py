@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from poplar.monitoring import Run, RunRecord, SimilarPlan, Span
+from poplar.monitoring import Run, RunRecord, Span
 from poplar.values.plan import Plan
 from poplar.values.profile import (
     BatchPoint,
@@ -25,7 +25,7 @@ COMMUNICATION = 0.022
 def synthetic_record(
     speeds: Sequence[float] = SPEEDS, stage: int = 0, names: Sequence[str] | None = None
 ) -> RunRecord:
-    """An even and a planned run, both traced, with similar plans; deterministic."""
+    """An even and a planned run, both traced; deterministic."""
     noise = random.Random(0)
     names = names or ["AMD EPYC 9B45"] * len(speeds)
     profile = cluster(speeds, names)
@@ -34,19 +34,11 @@ def synthetic_record(
     runs = tuple(
         run(name, plan, speeds, noise) for name, plan in (("even", even), ("planned", chosen))
     )
-    near = [SimilarPlan(plan=chosen, step_seconds=runs[-1].measured_step_seconds)]
-    for source, target in ((0, 1), (0, 2), (3, 0), (1, 3)):
-        plan = move(chosen, source % len(speeds), target % len(speeds))
-        if plan is not None:
-            near.append(
-                SimilarPlan(plan=plan, step_seconds=slowest(plan, speeds) * noise.gauss(1, 0.01))
-            )
     return RunRecord(
         title="A byte-level Llama on four unequal CPU ranks",
         profile=profile,
         runs=runs,
         sum_of_speeds=sum(speeds),
-        similar_plans=tuple(near),
     )
 
 
@@ -115,18 +107,3 @@ def traced(plan: Plan, speeds: Sequence[float]) -> Iterator[list[Span]]:
         spans.append(Span("wait", "the reduction of unit blocks.0", now, done))
         spans.append(Span("optimizer", "", done, done + 0.005))
         yield spans
-
-
-def move(plan: Plan, source: int, target: int) -> Plan | None:
-    """`plan` with one sample moved from rank `source` to rank `target`."""
-    passes = [list(sizes) for sizes in plan.micro_batches]
-    if source == target or not passes[source] or not passes[target] or not passes[source][-1]:
-        return None
-    passes[source][-1] -= 1
-    passes[target][-1] += 1
-    return Plan(
-        stage=plan.stage,
-        global_batch=plan.global_batch,
-        micro_batches=tuple(tuple(sizes) for sizes in passes),
-        shares=plan.shares,
-    )

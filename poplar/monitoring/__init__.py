@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from poplar.monitoring.loggers import JsonLines, Logger, TensorBoard, WandB
-from poplar.monitoring.progress import Progress
-from poplar.monitoring.record import Run, RunRecord, SimilarPlan
+from poplar.monitoring.loggers import JsonLines, Logger, Progress, RunFile, TensorBoard, WandB
+from poplar.monitoring.record import Run, RunRecord
 from poplar.monitoring.report import write_report
-from poplar.monitoring.run_file import RunFile
 from poplar.system.trace import Span
 
 if TYPE_CHECKING:
@@ -27,7 +25,6 @@ __all__ = [
     "Run",
     "RunFile",
     "RunRecord",
-    "SimilarPlan",
     "Span",
     "TensorBoard",
     "WandB",

@@ -1,15 +1,73 @@
-"""Loggers of `Monitor`: what they are, JSON lines, TensorBoard and Weights & Biases."""
+"""`Progress`, the steps since the last report, and the loggers to which `Monitor` passes it."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from poplar.monitoring.progress import Progress
+from poplar.monitoring.record import Run, RunRecord
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Some consecutive steps; the same on every rank."""
+
+    step: int
+    """Trained so far."""
+    losses: tuple[float, ...]
+    """Of the global batches, step by step."""
+    grad_norm: float | None
+    """Before clipping, in the last step; None if it was not computed."""
+    samples: int
+    """In these steps."""
+    step_seconds: tuple[float, ...]
+    """Of the slowest rank, step by step, without the time between steps."""
+    wall_seconds: float
+    """From the last report to this one, with loading and all that the loop does."""
+    waiting_seconds: tuple[float, ...]
+    """By rank, the mean per step of the time in which it waited for other ranks."""
+    skipped: int
+    """Steps that were not applied, because a loss or the gradient was not finite."""
+    sum_of_speeds: float | None
+    """Samples per second of all devices, each alone at its best batch; None without a profile."""
+    plan: Plan | None
+
+    @property
+    def samples_per_second(self) -> float:
+        """In the steps."""
+        return self.samples / sum(self.step_seconds)
+
+    @property
+    def of_sum_of_speeds(self) -> float | None:
+        """`samples_per_second` as a fraction of the sum of speeds."""
+        if self.sum_of_speeds is None:
+            return None
+        return self.samples_per_second / self.sum_of_speeds
+
+    def scalars(self) -> dict[str, float]:
+        """What a chart shows, by name."""
+        mean_step = sum(self.step_seconds) / len(self.step_seconds)
+        values = {
+            "loss": self.losses[-1],
+            "grad_norm": self.grad_norm,
+            "samples_per_second": self.samples_per_second,
+            "samples_per_second_with_loading": self.samples / self.wall_seconds,
+            "percent_of_sum_of_speeds": None
+            if self.of_sum_of_speeds is None
+            else 100.0 * self.of_sum_of_speeds,
+            "step_seconds": mean_step,
+            "skipped_steps": float(self.skipped),
+        }
+        waiting = {
+            f"waiting_percent/rank_{rank}": 100.0 * seconds / mean_step
+            for rank, seconds in enumerate(self.waiting_seconds)
+        }
+        return {name: v for name, v in {**values, **waiting}.items() if v is not None}
 
 
 class Logger(Protocol):
@@ -52,7 +110,10 @@ class JsonLines:
     def _write(self, values: dict[str, Any]) -> None:
         assert self._file is not None, "start() comes first"
         # JSON has no NaN: a loss that is not finite is null.
-        finite = {k: None if _is_not_finite(v) else v for k, v in values.items()}
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -109,5 +170,68 @@ class WandB:
             self._run.finish()
 
 
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+class RunFile:
+    """A JSON file with the profile, the plans and the measured steps; written at every report.
+
+        monitor = Monitor(optimizer, [RunFile("run.json")], profile=tuned.profile)
+
+    Then `poplar report run.json` draws it. If the plan changes in training, the record has one run
+    per plan. The first step, which prepares kernels and buffers, does not count. Memory is bounded:
+    the oldest runs and steps are dropped.
+
+    Args:
+        path: the file; its folder is made.
+        title: of the report.
+        keep: the number of latest steps that are recorded, over all plans.
+    """
+
+    def __init__(self, path: str | Path, title: str = "Training", *, keep: int = 10_000) -> None:
+        self._path, self._title, self._keep = Path(path), title, keep
+        self._profile: ClusterProfile | None = None
+        self._runs: list[Run] = []
+        self._plans = 0
+        self._is_first = True
+
+    def start(self, plan: Plan | None, profile: ClusterProfile | None) -> None:
+        if plan is None or profile is None:
+            raise ValueError(
+                "RunFile records a run under a plan, with the profile that it was made from; pass "
+                "plan= to HeteroZeroOptimizer and Monitor(..., profile=tuned.profile)"
+            )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._profile = profile
+
+    def log(self, progress: Progress) -> None:
+        assert self._profile is not None, "start() comes first"
+        assert progress.plan is not None, "a plan stays a plan"
+        seconds, losses = progress.step_seconds[self._is_first :], progress.losses
+        self._is_first = False
+        if self._runs and self._runs[-1].plan == progress.plan:
+            last = self._runs.pop()
+            seconds, losses = last.step_seconds + seconds, last.losses + losses
+        elif seconds:
+            self._plans += 1
+        if seconds:
+            self._runs.append(self._run(progress.plan, seconds, losses))
+            while sum(len(run.step_seconds) for run in self._runs[1:]) >= self._keep:
+                del self._runs[0]
+            record = RunRecord(
+                title=self._title,
+                profile=self._profile,
+                runs=tuple(self._runs),
+                sum_of_speeds=progress.sum_of_speeds,
+            )
+            record.to_json(self._path)
+
+    def close(self) -> None:
+        """Nothing is left to write."""
+
+    def _run(self, plan: Plan, seconds: tuple[float, ...], losses: tuple[float, ...]) -> Run:
+        predicted = (plan.prediction or {}).get("step_seconds")
+        return Run(
+            name=f"plan {self._plans}",
+            plan=plan,
+            step_seconds=seconds[-self._keep :],
+            losses=losses[-self._keep :],
+            predicted_step_seconds=None if predicted is None else float(predicted),
+        )

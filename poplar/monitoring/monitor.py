@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from poplar.hardware.estimate import sum_of_speeds
-from poplar.monitoring.loggers import Logger
-from poplar.monitoring.progress import Progress
+from poplar.monitoring.loggers import Logger, Progress
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import run_on_all_ranks

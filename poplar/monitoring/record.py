@@ -66,23 +66,11 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimilarPlan:
-    """A plan similar to the chosen one, measured in turns with it."""
-
-    plan: Plan
-    step_seconds: Positive
-    """The median step, of the slowest rank."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunRecord(Document):
     """The content of a report; see `poplar.monitoring.write_report`."""
 
     _noun = "recorded run"
-    _version = 2
+    _version = 3
     _remedy = "record the run again"
 
     title: str
@@ -91,21 +79,17 @@ class RunRecord(Document):
     """In the order they are shown. The last one ran the chosen plan."""
     sum_of_speeds: Positive | None = None
     """Samples per second of plain passes without communication, all ranks at once, added up."""
-    similar_plans: tuple[SimilarPlan, ...] | None = None
-    """Plans measured in turns with the chosen one, which is included; None: not measured."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         names = [run.name for run in self.runs]
         if len(set(names)) < len(names):
             raise ValueError(f"runs must have different names, got {names}")
-        plans = [(f"run {run.name!r}", run.plan) for run in self.runs]
-        plans += [(f"similar plan {i}", n.plan) for i, n in enumerate(self.similar_plans or ())]
-        for whose, plan in plans:
-            if plan.world_size != self.profile.world_size:
+        for run in self.runs:
+            if run.plan.world_size != self.profile.world_size:
                 raise ValueError(
-                    f"the plan of {whose} is for {plan.world_size} ranks, but the profile has "
-                    f"{self.profile.world_size} devices; both must come from one job"
+                    f"the plan of run {run.name!r} is for {run.plan.world_size} ranks, but the "
+                    f"profile has {self.profile.world_size} devices; both must come from one job"
                 )
 
     @property

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import poplar
 from poplar.monitoring.activity import ACTIVITIES, seconds_by_activity, stretches
-from poplar.monitoring.reasons import prediction_of, reasons
 from poplar.monitoring.record import Run, RunRecord
+from poplar.planner.explain import explain
+from poplar.planner.memory_shortfall import DoesNotFit
+from poplar.planner.prediction import Prediction, predict
 from poplar.values import formatting
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
+from poplar.values.schema import from_fields
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TEMPLATES = Path(__file__).with_name("templates")
+_MAX_CHANGES = 3
 
 
 def write_report(record: RunRecord, path_html: str | Path) -> None:
@@ -76,19 +82,15 @@ def _render(record: RunRecord, figures: Mapping[str, Figure]) -> str:
 
 def _draw(record: RunRecord) -> dict[str, Figure]:
     """Draw everything that was recorded, by file name."""
-    from poplar.monitoring.curves import draw_curves
-    from poplar.monitoring.losses import draw_losses
-    from poplar.monitoring.predictions import draw_predictions, draw_similar_plans
-    from poplar.monitoring.steps import draw_steps
+    from poplar.monitoring import pictures, style
 
-    plan = record.chosen.plan
-    drawn = {
-        "curves": draw_curves(record.profile, plan),
-        "timeline": draw_steps(record.runs),
-        "losses": draw_losses(record.runs),
-        "predictions": draw_predictions(record.runs),
-        "similar_plans": draw_similar_plans(record.similar_plans or (), plan, record.profile),
-    }
+    with style.applied():
+        drawn = {
+            "curves": pictures.draw_curves(record.profile, record.chosen.plan),
+            "timeline": pictures.draw_steps(record.runs),
+            "losses": pictures.draw_losses(record.runs),
+            "predictions": pictures.draw_predictions(record.runs),
+        }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -154,3 +156,65 @@ _FILTERS = {
     "signed_percent": formatting.format_signed_percent,
     "stage_name": _stage_name,
 }
+
+
+def prediction_of(profile: ClusterProfile, plan: Plan) -> Prediction | None:
+    """The prediction in the plan, which trial runs may have refined, or that of the profile.
+
+    None: the plan goes beyond what was measured, or does not fit.
+    """
+    stored = plan.prediction or {}
+    names = {member.name for member in dataclasses.fields(Prediction)}
+    if names <= stored.keys():
+        return from_fields(Prediction, {name: stored[name] for name in names})
+    try:
+        return predict(profile, plan)
+    except ValueError:
+        return None
+
+
+def reasons(profile: ClusterProfile, chosen: Plan, prediction: Prediction | None) -> Iterator[str]:
+    """Why a plan was chosen, in sentences."""
+    if prediction is None:
+        yield "This plan cannot be predicted: it goes beyond what was measured."
+        return
+    seconds = formatting.format_seconds(prediction.step_seconds)
+    yield f"A step is predicted to take {seconds}, bound by {prediction.bound}."
+    yield from _about_batches(profile, chosen)
+    if prediction.optimality_gap:
+        yield (
+            "On the measured curves, no other plan of this stage is faster by more than "
+            f"{100 * prediction.optimality_gap:.1f} % of the step."
+        )
+    with suppress(DoesNotFit):
+        explanation = explain(profile, chosen)
+        for sentence in explanation.sentences()[1:]:
+            yield f"{sentence[0].upper()}{sentence[1:]}."
+        for change in explanation.changes[:_MAX_CHANGES]:
+            yield f"What would help: {change}."
+
+
+def _about_batches(profile: ClusterProfile, chosen: Plan) -> Iterator[str]:
+    samples = [chosen.samples(rank) for rank in range(chosen.world_size)]
+    if max(samples) == min(samples):
+        yield "Every rank gets the same number of samples."
+        return
+    working = [rank for rank, count in enumerate(samples) if count]
+    idle = [rank for rank, count in enumerate(samples) if not count]
+    if idle:
+        ranks, verb = (
+            formatting.format_ranks(idle).capitalize(),
+            "gets" if len(idle) == 1 else "get",
+        )
+        yield f"{ranks} {verb} no samples: the step is shorter without."
+    most = max(working, key=samples.__getitem__)
+    least = min(working, key=samples.__getitem__)
+    if samples[most] != samples[least]:
+        speeds = [
+            max(point.batch / point.seconds for point in profile.devices[rank].points)
+            for rank in (most, least)
+        ]
+        yield (
+            f"Rank {most} gets {samples[most]} samples and rank {least} gets {samples[least]}: "
+            f"alone, at their best batches, they run {speeds[0]:.1f} and {speeds[1]:.1f} samples/s."
+        )

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import synthetic_record
 
-from poplar.monitoring import Run, RunRecord, SimilarPlan, Span, write_report
+from poplar.monitoring import Run, RunRecord, Span, write_report
 from poplar.monitoring.activity import (
     COMMUNICATION,
     COMPUTE,
@@ -26,12 +26,11 @@ from poplar.monitoring.activity import (
     seconds_by_activity,
     stretches,
 )
-from poplar.monitoring.differences import difference
-from poplar.monitoring.reasons import prediction_of, reasons
-from poplar.monitoring.steps import draw_steps
+from poplar.monitoring.pictures import draw_steps
+from poplar.monitoring.report import prediction_of, reasons
 from poplar.planner.explain import explain
 from poplar.planner.search import search
-from poplar.values.plan import Plan, UnitPlan
+from poplar.values.plan import Plan
 
 VOID_ELEMENTS = {"meta", "link", "img", "input", "br"}
 """HTML elements without an end tag."""
@@ -65,7 +64,6 @@ class TestRecords:
         bare = dataclasses.replace(
             record,
             sum_of_speeds=None,
-            similar_plans=None,
             runs=(Run(name="planned", plan=record.chosen.plan, step_seconds=(1.0,)),),
         )
         assert RunRecord.from_dict(json.loads(json.dumps(bare.to_dict()))) == bare
@@ -84,10 +82,6 @@ class TestRecords:
             (lambda c: c["runs"][0]["spans"].pop(), "spans of 3 ranks"),
             (lambda c: c["runs"][0]["spans"][0][0].update(kind="sleep"), "one of pass, wait"),
             (lambda c: c["runs"][0]["spans"][0][0].update(stop=0.0), "starts before it stops"),
-            (
-                lambda c: c["similar_plans"][0].update(step_seconds=-1),
-                r"similar_plans\[0\].step_seconds",
-            ),
             (lambda c: c["profile"]["devices"].pop(), "ranks"),
         ],
     )
@@ -185,32 +179,6 @@ class TestActivity:
             assert all(a.stop <= b.start for a, b in pairwise(parts))
 
 
-class TestDifferences:
-    CHOSEN = Plan(stage=1, global_batch=12, micro_batches=((4, 4), (2, 2)), shares=(0.5, 0.5))
-
-    @pytest.mark.parametrize(
-        ("change", "text"),
-        [
-            ({}, "the chosen plan"),
-            ({"micro_batches": ((4, 3), (3, 2))}, "rank 0 -1, rank 1 +1"),
-            ({"micro_batches": ((8,), (2, 2))}, "rank 0 in 1 pass"),
-            ({"micro_batches": ((3, 5), (2, 2))}, "rank 0 in 1x3 + 1x5"),
-            ({"shares": (0.75, 0.25)}, "shares 75 25"),
-            (
-                {"units": (UnitPlan("a", recomputed_on=(1,)),)},
-                "recomputed units 0 1",
-            ),
-        ],
-    )
-    def test_a_plan_is_described_by_its_differences(self, change, text):
-        assert difference(dataclasses.replace(self.CHOSEN, **change), self.CHOSEN) == text
-
-    def test_other_passes_of_all_ranks_are_one_difference_at_stage_2(self):
-        chosen = Plan.manual("4,2", stage=2, passes=2)
-        thrice = dataclasses.replace(chosen, micro_batches=((2, 3, 3), (1, 1, 2)))
-        assert difference(thrice, chosen) == "3 passes on all ranks"
-
-
 class Page(HTMLParser):
     """The unclosed tags of a page, what it loads, its ids and its text."""
 
@@ -258,8 +226,8 @@ class TestPages:
         ids = Page(text).ids
         used = re.findall(r'(?:href="#|url\(#)([^")]+)', text)
         assert set(used) <= set(ids)
-        assert text.count("<svg") == 5
-        for name in ("curves", "timeline", "losses", "predictions", "similar_plans"):
+        assert text.count("<svg") == 4
+        for name in ("curves", "timeline", "losses", "predictions"):
             assert any(identifier.startswith(f"{name}-") for identifier in ids)
 
     def test_every_color_of_a_picture_is_a_css_variable(self, text):
@@ -341,7 +309,6 @@ class TestUnusualRuns:
         bare = dataclasses.replace(
             record,
             sum_of_speeds=None,
-            similar_plans=None,
             runs=(Run(name="only", plan=record.chosen.plan, step_seconds=(1.0,)),),
         )
         write_report(bare, tmp_path / "report.html")
@@ -365,20 +332,14 @@ class TestUnusualRuns:
             shares=(0.5, 0.25, 0.25, 0.0),
         )
         run = Run(name="planned", plan=plan, step_seconds=(1.0, 1.1), losses=(2.0, 1.0))
-        write_report(
-            dataclasses.replace(record, runs=(run,), similar_plans=None), tmp_path / "report.html"
-        )
+        write_report(dataclasses.replace(record, runs=(run,)), tmp_path / "report.html")
         content = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert "Ranks 1, 3 get no samples" in content
 
     def test_a_plan_beyond_the_profile_is_shown_without_a_prediction(self, record, tmp_path):
         plan = Plan.even(4, 400, 100, 0)
         run = Run(name="manual", plan=plan, step_seconds=(9.0,))
-        similar_plans = (SimilarPlan(plan=plan, step_seconds=9.0),)
-        write_report(
-            dataclasses.replace(record, runs=(run,), similar_plans=similar_plans),
-            tmp_path / "report.html",
-        )
+        write_report(dataclasses.replace(record, runs=(run,)), tmp_path / "report.html")
         content = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert "goes beyond what was measured" in content
 
