@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from poplar.cli.options import AsJson, Debug, one_of
-from poplar.cli.output import Output, command_output, table
+from poplar.cli.output import Output, command_output
 from poplar.values.formatting import format_bytes
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 commands = typer.Typer(
     help="Inspect and convert checkpoints.", no_args_is_help=True, pretty_exceptions_enable=False
 )
+_FACTS = ("version", "step", "world_size", "stage", "optimizer", "state", "files")
+"""Fields of a manifest that are shown; None where there is no manifest."""
 _Folder = Annotated[
     Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="A checkpoint.")
 ]
@@ -86,16 +88,16 @@ def convert(
 
 def _document(opened: OpenedCheckpoint, verified: bool) -> dict[str, Any]:
     manifest = opened.manifest
+    facts: dict[str, Any] = dict.fromkeys(_FACTS)
+    if manifest is not None:
+        facts = {name: getattr(manifest, name) for name in _FACTS}
+        facts["files"] = {name: stored.length for name, stored in manifest.files.items()}
     return {
         "folder": str(opened.folder),
         "written_by": None if manifest is None else dict(manifest.versions),
-        "version": None if manifest is None else manifest.version,
-        "step": None if manifest is None else manifest.step,
-        "world_size": None if manifest is None else manifest.world_size,
-        "stage": None if manifest is None else manifest.stage,
-        "optimizer": None if manifest is None else manifest.optimizer,
-        "state": [] if manifest is None else list(manifest.state),
-        "files": {} if manifest is None else _file_sizes(opened),
+        **facts,
+        "state": list(facts["state"] or ()),
+        "files": facts["files"] or {},
         "verified": verified and manifest is not None,
         "tensors": {
             name: {
@@ -109,39 +111,45 @@ def _document(opened: OpenedCheckpoint, verified: bool) -> dict[str, Any]:
     }
 
 
-def _file_sizes(opened: OpenedCheckpoint) -> dict[str, int]:
-    assert opened.manifest is not None
-    return {name: stored.length for name, stored in opened.manifest.files.items()}
-
-
 def _show(output: Output, opened: OpenedCheckpoint, every_tensor: bool) -> None:
     document = output.document
-    facts = table("checkpoint", str(opened.folder))
+    facts = [("checkpoint", document["folder"])]
     if opened.manifest is None:
-        facts.add_row("written by", "torch.distributed.checkpoint, without checksums")
+        facts.append(("written by", "torch.distributed.checkpoint, without checksums"))
     else:
-        versions = ", ".join(f"{name} {v}" for name, v in opened.manifest.versions.items())
-        facts.add_row("written by", f"{versions}; format {document['version']}")
-        facts.add_row("step", "not given" if document["step"] is None else str(document["step"]))
-        ranks = document["world_size"]
-        noun = "rank" if ranks == 1 else "ranks"
-        facts.add_row("plan", f"stage {document['stage']} on {ranks} {noun}")
-        facts.add_row("optimizer", document["optimizer"])
-        facts.add_row("further state", ", ".join(document["state"]) or "none")
+        versions = ", ".join(f"{name} {v}" for name, v in document["written_by"].items())
+        step, ranks = document["step"], document["world_size"]
         total = format_bytes(sum(document["files"].values()))
-        facts.add_row("files", f"{len(document['files'])}, {total}")
-        checked = "all as written" if document["verified"] else "not compared"
-        facts.add_row("checksums", checked)
-    contents = table("content", "tensors", "dtype", "bytes")
-    for (kind, dtype), (count, count_bytes) in sorted(_summary(opened).items()):
-        contents.add_row(kind, str(count), dtype, format_bytes(count_bytes))
-    output.show(facts, contents)
+        facts += [
+            ("written by", f"{versions}; format {document['version']}"),
+            ("step", "not given" if step is None else str(step)),
+            ("plan", f"stage {document['stage']} on {ranks} rank{'s' if ranks > 1 else ''}"),
+            ("optimizer", document["optimizer"]),
+            ("further state", ", ".join(document["state"]) or "none"),
+            ("files", f"{len(document['files'])}, {total}"),
+            ("checksums", "all as written" if document["verified"] else "not compared"),
+        ]
+    output.show_table(*facts)
+    output.show_table(
+        ("content", "tensors", "dtype", "bytes"),
+        *(
+            (kind, str(count), dtype, format_bytes(count_bytes))
+            for (kind, dtype), (count, count_bytes) in sorted(_summary(opened).items())
+        ),
+    )
     if every_tensor:
-        listed = table("tensor", "shape", "dtype", "parts")
-        for name, tensor in document["tensors"].items():
-            shape = "x".join(map(str, tensor["shape"])) or "scalar"
-            listed.add_row(name, shape, tensor["dtype"], str(tensor["parts"]))
-        output.show(listed)
+        output.show_table(
+            ("tensor", "shape", "dtype", "parts"),
+            *(
+                (
+                    name,
+                    "x".join(map(str, tensor["shape"])) or "scalar",
+                    tensor["dtype"],
+                    str(tensor["parts"]),
+                )
+                for name, tensor in document["tensors"].items()
+            ),
+        )
 
 
 def _summary(opened: OpenedCheckpoint) -> dict[tuple[str, str], tuple[int, int]]:

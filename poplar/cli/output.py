@@ -17,18 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import typer
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.segment import Segment
-from rich.table import Table
-from rich.text import Text
 
 from poplar.values.errors import PoplarError
-from poplar.values.formatting import printable
-from poplar.values.profile import ClusterProfile
-
-_UNLIMITED_WIDTH = 10_000
-"""Columns where stdout is not a terminal: logs and pipes get every line and table whole."""
+from poplar.values.formatting import format_table, printable
 
 _SELF_EXPLANATORY = (PoplarError, ValueError, TypeError, OSError, ImportError)
 """Errors that are printed without their type."""
@@ -40,27 +31,18 @@ class Output:
 
     document: Any = None
     """What `--json` prints: JSON types."""
-    shown: list[RenderableType] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
     """What is printed otherwise, in order."""
     failed: bool = False
     """Whether the exit code is 1."""
 
-    def show(self, *parts: RenderableType) -> None:
-        """Add something to print. A plain string is printed as it is, without markup."""
-        self.shown += [Text(part) if isinstance(part, str) else part for part in parts]
+    def show(self, *parts: str) -> None:
+        """Add lines to print."""
+        self.shown += parts
 
-
-def table(*header: str) -> Table:
-    """An empty table in the style of all commands."""
-    styled = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in header:
-        styled.add_column(name)
-    return styled
-
-
-def notes(cluster: ClusterProfile) -> list[Text]:
-    """The notes of a profile, for example that the machine was too noisy, as lines to print."""
-    return [Text(f"note: {note}", "yellow") for note in cluster.notes]
+    def show_table(self, *rows: Sequence[str]) -> None:
+        """Add a table to print, between empty lines; the first row is its header."""
+        self.shown += ["", format_table(*rows), ""]
 
 
 @contextlib.contextmanager
@@ -88,31 +70,12 @@ def command_output(*, as_json: bool, debug: bool) -> Iterator[Output]:
             output.document, output.shown = {"error": _message(error)}, []
             print(printable(_error_line(error, debug)), file=sys.stderr)
     if _rank() == 0:
-        _print(output, as_json)
+        if as_json:
+            print(json.dumps(_finite(output.document), indent=2))
+        else:
+            print(*(f"{printable(part)}\n" for part in output.shown), sep="", end="")
     if output.failed:
         raise typer.Exit(1)
-
-
-def _print(output: Output, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(_finite(output.document), indent=2))
-        return
-    # Names of devices and messages of errors may contain brackets, which are not markup.
-    width = None if sys.stdout.isatty() else _UNLIMITED_WIDTH
-    console = Console(highlight=False, markup=False, emoji=False, width=width)
-    for part in output.shown:
-        console.print(_Escaped(part))
-
-
-@dataclass(frozen=True)
-class _Escaped:
-    """Something to print of which only this program's own styles reach the terminal."""
-
-    part: RenderableType
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for segment in console.render(self.part, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 @contextlib.contextmanager
@@ -145,12 +108,9 @@ def _error_line(error: Exception, debug: bool) -> str:
     text = _message(error)
     if text.startswith(prefix):
         prefix = ""
-    hint = (
-        ""
-        if debug or isinstance(error, _SELF_EXPLANATORY)
-        else " (run again with --debug for the traceback)"
-    )
-    return f"poplar: {prefix}{text}{hint}"
+    if not debug and not isinstance(error, _SELF_EXPLANATORY):
+        text += " (run again with --debug for the traceback)"
+    return f"poplar: {prefix}{text}"
 
 
 def _rank() -> int:

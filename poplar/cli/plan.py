@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from poplar.cli.options import (
     AsJson,
@@ -23,8 +21,8 @@ from poplar.cli.options import (
     Stages,
     parse_stages,
 )
-from poplar.cli.output import command_output, notes, table
-from poplar.planner.explain import PREDICTION_ERROR, Explanation, explain
+from poplar.cli.output import Output, command_output
+from poplar.planner.explain import Explanation, explain
 from poplar.planner.search import CLOSE, POLICIES, alternatives, plan_or_error
 from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
 from poplar.programmes.search.explanation import explain_programme
@@ -66,9 +64,6 @@ def plan(
             "--explain", help="Show what bounds the plan, what would help, what each device adds."
         ),
     ] = False,
-    prediction_error: Annotated[
-        float, typer.Option(min=0, max=99, help="Percent; --explain ignores smaller gains.")
-    ] = 100 * PREDICTION_ERROR,
     workload: Annotated[
         str | None,
         typer.Option(
@@ -100,7 +95,7 @@ def plan(
         )
         chosen = by_stage[0]
         document: dict[str, Any] = {"plan": chosen.to_dict()}
-        result.show(str(chosen), *notes(profile))
+        result.show(str(chosen), *(f"note: {note}" for note in profile.notes))
         if compare:
             by_policy = {
                 name: plan_or_error(profile, global_batch=global_batch, policy=name, **request)
@@ -111,12 +106,12 @@ def plan(
                 name: found.to_dict() if isinstance(found, Plan) else str(found)
                 for name, found in by_policy.items()
             }
-            result.show(*_compared({f"stage {best.stage}": best for best in by_stage}, "best of"))
-            result.show(*_compared(by_policy, "policy"))
+            _compare(result, {f"stage {best.stage}": best for best in by_stage}, "best of")
+            _compare(result, by_policy, "policy")
         if explained:
-            explanation = explain(profile, chosen, error=prediction_error / 100, **request)
+            explanation = explain(profile, chosen, **request)
             document["explanation"] = explanation.to_dict()
-            result.show(*_explained(explanation))
+            _explain(result, explanation)
         if workload is not None:
             decision, reason = _programme(workload, profile, chosen)
             no_programme = {"programme": None, "reason": reason}
@@ -168,53 +163,64 @@ def _check_is_profiled(model: nn.Module, profile: ClusterProfile, workload: str)
         )
 
 
-def _compared(found: Mapping[str, Plan | ValueError], title: str) -> list[Table | Text]:
-    """A table of plans by name, then why the other names have no plan.
+def _compare(output: Output, found: Mapping[str, Plan | ValueError], title: str) -> None:
+    """Show a table of plans by name, then why the other names have no plan.
 
     Args:
+        output: where to show it.
         found: a plan or a reason by name.
         title: what the names are.
     """
     plans = {name: plan for name, plan in found.items() if isinstance(plan, Plan)}
     best = min(map(_step_seconds, plans.values()), default=0.0)
-    columns = ("stage", "step", "speed", "of the best", "most memory", "bound by")
-    compared = table(title, *columns)
+    rows = []
     for name, plan in plans.items():
         prediction, seconds = plan.prediction or {}, _step_seconds(plan)
-        compared.add_row(
-            name,
-            str(plan.stage),
-            format_seconds(seconds),
-            format_rate(prediction["samples_per_second"]),
-            f"{best / seconds:.2f}x",
-            format_bytes(max(prediction["memory_bytes"])),
-            prediction["bound"],
+        rows.append(
+            (
+                name,
+                str(plan.stage),
+                format_seconds(seconds),
+                format_rate(prediction["samples_per_second"]),
+                f"{best / seconds:.2f}x",
+                format_bytes(max(prediction["memory_bytes"])),
+                prediction["bound"],
+            )
         )
-    reasons = [
-        Text(f"{title} {name}: {reason}", "yellow")
-        for name, reason in found.items()
-        if isinstance(reason, ValueError)
-    ]
-    return [compared, *reasons]
+    columns = ("stage", "step", "speed", "of the best", "most memory", "bound by")
+    output.show_table((title, *columns), *rows)
+    for name, reason in found.items():
+        if isinstance(reason, ValueError):
+            output.show(f"{title} {name}: {reason}")
 
 
 def _step_seconds(plan: Plan) -> float:
     return float((plan.prediction or {})["step_seconds"])
 
 
-def _explained(explanation: Explanation) -> list[Table | Text]:
-    """What bounds the plan, what would help, and what each group of devices adds."""
-    changes = table("what would help", "how much", "gain", "then stage")
-    for change in explanation.changes:
-        what = f"{change.subject} ({change.device})" if change.device else change.subject
-        gain = format_signed_percent(change.gain)
-        changes.add_row(what, change.amount, gain, str(change.stage))
-    if not explanation.changes:
-        changes.add_row("nothing that was tried", "", "", "")
-    contributions = table("without", "device", "samples/s", "verdict")
-    for one in explanation.contributions:
-        difference = "" if one.without is None else format_signed_percent(one.without)
-        verdict = one.advice or one.verdict
-        contributions.add_row(format_ranks(one.ranks), one.device, difference, verdict)
-    sentences = [Text(sentence) for sentence in explanation.sentences()]
-    return [*sentences, changes, *([contributions] if explanation.contributions else [])]
+def _explain(output: Output, explanation: Explanation) -> None:
+    """Show what bounds the plan, what would help, and what each group of devices adds."""
+    output.show(*explanation.sentences())
+    changes = [
+        (
+            f"{change.subject} ({change.device})" if change.device else change.subject,
+            change.amount,
+            format_signed_percent(change.gain),
+            str(change.stage),
+        )
+        for change in explanation.changes
+    ] or [("nothing that was tried", "", "", "")]
+    output.show_table(("what would help", "how much", "gain", "then stage"), *changes)
+    if explanation.contributions:
+        output.show_table(
+            ("without", "device", "samples/s", "verdict"),
+            *(
+                (
+                    format_ranks(one.ranks),
+                    one.device,
+                    "" if one.without is None else format_signed_percent(one.without),
+                    one.advice or one.verdict,
+                )
+                for one in explanation.contributions
+            ),
+        )

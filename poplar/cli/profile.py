@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from poplar.cli.options import AsJson, Debug, Device, Function, of_rank, parse_sizes, parse_stages
-from poplar.cli.output import command_output, notes, table
+from poplar.cli.output import Output, command_output
 from poplar.values.formatting import format_bytes, format_rate, format_seconds
 from poplar.values.profile import ClusterProfile, DeviceProfile
 
@@ -28,19 +26,6 @@ def profile(
         str | None, typer.Option(help="Memory per rank: 8GiB, or 8GiB,4GiB by rank.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Approximate duration.")] = 60.0,
-    lengths: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="A text file with the length of each sample of the dataset, such as its tokens: "
-            "numbers between spaces or line breaks.",
-        ),
-    ] = None,
-    length_quantile: Annotated[
-        float,
-        typer.Option(help="With --lengths: memory is enough for this part of all micro-batches."),
-    ] = 0.99,
     stages: Annotated[
         str, typer.Option(help="ZeRO stages to measure: auto, or as in 0,2.")
     ] = "auto",
@@ -71,55 +56,41 @@ def profile(
                 max_batch=max_batch,
                 memory_limit=of_rank(limits, world.rank, world.size),
                 stages=measured_stages,
-                lengths=None if lengths is None else read_lengths(lengths),
-                length_quantile=length_quantile,
                 seconds=seconds,
                 cache=cache,
                 **work.optimizer_arguments,
             )
         result.document = cluster.to_dict()
-        result.show(*_shown(cluster))
+        _show(result, cluster)
         path = output if output is not None else None if as_json else Path("cluster.json")
         if path is not None and world.rank == 0:
             cluster.to_json(path)
             result.show(f"written to {path}; next: poplar plan {path} --global-batch B")
 
 
-def read_lengths(path: Path) -> list[float]:
-    """The numbers in a text file.
-
-    Raises:
-        ValueError: there is something else in it.
-    """
-    words = path.read_text(encoding="utf-8").split()
-    try:
-        return [float(word) for word in words]
-    except ValueError as error:
-        raise ValueError(
-            f"{path}: {error}; expected the length of each sample, as numbers between spaces or "
-            "line breaks"
-        ) from None
-
-
-def _shown(cluster: ClusterProfile) -> list[Table | Text]:
-    """A table of the ranks, the collectives, and the notes."""
-    ranks = table("rank", "device", "memory", "batches", "best speed", "optimizer step")
-    for rank, device in enumerate(cluster.devices):
-        ranks.add_row(
-            str(rank),
-            device.name,
-            format_bytes(device.memory_bytes),
-            f"1 to {device.max_batch}, {len(device.points)} measured",
-            _best_speed(device),
-            format_seconds(device.optimizer_seconds),
-        )
+def _show(output: Output, cluster: ClusterProfile) -> None:
+    """Show the ranks, the collectives, and the notes."""
+    output.show_table(
+        ("rank", "device", "memory", "batches", "best speed", "optimizer step"),
+        *(
+            (
+                str(rank),
+                device.name,
+                format_bytes(device.memory_bytes),
+                f"1 to {device.max_batch}, {len(device.points)} measured",
+                _best_speed(device),
+                format_seconds(device.optimizer_seconds),
+            )
+            for rank, device in enumerate(cluster.devices)
+        ),
+    )
     network = cluster.network
-    summary = Text(
+    output.show(
         f"{cluster.model.numel:,} trained elements in {len(cluster.model.unit_numels)} units; "
         f"reduce-scatter of all gradients {format_seconds(network.reduce_scatter_seconds)}, "
-        f"all-gather of all parameters {format_seconds(network.all_gather_seconds)}"
+        f"all-gather of all parameters {format_seconds(network.all_gather_seconds)}",
+        *(f"note: {note}" for note in cluster.notes),
     )
-    return [ranks, summary, *notes(cluster)]
 
 
 def _best_speed(device: DeviceProfile) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from poplar.cli.options import (
     AsJson,
@@ -19,7 +17,7 @@ from poplar.cli.options import (
     Stages,
     parse_stages,
 )
-from poplar.cli.output import command_output, table
+from poplar.cli.output import Output, command_output
 from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.estimate import Estimate, Interval, estimate, gain
 from poplar.hardware.model_shapes import TrainingJob, architecture
@@ -84,8 +82,18 @@ def simulate(
         plan = search(simulated.middle, policy=policy, **request)
         gains = _gains(simulated, plan, policy, request)
         figures = estimate(simulated, plan)
-        output.document = _document(simulated, plan, figures, gains)
-        output.show(*_shown(simulated, plan, figures, gains))
+        output.document = {
+            "simulated": True,
+            "cluster": simulated.described.name,
+            "model": job.architecture.name,
+            "sequence": job.sequence,
+            "checkpointing": job.checkpointing,
+            "assumed_speed_errors": dict(simulated.spreads),
+            "plan": plan.to_dict(),
+            "estimate": to_json_types(figures),
+            "gain_over": to_json_types(gains),
+        }
+        _show(output, simulated, plan, figures, gains)
         if write_profile is not None:
             output.show(
                 f"written to {write_profile}; next: poplar plan {write_profile} --global-batch B"
@@ -120,67 +128,42 @@ def _gains(
     return gains
 
 
-def _document(
+def _show(
+    output: Output,
     simulated: SimulatedCluster,
     plan: Plan,
     figures: Estimate,
     gains: Mapping[str, Interval | str],
-) -> dict[str, Any]:
+) -> None:
     job = simulated.job
-    return {
-        "simulated": True,
-        "cluster": simulated.described.name,
-        "model": job.architecture.name,
-        "sequence": job.sequence,
-        "checkpointing": job.checkpointing,
-        "assumed_speed_errors": dict(simulated.spreads),
-        "plan": plan.to_dict(),
-        "estimate": to_json_types(figures),
-        "gain_over": to_json_types(gains),
-    }
-
-
-def _shown(
-    simulated: SimulatedCluster,
-    plan: Plan,
-    figures: Estimate,
-    gains: Mapping[str, Interval | str],
-) -> list[Table | Text]:
-    name, job = simulated.described.name, simulated.job
     recomputing = ", activations checkpointed" if job.checkpointing else ""
-    title = (
-        f"simulated: {name}, {job.architecture.name} ({job.architecture.numel:,} "
-        f"parameters), samples of {job.sequence} tokens{recomputing}; nothing was measured here"
-    )
-    shown: list[Table | Text] = [Text(title, "bold")]
     errors = [f"{gpu} (±{100 * error:.0f} %)" for gpu, error in simulated.spreads.items()]
-    shown.append(Text(f"roofline only: {', '.join(errors)}", "yellow"))
-    shown += [Text(str(plan)), _figures(simulated, figures, gains), Text(_ABOUT_INTERVALS)]
+    output.show(
+        f"simulated: {simulated.described.name}, {job.architecture.name} "
+        f"({job.architecture.numel:,} parameters), samples of {job.sequence} tokens{recomputing}; "
+        "nothing was measured here",
+        f"roofline only: {', '.join(errors)}",
+        str(plan),
+    )
+    memory = max(figures.memory_bytes, key=lambda memory: memory.middle)
+    rows = [
+        _row("step", figures.step_seconds, "{:.3g} s".format),
+        _row("samples/s", figures.samples_per_second, "{:.4g}".format),
+        _row("TFLOP/s, whole cluster", figures.tflops, "{:.4g}".format),
+        _row("of the sum of speeds", figures.of_sum_of_speeds.scaled(100), "{:.0f} %".format),
+        *(
+            (f"over {name}", "no plan fits", "", "")
+            if isinstance(found, str)
+            else _row(f"over {name}", found, "{:.2f}x".format)
+            for name, found in gains.items()
+        ),
+        _row("most memory of a rank", memory, format_bytes),
+    ]
+    output.show_table(("simulated", "expected", "from", "to"), *rows)
+    output.show(_ABOUT_INTERVALS)
     if figures.may_not_fit:
-        warning = f"this plan may not fit if passes need more memory: {figures.may_not_fit}"
-        shown.append(Text(warning, "yellow"))
-    return shown
+        output.show(f"this plan may not fit if passes need more memory: {figures.may_not_fit}")
 
 
-def _figures(
-    simulated: SimulatedCluster, figures: Estimate, gains: Mapping[str, Interval | str]
-) -> Table:
-    shown = table("simulated", "expected", "from", "to")
-
-    def add(name: str, interval: Interval, form: str, unit: str = "") -> None:
-        values = (interval.middle, interval.low, interval.high)
-        shown.add_row(name, *(f"{value:{form}}{unit}" for value in values))
-
-    add("step", figures.step_seconds, ".3g", " s")
-    add("samples/s", figures.samples_per_second, ".4g")
-    add("TFLOP/s, whole cluster", figures.tflops, ".4g")
-    add("of the sum of speeds", figures.of_sum_of_speeds.scaled(100), ".0f", " %")
-    for name, found in gains.items():
-        if isinstance(found, str):
-            shown.add_row(f"over {name}", "no plan fits", "", "")
-        else:
-            add(f"over {name}", found, ".2f", "x")
-    fullest = max(figures.memory_bytes, key=lambda memory: memory.middle)
-    values = (fullest.middle, fullest.low, fullest.high)
-    shown.add_row("most memory of a rank", *(format_bytes(value) for value in values))
-    return shown
+def _row(name: str, interval: Interval, form: Callable[[float], str]) -> tuple[str, str, str, str]:
+    return name, form(interval.middle), form(interval.low), form(interval.high)

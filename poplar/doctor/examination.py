@@ -29,7 +29,7 @@ from poplar.doctor.facts import (
     own_world_size,
 )
 from poplar.values.errors import CollectiveTimeout
-from poplar.values.formatting import format_bytes, format_ranks, format_usage
+from poplar.values.formatting import format_bytes, format_ranks, format_table, format_usage
 from poplar.values.schema import from_fields, parse_json, to_json_types
 
 _TIMEOUT = timedelta(seconds=60)
@@ -56,10 +56,7 @@ class Report:
 
     def __str__(self) -> str:
         header = ("rank", "host", "device", "memory", "used by others", "/dev/shm free", "dtypes")
-        rows = [header, *(_row(facts) for facts in self.ranks)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        lines += ["", *self._facts_of_all(), ""]
+        lines = [format_table(header, *map(_row, self.ranks)), "", *self._facts_of_all(), ""]
         lines += map(str, self.findings or ["no problems found: these ranks can train"])
         return "\n".join(lines)
 

@@ -137,6 +137,12 @@ def format_names(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def format_table(*rows: Sequence[str]) -> str:
+    """The rows as lines with aligned columns; the first row is the header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
 def printable(text: str) -> str:
     r"""The text with control characters, which terminals obey, as escapes such as `\x1b`.
 
