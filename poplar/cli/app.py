@@ -65,10 +65,10 @@ def verify(
         from poplar.tuning.verification import verify as verify_step
 
         checked, own_device = Plan.from_json(plan), chosen_device(device)
-        with joined(own_device) as world:
-            if checked.world_size != world.size:
+        with joined(own_device) as (_, world_size):
+            if checked.world_size != world_size:
                 raise ValueError(
-                    f"{plan} is for {checked.world_size} ranks, but this job has {world.size}; "
+                    f"{plan} is for {checked.world_size} ranks, but this job has {world_size}; "
                     f"start it with torchrun --nproc-per-node {checked.world_size} -m poplar "
                     f"verify {function} --plan {plan}"
                 )

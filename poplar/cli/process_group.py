@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from poplar.doctor import Report, examine
+from poplar.doctor import examine
 from poplar.doctor.facts import own_device
 from poplar.values.errors import PoplarError
 
@@ -37,17 +36,9 @@ def chosen_device(choice: str) -> torch.device:
     return device
 
 
-@dataclass(frozen=True)
-class World:
-    """This process's rank and the number of ranks of the command."""
-
-    rank: int
-    size: int
-
-
 @contextlib.contextmanager
-def joined(device: torch.device) -> Iterator[World]:
-    """The default process group, as long as the context lasts.
+def joined(device: torch.device) -> Iterator[tuple[int, int]]:
+    """The default process group, as long as the context lasts; its own rank and number of ranks.
 
     The ranks of a job are compared before their first collective.
 
@@ -58,7 +49,9 @@ def joined(device: torch.device) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if _is_launched():
-        _refuse_problems(examine(device))
+        problems = [found for found in examine(device).findings if found.kind == "problem"]
+        if problems:
+            raise PoplarError(". ".join(map(str, problems)))
         dist.init_process_group(_backends(device))
     else:
         # A single rank uses the loopback interface, even if the host name resolves to another
@@ -67,7 +60,7 @@ def joined(device: torch.device) -> Iterator[World]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(_backends(device), store=HashStore(), rank=0, world_size=1)
     try:
-        yield World(dist.get_rank(), dist.get_world_size())
+        yield dist.get_rank(), dist.get_world_size()
     finally:
         dist.destroy_process_group()
 
@@ -90,9 +83,3 @@ def _backends(device: torch.device) -> str:
     if device.type == "cpu":
         return on_host
     return f"cpu:{on_host},{device.type}:{dist.get_default_backend_for_device(device.type)}"
-
-
-def _refuse_problems(report: Report) -> None:
-    problems = [finding for finding in report.findings if finding.kind == "problem"]
-    if problems:
-        raise PoplarError(". ".join(map(str, problems)))

@@ -46,7 +46,7 @@ def profile(
         from poplar.cli.workload import load
 
         own_device = chosen_device(device)
-        with joined(own_device) as world:
+        with joined(own_device) as (rank, world_size):
             work = load(function).to(own_device)
             cluster = profile_cluster(
                 work.model,
@@ -54,7 +54,7 @@ def profile(
                 work.example_batch,
                 optimizer_class=work.optimizer_class,
                 max_batch=max_batch,
-                memory_limit=of_rank(limits, world.rank, world.size),
+                memory_limit=of_rank(limits, rank, world_size),
                 stages=measured_stages,
                 seconds=seconds,
                 cache=cache,
@@ -63,7 +63,7 @@ def profile(
         result.document = cluster.to_dict()
         _show(result, cluster)
         path = output if output is not None else None if as_json else Path("cluster.json")
-        if path is not None and world.rank == 0:
+        if path is not None and rank == 0:
             cluster.to_json(path)
             result.show(f"written to {path}; next: poplar plan {path} --global-batch B")
 

@@ -62,30 +62,52 @@ def _device_types_are_equal(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     yield from _differences(ranks, machines, "advice", "architecture", fix)
 
 
-def _all_support_bf16(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    without = [rank for rank in ranks if "bfloat16" not in rank.dtypes]
-    if without:
-        names = ", ".join(sorted({rank.device.name for rank in without}))
-        yield _advice(
-            without,
-            f"no bfloat16 ({names})",
+def _ranks_alone(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """What is found about a rank without the others; ranks with the same text share a finding."""
+    found: dict[tuple[str, str, str], list[RankFacts]] = defaultdict(list)
+    for rank in ranks:
+        for kind_what_fix in _about(rank):
+            found[kind_what_fix].append(rank)
+    for (kind, what, fix), members in found.items():
+        yield _finding(kind, members, what, fix)
+
+
+def _about(rank: RankFacts) -> Iterator[tuple[str, str, str]]:
+    """The kind of finding, what was found, and what to do."""
+    device, capability = rank.device, rank.device.capability
+    if rank.transport.startswith("none"):
+        fix = "install a build of torch with torch.distributed"
+        yield "problem", f"no transport ({rank.transport})", fix
+    if capability and rank.architectures and not _has_kernels(capability, rank.architectures):
+        yield (
+            "problem",
+            f"torch {rank.versions['torch']} has no kernels for {device.name} "
+            f"(sm_{capability[0]}{capability[1]}; only {', '.join(rank.architectures)})",
+            _build_for(capability),
+        )
+    if "bfloat16" not in rank.dtypes:
+        yield (
+            "advice",
+            f"no bfloat16 ({device.name})",
             'compute_dtype="auto" uses float16 with one loss scale on all ranks, also on those '
             "with bfloat16; compute_dtype=torch.bfloat16 is an error",
         )
-
-
-def _torch_has_kernels_for_each_device(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for rank in ranks:
-        if rank.device.capability is None or not rank.architectures:
-            continue
-        if not _has_kernels(rank.device.capability, rank.architectures):
-            major, minor = rank.device.capability
-            yield _problem(
-                [rank],
-                f"torch {rank.versions['torch']} has no kernels for {rank.device.name} "
-                f"(sm_{major}{minor}; only {', '.join(rank.architectures)})",
-                _build_for(rank.device.capability),
-            )
+    if device.throttled:
+        what = f"{device.name} runs below its clock rate: {device.throttled}"
+        yield "advice", what, "check cooling and power limits before profiling"
+    if device.kind == "cuda" and device.others_bytes > device.total_bytes // 10:
+        yield (
+            "advice",
+            f"other processes hold {format_bytes(device.others_bytes)} of the "
+            f"{format_bytes(device.total_bytes)} of {device.name}",
+            "nvidia-smi lists them; plans use only the rest",
+        )
+    for link in [link for link in device.links if "(of x" in link][:1]:
+        what = f"{device.name} is connected by {link}"
+        yield "advice", what, "another slot may provide all lanes"
+    if not rank.native_operators:
+        fix = "plain PyTorch computes the same values more slowly; build the operators (see "
+        yield "advice", rank.operators, fix + "CONTRIBUTING.md)"
 
 
 def _build_for(capability: tuple[int, int]) -> str:
@@ -129,16 +151,6 @@ def _devices_are_not_shared(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 yield _problem(sharers, what, fix)
 
 
-def _a_transport_exists(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    without = [rank for rank in ranks if rank.transport.startswith("none")]
-    if without:
-        yield _problem(
-            without,
-            f"no transport ({without[0].transport})",
-            "install a build of torch with torch.distributed",
-        )
-
-
 def _hosts_can_be_reached(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     nodes = defaultdict(set)
     for rank in ranks:
@@ -152,7 +164,11 @@ def _hosts_can_be_reached(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             )
     if len({rank.node for rank in ranks}) == 1:
         return
-    unreachable = [rank for rank in ranks if _is_loopback(rank.address) and not rank.interface]
+    unreachable = [
+        rank
+        for rank in ranks
+        if not rank.interface and (not rank.address or rank.address.startswith("127."))
+    ]
     if unreachable:
         names = ", ".join(sorted({rank.device.host for rank in unreachable}))
         yield _problem(
@@ -164,95 +180,41 @@ def _hosts_can_be_reached(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         )
 
 
-def _is_loopback(address: str) -> bool:
-    return not address or address.startswith("127.")
-
-
 def _hosts_have_resources(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     by_host = defaultdict(list)
     for rank in ranks:
         by_host[(rank.node, rank.device.host)].append(rank)
     for on_host in by_host.values():
-        yield from _shared_memory_suffices(on_host)
-        yield from _cores_suffice(on_host)
-
-
-def _cores_suffice(on_host: Sequence[RankFacts]) -> Iterator[Finding]:
-    cores = max(rank.cores for rank in on_host)
-    threads = sum(rank.threads for rank in on_host if rank.device.kind == "cpu")
-    if len(on_host) > cores:
-        yield _advice(
-            on_host,
-            f"{len(on_host)} ranks on {cores} cores",
-            "start fewer ranks; ranks that share a core slow each other down",
-        )
-    elif threads > cores and len(on_host) > 1:
-        yield _advice(
-            on_host,
-            f"{threads} threads of torch on {cores} cores",
-            f"they slow each other down considerably; set OMP_NUM_THREADS={cores // len(on_host)}",
-        )
-
-
-def _shared_memory_suffices(on_host: Sequence[RankFacts]) -> Iterator[Finding]:
-    free = [rank.shared_memory_bytes[0] for rank in on_host if rank.shared_memory_bytes]
-    needed = _SMALL_SHARED_MEMORY * len(on_host)
-    if not free or min(free) < needed:
-        there = f"{format_bytes(min(free))} free in /dev/shm" if free else "no /dev/shm"
-        yield _advice(
-            on_host,
-            f"{there}, {format_bytes(needed)} expected for {len(on_host)} ranks",
-            "DataLoader workers need it; start the container with --shm-size=8g or --ipc=host",
-        )
-
-
-def _devices_run_at_full_speed(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for rank in ranks:
-        device = rank.device
-        if device.throttled:
+        free = [rank.shared_memory_bytes[0] for rank in on_host if rank.shared_memory_bytes]
+        needed = _SMALL_SHARED_MEMORY * len(on_host)
+        if not free or min(free) < needed:
+            there = f"{format_bytes(min(free))} free in /dev/shm" if free else "no /dev/shm"
             yield _advice(
-                [rank],
-                f"{device.name} runs below its clock rate: {device.throttled}",
-                "check cooling and power limits before profiling",
+                on_host,
+                f"{there}, {format_bytes(needed)} expected for {len(on_host)} ranks",
+                "DataLoader workers need it; start the container with --shm-size=8g or --ipc=host",
             )
-        if device.kind == "cuda" and device.others_bytes > device.total_bytes // 10:
+        cores = max(rank.cores for rank in on_host)
+        threads = sum(rank.threads for rank in on_host if rank.device.kind == "cpu")
+        if len(on_host) > cores:
+            fix = "start fewer ranks; ranks that share a core slow each other down"
+            yield _advice(on_host, f"{len(on_host)} ranks on {cores} cores", fix)
+        elif threads > cores and len(on_host) > 1:
             yield _advice(
-                [rank],
-                f"other processes hold {format_bytes(device.others_bytes)} of the "
-                f"{format_bytes(device.total_bytes)} of {device.name}",
-                "nvidia-smi lists them; plans use only the rest",
+                on_host,
+                f"{threads} threads of torch on {cores} cores",
+                "they slow each other down considerably; set "
+                f"OMP_NUM_THREADS={cores // len(on_host)}",
             )
-        narrowed = [link for link in device.links if "(of x" in link]
-        if narrowed:
-            yield _advice(
-                [rank],
-                f"{device.name} is connected by {narrowed[0]}",
-                "another slot may provide all lanes",
-            )
-
-
-def _fast_operators_are_available(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    without = [rank for rank in ranks if not rank.native_operators]
-    if without:
-        yield _advice(
-            without,
-            without[0].operators,
-            "plain PyTorch computes the same values more slowly; build the operators (see "
-            "CONTRIBUTING.md)",
-        )
 
 
 _CHECKS: tuple[Callable[[Sequence[RankFacts]], Iterator[Finding]], ...] = (
     _versions_are_equal,
     _device_types_are_equal,
-    _a_transport_exists,
-    _torch_has_kernels_for_each_device,
+    _ranks_alone,
     _devices_are_not_shared,
     _hosts_can_be_reached,
-    _all_support_bf16,
     _hosts_have_resources,
-    _devices_run_at_full_speed,
-    _fast_operators_are_available,
 )
 
 
