@@ -431,7 +431,9 @@ def watch_the_device(folder: str) -> Any:
         data_collator=padded,
         train_dataset=Sentences(60),
         callbacks=[Steps()],
-        poplar=PoplarArguments(plan="1,6,5", stage="2"),  # rank 0 sees every length
+        poplar=PoplarArguments(
+            plan=poplar.Plan.manual("1,6,5", stage=2)
+        ),  # rank 0 sees all lengths
         loggers=[JsonLines(f"{folder}/progress.jsonl")],
     )
     with (
@@ -863,18 +865,17 @@ def test_lengths_of_a_stream_are_refused(three, tmp_path):
 
 def test_options_can_be_parsed_beside_training_arguments():
     parser = HfArgumentParser((TrainingArguments, PoplarArguments))
-    words = ["--output_dir", "x", "--stage", "2", "--plan", "4,2,1", "--memory_limit", "2GiB"]
+    words = ["--output_dir", "x", "--stage", "2", "--plan", "p.json", "--memory_limit", "2GiB"]
     _, options = parser.parse_args_into_dataclasses([*words, "--seconds", "5", "--no_cache"])
     assert options == PoplarArguments(
-        stage="2", plan="4,2,1", memory_limit="2GiB", seconds=5.0, cache=False
+        stage="2", plan="p.json", memory_limit="2GiB", seconds=5.0, cache=False
     )
-    assert options.given_plan(14) == poplar.Plan.manual("4,2,1", stage=2, passes=2)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 4}, "stage must be 'auto' or one of 0, 1, 2, 3, got '4'"),
+        ({"stage": 4}, "stage must be one of auto, 0, 1, 2, 3, got '4'"),
         ({"compute_dtype": "int8"}, "compute_dtype must be"),
         ({"reduce_dtype": "int8"}, "reduce_dtype must be"),
         ({"memory_limit": "lots"}, "memory_limit"),
@@ -886,10 +887,12 @@ def test_wrong_options_are_refused(options, message):
         PoplarArguments(**options)
 
 
-def test_a_plan_as_text_needs_a_stage_and_a_multiple():
-    with pytest.raises(ValueError, match="names no stage"):
-        PoplarArguments(plan="4,2,1").given_plan(14)
-    with pytest.raises(ValueError, match="is not a multiple"):
-        PoplarArguments(plan="4,2,1", stage="1").given_plan(12)
+def test_a_plan_must_be_of_the_global_batch_stage_and_ranks():
+    plan = poplar.Plan.manual("4,2,1", stage=2, passes=2)
+    assert PoplarArguments(plan=plan).given(14, 3) == (plan, None)
+    with pytest.raises(ValueError, match="has a global batch of 14"):
+        PoplarArguments(plan=plan).given(12, 3)
     with pytest.raises(ValueError, match="leave out stage="):
-        PoplarArguments(plan=PLANS[0], stage="1").given_plan(12)
+        PoplarArguments(plan=plan, stage="1").given(14, 3)
+    with pytest.raises(ValueError, match="is for 3 ranks, but there are 2"):
+        PoplarArguments(plan=plan).given(14, 2)

@@ -1,4 +1,4 @@
-"""What `self.log` receives, as values of the whole global batch or dataset.
+"""A step of Lightning's loop: its time, and what `self.log` receives, for the whole global batch.
 
 Lightning logs the values of one batch on one rank. Here a step has several passes on each rank, so
 `PassLog` collects what they log, and one exchange per step gives all ranks the mean.
@@ -19,6 +19,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from poplar.comm import Control
+from poplar.optimizer import HeteroZeroOptimizer
+from poplar.zero.steps.step_result import StepResult, Stopwatch
 
 Key = tuple[str, str]
 """The hook in which a value was logged, and its name."""
@@ -137,6 +139,48 @@ class PassLog(_ResultCollection):
         vector = torch.stack([absent if v is None else v.to(device).reshape(()) for v in own])
         dist.all_reduce(vector, operator)
         return dict(zip(keys, vector.unbind(), strict=True))
+
+
+class RunningStep:
+    """Measures one step. Made before its first pass.
+
+    Args:
+        optimizer: of the step.
+        log: what its passes log.
+    """
+
+    def __init__(self, optimizer: HeteroZeroOptimizer, log: PassLog) -> None:
+        self._parts = optimizer._training_parts()
+        self._log = log
+        self._stopwatch = Stopwatch(
+            self._parts.engine.strategy.streams, self._parts.engine.control.group
+        )
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of the current pass, so that one that is not finite is found."""
+        self._log.add_loss(loss)
+        self._parts.engine.step.add_loss(loss)
+
+    def passes_done(self) -> None:
+        """Called after the last pass, before the update, which drops the state of the step."""
+        engine = self._parts.engine
+        self._state, self._waiting = engine.step, engine.strategy.waiting.step
+
+    def finish(self, device: torch.device) -> tuple[Tensor, StepResult]:
+        """Log the values of the step; returns the loss of the global batch. Collective."""
+        self._stopwatch.stop()
+        loss = self._log.finish(self._parts.engine.control, device)
+        state, waiting = self._state, self._waiting
+        result = StepResult(
+            samples=state.samples,
+            waiting_on=None,
+            skipped=state.skipped if isinstance(state.skipped, bool) else state.skipped.read,
+            losses=loss.reshape(1),
+            norm=None,
+            stopwatch=self._stopwatch,
+            waiting_seconds=lambda: state.waited_to_open + waiting.seconds(),
+        )
+        return loss, result
 
 
 class DiscardedLog(PassLog):

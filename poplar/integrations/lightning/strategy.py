@@ -29,22 +29,25 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from poplar.comm.deadline import WATCHDOG_MARGIN
 from poplar.data import pytree
 from poplar.integrations.lightning import batches, checkpoints
-from poplar.integrations.lightning.checks import (
-    batch_index,
-    check_batch_hooks,
-    check_stage,
-    check_trainer,
-    loss_of,
-)
-from poplar.integrations.lightning.configured_optimizer import (
+from poplar.integrations.lightning.configuration import (
+    AutocastPrecision,
     OptimizerRecipe,
     StepCounter,
     attach,
+    batch_index,
+    check_batch_hooks,
     check_configured,
+    check_stage,
+    check_trainer,
+    loss_of,
+    supported,
 )
-from poplar.integrations.lightning.logged_values import EvaluationLog, PassLog, discarding
-from poplar.integrations.lightning.precision import AutocastPrecision, supported
-from poplar.integrations.lightning.running_step import RunningStep
+from poplar.integrations.lightning.logged_values import (
+    EvaluationLog,
+    PassLog,
+    RunningStep,
+    discarding,
+)
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.system.devices import describe
 from poplar.tuning.autotune import OPTIONS, tune

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -31,8 +31,7 @@ class PoplarArguments:
     stage: str = _option("auto", "ZeRO stage 0, 1, 2 or 3, or 'auto' for the fastest that fits.")
     plan: str | None = _option(
         None,
-        "Train with this plan instead of measuring: a `poplar.Plan`, the path of its JSON file, or "
-        "samples of each rank per pass as '2,2,15' (with stage=).",
+        "Train with this plan instead of measuring: a `poplar.Plan`, or the path of its JSON file.",
     )
     profile: str | None = _option(
         None, "Plan on this `ClusterProfile`, or its JSON file, instead of measuring."
@@ -71,78 +70,53 @@ class PoplarArguments:
 
     def __post_init__(self) -> None:
         self.stage = str(self.stage)
-        stages = [str(stage) for stage in range(len(STRATEGIES))]
-        if self.stage not in ("auto", *stages):
-            raise ValueError(
-                f"PoplarArguments.stage must be 'auto' or one of {', '.join(stages)}, got "
-                f"{self.stage!r}"
-            )
-        if self.compute_dtype not in ("model", "bf16", "fp16"):
-            raise ValueError(
-                "PoplarArguments.compute_dtype must be 'model', 'bf16' or 'fp16', got "
-                f"{self.compute_dtype!r}"
-            )
-        if self.reduce_dtype not in _DTYPES:
-            raise ValueError(
-                f"PoplarArguments.reduce_dtype must be one of {', '.join(_DTYPES)}, got "
-                f"{self.reduce_dtype!r}"
-            )
+        for name, known in (
+            ("stage", ("auto", *map(str, range(len(STRATEGIES))))),
+            ("compute_dtype", ("model", "bf16", "fp16")),
+            ("reduce_dtype", tuple(_DTYPES)),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(
+                    f"PoplarArguments.{name} must be one of {', '.join(known)}, got {value!r}"
+                )
         if self.profile_samples < 1:
             raise ValueError(
                 f"PoplarArguments.profile_samples must be at least 1, got {self.profile_samples}"
             )
         check_memory_limit(self.memory_limit)
 
-    def given_plan(self, global_batch: int) -> Plan | None:
-        """The plan that these arguments name; None if one has to be made.
-
-        Raises:
-            ValueError: it has another global batch or stage, or the text is not one.
-            OSError: its file cannot be read.
-        """
-        if self.plan is None:
-            return None
-        plan = self._read_plan(global_batch)
-        if plan.global_batch != global_batch:
-            raise ValueError(
-                f"the plan has a global batch of {plan.global_batch}, but TrainingArguments ask "
-                f"for {global_batch} (per_device_train_batch_size x gradient_accumulation_steps x "
-                "ranks); change one of them"
-            )
-        if self.stage not in ("auto", str(plan.stage)):
-            raise ValueError(
-                f"PoplarArguments has stage={self.stage!r}, but the plan is one of stage "
-                f"{plan.stage}; leave out stage="
-            )
-        return plan
-
-    def given_profile(self) -> ClusterProfile | None:
-        """The profile that these arguments name; None if they name none.
-
-        Raises:
-            OSError: its file cannot be read.
-            ValueError: the file is not a profile.
-        """
-        if self.profile is None or isinstance(self.profile, ClusterProfile):
-            return self.profile
-        return ClusterProfile.from_json(self.profile)
-
     def given(
         self, global_batch: int, world_size: int
     ) -> tuple[Plan | None, ClusterProfile | None]:
-        """`given_plan` and `given_profile`, whose ranks must be those of the job.
+        """The plan and the profile that these arguments name; None for what has to be made.
 
         Raises:
-            ValueError: they are of other ranks, or not what these arguments say.
+            ValueError: they are of other ranks, or the plan has another global batch or stage.
             OSError: a file cannot be read.
         """
-        plan, profile = self.given_plan(global_batch), self.given_profile()
+        plan: Any = self.plan
+        profile: Any = self.profile
+        if isinstance(plan, str):
+            plan = Plan.from_json(plan)
+        if isinstance(profile, str):
+            profile = ClusterProfile.from_json(profile)
         for name, value in (("plan", plan), ("profile", profile)):
             if value is not None and value.world_size != world_size:
                 raise ValueError(
                     f"the {name} of PoplarArguments is for {value.world_size} ranks, but there "
                     f"are {world_size}; start as many, or make another {name}"
                 )
+        if plan is not None and plan.global_batch != global_batch:
+            raise ValueError(
+                f"the plan has a global batch of {plan.global_batch}, but TrainingArguments ask "
+                f"for {global_batch} (per_device_train_batch_size x gradient_accumulation_steps x "
+                "ranks); change one of them"
+            )
+        if plan is not None and self.stage not in ("auto", str(plan.stage)):
+            raise ValueError(
+                f"PoplarArguments has stage={self.stage!r}, but the plan is one of stage "
+                f"{plan.stage}; leave out stage="
+            )
         return plan, profile
 
     def tuning_options(self) -> dict[str, Any]:
@@ -174,20 +148,3 @@ class PoplarArguments:
     def wait_limit(self) -> timedelta | None:
         """How long a rank waits for others; None: the default."""
         return None if self.timeout is None else timedelta(seconds=self.timeout)
-
-    def _read_plan(self, global_batch: int) -> Plan:
-        if isinstance(self.plan, Plan):
-            return self.plan
-        text = cast(str, self.plan)
-        if text.endswith(".json"):
-            return Plan.from_json(text)
-        if self.stage == "auto":
-            raise ValueError(f"PoplarArguments.plan={text!r} names no stage; pass stage= too")
-        one_pass = Plan.manual(text, stage=int(self.stage))
-        passes, rest = divmod(global_batch, one_pass.global_batch)
-        if rest or not passes:
-            raise ValueError(
-                f"a pass of the plan {text!r} has {one_pass.global_batch} samples, of which the "
-                f"global batch of {global_batch} is not a multiple"
-            )
-        return Plan.manual(text, stage=int(self.stage), passes=passes)

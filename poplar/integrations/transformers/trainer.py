@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from accelerate.utils import DynamoBackend
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
@@ -39,7 +40,6 @@ from poplar.data.micro_batch_collation import Collate, MicroBatches
 from poplar.integrations.transformers.arguments import PoplarArguments
 from poplar.integrations.transformers.batches import EpochLoader, EpochSampler, lengths_of
 from poplar.integrations.transformers.checks import check_arguments, check_trainer
-from poplar.integrations.transformers.compilation import compile_blocks
 from poplar.integrations.transformers.loss import (
     PassMetrics,
     TrainerLoss,
@@ -54,6 +54,7 @@ from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.steps.step_result import StepResult
+from poplar.zero.unit import find_blocks
 
 FOLDER = "poplar"
 """In a checkpoint of the trainer: the state of training, as `poplar.save_checkpoint` writes it."""
@@ -271,8 +272,19 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
     def _prepare_model(self) -> None:
         """Autocast and placement as by `Trainer`, compiled blocks, and no DDP; once per model."""
-        with compile_blocks(self.accelerator, self.model):
+        dynamo = self.accelerator.state.dynamo_plugin
+        backend = dynamo.backend
+        if backend != DynamoBackend.NO and not getattr(
+            self.model, "_is_accelerate_prepared", False
+        ):
+            # Accelerate's graph of the whole model would contain the communication of its units.
+            for name in find_blocks(self.model) or [""]:
+                self.model.get_submodule(name).compile(**dynamo.to_kwargs())
+            dynamo.backend = DynamoBackend.NO
+        try:
             prepared = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        finally:
+            dynamo.backend = backend
         if prepared is not self.model:
             raise RuntimeError(
                 f"Accelerate has wrapped the model in {type(prepared).__name__}, which Poplar does "
