@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 commands = typer.Typer(
     help="Inspect and convert checkpoints.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-_FACTS = ("version", "step", "world_size", "stage", "optimizer", "state", "files")
-"""Fields of a manifest that are shown; None where there is no manifest."""
 _Folder = Annotated[
     Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="A checkpoint.")
 ]
@@ -87,27 +85,31 @@ def convert(
 
 
 def _document(opened: OpenedCheckpoint, verified: bool) -> dict[str, Any]:
-    manifest = opened.manifest
-    facts: dict[str, Any] = dict.fromkeys(_FACTS)
-    if manifest is not None:
-        facts = {name: getattr(manifest, name) for name in _FACTS}
-        facts["files"] = {name: stored.length for name, stored in manifest.files.items()}
-    return {
-        "folder": str(opened.folder),
-        "written_by": None if manifest is None else dict(manifest.versions),
-        **facts,
-        "state": list(facts["state"] or ()),
-        "files": facts["files"] or {},
-        "verified": verified and manifest is not None,
+    """What the checkpoint contains; of a folder without a manifest, only its tensors."""
+    document: dict[str, Any] = {"folder": str(opened.folder), "verified": False}
+    if (manifest := opened.manifest) is not None:
+        document |= {
+            "written_by": dict(manifest.versions),
+            "version": manifest.version,
+            "step": manifest.step,
+            "world_size": manifest.world_size,
+            "stage": manifest.stage,
+            "optimizer": manifest.optimizer,
+            "state": list(manifest.state),
+            "files": {name: stored.length for name, stored in manifest.files.items()},
+            "verified": verified,
+        }
+    described = {name: opened.tensor(name) for name in sorted(opened.described)}
+    return document | {
         "tensors": {
             name: {
                 "shape": list(found.size),
                 "dtype": _dtype_name(found),
                 "parts": len(found.chunks),
             }
-            for name in sorted(opened.described)
-            if (found := opened.tensor(name)) is not None
-        },
+            for name, found in described.items()
+            if found is not None
+        }
     }
 
 

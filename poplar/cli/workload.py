@@ -11,7 +11,6 @@ Every rank calls the function and must build the same model; `load` seeds torch 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import sys
@@ -65,22 +64,22 @@ class Workload:
 
 
 def load(address: str) -> Workload:
-    """Call the function at `address`: `train.py:workload` or `package.module:name`.
+    """Call the function at `address`, as in `train.py:workload`.
 
     The folder of the file is added to `sys.path`, as when Python runs the file. The function takes
     no arguments and returns a `Workload`, or the tuple `(model, loss_fn, example_batch)`.
 
     Raises:
-        ValueError: there is no such file, module or function, or it returns something else.
+        ValueError: there is no such file or function, or it returns something else.
         Exception: raised by the file or the function.
     """
     where, colon, name = address.rpartition(":")
-    if not colon or not where or not name:
+    if not colon or not where.endswith(".py") or not name:
         raise ValueError(
             f"expected a file, a colon and a function, as in train.py:workload; got {address!r}"
         )
     torch.manual_seed(_SEED)
-    module = _run_file(Path(where)) if where.endswith(".py") else _import(where)
+    module = _run_file(Path(where))
     function = getattr(module, name, None)
     if not callable(function):
         defined = [
@@ -119,14 +118,3 @@ def _run_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
-            raise  # an import inside the module failed
-        raise ValueError(
-            f"module {name!r} does not exist; for a file, give its path with .py"
-        ) from error

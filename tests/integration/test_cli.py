@@ -414,7 +414,7 @@ def test_the_workload_of_the_examples_loads():
         ("{}/train.py:none", ValueError, "it has broken, coupled, loss_fn, nothing, workload"),
         ("{}/train.py:SIZE", ValueError, "no function 'SIZE'"),
         ("{}/train.py:nothing", ValueError, "got NoneType"),
-        ("no_such_module:workload", ValueError, "give its path with .py"),
+        ("some.module:workload", ValueError, "expected a file, a colon and a function"),
         ("{}/train.py:broken", RuntimeError, "no data here"),
     ],
 )
