@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from poplar.planner.search import FACTORED, POLICIES, RECOMPUTE
-from poplar.values.formatting import parse_bytes
 from poplar.values.plan import STRATEGIES
 
 _STAGES = range(len(STRATEGIES))
@@ -27,31 +26,20 @@ def one_of(choices: Iterable[str]) -> Callable[[str], str]:
     return parser
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes: one size as in `8GiB`, or one per rank as in `8GiB,4GiB`."""
-    return tuple(_parse_size(part) for part in text.split(","))
-
-
-def _parse_size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="memory limit") from None
-
-
-def of_rank(sizes: tuple[int, ...] | None, rank: int, world_size: int) -> int | None:
-    """The size for one rank.
+def of_rank(limits: str | None, rank: int, world_size: int) -> str | None:
+    """The memory limit for one rank, of one for all as in `8GiB` or one per rank: `8GiB,4GiB`.
 
     Raises:
-        ValueError: neither one size nor one per rank.
+        ValueError: neither one limit nor one per rank.
     """
-    if sizes is None:
+    if limits is None:
         return None
-    if len(sizes) not in (1, world_size):
+    parts = limits.split(",")
+    if len(parts) not in (1, world_size):
         raise ValueError(
-            f"{len(sizes)} memory limits for {world_size} ranks; give one for all, or one per rank"
+            f"{len(parts)} memory limits for {world_size} ranks; give one for all, or one per rank"
         )
-    return sizes[0] if len(sizes) == 1 else sizes[rank]
+    return parts[0] if len(parts) == 1 else parts[rank]
 
 
 def parse_stages(text: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from poplar.cli.options import AsJson, Debug, Device, Function, of_rank, parse_sizes, parse_stages
+from poplar.cli.options import AsJson, Debug, Device, Function, of_rank, parse_stages
 from poplar.cli.output import Output, command_output
 from poplar.values.formatting import format_bytes, format_rate, format_seconds
 from poplar.values.profile import ClusterProfile, DeviceProfile
@@ -38,7 +38,6 @@ def profile(
 
     For several ranks: torchrun --nproc-per-node 2 -m poplar profile train.py:workload
     """
-    limits = parse_sizes(memory_limit) if memory_limit is not None else None
     measured_stages = parse_stages(stages)
     with command_output(as_json=as_json, debug=debug) as result:
         from poplar import profile_cluster
@@ -54,7 +53,7 @@ def profile(
                 work.example_batch,
                 optimizer_class=work.optimizer_class,
                 max_batch=max_batch,
-                memory_limit=of_rank(limits, rank, world_size),
+                memory_limit=of_rank(memory_limit, rank, world_size),
                 stages=measured_stages,
                 seconds=seconds,
                 cache=cache,

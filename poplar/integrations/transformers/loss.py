@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -86,16 +85,6 @@ def own_mean_weight(inputs: Any, shifted: bool) -> float:
     return float(pytree.samples_in(inputs))
 
 
-@dataclass(frozen=True)
-class _Collected:
-    """How much was collected when a step began."""
-
-    passes: int = 0
-    values: Mapping[str, int] = field(default_factory=dict)
-    """By metric."""
-    tokens: int = 0
-
-
 class PassMetrics:
     """Metrics that TRL's trainers collect in `compute_loss`; merged over ranks to be logged.
 
@@ -108,7 +97,8 @@ class PassMetrics:
         self._trainer = trainer
         self._weights: list[float] = []
         self._collects = False
-        self._at_start = _Collected()
+        self._at_start: tuple[int, dict[str, int], int] = (0, {}, 0)
+        """Passes, values by metric, and tokens that were collected before this step."""
         for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
             original = getattr(trainer.accelerator, name)
             setattr(trainer.accelerator, name, self._unless_collecting(original))
@@ -119,7 +109,7 @@ class PassMetrics:
 
     def reset(self) -> None:
         """Drop what was collected."""
-        self._at_start = _Collected()
+        self._at_start = (0, {}, 0)
         self.restart_step()
 
     @contextlib.contextmanager
@@ -128,11 +118,9 @@ class PassMetrics:
 
         For other trainers than TRL's it raises there.
         """
-        self._at_start = _Collected(
-            passes=len(self._weights),
-            values={name: len(values) for name, values in self._metrics().items()},
-            tokens=getattr(self._trainer, "_total_train_tokens", 0),
-        )
+        values = {name: len(values) for name, values in self._metrics().items()}
+        tokens = getattr(self._trainer, "_total_train_tokens", 0)
+        self._at_start = (len(self._weights), values, tokens)
         self._collects = True
         try:
             yield
@@ -141,15 +129,15 @@ class PassMetrics:
 
     def restart_step(self) -> None:
         """Drop what was collected in this step."""
-        start = self._at_start
-        del self._weights[start.passes :]
+        passes, values, tokens = self._at_start
+        del self._weights[passes:]
         metrics = self._metrics()
-        for name in metrics.keys() - start.values.keys():
-            del metrics[name]
-        for name, count in start.values.items():
-            del metrics[name][count:]
+        for name in list(metrics):
+            del metrics[name][values.get(name, 0) :]
+            if not metrics[name]:
+                del metrics[name]
         if hasattr(self._trainer, "_total_train_tokens"):
-            self._trainer._total_train_tokens = start.tokens
+            self._trainer._total_train_tokens = tokens
 
     def _metrics(self) -> dict[str, list[float]]:
         """By name, the values of passes that are not logged yet."""
