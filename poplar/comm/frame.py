@@ -6,6 +6,7 @@ find out from the frames, and no rank takes a size for granted that another did 
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class Frame:
         return header[_SIZE_WIDTH:] == self.header[_SIZE_WIDTH:]
 
 
+@functools.lru_cache(maxsize=4096)
 def call_name(what: str) -> str:
     """What ranks in one call have in common: `what` up to a quoted path, which may differ."""
     return what.partition("'")[0].rstrip("( ")

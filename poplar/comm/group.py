@@ -338,9 +338,7 @@ class Group:
                 f"rank {dist.get_rank()} is not in process_group; only the ranks of the group may "
                 "make this call, so skip it on the others"
             )
-        store, rank = _get_process_group_store(chosen), dist.get_rank(chosen)
-        # In the store, because its keys outlive a process group that is made again.
-        index = int(store.add(f"poplar/{chosen.group_name}/groups of rank {rank}", 1))
+        rank, index = dist.get_rank(chosen), _number_in_store(chosen)
         ranks = tuple(dist.get_process_group_ranks(chosen))
         try:
             prefixes = [
@@ -359,6 +357,13 @@ class Group:
                 reason = f"rank {rank} failed in making its group: {type(error).__name__}: {error}"
                 FailureReports.of(chosen, index).publish(reason, is_cause=True)
             raise
+
+    @staticmethod
+    def decline(reason: str) -> None:
+        """Tell ranks that make a group of WORLD that this rank makes none. Local."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            world = dist.group.WORLD
+            FailureReports.of(world, _number_in_store(world)).publish(reason, is_cause=True)
 
     def _with_control_group(self) -> Group:
         """This group with a control group of its own. Collective."""
@@ -391,6 +396,13 @@ def _advice(group: Group) -> str:
         f"{advice}. The first collective also needs one device per rank: call "
         "torch.cuda.set_device(local_rank), or pass init_process_group(device_id=...)"
     )
+
+
+def _number_in_store(process_group: dist.ProcessGroup) -> int:
+    """The number of this rank's next group of a process group, equal on all its ranks."""
+    # In the store, because its keys outlive a process group that is made again.
+    key = f"poplar/{process_group.group_name}/groups of rank {process_group.rank()}"
+    return int(_get_process_group_store(process_group).add(key, 1))
 
 
 def _reports(

@@ -47,20 +47,22 @@ class AbsentValues(Tensor):
         raise RuntimeError(_COPIED)
 
 
-def mark_absent(parameter: nn.Parameter) -> None:
-    """Reject writes to a parameter, whose data is a placeholder, until `mark_present`."""
-    parameter.__class__ = _absent_class(type(parameter))
+def classes_of(parameter: nn.Parameter) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
+    """The class of a parameter while its values are on this rank, and while they are absent."""
+    cls = type(parameter)
+    present = cls.__bases__[1] if issubclass(cls, AbsentValues) else cls
+    return present, _absent_class(present)
 
 
 def mark_present(parameter: nn.Parameter) -> None:
-    """Take `mark_absent` back."""
+    """Accept writes to a parameter whose values are on this rank again."""
     if isinstance(parameter, AbsentValues):
-        parameter.__class__ = type(parameter).__bases__[1]
+        parameter.__class__ = classes_of(parameter)[0]
 
 
 @functools.cache
 def _absent_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
-    return cls if issubclass(cls, AbsentValues) else type(cls.__name__, (AbsentValues, cls), {})
+    return type(cls.__name__, (AbsentValues, cls), {})
 
 
 _DERIVE_NOTHING = {

@@ -158,10 +158,10 @@ class EngineHooks:
 
     def _forward_pre_hook(self, unit: Unit) -> Callable[..., None]:
         def enter(module: nn.Module, _inputs: Any) -> None:
-            if unit in self._values or id(module) not in self._modules:
+            if unit in self._values.present or id(module) not in self._modules:
                 return  # already unsharded, or a copy of the model, which has its own parameters
             raise_if_refused()
-            if self._values.has_unsharded:
+            if self._values.present:
                 raise RuntimeError(
                     f"rank {self._rank}: a forward needs unit {unit.name!r}, which is "
                     "sharded inside full_parameters(modules=...); add its modules there"
@@ -187,7 +187,7 @@ class EngineHooks:
 
     def _forward_hook(self, unit: Unit) -> Callable[..., None]:
         def leave(module: nn.Module, _inputs: Any, output: Any) -> None:
-            if unit in self._values or id(module) not in self._modules:
+            if unit in self._values.present or id(module) not in self._modules:
                 return
             if _in_backward() or not torch.is_grad_enabled():
                 return

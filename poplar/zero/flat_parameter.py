@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from poplar import ops
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.system.storage import with_own_storage
-from poplar.zero.absent_parameter import direct_access, mark_absent, mark_present
+from poplar.zero.absent_parameter import classes_of, direct_access
 from poplar.zero.model_hook import Removable
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ class FlatParameter:
         self._replaced: tuple[Tensor, list[Tensor]] | None = None
         """`values` and its views, while lasting values replace them."""
         self._placeholder = [_placeholder(p.shape, dtype, self.device) for p in self.parameters]
+        self._classes: list[tuple[type[nn.Parameter], type[nn.Parameter]]] = []
+        """Of each parameter, with and without its values, once it has been detached."""
 
     def divide(
         self, layout: Layout, owned: tuple[int, int], shard: Tensor, master: Tensor | None
@@ -214,8 +216,9 @@ class FlatParameter:
 
     def attach_parameters(self) -> None:
         """Make the user's parameters views of `values`."""
+        for parameter, (present, _) in zip(self.parameters, self._classes, strict=False):
+            parameter.__class__ = present
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            mark_present(parameter)
             parameter.data = view
         if self._versions:
             torch._C._autograd._unsafe_set_version_counter(self.parameters, self._versions)
@@ -276,10 +279,12 @@ class FlatParameter:
         if not self._versions:
             self._versions = tuple(parameter._version for parameter in self.parameters)
             torch.autograd.graph.increment_version(self.parameters)
-        for parameter, absent in zip(self.parameters, self._placeholder, strict=True):
-            mark_present(parameter)
-            parameter.data = absent
-            mark_absent(parameter)
+        self._classes = self._classes or [classes_of(p) for p in self.parameters]
+        parts = zip(self.parameters, self._placeholder, self._classes, strict=True)
+        for parameter, placeholder, (present, absent) in parts:
+            parameter.__class__ = present
+            parameter.data = placeholder
+            parameter.__class__ = absent
 
     def take_gradients(self, weight: float) -> tuple[list[Tensor], list[int]]:
         """Take the gradients from the parameters, with their offsets, and set `.grad` to None.

@@ -30,15 +30,12 @@ class UnshardedValues:
         self._scheduler, self._control = scheduler, control
         self.sharded = frozenset(strategy.sharded(units))
         """The units that must be unsharded before they run."""
-        self._unsharded: set[Unit] = set()
+        self.present: set[Unit] = set()
+        """The units of which this rank has all values, because of `unsharded`."""
         self._writable: set[Unit] = set()
         """Units in the contexts of `unsharded`."""
         self._naming = False
         self._unit_of = {id(p): unit for unit in units for f in unit.flats for p in f.parameters}
-
-    def __contains__(self, unit: Unit) -> bool:
-        """Whether this rank has all values of a unit, because of `unsharded`."""
-        return unit in self._unsharded
 
     def reject_open_pass(self) -> None:
         """Raise in a pass, in which parameters cannot be unsharded for the user."""
@@ -54,7 +51,7 @@ class UnshardedValues:
         """A context in which units are unsharded, by default all. Collective at both ends."""
         self.reject_open_pass()
         wanted = self._units if units is None else units
-        added = [unit for unit in wanted if unit not in self._unsharded]  # others: outer contexts
+        added = [unit for unit in wanted if unit not in self.present]  # others: outer contexts
         writable = [u for u in wanted if u not in self._writable] if writeback else []
         if self.sharded:
             self._allocate_lasting(added)
@@ -62,12 +59,12 @@ class UnshardedValues:
             self._strategy.unshard(unit, in_step=False, lasting=True)
         for unit in added:
             self._strategy.wait_for_unshard(unit)
-        self._unsharded.update(added)
+        self.present.update(added)
         self._writable.update(writable)
         try:
             yield
         finally:
-            self._unsharded.difference_update(added)
+            self.present.difference_update(added)
             self._writable.difference_update(writable)
             if writeback:
                 for flat in (flat for unit in wanted for flat in unit.flats):
@@ -144,20 +141,20 @@ class UnshardedValues:
     @property
     def are_readable(self) -> bool:
         """Whether every parameter is unsharded on this rank now."""
-        return self._unsharded >= self.sharded
+        return self.present >= self.sharded
 
     def is_sharded(self, unit: Unit) -> bool:
         """Whether this rank has only its share of a unit's values now."""
-        return unit in self.sharded and unit not in self._unsharded
+        return unit in self.sharded and unit not in self.present
 
     @property
     def has_unsharded(self) -> bool:
         """Inside `unsharded_parameters`, at stages that shard parameters."""
-        return not self._unsharded.isdisjoint(self.sharded)
+        return not self.present.isdisjoint(self.sharded)
 
     def may_read(self, module: nn.Module) -> bool:
         """Whether a module's own parameters are unsharded, or only their names matter."""
-        return self._naming or self._are_in(module, self._unsharded)
+        return self._naming or self._are_in(module, self.present)
 
     def may_write(self, module: nn.Module) -> bool:
         """Whether values written into a module's own parameters now take effect."""

@@ -451,7 +451,6 @@ def wrong_constructions() -> list[str]:
     stepping = training.wrap(Job("tagger", UNEQUAL))
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
     cases: list[tuple[Any, Any]] = [
-        (plain, UNEQUAL),
         (DistributedDataParallel(wrapped, process_group=group), UNEQUAL),
         (DistributedDataParallel(plain, process_group=group, static_graph=True), UNEQUAL),
         (stepping, UNEQUAL),
@@ -470,7 +469,6 @@ def wrong_constructions() -> list[str]:
 
 def test_wrong_models_and_plans_raise_with_the_fix(ranks: Pool) -> None:
     expected = [
-        "wrap it first",
         "wrapped a second time",
         "static_graph=True fails",
         "an optimizer runs in the backward of the DDP model",
@@ -482,3 +480,16 @@ def test_wrong_models_and_plans_raise_with_the_fix(ranks: Pool) -> None:
     for messages in ranks.run(wrong_constructions, ranks=3):
         for message, part in zip(messages, expected, strict=True):
             assert part in message
+
+
+def one_rank_without_ddp() -> list[Failure]:
+    wrapped = DistributedDataParallel(training.build("tagger"))
+    model = wrapped.module if harness.rank() == 1 else wrapped
+    with harness.catching() as caught:
+        ddp.UnequalPasses(model, Plan.manual("3,3,3,3", stage=0))
+    return caught
+
+
+def test_a_model_outside_of_ddp_on_one_rank_raises_on_all(ranks: Pool) -> None:
+    for caught in ranks.run(one_rank_without_ddp, ranks=4):
+        assert "wrap it first: model = torch.nn.parallel" in caught[0].message

@@ -33,7 +33,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
-from poplar.comm import Control, Group
+from poplar.comm import Control
 from poplar.data import CollateMicroBatches, pytree, split_stream
 from poplar.data.lengths import padded_length
 from poplar.data.micro_batch_collation import Collate, MicroBatches
@@ -52,6 +52,7 @@ from poplar.tuning.autotune import Tuned, tune
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.collective_calls import new_group
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.steps.step_result import StepResult
 from poplar.zero.unit import find_blocks
@@ -108,7 +109,6 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         """The profile and the trial runs behind the plan; None if the plan was given."""
         self._plan: Plan | None = None
         self._profile: ClusterProfile | None = None
-        self._control: Control | None = None
         self._lengths: list[int] | None = None
         """Of the samples of the dataset, if global batches are divided by them."""
         super().__init__(*args, **kwargs)
@@ -141,6 +141,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> EpochLoader:
         """This rank's part of each global batch. Collective, since it needs the plan."""
+        with new_group(None, self.poplar.wait_limit(), "get_train_dataloader()"):
+            return self._planned_loader()
+
+    def _planned_loader(self) -> EpochLoader:
         if self.train_dataset is None:
             raise ValueError("PoplarTrainer: training requires a train_dataset")
         dataset, self.collate_train = self._dataset_and_collator(self.train_dataset)
@@ -266,9 +270,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
     def _on_all_ranks(self, work: Callable[[], _T], *, doing: str) -> _T:
         """The result of `work`; if it fails on one rank, all ranks raise. Collective."""
-        if self._control is None:
-            self._control = Control(Group.of(None, self.poplar.wait_limit()))
-        return run_on_all_ranks(self._control, work, doing=doing)
+        with new_group(None, self.poplar.wait_limit(), doing) as group:
+            return run_on_all_ranks(Control(group), work, doing=doing)
 
     def _prepare_model(self) -> None:
         """Autocast and placement as by `Trainer`, compiled blocks, and no DDP; once per model."""
