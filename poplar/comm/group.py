@@ -361,8 +361,8 @@ class Group:
     @staticmethod
     def decline(reason: str) -> None:
         """Tell ranks that make a group of WORLD that this rank makes none. Local."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            world = dist.group.WORLD
+        world = dist.group.WORLD if dist.is_available() else None
+        if world is not None and world.size() > 1:
             FailureReports.of(world, _number_in_store(world)).publish(reason, is_cause=True)
 
     def _with_control_group(self) -> Group:

@@ -21,7 +21,7 @@ from poplar.comm import Control
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import OutOfOrder
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.passes.collective_order import Slot, SlotKind
+from poplar.zero.passes.collective_order import CollectiveOrder, Slot, SlotKind
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
 
@@ -91,13 +91,10 @@ class CollectivePass(ABC):
         self._outputs: set[tuple[object, int]] = set()
         self._ready_gradients: dict[FlatParameter, set[nn.Parameter]] = {}
         self._complete: set[FlatParameter] = set()
-        self._reduced: set[FlatParameter] = set()
-        self._finishing = self._in_backward = False
-
-    @property
-    def reduced(self) -> set[FlatParameter]:
+        self.reduced: set[FlatParameter] = set()
         """The flat parameters whose reduction has been issued in this pass."""
-        return self._reduced
+        self._issued: list[Slot] = []
+        self._finishing = self._in_backward = False
 
     @property
     def has_gradients(self) -> bool:
@@ -118,11 +115,6 @@ class CollectivePass(ABC):
         self._weight = weight
 
     # What differs between recording an order and replaying it.
-
-    @property
-    @abstractmethod
-    def _issued(self) -> Sequence[Slot]:
-        """The slots that have been issued so far."""
 
     @abstractmethod
     def unshard(self, unit: Unit) -> None:
@@ -172,7 +164,7 @@ class CollectivePass(ABC):
         Raises:
             RuntimeError: the flat parameter has been reduced already.
         """
-        if flat in self._reduced:
+        if flat in self.reduced:
             raise RuntimeError(
                 f"rank {self._control.group.rank}: a parameter of unit {flat.name!r} got a "
                 "gradient after the unit was reduced. Run one backward per micro-batch: add the "
@@ -236,13 +228,14 @@ class CollectivePass(ABC):
             if slot.kind is SlotKind.REDUCE:
                 flat = self._flats[slot.index]
                 flat.reduce(self._strategy, self._weight)
-                self._reduced.add(flat)
+                self.reduced.add(flat)
             else:
                 unit = self._units[slot.index]
                 self._strategy.unshard(unit, in_step=self.mode is Mode.TRAIN)
                 self._unsharded.add(unit)
                 if self._finishing:
                     self._reshard(unit)
+        self._issued.append(slot)
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
@@ -297,3 +290,68 @@ class CollectivePass(ABC):
             "unit may be skipped, not moved. If the order depends on the data, name a larger unit "
             "that contains these: HeteroZeroOptimizer(..., units=[...])"
         )
+
+
+class ReplayPass(CollectivePass):
+    """A pass in an agreed order: units are unsharded before their use.
+
+    It issues slots as far as this rank's own pass allows.
+    """
+
+    def __init__(self, parts: EngineParts, settings: PassSettings, order: CollectiveOrder) -> None:
+        super().__init__(parts, settings)
+        self._slots, self._prefetch = order.slots, order.prefetch
+        self._cursor = 0
+        """The next slot to issue."""
+        self._entered = -1
+        """The slot of the unit in use."""
+
+    def unshard(self, unit: Unit) -> None:
+        if not self._must_issue(unit):
+            self._use(unit)
+            return
+        place = self._next_unshard(unit)
+        for skipped in self._skipped_units(place):
+            self._reshard(skipped)
+        if not unit.resident:
+            self._reshard_current()
+            self._entered = place
+        while self._cursor <= self._prefetch[place]:
+            slot = self._slots[self._cursor]
+            is_unshard = slot.kind is SlotKind.UNSHARD
+            if not is_unshard and not self._backward_is_over(self._flats[slot.index]):
+                if self._cursor > place:
+                    break
+                raise self._order_error(unit)
+            self._issue(slot)
+            self._cursor += 1
+            is_skipped = is_unshard and self._cursor <= place
+            if is_skipped and not self._units[slot.index].resident:
+                self._reshard(self._units[slot.index])
+        self._use(unit)
+
+    def _next_unshard(self, unit: Unit) -> int:
+        for place in range(self._entered + 1, len(self._slots)):
+            slot = self._slots[place]
+            if slot.kind is SlotKind.UNSHARD and slot.index == unit.index:
+                return place
+        raise self._order_error(unit)
+
+    def _skipped_units(self, place: int) -> list[Unit]:
+        """Units that were unsharded early for forward calls that this rank skips."""
+        passed = (self._slots[at] for at in range(self._entered + 1, min(place, self._cursor)))
+        units = (self._units[slot.index] for slot in passed if slot.kind is SlotKind.UNSHARD)
+        return [unit for unit in units if not unit.resident and unit in self._unsharded]
+
+    def _gradients_complete(self, flat: FlatParameter) -> None:
+        while self._cursor < len(self._slots):
+            slot = self._slots[self._cursor]
+            if slot.kind is not SlotKind.REDUCE or self._flats[slot.index] not in self._complete:
+                return
+            self._issue(slot)
+            self._cursor += 1
+
+    def _issue_rest(self, *, failed: bool) -> None:
+        while self._cursor < len(self._slots):
+            self._issue(self._slots[self._cursor])
+            self._cursor += 1

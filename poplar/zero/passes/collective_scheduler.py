@@ -1,4 +1,7 @@
-"""Opens passes, and keeps the orders of collectives that the ranks have agreed on."""
+"""Opens passes, and records the orders of collectives that the ranks agree on.
+
+In the first pass of a mode the leader broadcasts each slot, and the other ranks receive it.
+"""
 
 from __future__ import annotations
 
@@ -7,80 +10,221 @@ from collections.abc import Sequence
 from poplar.comm import Control
 from poplar.values.errors import OutOfOrder
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.passes.collective_order import CollectiveOrder, Slot, SlotKind, agreed_order
-from poplar.zero.passes.collective_pass import CollectivePass, EngineParts, Mode, PassSettings
-from poplar.zero.passes.recording_pass import FollowingPass, LeadingPass, RecordingPass
+from poplar.zero.passes.collective_order import (
+    CollectiveOrder,
+    LeaderFailed,
+    Slot,
+    SlotKind,
+    agreed_order,
+)
+from poplar.zero.passes.collective_pass import (
+    CollectivePass,
+    EngineParts,
+    Mode,
+    PassSettings,
+    ReplayPass,
+)
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
 
 
-class ReplayPass(CollectivePass):
-    """A pass in an agreed order: units are unsharded before their use.
+class RecordingPass(CollectivePass):
+    """Records the slots that are issued, for later passes."""
 
-    It issues slots as far as this rank's own pass allows.
-    """
-
-    def __init__(self, parts: EngineParts, settings: PassSettings, order: CollectiveOrder) -> None:
+    def __init__(self, parts: EngineParts, settings: PassSettings) -> None:
         super().__init__(parts, settings)
-        self._slots, self._prefetch = order.slots, order.prefetch
-        self._cursor = 0
-        """The next slot to issue."""
-        self._entered = -1
-        """The slot of the unit in use."""
+        self.order: tuple[Slot, ...] | None = None
+        """What was recorded, at the end of a pass in which the leader did not fail."""
+        self._pending: Slot | None = None
+        """Received or broadcast but not issued yet. Other ranks have issued it and wait for this
+        rank, even after an error."""
 
-    @property
-    def _issued(self) -> Sequence[Slot]:
-        return self._slots[: self._cursor]
+    def _issue_pending(self) -> None:
+        if self._pending is not None:
+            self._issue(self._pending)
+            self._pending = None
+
+    def _end(self, last: Slot | None) -> None:
+        """End with the last slot, which is only broadcast."""
+        if last is not None and last.kind is SlotKind.END:
+            self.order = (*self._unneeded_resident(), *self._issued)
+
+    def _unneeded_resident(self) -> list[Slot]:
+        """Slots of resident units that this pass did not need, as a forward of a part may not.
+
+        They stay unsharded to the end of a pass, so later passes can unshard them first.
+        """
+        if self.mode is Mode.REDUCE_ONLY:
+            return []
+        needed = {slot.index for slot in self._issued if slot.kind is not SlotKind.REDUCE}
+        indices = [u.index for u in self._sharded if u.resident and u.index not in needed]
+        return [Slot(SlotKind.UNSHARD, index) for index in indices]
+
+
+class LeadingPass(RecordingPass):
+    """The pass of the leader, whose model decides the order."""
+
+    def __init__(self, parts: EngineParts, settings: PassSettings) -> None:
+        super().__init__(parts, settings)
+        self._number = {flat: number for number, flat in enumerate(self._flats)}
+        self._visited: set[Unit] = set()
+        self._visits_with_backward: set[int] = set()
+        self._all_unsharded = False
+        """Its backward unshards no more units."""
+        self._last: Slot | None = None
+        """The end of the pass, once it has been broadcast: no rank receives another slot then."""
 
     def unshard(self, unit: Unit) -> None:
-        if not self._must_issue(unit):
-            self._use(unit)
-            return
-        place = self._next_unshard(unit)
-        for skipped in self._skipped_units(place):
-            self._reshard(skipped)
-        if not unit.resident:
-            self._reshard_current()
-            self._entered = place
-        while self._cursor <= self._prefetch[place]:
-            slot = self._slots[self._cursor]
-            is_unshard = slot.kind is SlotKind.UNSHARD
-            if not is_unshard and not self._backward_is_over(self._flats[slot.index]):
-                if self._cursor > place:
-                    break
-                raise self._order_error(unit)
-            self._issue(slot)
-            self._cursor += 1
-            is_skipped = is_unshard and self._cursor <= place
-            if is_skipped and not self._units[slot.index].resident:
-                self._reshard(self._units[slot.index])
+        if self._backward_visit is None:
+            self._broadcast_skipped(unit.index)
+        if self._must_issue(unit):
+            if not unit.resident:
+                self._reshard_current()
+            self._broadcast_and_issue(Slot(SlotKind.UNSHARD, unit.index))
         self._use(unit)
 
-    def _next_unshard(self, unit: Unit) -> int:
-        for place in range(self._entered + 1, len(self._slots)):
-            slot = self._slots[place]
-            if slot.kind is SlotKind.UNSHARD and slot.index == unit.index:
-                return place
-        raise self._order_error(unit)
+    def forward_began(self, unit: Unit) -> int:
+        self._visited.add(unit)
+        return super().forward_began(unit)
 
-    def _skipped_units(self, place: int) -> list[Unit]:
-        """Units that were unsharded early for forward calls that this rank skips."""
-        passed = (self._slots[at] for at in range(self._entered + 1, min(place, self._cursor)))
-        units = (self._units[slot.index] for slot in passed if slot.kind is SlotKind.UNSHARD)
-        return [unit for unit in units if not unit.resident and unit in self._unsharded]
+    def expect_backward(self, unit: Unit, visit: int) -> None:
+        self._visits_with_backward.add(visit)
+        super().expect_backward(unit, visit)
+
+    def enter_backward(self, unit: Unit, visit: int) -> None:
+        if self._backward_visit is None:
+            self._broadcast_skipped(len(self._units))
+        self._broadcast_skipped_in_backward(visit)
+        super().enter_backward(unit, visit)
+        # All earlier forward calls are of the root, which stays unsharded.
+        if all(earlier.resident for earlier in self._forward_order[:visit]):
+            self._all_unsharded = True
+            for flat in self._flats:
+                if self._unit_of[flat].resident and flat in self._complete:
+                    self._broadcast_reduction(flat)
 
     def _gradients_complete(self, flat: FlatParameter) -> None:
-        while self._cursor < len(self._slots):
-            slot = self._slots[self._cursor]
-            if slot.kind is not SlotKind.REDUCE or self._flats[slot.index] not in self._complete:
-                return
-            self._issue(slot)
-            self._cursor += 1
+        """Broadcast the reduction, except of the root, which has to wait for the last unshard.
+
+        On a rank that does not use all of the root, its gradients are complete only at the end, and
+        must not delay unshards.
+        """
+        waits = self._sharded and self._unit_of[flat].resident
+        if not waits or self._all_unsharded:
+            self._broadcast_reduction(flat)
 
     def _issue_rest(self, *, failed: bool) -> None:
-        while self._cursor < len(self._slots):
-            self._issue(self._slots[self._cursor])
-            self._cursor += 1
+        if self._last is None:  # else the pass failed after its end
+            self._issue_and_broadcast_rest(failed)
+        self._end(self._last)
+
+    def _issue_and_broadcast_rest(self, failed: bool) -> None:
+        self._issue_pending()
+        if not failed:
+            if self._backward_visit is None and self.mode is not Mode.REDUCE_ONLY:
+                self._broadcast_skipped(len(self._units))
+            if self.mode in (Mode.TRAIN, Mode.MEASURE):
+                self._broadcast_skipped_in_backward(-1)
+            for flat in self._flats if self.reduces else ():
+                if flat not in self.reduced:
+                    self._broadcast_reduction(flat)
+        last = Slot(SlotKind.ABANDON if failed else SlotKind.END)
+        with self._unbroken():
+            self._control.broadcast_integer(last.encode())
+            self._control.flush()
+            self._last = last
+
+    def _broadcast_skipped(self, index: int) -> None:
+        """Broadcast units before `index` that the forward has skipped."""
+        for unit in self._sharded[:index]:
+            if not unit.resident and unit not in self._forward_order:
+                self._issue_skipped(unit)
+                self._forward_order.append(unit)
+
+    def _broadcast_skipped_in_backward(self, visit: int) -> None:
+        """Broadcast skipped units between the last backward call and this one."""
+        last = len(self._forward_order) if self._backward_visit is None else self._backward_visit
+        for place in range(last - 1, visit, -1):
+            unit = self._forward_order[place]
+            if unit.resident:
+                continue
+            if unit not in self._visited:
+                self._issue_skipped(unit)
+            elif place in self._visits_with_backward or (
+                unit.trained and unit not in self._first_visit
+            ):
+                # No gradient reached it on this rank, but other ranks may have one.
+                self._issue_skipped(unit, SlotKind.UNSHARD)
+
+    def _issue_skipped(self, unit: Unit, kind: SlotKind = SlotKind.SKIPPED) -> None:
+        last = next(
+            (slot for slot in reversed(self._issued) if slot.kind is not SlotKind.REDUCE), None
+        )
+        if last is not None and last.index == unit.index:
+            return  # still unsharded from its last slot
+        self._reshard_current()
+        self._broadcast_and_issue(Slot(kind, unit.index))
+        self._reshard(unit)
+
+    def _broadcast_reduction(self, flat: FlatParameter) -> None:
+        self._broadcast_and_issue(Slot(SlotKind.REDUCE, self._number[flat]))
+
+    def _broadcast_and_issue(self, slot: Slot) -> None:
+        self._issue_pending()  # left over if a failed forward is repeated
+        with self._unbroken():
+            self._control.broadcast_integer(slot.encode())
+        self._pending = slot
+        self._issue_pending()
+
+
+class FollowingPass(RecordingPass):
+    """The pass of another rank, which issues what the leader broadcasts."""
+
+    def __init__(self, parts: EngineParts, settings: PassSettings, leader: int) -> None:
+        super().__init__(parts, settings)
+        self._leader = leader
+
+    def unshard(self, unit: Unit) -> None:
+        if self._must_issue(unit):
+            self._issue_until(unit)
+        self._use(unit)
+
+    def _issue_until(self, unit: Unit) -> None:
+        if not unit.resident:
+            self._reshard_current()
+        while True:
+            slot = self._receive_next()
+            if slot.kind is SlotKind.ABANDON:
+                raise LeaderFailed(
+                    f"rank {self._control.group.rank}: rank {self._leader} broadcasts the order of "
+                    "collectives in its first pass and failed in it; see the error on that rank"
+                )
+            if slot.kind is SlotKind.END:
+                raise self._order_error(unit)
+            is_reduction = slot.kind is SlotKind.REDUCE
+            if is_reduction and not self._backward_is_over(self._flats[slot.index]):
+                raise self._order_error(unit)
+            self._issue_pending()
+            if is_reduction:
+                continue
+            if slot.index == unit.index:
+                return
+            if not self._units[slot.index].resident:
+                self._reshard(self._units[slot.index])
+
+    def _gradients_complete(self, flat: FlatParameter) -> None:
+        """Nothing: the leader says when."""
+
+    def _issue_rest(self, *, failed: bool) -> None:
+        while (last := self._receive_next()).kind not in (SlotKind.END, SlotKind.ABANDON):
+            self._issue_pending()
+        self._end(last)
+
+    def _receive_next(self) -> Slot:
+        if self._pending is None:
+            with self._unbroken():
+                self._pending = Slot.decode(self._control.receive_integer(self._leader))
+        return self._pending
 
 
 class CollectiveScheduler:
