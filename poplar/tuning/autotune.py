@@ -298,7 +298,7 @@ class Tuner:
         """Measure the batches of the best plan that no rank has measured, and search again.
 
         If some are still not measured after `ROUNDS`, or when time is up, the best plan on measured
-        batches is a candidate too.
+        batches is a candidate too, after those of the best stages.
         """
         for _ in range(ROUNDS):
             batches = unmeasured_batches(profile, plans[0])
@@ -316,7 +316,8 @@ class Tuner:
         if any(unmeasured_batches(profile, plans[0])):
             safe = replace(self._search(at_worst(profile))[0], prediction=None)
             if fits(profile, safe):
-                plans = tuple(dict.fromkeys([plans[0], safe, *plans[1:]]))
+                stages = len({plan.stage for plan in plans})
+                plans = tuple(dict.fromkeys([*plans[:stages], safe, *plans[stages:]]))
         return profile, plans
 
     def _fastest(

@@ -617,6 +617,17 @@ def test_first_two_plans_run_once_without_time():
     assert turns == predicted_order(known())[:2]
 
 
+def test_plan_on_measured_batches_is_tried_after_those_of_two_stages(monkeypatch):
+    """Time is up before the planned batches are measured."""
+    monkeypatch.setattr(autotune, "ROUNDS", 0)
+    cluster = luring(straight_lines(200.0, 100.0, 100.0))
+    bench = Bench(cluster, cluster, STAGES)
+    bench.tune(global_batch=97)
+    assert bench.measured == []
+    assert len({plan.stage for plan in bench.tried[:2]}) == 2
+    assert len(bench.tried) == autotune.CONTENDERS
+
+
 def straight_lines(*speeds: float) -> ClusterProfile:
     """Ranks with exactly these samples per second and almost no communication."""
     devices = zip(known(speeds).devices, speeds, strict=True)
