@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 _BYTE_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1), ("B", 1, 0))
@@ -137,10 +137,21 @@ def format_names(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def format_table(*rows: Sequence[str]) -> str:
-    """The rows as lines with aligned columns; the first row is the header."""
+def format_table(*rows: Sequence[str], right: Collection[int] = ()) -> str:
+    """The rows as lines with aligned columns; the first row is the header.
+
+    Args:
+        *rows: cells, equally many in each row.
+        right: columns that are aligned to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def printable(text: str) -> str:

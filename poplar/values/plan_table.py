@@ -12,6 +12,7 @@ from poplar.values.formatting import (
     format_percent,
     format_rate,
     format_seconds,
+    format_table,
     format_usage,
 )
 
@@ -78,15 +79,8 @@ def lines(columns: Sequence[Column]) -> list[str]:
     """The lines of a table, one per rank; with many ranks, equal neighbours share a line."""
     rows = list(zip(*(column.cells for column in columns), strict=True))
     numbered = [("rank", *(column.title for column in columns)), *_numbered(rows)]
-    widths = [max(map(len, cells)) for cells in zip(*numbered, strict=True)]
-    left_aligned = [False, *(column.left_aligned for column in columns)]
-    return [
-        "  ".join(
-            f"{cell:<{width}}" if left else f"{cell:>{width}}"
-            for cell, width, left in zip(row, widths, left_aligned, strict=True)
-        )
-        for row in numbered
-    ]
+    right = [number for number, column in enumerate(columns, 1) if not column.left_aligned]
+    return format_table(*numbered, right=[0, *right]).splitlines()
 
 
 def _format_memory(needed: float, limit: float | None) -> str:

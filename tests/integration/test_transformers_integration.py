@@ -496,7 +496,6 @@ def plan_and_train(folder: str, balanced: bool) -> Any:
             seconds=2.0,
             cache=False,
             verify=False,
-            profile_samples=16,
             balance_lengths=balanced,
         ),
     )
@@ -879,7 +878,6 @@ def test_options_can_be_parsed_beside_training_arguments():
         ({"compute_dtype": "int8"}, "compute_dtype must be"),
         ({"reduce_dtype": "int8"}, "reduce_dtype must be"),
         ({"memory_limit": "lots"}, "memory_limit"),
-        ({"profile_samples": 0}, "profile_samples must be at least 1"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

@@ -15,6 +15,7 @@ from poplar.values.formatting import (
     format_rate,
     format_seconds,
     format_signed_percent,
+    format_table,
     format_usage,
     parse_bytes,
 )
@@ -163,3 +164,8 @@ def test_long_lists_of_names_are_cut(names, text):
 )
 def test_layers_that_differ_in_numbers_are_counted(names, text):
     assert format_layers(names) == text
+
+
+def test_columns_of_a_table_are_aligned():
+    table = format_table(("rank", "device"), ("0", "A100"), ("11", "T4"), right=[0])
+    assert table == "rank  device\n   0  A100\n  11  T4"

@@ -41,9 +41,6 @@ class PoplarArguments:
     seconds: float = _option(60.0, "Time budget for measuring and for trial runs of plans.")
     cache: bool = _option(True, "Reuse the profile of an earlier run of the same job.")
     verify: bool = _option(True, "Time the best plans before the choice.")
-    profile_samples: int = _option(
-        64, "The longest 8 of this many first samples of the dataset are what is measured."
-    )
     balance_lengths: bool = _option(
         False,
         "Divide each global batch by the lengths of its samples (the column length_column_name of "
@@ -79,10 +76,6 @@ class PoplarArguments:
                 raise ValueError(
                     f"PoplarArguments.{name} must be one of {', '.join(known)}, got {value!r}"
                 )
-        if self.profile_samples < 1:
-            raise ValueError(
-                f"PoplarArguments.profile_samples must be at least 1, got {self.profile_samples}"
-            )
         check_memory_limit(self.memory_limit)
 
     def given(

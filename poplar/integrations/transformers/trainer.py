@@ -63,8 +63,8 @@ RUN_FILE = "poplar_run.json"
 """In `output_dir`: the record of the run, for `poplar report`."""
 STEPS_PER_REPORT = 1000
 """Steps whose results are kept at most, if logs are less frequent or switched off."""
-EXAMPLE_SAMPLES = 8
-"""Samples of the dataset that are measured; larger batches repeat them."""
+FIRST_SAMPLES, EXAMPLE_SAMPLES = 64, 8
+"""The longest 8 of the first 64 samples of the dataset are measured; larger batches repeat them."""
 
 logger = logging.get_logger(__name__)
 
@@ -331,7 +331,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
         Only a padded batch with a row per sample can be cut to other lengths, not a packed one.
         """
-        features = sorted(_first(dataset, self.poplar.profile_samples), key=_length, reverse=True)
+        features = sorted(_first(dataset, FIRST_SAMPLES), key=_length, reverse=True)
         batch = MicroBatches(features[:EXAMPLE_SAMPLES], (), self.collate_train)
         if self._lengths is not None:
             inputs = batch.take(range(len(batch)))
