@@ -338,7 +338,9 @@ class Group:
                 f"rank {dist.get_rank()} is not in process_group; only the ranks of the group may "
                 "make this call, so skip it on the others"
             )
-        rank, index = dist.get_rank(chosen), _number_in_store(chosen)
+        store, rank = _get_process_group_store(chosen), dist.get_rank(chosen)
+        # In the store, because its keys outlive a process group that is made again.
+        index = int(store.add(f"poplar/{chosen.group_name}/groups of rank {rank}", 1))
         ranks = tuple(dist.get_process_group_ranks(chosen))
         try:
             prefixes = [
@@ -363,7 +365,10 @@ class Group:
         """Tell ranks that make a group of WORLD that this rank makes none. Local."""
         world = dist.group.WORLD if dist.is_available() else None
         if world is not None and world.size() > 1:
-            FailureReports.of(world, _number_in_store(world)).publish(reason, is_cause=True)
+            # Numbered as in `of`.
+            key = f"poplar/{world.group_name}/groups of rank {world.rank()}"
+            index = int(_get_process_group_store(world).add(key, 1))
+            FailureReports.of(world, index).publish(reason, is_cause=True)
 
     def _with_control_group(self) -> Group:
         """This group with a control group of its own. Collective."""
@@ -396,13 +401,6 @@ def _advice(group: Group) -> str:
         f"{advice}. The first collective also needs one device per rank: call "
         "torch.cuda.set_device(local_rank), or pass init_process_group(device_id=...)"
     )
-
-
-def _number_in_store(process_group: dist.ProcessGroup) -> int:
-    """The number of this rank's next group of a process group, equal on all its ranks."""
-    # In the store, because its keys outlive a process group that is made again.
-    key = f"poplar/{process_group.group_name}/groups of rank {process_group.rank()}"
-    return int(_get_process_group_store(process_group).add(key, 1))
 
 
 def _reports(
