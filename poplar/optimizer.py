@@ -564,7 +564,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if self._engine.step.open_micro_batch is None:
             self._engine.hooks.drop_implicit_pass()
             if self._engine.has_gradients:
-                self._step.reset()
+                self._engine.begin_step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -695,7 +695,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             RankFailed: another rank could not load or evaluate a batch.
             ValueError: no rank had a batch.
         """
-        self._step.raise_if_nonfinite()
+        self._step.nonfinite.raise_if_found()
         own_loss = self.collective_calls.of_user(loss_fn, "loss_fn")
         return Evaluation(self._engine, own_loss, weight).run(loader)
 
@@ -733,7 +733,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         with ExitStack() as stack:
             with running(begins=True):
-                self._step.raise_if_nonfinite()
+                self._step.nonfinite.raise_if_found()
                 units = engine.values.agreed_units(modules) if communicates else engine.units
                 stack.enter_context(engine.values.unsharded(writeback=writeback, units=units))
             try:
@@ -831,7 +831,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         After `consolidate_state_dict(to)`, on rank `to` and until the next step or load, it is the
         whole state.
         """
-        self._step.raise_if_nonfinite_here()
+        self._step.nonfinite.raise_here()
         if self._update.collected is not None:
             return collected_state_dict(self, self._update.collected)
         state = super().state_dict()
@@ -884,7 +884,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         from poplar.checkpoint.sharded_state import full_state_dict
 
-        self._step.raise_if_nonfinite()
+        self._step.nonfinite.raise_if_found()
         state = full_state_dict(self, self._engine, self._update, to)
         if state is not None and self._default_scaler is not None:
             state["poplar"] = {"scaler": self._default_scaler.state_dict()}
@@ -902,7 +902,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             stage=self._stage,
             plan=self._plan,
             scaler=self._default_scaler,
-            reject_nonfinite=self._step.reject_nonfinite_parameters,
+            reject_nonfinite=self._step.nonfinite.reject_state,
         )
 
     @collective
@@ -924,7 +924,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         from poplar.checkpoint.saved_model import save_model
 
         self._refuse_local("save_model()")
-        self._step.reject_nonfinite_parameters("save_model()")
+        self._step.nonfinite.reject_state("save_model()")
         save_model(self._engine, self._control, self._model, Path(path), sharded=sharded)
 
     def _refuse_local(self, doing: str) -> None:

@@ -157,7 +157,7 @@ class EnginePasses(Passes):
         try:
             yield
         except CollectiveTimeout:
-            self.engine.abort()
+            self.engine.drop_pass()
             raise
         except Exception as caught:
             error = self.engine.strategy.explain_error(caught)

@@ -182,7 +182,7 @@ class Engine:
                 self._complete(lambda: self.scheduler.finish(failed=True))
                 raise
         finally:
-            self._drop_pass()
+            self.drop_pass()
         if has_gradients:
             self.step.advance(Phase.ISSUED if own.reduces else Phase.ACCUMULATED)
 
@@ -281,11 +281,8 @@ class Engine:
             for name, parameter, offset in places:
                 yield name, whole[offset : offset + parameter.numel()].view(parameter.shape)
 
-    def abort(self) -> None:
-        """Drop the open pass after a collective has failed."""
-        self._drop_pass()
-
-    def _drop_pass(self) -> None:
+    def drop_pass(self) -> None:
+        """Drop the open pass, if there is one, without finishing it."""
         self.pass_is_explicit = False
         self.scheduler.drop()
 

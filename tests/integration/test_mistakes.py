@@ -810,7 +810,7 @@ def read_after_a_nonfinite_last_step(stage: int, folder: str) -> dict[str, Failu
         harness.note(name)
         run = Run(RECIPE, plan_of(stage))
         model, optimizer = training.prepare(run)
-        steps = optimizer._step._nonfinite
+        steps = optimizer._step.nonfinite
         steps._streams = LateStreams()
         group = optimizer._engine.control.group
         made = Made(run, model, optimizer, training.batch_of(run, 0))

@@ -288,7 +288,7 @@ class ProgrammeTraining(DistributedTraining):
         from safetensors.torch import save_file
 
         path = Path(path)
-        self.optimizer._step.reject_nonfinite_parameters("save_model()")
+        self.optimizer._step.nonfinite.reject_state("save_model()")
 
         def write() -> None:
             if self._rank:

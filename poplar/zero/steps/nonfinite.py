@@ -197,6 +197,11 @@ class NonFiniteSteps:
 
         run_on_all_ranks(self._control, check, doing=doing)
 
+    def reject_state(self, doing: str) -> None:
+        """As `raise_if_found`, and also if trained parameters are not finite. Collective."""
+        self.raise_if_found()
+        self.reject_parameters(doing)
+
     def raise_here(self) -> None:
         """Raise if the last step was not finite, in a call that other ranks may not make. Local.
 

@@ -63,14 +63,10 @@ class Step:
         self._update = update
         self._checks, self._replicas = checks, checks.replicas
         streams = engine.strategy.streams
-        self._nonfinite = NonFiniteSteps(on_nonfinite, update, streams, engine.control)
+        self.nonfinite = NonFiniteSteps(on_nonfinite, update, streams, engine.control)
         self._rank = engine.comm.group.rank
         self._trace = engine.comm.group.trace
         self._loop: weakref.ref[MicroBatchLoop] | None = None
-
-    def reset(self) -> None:
-        """Drop the current step."""
-        self._engine.begin_step()
 
     # Open.
 
@@ -105,7 +101,7 @@ class Step:
             self._drop_pass_of(early)
             raise
         if not early.pass_is_open:
-            self.reset()
+            self._engine.begin_step()
         self._engine.step.open(sizes)
         return micro_batches
 
@@ -114,7 +110,7 @@ class Step:
         if early.pass_is_open:
             self._engine.end_pass(failed=True)
             self._engine.wait_for_reductions()
-            self.reset()
+            self._engine.begin_step()
         return _NOT_EARLY
 
     # Passes.
@@ -390,9 +386,9 @@ class Step:
         """
         engine, state = self._engine, self._engine.step
         try:
-            self._nonfinite.raise_if_found()  # in the last step, if the device had not decided yet
+            self.nonfinite.raise_if_found()  # in the last step, if the device had not decided yet
         except Exception:
-            self.reset()
+            self._engine.begin_step()
             raise
         if error is None:
             error = caught(settings.check) or caught(self._update.allocate_state)
@@ -415,7 +411,7 @@ class Step:
             )
             self._checks.forward_state.look()
         except BaseException:
-            self.reset()
+            self._engine.begin_step()
             raise
         state.close(summary, settings)
         self._replicas.receive(summary.checksums)
@@ -477,19 +473,19 @@ class Step:
             try:
                 raise_on_any_error(self._engine.control, error, doing="a step")
             except BaseException:
-                self.reset()
+                self._engine.begin_step()
                 raise
         elif error is not None:
             raise error
         state = self._engine.step
         scaled = state.found_inf is not None
         if state.found_inf is None:
-            flag = self._nonfinite.flag(summary)
+            flag = self.nonfinite.flag(summary)
         elif summary.settings is None:  # the loss scaler decides
             flag = state.found_inf
         else:
             flag = torch.maximum(state.found_inf, differ(summary.settings).float())
-        found_inf = flag if scaled or self._nonfinite.skips() else None
+        found_inf = flag if scaled or self.nonfinite.skips() else None
         self._update_parameters(groups, summary.unused, found_inf)
         closed_with = state.settings or settings
         issued = IssuedStep(
@@ -499,9 +495,9 @@ class Step:
             applied=found_inf is None,
             scaled=scaled,
         )
-        state.skip(self._nonfinite.record(flag, issued))
-        self.reset()
-        self._nonfinite.raise_if_read()
+        state.skip(self.nonfinite.record(flag, issued))
+        self._engine.begin_step()
+        self.nonfinite.raise_if_read()
         return summary
 
     def _update_parameters(
@@ -536,25 +532,12 @@ class Step:
             and not any(bool(gradient.any()) for gradient in given if gradient is not None)
         )
 
-    def raise_if_nonfinite(self) -> None:
-        """Raise on all ranks if the last step was not finite; see `NonFiniteSteps`. Collective."""
-        self._nonfinite.raise_if_found()
-
-    def reject_nonfinite_parameters(self, doing: str) -> None:
-        """As `raise_if_nonfinite`, and also if trained parameters are not finite. Collective."""
-        self._nonfinite.raise_if_found()
-        self._nonfinite.reject_parameters(doing)
-
-    def raise_if_nonfinite_here(self) -> None:
-        """As `raise_if_nonfinite`, on this rank alone."""
-        self._nonfinite.raise_here()
-
     def stop(self, call: str, error: BaseException) -> None:
         """Stop all ranks, because this rank raises alone in a collective call.
 
         A single rank leaves nobody waiting, so it only stops if the update had begun.
         """
-        self._engine.abort()
+        self._engine.drop_pass()
         state = self._engine.step
         if self._engine.comm.group.size == 1 and not state.is_updating:
             return
