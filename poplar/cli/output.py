@@ -42,7 +42,8 @@ class Output:
 
     def show_table(self, *rows: Sequence[str]) -> None:
         """Add a table to print, between empty lines; the first row is its header."""
-        self.shown += ["", format_table(*rows), ""]
+        between = [] if self.shown[-1:] == [""] else [""]
+        self.shown += [*between, format_table(*rows), ""]
 
 
 @contextlib.contextmanager
