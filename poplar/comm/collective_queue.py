@@ -32,6 +32,18 @@ class CollectiveQueue:
         """
         return self.group.size > 1 and not self.group.is_on_host(device)
 
+    def take(self, numel: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialized buffer on the device of `like`; reused if the backend is on the host."""
+        dtype = dtype if dtype is not None else like.dtype
+        if self.group.is_on_host(like.device):
+            return self.buffers.take(numel, dtype, like.device)
+        return like.new_empty(numel, dtype=dtype)
+
+    def put_back(self, like: Tensor, *buffers: Tensor) -> None:
+        """Return what `take` gave. Devices reuse memory once it is free."""
+        for buffer in buffers if self.group.is_on_host(like.device) else ():
+            self.buffers.put_back(buffer)
+
     def reserve(self) -> int:
         """Reserve a position in the order for an exchange that is issued later. Collective."""
         return next(self._positions)

@@ -23,7 +23,6 @@ from poplar.profiler.batch_sizes import (
 )
 from poplar.profiler.engine_passes import EnginePasses, sharded_passes
 from poplar.profiler.model_profile import trained_units
-from poplar.profiler.noise import CpuUse
 from poplar.profiler.passes import Passes, PassParts
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
@@ -48,8 +47,6 @@ class BatchCurve:
     """How a pass of a middle size is spent."""
     throttled: str
     """Why the device ran below its clocks; empty if it did not."""
-    cpu_use: CpuUse | None
-    """Use of this rank's host while passes were timed; None where passes run on a GPU."""
     largest_unsharded: int = 0
     """The largest batch of plain passes; 0 if there were none."""
 
@@ -110,14 +107,12 @@ def _measured(
     samples: Samples = defaultdict(list)
 
     def time_passes(seconds: float) -> BatchCurve:
-        cpu_before = None if session.asynchronous else CpuUse.now()
         hot_before = devices.throttle_reason(session.device)
         points = time_sizes(passes, by_rank[own], seconds=seconds, least=2, samples=samples)
         return BatchCurve(
             points=points,
             parts=passes.parts(points[len(points) // 2].batch),
             throttled=devices.throttle_reason(session.device) or hot_before,
-            cpu_use=None if cpu_before is None else CpuUse.now().since(cpu_before),
         )
 
     def timed(seconds: float) -> list[BatchCurve]:

@@ -116,7 +116,7 @@ class Profiler:
             backward_fraction=fmean(curve.parts.backward_fraction for curve in curves),
             memory_reserve=MEMORY_RESERVE,
             identity=session.identity,
-            notes=tuple(noise_notes(profiles, [curve.cpu_use for curve in curves])),
+            notes=tuple(noise_notes(profiles)),
         )
         session.limit_plain_passes([curve.largest_unsharded for curve in curves])
         return with_recomputed_curves(session, profile, report)

@@ -77,23 +77,6 @@ def processor_quota() -> float | None:
     return min(quotas, default=None)
 
 
-def busy_seconds() -> dict[int, float]:
-    """Seconds since boot in which each core of this process was busy.
-
-    Time that a hypervisor gave to other guests (steal) counts as busy. Empty where the kernel does
-    not report it.
-    """
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    busy = {}
-    for line in (_read(_PROC / "stat") or "").splitlines():
-        found = re.match(r"cpu(\d+) (.+)", line)
-        if found and int(found[1]) in allowed:
-            user, nice, kernel, _, _, *others = map(int, found[2].split())
-            ticks = user + nice + kernel + sum(others[:3])  # others: irq, softirq, steal, guests
-            busy[int(found[1])] = ticks / os.sysconf("SC_CLK_TCK")
-    return busy
-
-
 def shared_memory() -> tuple[int, int] | None:
     """Free and total bytes of `/dev/shm`; None if it does not exist."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from types import SimpleNamespace
@@ -341,16 +340,6 @@ def test_cpu_quota_is_read(tmp_path, monkeypatch, files, quota):
     assert host_limits.processor_quota() == quota
     notes = " ".join(devices.describe(CPU).notes)
     assert ("CPU quota" in notes) == (quota is not None)
-
-
-def test_busy_time_of_cores_includes_steal_and_excludes_idle(tmp_path, monkeypatch):
-    allowed = min(os.sched_getaffinity(0))
-    stat = f"cpu  9 9 9 9\ncpu{allowed} 100 10 20 5000 300 3 4 50 7 0\ncpu4095 1 1 1 1 1 1 1 1\n"
-    pretend(monkeypatch, tmp_path, {"proc/stat": stat})
-    ticks = 100 + 10 + 20 + 3 + 4 + 50
-    assert host_limits.busy_seconds() == {allowed: ticks / os.sysconf("SC_CLK_TCK")}
-    (tmp_path / "proc/stat").unlink()
-    assert host_limits.busy_seconds() == {}
 
 
 @pytest.mark.parametrize(

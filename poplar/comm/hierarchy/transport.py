@@ -25,11 +25,10 @@ from poplar.comm.communicator import (
     own_slice,
 )
 from poplar.comm.group import Group
-from poplar.comm.hierarchy.routes import Route
 from poplar.comm.hierarchy.within_host import ProcessGroupOfHost, SharedHostMemory, WithinHost, join
 from poplar.comm.host_memory.rendezvous import Rendezvous
 from poplar.comm.host_memory.segment_pool import caches_memory
-from poplar.comm.host_topology import Hosts
+from poplar.comm.host_topology import Hosts, Route
 from poplar.comm.process_group import all_to_all
 from poplar.comm.shard_layout import Layout
 
@@ -129,11 +128,8 @@ class HierarchicalCommunicator(Communicator):
             return StepsWork()
         route = self._route(reduction.bucket.layout)
         # Allocate before sending: if memory runs out, the collective can be issued again.
-        on_host, buffers = self.group.is_on_host(data.device), self._between.buffers
-        total, received = (
-            buffers.take(size, data.dtype, data.device) if on_host else data.new_empty(size)
-            for size in (own + sum(route.relayed), sum(route.relays))
-        )
+        sizes_taken = own + sum(route.relayed), sum(route.relays)
+        total, received = (self._between.take(size, data) for size in sizes_taken)
         parts = [[received[slice(*bounds)] for bounds in of_host] for of_host in route.by_host]
         sums = [part[0] if len(part) == 1 else data.new_empty(own if part else 0) for part in parts]
         own_host = self._hosts.host_of(self.group.rank)
@@ -144,8 +140,7 @@ class HierarchicalCommunicator(Communicator):
                 if host != own_host and len(part) > 1:
                     torch.cat(part, out=sums[host])
             reduction.add(sums)
-            for buffer in (total, received) if on_host else ():
-                buffers.put_back(buffer)
+            self._between.put_back(data, total, received)
 
         def exchange(position: int, receives: bool = True, sends: bool = True) -> Work:
             none, what = [0] * self.group.size, reduction.what

@@ -19,9 +19,9 @@ from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.communicator import CallbackWork, Communicator, Work, own_slice
 from poplar.comm.copies import copy
 from poplar.comm.group import Group
-from poplar.comm.hierarchy.routes import Bounds, Route
 from poplar.comm.host_memory.rendezvous import Rendezvous, SharedMemoryWork
 from poplar.comm.host_memory.transport import SharedMemoryCommunicator
+from poplar.comm.host_topology import Bounds, Route
 from poplar.comm.process_group import ProcessGroupCommunicator, gather
 
 
@@ -182,13 +182,22 @@ class ProcessGroupOfHost(WithinHost):
         self, reduction: Reduction, route: Route, total: Tensor, exchange: ExchangeSums
     ) -> Work:
         # Allocate before sending: if memory runs out, the collective can be issued again.
-        bucket = reduction.bucket
-        ordered = Bucket(join(bucket.data, route.parts), route.host_layout, bucket.codec)
-        sums = total.new_empty(total.numel(), dtype=bucket.codec.sum_dtype)
+        bucket, between = reduction.bucket, self._between
+        taken: list[Tensor] = []
+        data, sums = bucket.data, total
+        if len(route.parts) > 1:
+            taken.append(between.take(route.host_layout.numel, data))
+            data = torch.cat([data[start:stop] for start, stop in route.parts], out=taken[-1])
+        if total.dtype is not bucket.codec.sum_dtype:
+            sums = between.take(total.numel(), total, bucket.codec.sum_dtype)
+            taken.append(sums)
+        ordered = Bucket(data, route.host_layout, bucket.codec)
         work = self.comm.reduce_scatter(ordered, sums, accumulate=False, what=reduction.what)
 
         def round_sums() -> None:
-            total.copy_(sums)
+            if sums is not total:
+                total.copy_(sums)
+            between.put_back(total, *taken)
 
         rounded, position = CallbackWork(work, round_sums), self._between.reserve()
         return self._between.chain(rounded, lambda: exchange(position), total.device, position)
@@ -201,7 +210,7 @@ class ProcessGroupOfHost(WithinHost):
         what: str,
         receive: Callable[[Tensor, int], Work],
     ) -> Work:
-        gathered = data.new_empty(route.host_layout.numel)
+        gathered = self._between.take(route.host_layout.numel, data)
         shared = own_slice(gathered, route.host_layout, self.comm.group.rank)
         shared[: own.numel()].copy_(own)
         between, within = self._between.reserve(), self.comm.queue.reserve()
@@ -210,6 +219,7 @@ class ProcessGroupOfHost(WithinHost):
         def copy_out() -> None:
             places = [data[start:stop] for start, stop in route.parts]
             torch._foreach_copy_(places, gathered.split(sizes_of(route.parts)))
+            self._between.put_back(data, gathered)
 
         def gather_on_host() -> Work:
             work = gather(self.comm.queue, gathered, route.host_layout, what, within)
