@@ -46,7 +46,6 @@ from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import (
     HeldMemory,
     OnOutOfMemory,
-    check_on_out_of_memory,
     held_memory,
     smaller_batches_message,
 )
@@ -66,9 +65,9 @@ from poplar.zero.setup import (
     Request,
     agree_on_request,
     build_engine,
+    check_choice,
     check_request,
 )
-from poplar.zero.steps import nonfinite
 from poplar.zero.steps.evaluation import Evaluation
 from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.steps.step import Step
@@ -215,8 +214,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         def check() -> Request:
-            check_on_out_of_memory(on_out_of_memory)
-            nonfinite.check_choice(on_nonfinite)
+            check_choice("on_out_of_memory", on_out_of_memory, OnOutOfMemory)
+            check_choice("on_nonfinite", on_nonfinite, OnNonFinite)
             return check_request(
                 model,
                 optimizer_class,

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -23,6 +23,7 @@ from poplar.values.errors import CollectiveTimeout, agreed, is_agreed, take_agre
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 AGAIN = "make the call again on all ranks"
 """What to do after a call that leaves nothing behind has failed."""
@@ -203,23 +204,11 @@ def stop_reason(
     return f"rank {rank} failed in {where}; {advice}. {type(error).__name__}: {error}"
 
 
-class HasCollectiveCalls(Protocol):
-    """An object with methods that all ranks call."""
-
-    @property
-    def collective_calls(self) -> CollectiveCalls:
-        """The calls of which one runs at a time."""
-        ...
-
-
-S = TypeVar("S", bound=HasCollectiveCalls)
-
-
 def collective(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """A method that all ranks call: it runs as one of the `collective_calls` of its object."""
     name = f"{method.__name__}()"
 
-    def collective_call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def collective_call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.collective_calls.running(name):
             return method(self, *args, **kwargs)
 

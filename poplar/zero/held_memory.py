@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -111,16 +111,6 @@ class _Storages:
                 self._seen.add(storage.data_ptr())
                 total += storage.nbytes()
         return total
-
-
-def check_on_out_of_memory(on_out_of_memory: str) -> None:
-    """Check the argument `on_out_of_memory`.
-
-    Raises:
-        ValueError: it has another value.
-    """
-    if on_out_of_memory not in get_args(OnOutOfMemory):
-        raise ValueError(f"on_out_of_memory={on_out_of_memory!r}; use 'retry' or 'raise'")
 
 
 def smaller_batches_message(too_large: Mapping[int, int]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -181,6 +181,13 @@ def check_request(
         factored=factored,
         local=frozenset(local),
     )
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Raise ValueError if the argument `name` has none of the values of the `Literal` choices."""
+    known = get_args(choices)
+    if value not in known:
+        raise ValueError(f"{name}={value!r}; use {' or '.join(map(repr, known))}")
 
 
 def _check_local(names: Collection[str], model: nn.Module, stage: int) -> None:

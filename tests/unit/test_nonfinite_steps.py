@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from poplar.values.errors import PoplarError, RankFailed
-from poplar.zero.steps.nonfinite import IssuedStep, NonFiniteSteps, check_choice
+from poplar.zero.setup import check_choice
+from poplar.zero.steps.nonfinite import IssuedStep, NonFiniteSteps, OnNonFinite
 from poplar.zero.steps.step_settings import StepSettings
 from poplar.zero.streams import Streams
 
@@ -170,4 +171,4 @@ def test_a_class_that_cannot_skip_on_the_device_delays_the_host_only_to_skip(
 
 def test_unknown_choice_raises() -> None:
     with pytest.raises(ValueError, match="use 'raise' or 'skip'"):
-        check_choice("ignore")
+        check_choice("on_nonfinite", "ignore", OnNonFinite)

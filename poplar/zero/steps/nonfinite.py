@@ -33,7 +33,6 @@ from poplar.zero.update import ShardedUpdate
 
 OnNonFinite = Literal["raise", "skip"]
 
-_CHOICES = ("raise", "skip")
 _RESTART = (
     "Load the last checkpoint, and look for a too large learning rate or values that were written "
     "into parameters or optimizer state"
@@ -43,12 +42,6 @@ _RESTART = (
 def _skipped(at_fault: Sequence[int]) -> str:
     who = f"the loss of rank(s) {at_fault}" if at_fault else "the gradient norm"
     return f"a step was skipped: {who} was not finite"
-
-
-def check_choice(choice: str) -> None:
-    """Raise ValueError for an unknown choice."""
-    if choice not in _CHOICES:
-        raise ValueError(f"on_nonfinite={choice!r}; use 'raise' or 'skip'")
 
 
 class DeviceFlag:
