@@ -20,7 +20,7 @@ from poplar.comm.bucket import Reduction
 from poplar.comm.collective_queue import CollectiveQueue
 from poplar.comm.communicator import CachedBytes, Communicator, Splits, Work, own_slice
 from poplar.comm.group import Group
-from poplar.comm.host_memory.segment_pool import caches_memory
+from poplar.comm.host_memory.segment import caches_memory
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.stream_work import StreamWork
 

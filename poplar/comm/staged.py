@@ -20,7 +20,7 @@ from poplar import ops
 from poplar.comm.bucket import Bucket, Reduction
 from poplar.comm.communicator import CachedBytes, Communicator, Splits, Work, own_slice
 from poplar.comm.host_buffers import HostBuffers, record
-from poplar.comm.host_memory.segment_pool import caches_memory
+from poplar.comm.host_memory.segment import caches_memory
 from poplar.comm.shard_layout import Layout
 
 

@@ -32,7 +32,7 @@ neither on `n` nor on `P`. Only the model itself, its passes and the engine's ow
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -45,7 +45,6 @@ from poplar.profiler.job import Job
 from poplar.profiler.memory import model_bytes
 from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget
 from poplar.profiler.model_profile import linear_layers, model_profile, pass_memory
-from poplar.profiler.noise import noise_notes
 from poplar.profiler.optimizer_step import measure_update
 from poplar.profiler.progress import Report
 from poplar.profiler.recomputed_passes import with_recomputed_curves
@@ -62,6 +61,9 @@ NETWORK = 0.08
 """Part of the time budget for the collectives."""
 STEPS = 0.4
 """Part of the time budget for steps of the engine, over all stages."""
+MOST_SPREAD = 0.03
+"""Relative standard error of a median pass time above which a profile says that it is uncertain:
+about as much as good plans differ by."""
 
 
 class Profiler:
@@ -194,6 +196,24 @@ class Profiler:
         if session.asynchronous:
             session.on_all_ranks(torch.cuda.empty_cache, "returning cached memory")
         return session.on_all_ranks(lambda: memory_budget(session), "reading free memory")
+
+
+def noise_notes(profiles: Sequence[DeviceProfile]) -> Iterable[str]:
+    """Sentences for `ClusterProfile.notes` on devices that were throttled or unsteady."""
+    for rank, device in enumerate(profiles):
+        if device.throttled:
+            yield (
+                f"rank {rank} was throttled while it was measured ({device.throttled}): its times "
+                "are those of a hot or capped device"
+            )
+    for rank, device in enumerate(profiles):
+        spread, batch = max((p.spread_seconds / p.seconds, p.batch) for p in device.points)
+        if spread > MOST_SPREAD:
+            yield (
+                f"the times of rank {rank} are noisy: the median time of {batch} samples has a "
+                f"standard error of {spread:.1%} (more than {MOST_SPREAD:.0%}), so predictions may "
+                "be off by as much; profile again on a quieter machine or with a larger seconds="
+            )
 
 
 def _largest_batch(device: DeviceProfile, activation_bytes: float) -> int:

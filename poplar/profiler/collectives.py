@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Communicator, Work, connect
-from poplar.comm.host_memory.segment_pool import caches_memory
+from poplar.comm.host_memory.segment import caches_memory
 from poplar.comm.host_topology import Hosts, host_id
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.transport_selection import candidates
@@ -306,7 +306,6 @@ def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
     even = (1.0 / group.size,) * group.size
     skewed = (0.5, *(0.5 / (group.size - 1),) * (group.size - 1))
     each = TRANSPORT_SECONDS / (4 * len(names))
-    both = Collectives.reduce_scatter, Collectives.all_gather
     for way in ways.values():  # NCCL connects ranks in their first collective
         way.seconds(Collectives.reduce_scatter, even, budget=0.0)
     deadline = time.monotonic() + TRANSPORT_SECONDS
@@ -315,7 +314,7 @@ def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
         """Infinite if time is up on any rank."""
         if any(way.exchange(float(time.monotonic() > deadline))):
             return math.inf
-        return sum(way.seconds(issue, shares, each) for issue in both for shares in (even, skewed))
+        return sum(sum(way.both_seconds(shares, each)) for shares in (even, skewed))
 
     found = {name: seconds(way) for name, way in ways.items()}
     orders = {name: way.comm.reduction_order for name, way in ways.items()}

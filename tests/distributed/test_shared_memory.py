@@ -19,8 +19,7 @@ from ranks import Pool
 
 from poplar import HeteroZeroOptimizer, Plan, _core
 from poplar.comm import Bucket, Codec, Control, Group, connect, connect_control, host_topology
-from poplar.comm.host_memory.segment import PAGE, Segment, segment_bytes, view
-from poplar.comm.host_memory.segment_pool import SegmentPool
+from poplar.comm.host_memory.segment import PAGE, Segment, SegmentPool, segment_bytes, view
 from poplar.comm.host_memory.transport import SharedMemoryCommunicator
 from poplar.comm.shard_layout import Layout
 from poplar.system import host_limits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poplar.profiler.noise import MOST_SPREAD, noise_notes
+from poplar.profiler.cluster_profiler import MOST_SPREAD, noise_notes
 from poplar.values.profile import BatchPoint, DeviceProfile
 
 

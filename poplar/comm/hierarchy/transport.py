@@ -27,7 +27,7 @@ from poplar.comm.communicator import (
 from poplar.comm.group import Group
 from poplar.comm.hierarchy.within_host import ProcessGroupOfHost, SharedHostMemory, WithinHost, join
 from poplar.comm.host_memory.rendezvous import Rendezvous
-from poplar.comm.host_memory.segment_pool import caches_memory
+from poplar.comm.host_memory.segment import caches_memory
 from poplar.comm.host_topology import Hosts, Route
 from poplar.comm.process_group import all_to_all
 from poplar.comm.shard_layout import Layout
@@ -107,9 +107,10 @@ class HierarchicalCommunicator(Communicator):
         return self._issue(self._gathers, steps, data.device, data, own)
 
     def all_to_all(self, received: Tensor, sent: Tensor, sizes: Splits, *, what: str) -> Work:
-        with self._within.abort_on_error(what):
-            exchange = all_to_all(self._between, received, sent, sizes, what)
-        return self._within.joined(exchange, what)
+        def exchange() -> Work:
+            return all_to_all(self._between, received, sent, sizes, what)
+
+        return self._within.between_hosts(exchange, what)
 
     def _issue(
         self, stream: StepStream, steps: Callable[[], Work], device: torch.device, *used: object

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -73,13 +72,12 @@ class WithinHost(ABC):
                 reserved position.
         """
 
-    def abort_on_error(self, what: str) -> AbstractContextManager[None]:
-        """A context in which an error stops the ranks of the host that wait for this one. Local."""
-        return nullcontext()
+    def between_hosts(self, issue: Callable[[], Work], what: str) -> Work:
+        """Issue work between hosts. Its errors stop the ranks of the host that wait for this one.
 
-    def joined(self, work: Work, what: str) -> Work:
-        """The work between hosts, whose errors stop the ranks of the host."""
-        return work
+        Native calls need nothing for that.
+        """
+        return issue()
 
 
 class SharedHostMemory(WithinHost):
@@ -92,10 +90,9 @@ class SharedHostMemory(WithinHost):
         self.comm: SharedMemoryCommunicator = SharedMemoryCommunicator(rendezvous)
         self._between, self._rendezvous = between, rendezvous
 
-    def abort_on_error(self, what: str) -> AbstractContextManager[None]:
-        return self._rendezvous.abort_on_error(what)
-
-    def joined(self, work: Work, what: str) -> Work:
+    def between_hosts(self, issue: Callable[[], Work], what: str) -> Work:
+        with self._rendezvous.abort_on_error(what):
+            work = issue()
         collective = self._rendezvous.post(torch.empty(0, device="cpu"))
         return SharedMemoryWork(self._rendezvous, collective, what, work.wait)
 

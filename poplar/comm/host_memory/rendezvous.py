@@ -22,8 +22,16 @@ from poplar import _core
 from poplar.comm import host_topology
 from poplar.comm.copies import copy_except
 from poplar.comm.group import Group
-from poplar.comm.host_memory.segment import CAN_SHARE, PAGE, PeerSegment, Segment, view
-from poplar.comm.host_memory.segment_pool import Block, SegmentPool, caches_memory
+from poplar.comm.host_memory.segment import (
+    CAN_SHARE,
+    PAGE,
+    Block,
+    PeerSegment,
+    Segment,
+    SegmentPool,
+    caches_memory,
+    view,
+)
 from poplar.values.errors import CollectiveTimeout
 
 T = TypeVar("T")

@@ -7,7 +7,6 @@ slice of every bucket and adds them in rank order. `rendezvous` defines how rank
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -49,10 +48,6 @@ class SharedMemoryCommunicator(Communicator):
         data, squares = memory[:numel], memory[numel:] if blocks else None
         wait = partial(rendezvous.wait_for_readers, memory)
         return Bucket(data, layout, codec, wait_until_writable=wait, squares=squares)
-
-    def abort_on_error(self, what: str) -> AbstractContextManager[None]:
-        """Abort this transport, on all ranks, if an exception is raised inside."""
-        return self._rendezvous.abort_on_error(what)
 
     def share(self, data: Tensor) -> Tensor:
         shared = self._rendezvous.allocate(data.dtype, data.numel())
