@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from poplar.planner.memory_shortfall import NoPlanFits
+from poplar.programmes.graph.graph import Graph
+from poplar.programmes.graph.programme import Programme
 from published_clusters import data_parallel, hap, heterog, poplar_plan
 from published_clusters.costs import Costs
 from published_clusters.decision import Decisions
 from published_clusters.layer import Layer
+from published_clusters.simulation import simulate
 from published_clusters.step import Step
 
 
@@ -77,6 +82,7 @@ def _words(decisions: Decisions) -> Iterator[str]:
         yield f"batches {max(batch)} to {min(batch)}"
 
 
+@lru_cache(1)
 def poplar(costs: Costs, case: Case) -> Chosen:
     """The plan of `poplar.planner.search`."""
     try:
@@ -90,14 +96,27 @@ def poplar(costs: Costs, case: Case) -> Chosen:
 
 
 def poplar_programme(costs: Costs, case: Case) -> Chosen:
-    """The programme of `poplar.programmes.search`, if its search ends."""
+    """What is simulated to be fastest of the plan and the programmes that are found."""
     from published_clusters import graphs, programme_search  # torch takes seconds to import
 
     graph = graphs.graph(case.model, costs.cluster.world_size, case.global_batch)
-    programme = programme_search.found_programme(graph, costs, case.global_batch)
-    if programme is None:
-        reason = f"the search does not end within {programme_search.LIMIT} states"
-        return Chosen(step=None, why_not=reason)
+    fastest, least = Chosen(step=None, why_not="neither the plan nor a programme fits"), math.inf
+    for one in (
+        poplar(costs, case),
+        *(
+            _of_programme(costs, case, graph, programme)
+            for programme in programme_search.found_programmes(graph, costs, case.global_batch)
+        ),
+    ):
+        seconds = math.inf if one.step is None else simulate(costs.cluster, one.step(costs))
+        if seconds < least:
+            fastest, least = one, seconds
+    return fastest
+
+
+def _of_programme(costs: Costs, case: Case, graph: Graph, programme: Programme) -> Chosen:
+    from published_clusters import programme_search
+
     model = (graph, programme, case.layers, case.global_batch)
     divided = programme_search.divided_parameters(programme)
     return fitting(
