@@ -17,7 +17,7 @@ Policies:
 - `HAP`: *our reconstruction* (`published_clusters/hap.py`), without the authors' code;
 - `HeteroG`: *our reconstruction* (`published_clusters/heterog.py`), without the authors' code;
 - `Poplar`: the plan of `poplar.planner.search`;
-- `Poplar, programme`: the programme of `poplar.programmes.search`, where its search ends.
+- `Poplar, programme`: the fastest of that plan and of the programmes of `poplar.programmes.search`.
 
 All policies use the same costs (`published_clusters/costs.py`) and simulator
 (`published_clusters/simulation.py`). `published_clusters/published.py` has the published figures

@@ -56,7 +56,7 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
 def _cell(row: Row, even: Row) -> str:
     """The gain, or samples per second where DP-EV does not fit."""
     if row["samples_per_second"] is None:
-        return "does not end" if "states" in row["why_not"] else "does not fit"
+        return "does not fit"
     if even["samples_per_second"] is None:
         return f"{row['samples_per_second']:.0f} samples/s"
     return COLUMNS[3].cell(row)

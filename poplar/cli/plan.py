@@ -73,10 +73,6 @@ def plan(
             "train.py:workload, as `poplar profile` takes it.",
         ),
     ] = None,
-    programme_output: Annotated[
-        Path | None,
-        typer.Option(help="The file to write the programme to, if one is found."),
-    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -117,9 +113,6 @@ def plan(
             no_programme = {"programme": None, "reason": reason}
             document["programme"] = no_programme if decision is None else decision.to_dict()
             result.show(reason)
-            if programme_output is not None and decision is not None and decision.programme:
-                decision.programme.to_json(programme_output)
-                result.show(f"programme written to {programme_output}")
         result.document = document if len(document) > 1 else chosen.to_dict()
         if output is not None:
             chosen.to_json(output)

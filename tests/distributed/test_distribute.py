@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -103,7 +102,7 @@ def test_models_without_a_programme_are_trained_by_the_plan(ranks: Pool, kind: s
         close(values, by_rank[0][2])
 
 
-def distributed(task: str, programme: Programme | Path) -> DistributedTraining:
+def distributed(task: str, programme: Programme) -> DistributedTraining:
     torch.manual_seed(harness.rank())
     model = new_model(task) if harness.rank() == 0 else TASKS[task][0](TASKS[task][1])
     return poplar.distribute(
@@ -117,7 +116,7 @@ def distributed(task: str, programme: Programme | Path) -> DistributedTraining:
     )
 
 
-def train(task: str, programme: Programme | Path) -> tuple[list[Any], list[Tensor]]:
+def train(task: str, programme: Programme) -> tuple[list[Any], list[Tensor]]:
     training = distributed(task, programme)
     results = []
     for batch in global_batches(task):
@@ -128,14 +127,10 @@ def train(task: str, programme: Programme | Path) -> tuple[list[Any], list[Tenso
     return results, [p.detach().clone() for p in training.model.parameters()]
 
 
-@pytest.mark.parametrize("source", ["value", "file"])
-def test_a_given_programme_trains_as_one_process(ranks: Pool, tmp_path: Path, source: str) -> None:
+def test_a_given_programme_trains_as_one_process(ranks: Pool) -> None:
     programme = experts_divided(exported_loss("mixture"), (2, 1))
-    path = tmp_path / "programme.json"
-    programme.to_json(path)
     expected = train_in_one_process("mixture")
-    given = programme if source == "value" else path
-    for results, values in ranks.run(train, "mixture", given, ranks=2):
+    for results, values in ranks.run(train, "mixture", programme, ranks=2):
         close(results, expected["results"])
         close(values, [p.detach() for p in expected["values"].values()])
 
@@ -249,16 +244,13 @@ def attempt(programmes: list[Any]) -> list[str]:
     return [failure.message for failure in caught]
 
 
-def test_wrong_programmes_are_refused_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
+def test_wrong_programmes_are_refused_on_all_ranks(ranks: Pool) -> None:
     exported = exported_loss("mixture")
     programme, other = (experts_divided(exported, ratios) for ratios in ((2, 1), (1, 1)))
     encoder = experts_divided_of("encoder")
-    wrong = tmp_path / "plan.json"
-    poplar.Plan.even(2, 6, 3, stage=0).to_json(wrong)
     cases = (
         ([programme, other], "the ranks passed different programmes to distribute()"),
-        (["always", "always"], "programme='always' must be 'auto', 'never', a Programme or"),
-        ([wrong, wrong], f"{wrong}: this is a plan, not a programme written by Programme.to_json"),
+        (["always", "always"], "programme='always' must be 'auto', 'never' or a Programme"),
         ([encoder, encoder], "Programme.placements must have the graph's node"),
         ([replaced_ratios(programme)] * 2, "the programme is for 3 ranks, the group has 2"),
     )

@@ -55,24 +55,22 @@ def export(model: nn.Module) -> CheckedExport:
 
 
 def programme() -> Programme:
-    graph = export(Changing().eval()).exported.graph
+    graph = export(Changing()).exported.graph
     placed = {graph.parameters["up.weight"].name: Sharded(0)}
     return programme_of(graph, (2, 1), {**batch_placements(graph), **placed}, nearest)
 
 
 def change(model: Any, step: int) -> None:
     """Before a step."""
-    if step == 1:
-        model.train()
-    elif step == 2:
+    if step == 2:
         model.scale.mul_(2.0)
     elif step == 3:
         model.scale = torch.full((WIDTH,), 0.5)
 
 
 def train(given: Programme) -> tuple[list[float], list[Tensor], list[str]]:
-    """Losses of steps and of an evaluation; values; errors after another change."""
-    rank, model = harness.rank(), Changing().eval()
+    """Losses of steps and of an evaluation; values; errors after other changes."""
+    rank, model = harness.rank(), Changing()
     group = Group.of(harness.group(), None)
     job = DistributedJob.of(
         model,
@@ -103,6 +101,11 @@ def train(given: Programme) -> tuple[list[float], list[Tensor], list[str]]:
     with harness.catching() as caught:
         training.train_step({**own(4), "beta": 1.0 + rank})
     messages = [failure.message for failure in caught]
+    model.eval()
+    with harness.catching() as caught:
+        training.train_step(own(4))
+    messages += [failure.message for failure in caught]
+    model.train()
     model.factor = 1.5
     with harness.catching() as caught:
         training.train_step(own(4))
@@ -112,7 +115,7 @@ def train(given: Programme) -> tuple[list[float], list[Tensor], list[str]]:
 
 
 def train_in_one_process() -> tuple[list[float], list[Tensor]]:
-    model = Changing().eval()
+    model = Changing()
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
 
     def steps() -> Iterator[float]:
@@ -134,8 +137,9 @@ def test_steps_read_what_has_changed_or_raise(ranks: Pool) -> None:
     for rank, (losses, own, messages) in enumerate(ranks.run(train, programme(), ranks=2)):
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(own, values, rtol=1e-4, atol=1e-5)
-        unequal, unlike = messages
+        unequal, in_other_mode, unlike = messages
         assert "different numbers at ['beta']: [1.0, 2.0]" in unequal, rank
+        assert "after 4 steps, the programme does not compute" in in_other_mode
         assert "after 4 steps, the programme does not compute what loss_fn computes" in unlike
         assert "the graph of torch.export, which keeps Python numbers" in unlike
 

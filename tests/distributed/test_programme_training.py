@@ -33,7 +33,7 @@ from poplar.programmes.run import checked_export, local_execution
 from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
-from poplar.programmes.run.programme_training import ProgrammeTraining
+from poplar.programmes.run.programme_training import ProgrammeTraining, sampling_plan
 from poplar.programmes.search.composition import batch_placements, data_parallel
 from poplar.zero import unit
 
@@ -79,8 +79,6 @@ def exported_once(task: str) -> Iterator[None]:
     """Take graphs from `exported_loss`: an export takes longer than the rest of a test."""
 
     def export(model: nn.Module, loss_fn: Any, batch: Any) -> ExportedLoss:
-        if not model.training:
-            return export_loss(model, loss_fn, batch)
         known = exported_loss(task, pytree.samples_in(batch))
         constants = {name: value.clone() for name, value in known.constants.items()}
         return replace(known, constants=constants)
@@ -127,8 +125,8 @@ def train(task: str, programme: Programme, transport: str) -> dict[str, Any]:
         own = part_of(batch, training.plan, harness.rank())
         result = training.train_step(own, max_norm=CLIP)
         results.append((result.loss, result.grad_norm, result.samples))
-    batches = global_batches(task)[:2]
-    loss = training.evaluate(part_of(b, training.plan, harness.rank()) or b for b in batches)
+    parts = [part_of(b, training.plan, harness.rank()) for b in global_batches(task)[:2]]
+    loss = training.evaluate([part for part in parts if part is not None])
     state = training.state_dict(to=1)
     training.release()
     values = {name: value.detach().clone() for name, value in training.model.named_parameters()}
@@ -146,22 +144,33 @@ def train_in_one_process(task: str) -> dict[str, Any]:
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         results.append((float(loss), float(norm), SAMPLES))
-    with torch.no_grad():
-        losses = [float(loss_fn(model, batch)) for batch in global_batches(task)[:2]]
     return {
         "results": results,
-        "evaluated": sum(losses) / len(losses),
+        "model": model,
         "state": {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
         "values": dict(model.named_parameters()),
     }
 
 
+def evaluate_in_one_process(task: str, model: nn.Module, programme: Programme) -> float:
+    """The mean loss of the ranks' parts, weighted by samples, as `evaluate` of a plan."""
+    plan, total = sampling_plan(programme, SAMPLES), 0.0
+    for batch in global_batches(task)[:2]:
+        for rank in range(programme.world_size):
+            part = part_of(batch, plan, rank)
+            if part is not None:
+                with torch.no_grad():
+                    total += plan.samples(rank) * float(TASKS[task][2](model, part))
+    return total / (2 * SAMPLES)
+
+
 def check(ranks: Pool, task: str, programme: Programme, transport: str = "auto") -> None:
     expected = train_in_one_process(task)
+    evaluated = evaluate_in_one_process(task, expected["model"], programme)
     by_rank = ranks.run(train, task, programme, transport, ranks=programme.world_size)
     for rank, got in enumerate(by_rank):
         close(got["results"], expected["results"])
-        close(got["evaluated"], expected["evaluated"])
+        close(got["evaluated"], evaluated)
         close(got["values"], {n: p.detach() for n, p in expected["values"].items()})
         if rank != 1:
             assert got["state"] is None

@@ -159,22 +159,6 @@ def test_names_of_samples_may_be_others() -> None:
     exported.tensors({**batch(), "names": ["d", "e", "f"]}, CPU)
 
 
-class WithMode(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + y.mean() if self.training else y
-
-
-@pytest.mark.parametrize(("kind", "is_equal"), [(Model, True), (WithMode, False)])
-def test_the_graph_is_that_of_the_modes_of_the_modules(
-    kind: type[nn.Module], is_equal: bool
-) -> None:
-    model = kind()
-    first = checked(model)
-    model.eval()
-    assert first.again().exported.equals(first.exported) == is_equal
-
-
 def without_gradient(model: Any, given: dict[str, Any]) -> Tensor:
     """Regions in regions; values that pass through one keep their gradients."""
     x = model.first(given["x"])

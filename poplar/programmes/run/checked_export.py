@@ -77,10 +77,6 @@ class CheckedExport:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def again(self) -> CheckedExport:
-        """The export in other modes of the modules."""
-        return CheckedExport(self.model, self._loss_fn, self._example, self._global_batch)
-
     def check(self, batch: Any, step: int) -> None:
         """Compare the graph with the model, in a few steps of a training.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -25,7 +24,7 @@ from poplar.zero.agreement import exchange_results
 from poplar.zero.collective_calls import new_group
 from poplar.zero.micro_batch_loss import LossFunction
 
-Choice = Literal["auto", "never"] | Programme | Path
+Choice = Literal["auto", "never"] | Programme
 
 TRIALS_PART = 0.25
 """Seconds for timing a programme and the plan, as a part of those for profile and plan."""
@@ -68,8 +67,8 @@ def distribute(
         example_batch: a batch of any number of samples, as for `autotune`.
         global_batch: samples behind one optimizer step, over all ranks.
         programme: "auto"; "never" uses the plan in any case; or a programme to run without a
-            profile: `training.programme` of an earlier run, or the `Path` of a file that
-            `poplar plan --programme-output` or `Programme.to_json` wrote.
+            profile, such as `training.programme` of an earlier run. `Programme.to_json` and
+            `from_json` keep one in a file.
         options: those below and those of `autotune`; all others are options of the optimizer.
 
     Keyword Args:
@@ -183,12 +182,9 @@ def _given(control: Control, programme: Choice) -> Programme | None:
     """
 
     def read() -> Programme | str:
-        given = Programme.from_json(programme) if isinstance(programme, Path) else programme
-        if isinstance(given, Programme) or given in ("auto", "never"):
-            return given
-        raise ValueError(
-            f"programme={programme!r} must be 'auto', 'never', a Programme or a Path of a file"
-        )
+        if isinstance(programme, Programme) or programme in ("auto", "never"):
+            return programme
+        raise ValueError(f"programme={programme!r} must be 'auto', 'never' or a Programme")
 
     first, *others = exchange_results(control, read, what="distribute()")
     if any(other != first for other in others):

@@ -53,8 +53,8 @@ class DistributedTraining:
     def evaluate(self, loader: Iterable[Any]) -> float:
         """Mean loss over the batches of all ranks, in evaluation mode. Collective.
 
-        Under a programme, every rank has the same number of batches, each its part of a whole
-        global batch (`drop_last=True`).
+        Ranks may have different numbers of batches, of any shapes. Under a programme, every rank
+        holds the whole parameters meanwhile.
         """
         return self.optimizer.evaluate(self._job.loss_fn, loader, self._job.weight)
 

@@ -62,15 +62,6 @@ class ExportedLoss:
     numbers: tuple[str, ...] = ()
     """Paths of the inputs that were numbers in the example batch."""
 
-    def equals(self, other: ExportedLoss) -> bool:
-        """Whether both are the same function of parameters, buffers and batch."""
-        constants = [node.name for node in self.graph.nodes.values() if node.operator == CONSTANT]
-        return (
-            self.graph == other.graph
-            and self.fixed == other.fixed
-            and all(torch.equal(self.constants[n], other.constants[n]) for n in constants)
-        )
-
     def tensors(self, batch: Any, device: torch.device) -> dict[str, Tensor]:
         """The inputs of the graph that a batch has, by path.
 

@@ -26,13 +26,12 @@ from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.distributed_training import DistributedTraining, on_host
 from poplar.programmes.run.divided_model import DividedModel
 from poplar.programmes.run.execution import Execution
-from poplar.programmes.search.composition import batch_placements, data_parallel
+from poplar.programmes.search.composition import batch_placements
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import NotExportable, equal_on_all_ranks
 from poplar.values.plan import Plan
-from poplar.zero.agreement import exchange_results, run_on_all_ranks
+from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.micro_batch_loss import PassLoss
-from poplar.zero.preserved_state import evaluation_mode
 from poplar.zero.steps.step_result import StepResult
 
 LossPart = Callable[[list[Exception]], Tensor]
@@ -77,10 +76,19 @@ class ProgrammeTraining(DistributedTraining):
         model = job.model
         self._rank, self._comm, self._device = comm.group.rank, comm, job.own_device
         self._modules, self._steps = tuple(model.modules()), 0
+        self._checked, exported = checked, checked.exported
         with equal_on_all_ranks():
-            first = _Pass(comm, checked, programme, self._device)
+            self._execution = Execution(
+                comm, exported.graph, programme, exported.constants, self._device
+            )
             self._divided = DividedModel(comm, model, programme)
-        self._passes = {self._modes(): first}
+        read = {node.source for node in exported.graph.nodes.values() if node.operator == BUFFER}
+        self._buffers = [
+            (source, model.get_submodule(source.rpartition(".")[0]))
+            for source, _ in model.named_buffers()
+            if source in read
+        ]
+        self._compared_modes = self._modes()
         self._name_of = {id(p): name for name, p in self._divided.parameters.items()}
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         own_dtype = dtypes.pop() if len(dtypes) == 1 else "auto"
@@ -113,12 +121,14 @@ class ProgrammeTraining(DistributedTraining):
             RuntimeError: the model computes something else than the programme.
             ValueError: the batch is not like the example batch.
         """
-        own = self._pass()
-        tensors = self._tensors(own.graph, own.checked.exported.tensors(batch, self._device))
-        if torch.is_grad_enabled() and self.plan.samples(self._rank):
-            self._compare(own.checked, batch)
-        numbers = {path: float(tensors[path]) for path in own.checked.exported.numbers}
-        buffers = own.buffers
+        exported = self._checked.exported
+        tensors = self._tensors(exported.graph, exported.tensors(batch, self._device))
+        if self.plan.samples(self._rank):
+            self._compare(batch)
+        numbers = {path: float(tensors[path]) for path in exported.numbers}
+        buffers = {
+            source: getattr(module, source.rpartition(".")[2]) for source, module in self._buffers
+        }
 
         def compute(errors: list[Exception]) -> Tensor:
             try:
@@ -126,21 +136,24 @@ class ProgrammeTraining(DistributedTraining):
             except ValueError as error:  # on all ranks
                 errors.append(error)
                 raise
-            return own.execution.loss(self._divided.parameters, tensors, buffers, errors)
+            return self._execution.loss(self._divided.parameters, tensors, buffers, errors)
 
         return compute
 
-    def _compare(self, checked: CheckedExport, batch: Any) -> None:
+    def _compare(self, batch: Any) -> None:
         """Compare the graph with the model on samples of this rank, in a few steps.
 
-        The comparison needs memory for the whole parameters. If that is missing, it is left out.
+        Also in the first step in which the training flags of modules have changed. The comparison
+        needs memory for the whole parameters. If that is missing, it is left out.
         """
-        divided = self._divided
+        divided, modes = self._divided, self._modes()
+        step = self._steps if modes == self._compared_modes else 0
         if not all(divided.parameters[name].numel() for name in divided.sharded):
             return
         try:
             with divided.with_whole_shapes(divided.repeated):
-                checked.check(batch, self._steps)
+                self._checked.check(batch, step)
+            self._compared_modes = modes
         except NotExportable as error:
             raise RuntimeError(
                 f"rank {self._rank}: after {self._steps} steps, the programme does not compute "
@@ -151,6 +164,7 @@ class ProgrammeTraining(DistributedTraining):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            self._compared_modes = modes
             warnings.warn(
                 f"rank {self._rank}: too little memory to compare the programme with loss_fn after "
                 f"{self._steps} steps; numbers that Python code changes are not noticed",
@@ -181,21 +195,6 @@ class ProgrammeTraining(DistributedTraining):
         """The training flags of all modules, on which the graph depends."""
         return tuple([module.training for module in self._modules])
 
-    def _pass(self) -> _Pass:
-        """The pass in the modes of the modules. In new modes, the loss is exported again."""
-        modes = self._modes()
-        if modes not in self._passes:
-            first = next(iter(self._passes.values()))
-            with self._divided.with_whole_shapes(self._divided.repeated):
-                checked = first.checked.again()
-            self._passes[modes] = first
-            if not checked.exported.equals(first.checked.exported):
-                programme = data_parallel(
-                    checked.exported.graph, self.programme.ratios, self.programme.parameters
-                )
-                self._passes[modes] = _Pass(self._comm, checked, programme, self._device)
-        return self._passes[modes]
-
     def _tensors(self, graph: Graph, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a batch by path; those of a rank without samples are empty."""
         samples, divided = self.plan.samples(self._rank), batch_placements(graph)
@@ -222,38 +221,12 @@ class ProgrammeTraining(DistributedTraining):
             tensors[path] = value.to(self._device, non_blocking=True)
         return tensors
 
-    @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> float:
-        control, doing = self.optimizer.control, "evaluate()"
-        batches, losses = iter(loader), list[float]()
-        loss: LossPart | None = None
+        def whole(name: str) -> Tensor:
+            return self._divided.whole(name, self._divided.parameters[name].data)
 
-        def opened() -> bool:
-            nonlocal loss
-            batch = next(batches, batches)
-            loss = None if batch is batches else self.opened(batch)
-            return loss is not None
-
-        def computed() -> float:
-            assert loss is not None
-            errors: list[Exception] = []
-            value = float(loss(errors))
-            if errors:
-                raise errors[0]
-            return value
-
-        with evaluation_mode(self.model):
-            while any(have := exchange_results(control, opened, what=doing)):
-                if not all(have):
-                    missing = [rank for rank, has in enumerate(have) if not has]
-                    raise ValueError(
-                        f"evaluate(): ranks {missing} have fewer batches than the others; all "
-                        "ranks need a part of every global batch (drop_last=True)"
-                    )
-                losses.append(sum(exchange_results(control, computed, what=doing)))
-        if not losses:
-            raise ValueError("evaluate(): no rank had a batch")
-        return sum(losses) / len(losses)
+        with self._divided.with_whole_shapes(whole):
+            return super().evaluate(loader)
 
     def state_dict(self, to: int = 0) -> dict[str, Any] | None:
         optimizer = self.optimizer.full_state_dict(to)
@@ -356,30 +329,6 @@ class ProgrammeTraining(DistributedTraining):
                     f"{key!r} has the shape {tuple(model[key].shape)} in the state, but here it "
                     f"has the shape {tuple(value.shape)}; the state is of another model"
                 )
-
-
-class _Pass:
-    """A programme and the graph that it runs, in some modes of the modules."""
-
-    def __init__(
-        self, comm: Communicator, checked: CheckedExport, programme: Programme, device: torch.device
-    ) -> None:
-        self.checked, exported = checked, checked.exported
-        self.graph = exported.graph
-        self.execution = Execution(comm, self.graph, programme, exported.constants, device)
-        read = {node.source for node in self.graph.nodes.values() if node.operator == BUFFER}
-        self._buffers = [
-            (source, checked.model.get_submodule(source.rpartition(".")[0]))
-            for source, _ in checked.model.named_buffers()
-            if source in read
-        ]
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The graph's buffers by name, as the model has them now."""
-        return {
-            source: getattr(module, source.rpartition(".")[2]) for source, module in self._buffers
-        }
 
 
 class _ProgrammeLoss(PassLoss):

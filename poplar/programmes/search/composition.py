@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, Node
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
@@ -11,8 +10,6 @@ from poplar.programmes.graph.programme import Collective, Programme
 from poplar.programmes.rules.pattern import Pattern
 from poplar.programmes.rules.registry import pattern_of
 from poplar.programmes.rules.strategy import Strategy, along, strategies
-
-_NONE: Mapping[str, Placement] = MappingProxyType({})
 
 
 def composed(
@@ -72,16 +69,12 @@ def batch_placements(graph: Graph) -> dict[str, Placement]:
     }
 
 
-def data_parallel(
-    graph: Graph, ratios: Sequence[int], parameters: Mapping[str, Placement] = _NONE
-) -> Programme:
+def data_parallel(graph: Graph, ratios: Sequence[int]) -> Programme:
     """Every operator is divided by samples; where it mixes them, all ranks compute all of it.
 
     Args:
         graph: of a loss.
         ratios: parts of the ranks in the batch.
-        parameters: by name, placements of parameters that are gathered before they are read; others
-            are replicated.
     """
     leaves: dict[str, Placement] = {
         name: REPLICATED for name, node in graph.nodes.items() if node.operator in LEAVES
@@ -93,9 +86,6 @@ def data_parallel(
         if node.operator not in LEAVES:
             chosen[name] = _following(node, pattern_of(graph, node), placements)
             placements[name] = chosen[name].output
-    leaves |= {
-        node.name: parameters[name] for name, node in graph.parameters.items() if name in parameters
-    }
     return composed(graph, ratios, leaves, chosen)
 
 
