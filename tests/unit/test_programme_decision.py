@@ -23,7 +23,7 @@ from torch import nn
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import predict
 from poplar.programmes.graph.graph import Graph
-from poplar.programmes.graph.placement import REPLICATED, Sharded
+from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.exported_graph import export_loss
 from poplar.programmes.search.composition import data_parallel
@@ -290,9 +290,9 @@ def test_many_experts_on_a_slow_network_are_sharded():
     assert found.programme is not None
     experts = {n: p for n, p in found.programme.parameters.items() if ".experts.up" in n}
     assert set(experts.values()) == {Sharded(0)}
-    group = next(group for group in found.groups if group.name.endswith("experts.up"))
-    assert group.name == "blocks.*.mixture.experts.up"
-    assert 0 < found.activation_bytes < group.gradient_bytes_saved
+    assert "blocks.*.mixture.experts.up (" in explain_programme(found, graph)
+    numel = sum(graph.nodes[graph.parameters[name].name].output.numel for name in experts)
+    assert 0 < found.activation_bytes < 8 * numel  # of reducing and gathering them
 
 
 @pytest.mark.parametrize(("task", "samples"), [("vit", 48), ("encoder", 96)])
@@ -302,7 +302,6 @@ def test_activations_that_outweigh_gradients_are_data_parallel(task, samples):
         plan = plan_of((samples * 2 // 3, samples // 3))
         found = plan_programme(graph, cluster_of(graph, bytes_per_second=bandwidth), plan)
         assert found.programme is None
-        assert found.is_complete
         assert found.step_seconds == found.data_parallel_seconds
         assert "data parallelism" in explain_programme(found, graph)
 
@@ -353,11 +352,3 @@ def test_decisions_are_stored_as_json_and_explained():
     assert [float(part) for part in percents.groups()] == pytest.approx(
         [100 * share for share in found.programme.shares], abs=0.51
     )
-
-
-def test_replicated_parameters_move_nothing():
-    graph = graph_of("mixture", 12)
-    found = plan_programme(graph, cluster_of(graph, bytes_per_second=1e8), plan_of((8, 4)))
-    others = [group for group in found.groups if group.placement is REPLICATED]
-    assert others
-    assert all(group.gradient_bytes_saved == 0 for group in others)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from poplar.planner.prediction import predict
 from poplar.programmes.graph.graph import Graph
-from poplar.programmes.graph.placement import Placement, Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.search.composition import data_parallel
 from poplar.programmes.search.ratios import best_ratios, samples_within
 from poplar.programmes.search.search import fastest_in
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_model import StepModel, StepSeconds
-from poplar.programmes.search.step_terms import StepTerms, transfers_of
+from poplar.programmes.search.step_terms import StepTerms
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.values.schema import to_json_types
@@ -35,21 +32,6 @@ enough to search VGG of the examples completely. A search of so many takes about
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterGroup:
-    """Parameters whose names differ only in numbers, with the same placement."""
-
-    name: str
-    """Their name, with `*` for numbers."""
-    count: int
-    numel: int
-    """Elements of all members."""
-    placement: Placement
-    gradient_bytes_saved: int
-    """Bytes per step, over all ranks, that reducing the gradients and gathering the parameters
-    would have sent; 0 if they are replicated."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProgrammeDecision:
     """A programme, or why there is none."""
@@ -64,20 +46,12 @@ class ProgrammeDecision:
     """Predicted seconds of the plan."""
     memory_bytes: tuple[int, ...]
     """Predicted bytes by rank."""
-    groups: tuple[ParameterGroup, ...] = ()
-    """The programme's parameters, most elements first."""
-    forward_collectives: int = 0
-    """Collectives on activations in the forward of a pass."""
-    backward_collectives: int = 0
+    collectives: int = 0
+    """Collectives on activations in a step."""
     activation_bytes: int = 0
     """Bytes per step, over all ranks, that these collectives send."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Parts of `step_seconds` of the programme: compute, collectives, gradients and update."""
-    states: int = 0
-    """Number of states that the search visited."""
-    is_complete: bool = True
-    """Whether the searches left no state out for their width."""
-    planning_seconds: float = field(default=0.0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """This value as JSON types."""
@@ -113,7 +87,6 @@ def plan_programme(
         DoesNotFit: the plan does not fit the cluster.
         ValueError: the plan is for another number of ranks, or the graph for another batch.
     """
-    begin = time.perf_counter()
     known = predict(cluster, plan)
     batch = {n.output.shape[0] for n in graph.batch.values() if n.output.shape}
     if batch and plan.global_batch not in batch:
@@ -130,9 +103,6 @@ def plan_programme(
         step_seconds=known.step_seconds,
         data_parallel_seconds=known.step_seconds,
         memory_bytes=known.memory_bytes,
-        states=search.states,
-        is_complete=search.is_complete,
-        planning_seconds=time.perf_counter() - begin,
     )
     if best is None:
         return decision
@@ -148,11 +118,7 @@ def plan_programme(
 def _with_programme(
     decision: ProgrammeDecision, model: StepModel, best: _Candidate
 ) -> ProgrammeDecision:
-    graph, programme, terms = model.graph, best.programme, best.terms
-    forward = sum(
-        len(transfers_of(graph.nodes[moved.node].output, moved.source, moved.target, trained=False))
-        for moved in programme.collectives
-    )
+    programme, terms = best.programme, best.terms
     others = programme.world_size - 1.0
     sent = {"gather": others, "reduce": others, "exchange": others / programme.world_size}
     moved_bytes = (sent[moved.kind] * nbytes for moved, nbytes in terms.transfers.items())
@@ -166,9 +132,7 @@ def _with_programme(
             math.ceil(model.memory_bytes(terms, programme.ratios, rank))
             for rank in range(programme.world_size)
         ),
-        groups=tuple(_groups(graph, model.cluster, programme)),
-        forward_collectives=forward,
-        backward_collectives=sum(terms.calls.values()) - forward,
+        collectives=sum(terms.calls.values()),
         activation_bytes=round(sum(moved_bytes)),
         seconds=best.steps._asdict(),
     )
@@ -180,7 +144,6 @@ class _Turns:
     def __init__(self, model: StepModel) -> None:
         self.model = model
         self.space = SearchSpace.of(model.graph, restricted=True)
-        self.states, self.is_complete = 0, True
 
     def best(self, plan: Plan) -> tuple[_Candidate | None, str]:
         """The fastest programme that fits, and why there is none."""
@@ -220,34 +183,4 @@ class _Turns:
         if not all(map(math.isfinite, costs.compute.whole)):
             return None
         found = fastest_in(self.space, costs, width=_MAX_STATES // len(self.space.nodes))
-        if found is None:
-            self.is_complete = False
-            return data_parallel(self.model.graph, ratios)
-        self.states += found.states
-        self.is_complete &= found.is_complete
-        return found.programme
-
-
-def _groups(
-    graph: Graph, cluster: ClusterProfile, programme: Programme
-) -> Iterator[ParameterGroup]:
-    model, others = cluster.model, cluster.world_size - 1
-    members: dict[tuple[str, Placement], list[str]] = {}
-    for source, node in graph.parameters.items():
-        key = re.sub(r"\d+", "*", source), programme.placements[node.name]
-        members.setdefault(key, []).append(node.name)
-    sizes = {
-        key: sum(graph.nodes[name].output.numel for name in names) for key, names in members.items()
-    }
-    for key in sorted(members, key=lambda key: -sizes[key]):
-        name, placement = key
-        saved = 0.0
-        if isinstance(placement, Sharded):
-            saved = sizes[key] * others * (model.wire_bytes + model.param_bytes)
-        yield ParameterGroup(
-            name=name,
-            count=len(members[key]),
-            numel=sizes[key],
-            placement=placement,
-            gradient_bytes_saved=round(saved),
-        )
+        return data_parallel(self.model.graph, ratios) if found is None else found.programme

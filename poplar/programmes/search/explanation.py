@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
 from poplar.programmes.graph.graph import Graph
 from poplar.programmes.graph.placement import Placement, Sharded
+from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.registry import without_rules
-from poplar.programmes.search.decision import ParameterGroup, ProgrammeDecision
+from poplar.programmes.search.decision import ProgrammeDecision
 from poplar.values.formatting import format_bytes, format_count, format_percent, format_seconds
-
-_MOST_GROUPS = 8
 
 
 def explain_programme(decision: ProgrammeDecision, graph: Graph) -> str:
@@ -21,7 +21,7 @@ def explain_programme(decision: ProgrammeDecision, graph: Graph) -> str:
         decision: about a programme of the graph.
         graph: of the loss.
     """
-    return "\n".join((*_lines(decision), *_lines_without_rules(graph)))
+    return "\n".join((*_lines(decision, graph), *_lines_without_rules(graph)))
 
 
 def _lines_without_rules(graph: Graph) -> Iterator[str]:
@@ -32,7 +32,7 @@ def _lines_without_rules(graph: Graph) -> Iterator[str]:
         yield f"operators without a rule, which every rank computes whole: {listed}"
 
 
-def _lines(decision: ProgrammeDecision) -> Iterator[str]:
+def _lines(decision: ProgrammeDecision, graph: Graph) -> Iterator[str]:
     known = format_seconds(decision.data_parallel_seconds)
     programme = decision.programme
     if programme is None:
@@ -45,12 +45,11 @@ def _lines(decision: ProgrammeDecision) -> Iterator[str]:
         )
         samples = ", ".join(map(str, programme.ratios))
         yield f"samples per rank, and ratios of what is sharded: {samples}"
-        if not all(isinstance(group.placement, Sharded) for group in decision.groups):
+        if not all(isinstance(placed, Sharded) for placed in programme.parameters.values()):
             shares = ", ".join(map(format_percent, programme.shares))
             yield f"shares of the gradients and the state of replicated parameters: {shares}"
         yield (
-            f"collectives on activations: {decision.forward_collectives} in the forward, "
-            f"{decision.backward_collectives} in the backward, which send "
+            f"collectives on activations: {decision.collectives}, which send "
             f"{format_bytes(decision.activation_bytes)} per step"
         )
         parts = (
@@ -59,39 +58,26 @@ def _lines(decision: ProgrammeDecision) -> Iterator[str]:
         )
         yield "predicted: " + ", ".join(parts)
         yield "memory by rank: " + ", ".join(map(format_bytes, decision.memory_bytes))
-        yield from _group_lines(decision.groups)
-    if decision.states:
-        searched = "completely" if decision.is_complete else "with a limited width"
-        yield (
-            f"searched {searched}: {decision.states} states in "
-            f"{format_seconds(decision.planning_seconds)}"
-        )
+        yield from _parameter_lines(programme, graph)
 
 
-def _group_lines(groups: tuple[ParameterGroup, ...]) -> Iterator[str]:
-    sharded = [group for group in groups if isinstance(group.placement, Sharded)]
-    for group in sharded[:_MOST_GROUPS]:
-        yield (
-            f"{group.name} ({_several(group)}): {_placed(group.placement)}; saves "
-            f"{format_bytes(group.gradient_bytes_saved)} of gradients and parameters per step"
-        )
-    if len(sharded) > _MOST_GROUPS:
-        yield f"{len(sharded) - _MOST_GROUPS} smaller groups are sharded too"
-    others = [group for group in groups if group not in sharded]
-    if others:
-        numel = format_count(sum(group.numel for group in others))
-        count = sum(group.count for group in others)
-        verb = "parameter is" if count == 1 else "parameters are"
-        yield f"{count} {verb} replicated ({numel} elements)"
+def _parameter_lines(programme: Programme, graph: Graph) -> Iterator[str]:
+    """Parameters whose names differ only in numbers, with the same placement, share a line."""
+    groups: dict[tuple[str, Placement], list[int]] = {}
+    for name, node in graph.parameters.items():
+        key = re.sub(r"\d+", "*", name), programme.placements[node.name]
+        groups.setdefault(key, []).append(node.output.numel)
+    replicated: list[int] = []
+    for (name, placement), numels in sorted(groups.items(), key=lambda group: -sum(group[1])):
+        if isinstance(placement, Sharded):
+            unit = f" in multiples of {placement.unit}" if placement.unit > 1 else ""
+            yield f"{name} ({_several(numels)}): sharded on dimension {placement.dim}{unit}"
+        else:
+            replicated += numels
+    if replicated:
+        yield f"replicated: {_several(replicated)}"
 
 
-def _several(group: ParameterGroup) -> str:
-    what = "parameter" if group.count == 1 else "parameters"
-    return f"{group.count} {what}, {format_count(group.numel)} elements"
-
-
-def _placed(placement: Placement) -> str:
-    if not isinstance(placement, Sharded):
-        return "replicated"
-    unit = f" in multiples of {placement.unit}" if placement.unit > 1 else ""
-    return f"sharded on dimension {placement.dim}{unit}"
+def _several(numels: list[int]) -> str:
+    what = "parameter" if len(numels) == 1 else "parameters"
+    return f"{len(numels)} {what}, {format_count(sum(numels))} elements"
