@@ -189,10 +189,8 @@ def least_of_one_pass(
     Empty if no pass holds the global batch, even without state.
     """
     total = request.global_batch
-    most = [
-        memory.largest_caps(0.0, min(total, request.max_micro_batch)).first
-        for memory in costs.memories
-    ]
+    at_most = min(total, request.max_micro_batch)
+    most = costs.by_rank(lambda rank: costs.memories[rank].largest_caps(0.0, at_most).first)
     if min(most) < 0 or sum(most) < total:
         return (), ()
     room = costs.by_rank(

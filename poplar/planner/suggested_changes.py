@@ -5,6 +5,7 @@ A plan fits if the ranks hold the state and at least one sample; its speed is no
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -88,29 +89,33 @@ def suggested_changes(
     smaller = (what_if.without(measured, ranks) for ranks in fewer)
     found += list(filter(None, map(suggestion, smaller)))[:1]
     memory_groups = [*groups, all_ranks] if len(groups) > 1 else groups
-    more_memory = [partial(what_if.more_memory, cluster, group) for group in memory_groups]
+    more_memory = [
+        (len(group.ranks), partial(what_if.more_memory, cluster, group)) for group in memory_groups
+    ]
     found += _smallest(more_memory, _MAX_MEBIBYTES, suggestion)
-    more_devices = [partial(what_if.more_devices, cluster, group) for group in groups]
+    more_devices = [(1, partial(what_if.more_devices, cluster, group)) for group in groups]
     found += _smallest(more_devices, _MAX_DEVICES, suggestion)
-    found += _smallest([partial(what_if.smaller_activations, cluster)], 100, suggestion)
+    found += _smallest([(1, partial(what_if.smaller_activations, cluster))], 100, suggestion)
     return tuple(found)
 
 
 def _smallest(
-    changes: Iterable[Callable[[int], Changed]], largest: int, suggestion: Callable[[Changed], str]
+    changes: Iterable[tuple[int, Callable[[int], Changed]]],
+    largest: int,
+    suggestion: Callable[[Changed], str],
 ) -> list[str]:
-    """Of changes at the smallest sizes that help, the one that is smallest over its ranks."""
-    found: list[tuple[int, str]] = []
-    for change in changes:
-        size = _least(change, largest, suggestion)
-        changed = change(size)
-        if text := suggestion(changed):
-            found.append((size * max(1, len(changed.change.ranks)), text))
-    return [min(found, key=lambda one: one[0])[1]] if found else []
+    """Of changes at the smallest sizes that help, the one that is smallest over its ranks.
 
-
-def _least(
-    change: Callable[[int], Changed], largest: int, suggestion: Callable[[Changed], str]
-) -> int:
-    """The least size from 1 that helps, or `largest`."""
-    return 1 + bisect_left(range(1, largest), True, key=lambda n: bool(suggestion(change(n))))
+    Each change comes with the number of its ranks. Sizes that are not smaller than those of the
+    best change so far are not tried.
+    """
+    found: list[str] = []
+    least = math.inf
+    for ranks, change in changes:
+        most = largest if not found else min(largest, int(least - 1) // ranks)
+        if most < 1 or not suggestion(change(most)):
+            continue
+        sizes = range(1, most)
+        size = 1 + bisect_left(sizes, True, key=lambda n: bool(suggestion(change(n))))
+        least, found = size * ranks, [suggestion(change(size))]
+    return found
