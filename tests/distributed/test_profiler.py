@@ -112,8 +112,14 @@ def profile_as_dict() -> dict[str, Any]:
     return profiled().to_dict()
 
 
-def test_all_ranks_get_the_same_profile(ranks: Pool, tmp_path: Path):
-    first, *others = ranks.run(profile_as_dict)
+@pytest.fixture(scope="module")
+def profiles(ranks: Pool) -> list[dict[str, Any]]:
+    """What each rank gets."""
+    return ranks.run(profile_as_dict)
+
+
+def test_all_ranks_get_the_same_profile(profiles: list[dict[str, Any]], tmp_path: Path):
+    first, *others = profiles
     assert others == [first] * 3
     profile = ClusterProfile.from_dict(first)
     assert [point.batch for point in profile.devices[0].points] == [1, 2, 4, 8]
@@ -366,10 +372,8 @@ def test_limits_by_rank_and_device(ranks: Pool):
     assert found == [[2 << 30, 2 << 30, 3 << 30, 2 << 30]] * 4
 
 
-def test_largest_batch_fits_in_memory(ranks: Pool):
-    held = [
-        point["activation_bytes"] for point in ranks.run(profile_as_dict)[0]["devices"][0]["points"]
-    ]
+def test_largest_batch_fits_in_memory(ranks: Pool, profiles: list[dict[str, Any]]):
+    held = [point["activation_bytes"] for point in profiles[0]["devices"][0]["points"]]
     six = held[2] + (held[3] - held[2]) / 2
     tight = round((model_bytes(models.build(ModelSpec())) + six) * 1.05 / 0.97 / 0.95)
     measured = ranks.run(limits, [8] * 4, [1 << 30, tight, 1 << 30, 1 << 30])[0]
