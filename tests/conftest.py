@@ -38,7 +38,7 @@ UNTIMED = {
     "suppress_health_check": [hypothesis.HealthCheck.too_slow],
     "derandomize": True,
 }
-hypothesis.settings.register_profile("subset", max_examples=30, **UNTIMED)
+hypothesis.settings.register_profile("subset", max_examples=20, **UNTIMED)
 hypothesis.settings.register_profile("full", max_examples=200, **UNTIMED)
 
 # As in the workers: references run with as many threads as the ranks that they are compared with.

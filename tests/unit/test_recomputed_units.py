@@ -249,7 +249,7 @@ def persistent_of(cluster: ClusterProfile, plan: Plan) -> frozenset[int]:
     return frozenset(names.index(unit.name) for unit in plan.units if unit.persistent)
 
 
-CASES = choose(quick=8, full=30)
+CASES = choose(quick=5, full=30)
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 5}
 
 

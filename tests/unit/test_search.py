@@ -30,8 +30,8 @@ from poplar.values.profile import (
 
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}
 SHARE_STEPS = {1: 1, 2: 12, 3: 5}
-SEEDS_PER_TEST = choose(quick=25, full=80)
-LARGER_CLUSTERS = choose(quick=30, full=250)
+SEEDS_PER_TEST = choose(quick=15, full=80)
+LARGER_CLUSTERS = choose(quick=20, full=250)
 
 
 def best_found(cluster, **wanted):
