@@ -8,8 +8,8 @@ the called function `group()` is the process group of exactly the participating 
 call never leaves a used process group to the next one.
 
 `one_off` starts separate ranks, for tests that kill or stop them. They are forks, and start in a
-tenth of a second: see `fork_server`. The workers of tests/distributed are started by `spawn`
-instead: each has its own hash seed, as the ranks of a launcher have.
+tenth of a second: see `fork_server`. Workers are forks too, but the first one of tests/distributed
+is started by `spawn`: it has another hash seed than its peers, as the ranks of a launcher have.
 
 Gloo on CPU; NCCL with one device per rank if there are CUDA devices (see `device()`).
 `POPLAR_TEST_BACKEND=gloo|nccl` overrides this, and `POPLAR_TEST_DEVICE=cuda` puts gloo's ranks on
@@ -308,14 +308,15 @@ class _World:
         self.generation = 0
         self.channels: list[Connection] = []
         self.processes: list[Any] = []
+        new = multiprocessing.get_context("spawn")
         # CUDA may not be used in forks of a process that has found devices.
-        forked = forked and not torch.cuda.is_available()
-        context: Any = fork_server.context() if forked else multiprocessing.get_context("spawn")
+        fork: Any = new if torch.cuda.is_available() else fork_server.context()
         inherited = fork_server.ENVIRONMENT  # one thread per rank from the first import on
         before = {name: os.environ.get(name) for name in inherited}
         os.environ.update(inherited)
         try:
             for rank in range(size):
+                context = fork if forked or rank else new
                 parent_end, child_end = context.Pipe()
                 process = context.Process(
                     target=_run_worker,
@@ -405,7 +406,10 @@ def _text(file: Path) -> str:
 
 
 class Pool:
-    """`size` workers that are reused until a call fails; then new ones are started."""
+    """`size` workers that are reused until a call fails; then new ones are started.
+
+    All are forks of the server if `forked`; else the first one is a new process.
+    """
 
     def __init__(self, size: int = WORLD, backend: str | None = None, *, forked: bool = False):
         self.size = size
