@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_search import cluster_of, device
 
-from poplar.planner import what_if
+from poplar.planner import suggested_changes, what_if
 from poplar.planner.prediction import memory_needed
 from poplar.planner.search import NoPlanFits, search
 from poplar.planner.what_if import DeviceGroup, device_groups
@@ -189,3 +189,21 @@ def test_the_device_without_which_a_plan_fits_is_named(ranks):
     memories.insert(1, 8 * MB)
     cluster = cluster_of(*(device(memory=memory) for memory in memories))
     assert any(one.startswith("without rank 1 ") for one in suggestions(cluster, stages=(3,)))
+
+
+def test_groups_that_cannot_be_the_smallest_change_are_tried_once(monkeypatch):
+    """The message of six groups does not cost six times as much as that of one."""
+    tried = []
+    missing = suggested_changes.request_shortfall
+    monkeypatch.setattr(
+        "poplar.planner.suggested_changes.request_shortfall",
+        lambda costs, request: tried.append(costs) or missing(costs, request),
+    )
+
+    def count(groups):
+        tried.clear()
+        equal = (device(memory=7 * MB, name=f"device {number}") for number in range(groups))
+        assert any("memory" in one for one in suggestions(cluster_of(*equal), stages=(3,)))
+        return len(tried)
+
+    assert count(6) < 3 * count(1), (count(6), count(1))
