@@ -44,7 +44,7 @@ import poplar
 
 BLOCK = 1024
 SLOWER = 1.3
-"""Poplar's own part of the format has to pay within this factor of PyTorch alone."""
+"""What Poplar adds, such as checksums, may take at most this factor of PyTorch alone."""
 MIB = 1 << 20
 T = TypeVar("T")
 
