@@ -18,6 +18,9 @@ from typing import NamedTuple
 from poplar import _core
 from poplar.planner.memory_shortfall import suffice
 
+_MOST_WORK = 1 << 22
+"""Ranks times samples; about 0.2 s."""
+
 
 class Corner(NamedTuple):
     """A corner of a concave hull: a rank that holds these samples owns at most this share."""
@@ -75,7 +78,12 @@ class ShareLimits:
 
     @cached_property
     def most(self) -> int:
-        """The most samples of a pass beside which the ranks together own everything; -1: none."""
+        """The most samples of a pass beside which the ranks together own everything; -1: none.
+
+        With many ranks and samples only an upper bound, because the exact number takes too long.
+        """
+        if self.spare >= 0.0 and len(self.by_rank) * self._at_most > _MOST_WORK:
+            return self._at_most
         sums, _ = _core.largest_sum(self.by_rank, self._at_most)
         return max((size for size, total in enumerate(sums) if suffice([total])), default=-1)
 
