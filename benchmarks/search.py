@@ -7,6 +7,9 @@ and a model of 1.1 billion parameters. Every search covers all stages. Seconds a
 several searches, each on a new profile, so that nothing is cached. `gap` is what the search could
 not rule out without rounding to simple plans. `without branch and bound` is how much slower the
 plan of the heuristic alone is, at the stage where it is slowest.
+
+`--catalogue 16:10 8:32` plans the clusters of GPUs that `catalogue.py` draws with 16 ranks and the
+seed 10, and so on, on which little memory is left. Default: six that take long.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 
+from catalogue import draw_case
 from rows import Column, Row, Target, new_console, new_parser, print_targets, table_of, write_rows
 
 from poplar.planner.branch_and_bound import fastest_plan
@@ -44,6 +48,7 @@ AMPLE_MEMORY, SMALL_MEMORY = (16, 56), (6, 16)
 """GiB of the smallest and the largest device."""
 SMALL = ((4, 2), (8, 4))
 """Ranks and device groups of the clusters with little memory."""
+CATALOGUE = ("16:10", "16:13", "8:32", "8:43", "8:36", "8:34")
 GIB = 2**30
 
 
@@ -56,6 +61,13 @@ COLUMNS = (
     Column("stage", "stage"),
     Column("gap", "optimality_gap", "{:.2%}"),
     Column("without branch and bound", "heuristic_slowdown", "{:+.2%}"),
+)
+CATALOGUE_COLUMNS = (
+    *(Column("ranks", "ranks"), Column("seed", "seed"), Column("model", "model")),
+    Column("global batch", "global_batch"),
+    Column("CPU seconds", "cpu_seconds", "{:.2f}"),
+    Column("stage", "stage"),
+    Column("gap", "optimality_gap", "{:.2%}"),
 )
 
 
@@ -70,6 +82,10 @@ def main() -> None:
             write_rows(options.output, rows[-1:])
     console.print(table_of(rows, COLUMNS))
     print_targets(targets(rows), console)
+    drawn = [measure_catalogue(case, options.rounds) for case in options.catalogue]
+    console.print(table_of(drawn, CATALOGUE_COLUMNS))
+    if options.output:
+        write_rows(options.output, drawn)
 
 
 def cases(quick: bool) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
@@ -111,6 +127,28 @@ def measure(ranks: int, groups: int, batch: int, memory_gib: tuple[int, int], ro
             # Of the search without preference for simple plans; the largest of all stages.
             "optimality_gap": max(plan.prediction["optimality_gap"] for plan in exact),
             "heuristic_slowdown": heuristic_slowdown(drawn, batch, [plan.stage for plan in exact]),
+            "rounds": rounds,
+        },
+        packages=(),
+    )
+
+
+def measure_catalogue(name: str, rounds: int) -> Row:
+    """Search all stages of a cluster of `catalogue.py`, named by its ranks and its seed."""
+    ranks, seed = map(int, name.split(":"))
+    seconds = []
+    for _ in range(rounds):
+        case = draw_case(ranks, seed)
+        began = time.process_time()
+        plans = alternatives(case.profile, global_batch=case.global_batch)
+        seconds.append(time.process_time() - began)
+    return Row.of(
+        "search of the catalogue",
+        {"ranks": ranks, "seed": seed, "model": case.model, "global_batch": case.global_batch},
+        {
+            "cpu_seconds": statistics.median(seconds),
+            "stage": plans[0].stage,
+            "optimality_gap": plans[0].prediction["optimality_gap"],
             "rounds": rounds,
         },
         packages=(),
@@ -181,7 +219,12 @@ def targets(rows: Sequence[Row]) -> Iterator[Target]:
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    return new_parser(__doc__, rounds=3, quick="two small clusters").parse_args()
+    parser = new_parser(__doc__, rounds=3, quick="two small clusters")
+    parser.add_argument("--catalogue", nargs="*", default=CATALOGUE, metavar="RANKS:SEED")
+    options = parser.parse_args()
+    if options.quick:
+        options.catalogue = options.catalogue[:1]
+    return options
 
 
 if __name__ == "__main__":
