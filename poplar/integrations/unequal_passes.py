@@ -28,7 +28,6 @@ from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, exchange_results
 from poplar.zero.checks.step_checks import StepChecks
 from poplar.zero.collective_calls import (
-    AGAIN,
     CollectiveCalls,
     collective,
     new_group,
@@ -278,7 +277,8 @@ class UnequalPasses:
             return self._process_group()
         except Exception as error:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            Group.decline(stop_reason(rank, waiting_in(BUILDING), error, advice=AGAIN))
+            where, advice = waiting_in(BUILDING), "start the ranks again"  # WORLD is in use
+            Group.decline(stop_reason(rank, where, error, advice=advice))
             raise
 
     def _agreed_plan(self, plan: Plan) -> Plan:

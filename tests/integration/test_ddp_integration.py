@@ -490,6 +490,6 @@ def one_rank_without_ddp() -> list[Failure]:
     return caught
 
 
-def test_a_model_outside_of_ddp_on_one_rank_raises_on_all(ranks: Pool) -> None:
-    for caught in ranks.run(one_rank_without_ddp, ranks=4):
+def test_a_model_outside_of_ddp_on_one_rank_raises_on_all() -> None:
+    for caught in harness.one_off(4, one_rank_without_ddp):
         assert "wrap it first: model = torch.nn.parallel" in caught[0].message

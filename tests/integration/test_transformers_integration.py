@@ -885,6 +885,15 @@ def test_wrong_options_are_refused(options, message):
         PoplarArguments(**options)
 
 
+def test_a_plan_as_text_needs_a_stage_and_a_multiple():
+    plan, _ = PoplarArguments(plan="4,2,1", stage="2").given(14, 3)
+    assert plan == poplar.Plan.manual("4,2,1", stage=2, passes=2)
+    with pytest.raises(ValueError, match="names no stage"):
+        PoplarArguments(plan="4,2,1").given(14, 3)
+    with pytest.raises(ValueError, match="is not a multiple"):
+        PoplarArguments(plan="4,2,1", stage="1").given(12, 3)
+
+
 def test_a_plan_must_be_of_the_global_batch_stage_and_ranks():
     plan = poplar.Plan.manual("4,2,1", stage=2, passes=2)
     assert PoplarArguments(plan=plan).given(14, 3) == (plan, None)

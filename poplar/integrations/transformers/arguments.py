@@ -31,7 +31,8 @@ class PoplarArguments:
     stage: str = _option("auto", "ZeRO stage 0, 1, 2 or 3, or 'auto' for the fastest that fits.")
     plan: str | None = _option(
         None,
-        "Train with this plan instead of measuring: a `poplar.Plan`, or the path of its JSON file.",
+        "Train with this plan instead of measuring: a `poplar.Plan`, the path of its JSON file, or "
+        "samples of each rank per pass as '2,2,15' (with stage=).",
     )
     profile: str | None = _option(
         None, "Plan on this `ClusterProfile`, or its JSON file, instead of measuring."
@@ -84,13 +85,14 @@ class PoplarArguments:
         """The plan and the profile that these arguments name; None for what has to be made.
 
         Raises:
-            ValueError: they are of other ranks, or the plan has another global batch or stage.
+            ValueError: they are of other ranks, the plan has another global batch or stage, or the
+                text is not one.
             OSError: a file cannot be read.
         """
         plan: Any = self.plan
         profile: Any = self.profile
         if isinstance(plan, str):
-            plan = Plan.from_json(plan)
+            plan = self._read_plan(plan, global_batch)
         if isinstance(profile, str):
             profile = ClusterProfile.from_json(profile)
         for name, value in (("plan", plan), ("profile", profile)):
@@ -141,3 +143,18 @@ class PoplarArguments:
     def wait_limit(self) -> timedelta | None:
         """How long a rank waits for others; None: the default."""
         return None if self.timeout is None else timedelta(seconds=self.timeout)
+
+    def _read_plan(self, text: str, global_batch: int) -> Plan:
+        """The plan in a JSON file, or of as many passes as the global batch needs."""
+        if text.endswith(".json"):
+            return Plan.from_json(text)
+        if self.stage == "auto":
+            raise ValueError(f"PoplarArguments.plan={text!r} names no stage; pass stage= too")
+        one_pass = Plan.manual(text, stage=int(self.stage))
+        passes, rest = divmod(global_batch, one_pass.global_batch)
+        if rest or not passes:
+            raise ValueError(
+                f"a pass of the plan {text!r} has {one_pass.global_batch} samples, of which the "
+                f"global batch of {global_batch} is not a multiple"
+            )
+        return Plan.manual(text, stage=int(self.stage), passes=passes)
