@@ -360,16 +360,6 @@ class Group:
                 FailureReports.of(chosen, index).publish(reason, is_cause=True)
             raise
 
-    @staticmethod
-    def decline(reason: str) -> None:
-        """Tell ranks that make a group of WORLD that this rank makes none. Local."""
-        world = dist.group.WORLD if dist.is_available() else None
-        if world is not None and world.size() > 1:
-            # Numbered as in `of`.
-            key = f"poplar/{world.group_name}/groups of rank {world.rank()}"
-            index = int(_get_process_group_store(world).add(key, 1))
-            FailureReports.of(world, index).publish(reason, is_cause=True)
-
     def _with_control_group(self) -> Group:
         """This group with a control group of its own. Collective."""
         try:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from poplar.comm import Group, connect_control
+from poplar.comm import connect_control
 from poplar.comm.failure_reports import StoreUnavailable
 from poplar.comm.point_to_point import close_when_aborted
 from poplar.data import pytree
@@ -27,18 +27,9 @@ from poplar.values.errors import CollectiveTimeout, agreed, is_agreed
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, exchange_results
 from poplar.zero.checks.step_checks import StepChecks
-from poplar.zero.collective_calls import (
-    CollectiveCalls,
-    collective,
-    new_group,
-    stop_reason,
-    waiting_in,
-)
+from poplar.zero.collective_calls import CollectiveCalls, collective, new_group, waiting_in
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, Weight
-
-BUILDING = "UnequalPasses()"
-"""What the ranks do, in messages."""
 
 
 class UnequalPasses:
@@ -59,7 +50,7 @@ class UnequalPasses:
     ) -> None:
         self._called = model
         self._model: Any = getattr(model, "_orig_mod", model)  # as torch.compile returns it
-        with new_group(self._process_group_or_decline(), timeout, BUILDING) as self._group:
+        with new_group(self._process_group(), timeout, "UnequalPasses()") as self._group:
             self.collective_calls = CollectiveCalls(self._group, self._stop)
             self._control = connect_control(self._group)
             close_when_aborted(self._group, self._group.process_group)
@@ -270,16 +261,6 @@ class UnequalPasses:
                 "got no samples; a rank without samples in the plan passes one sample, as "
                 f"HeteroBatchSampler gives it, because {self.engine} needs a pass of every rank"
             )
-
-    def _process_group_or_decline(self) -> dist.ProcessGroup:
-        """The ranks; without the model of an engine, tell those of WORLD why there is none."""
-        try:
-            return self._process_group()
-        except Exception as error:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            where, advice = waiting_in(BUILDING), "start the ranks again"  # WORLD is in use
-            Group.decline(stop_reason(rank, where, error, advice=advice))
-            raise
 
     def _agreed_plan(self, plan: Plan) -> Plan:
         """The plan, once all ranks have checked theirs, which is the same. Collective."""

@@ -480,16 +480,3 @@ def test_wrong_models_and_plans_raise_with_the_fix(ranks: Pool) -> None:
     for messages in ranks.run(wrong_constructions, ranks=3):
         for message, part in zip(messages, expected, strict=True):
             assert part in message
-
-
-def one_rank_without_ddp() -> list[Failure]:
-    wrapped = DistributedDataParallel(training.build("tagger"))
-    model = wrapped.module if harness.rank() == 1 else wrapped
-    with harness.catching() as caught:
-        ddp.UnequalPasses(model, Plan.manual("3,3,3,3", stage=0))
-    return caught
-
-
-def test_a_model_outside_of_ddp_on_one_rank_raises_on_all() -> None:
-    for caught in harness.one_off(4, one_rank_without_ddp):
-        assert "wrap it first: model = torch.nn.parallel" in caught[0].message
