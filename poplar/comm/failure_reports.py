@@ -117,9 +117,10 @@ class FailureReports:
             deadline = time.monotonic() + GRACE_SECONDS
             while True:
                 for rank in set(range(self.size)) - found.keys():
-                    for key in (f"{prefix}/{rank}" for prefix in self.prefixes):
-                        if store.check([key]):
-                            found[rank] = pickle.loads(store.get(key))
+                    keys = [f"{prefix}/{rank}" for prefix in self.prefixes]
+                    own = [pickle.loads(store.get(key)) for key in keys if store.check([key])]
+                    if own:  # a rank that failed in one group may have waited in another since
+                        found[rank] = max(own, key=lambda report: report.is_cause)
                 if set(expected) <= found.keys() or time.monotonic() > deadline:
                     return found
                 time.sleep(_READ_SECONDS)

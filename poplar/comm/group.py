@@ -344,10 +344,9 @@ class Group:
         ranks = tuple(dist.get_process_group_ranks(chosen))
         try:
             prefixes = [
-                prefix
+                group.reports.prefixes[0]
                 for group in outer
                 if group.process_group is chosen and group.reports is not None
-                for prefix in group.reports.prefixes[:1]
             ]
             deadline, reports = deadline_of(chosen, timeout), _reports(chosen, index, prefixes)
             group = cls(ranks, chosen, chosen, deadline, index, reports=reports)

@@ -70,6 +70,11 @@ def test_every_rank_returns_its_value_and_the_group_has_the_ranks_of_the_call(
     ]
 
 
+def test_tensors_are_returned(ranks: Pool) -> None:
+    for tensor in ranks.run(torch.arange, 3):
+        assert torch.equal(tensor, torch.arange(3))
+
+
 def test_errors_are_raised_with_rank_and_traceback(ranks: Pool) -> None:
     with pytest.raises(RanksFailed, match="rank 2 will not") as caught:
         ranks.run(fail_on, 2)
@@ -128,6 +133,11 @@ def test_lost_ranks_are_reported_with_the_results_of_the_other_ranks(how: signal
     answers = one_off(2, die_on, 1, how, lost=[1])
     assert answers[0] == 0
     assert isinstance(answers[1], Silent)
+
+
+def test_unexpected_death_of_a_rank_raises() -> None:
+    with pytest.raises(RanksFailed, match="exit code -9"):
+        one_off(2, die_on, 1, signal.SIGKILL)
 
 
 def test_failure_on_a_one_off_rank_is_returned() -> None:

@@ -42,7 +42,7 @@ DDP_OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def test_losses_are_those_of_one_process(ranks: Pool) -> None:
-    jobs = [Job(name, UNEQUAL, steps=8) for name in ("llama", "bert", "gpt2")]
+    jobs = [Job(name, UNEQUAL, steps=20) for name in ("llama", "bert", "gpt2")]
     jobs += [
         Job("tagger", ONE_WITHOUT_SAMPLES, steps=5, max_norm=0.1),
         Job("tagger", ONE_WITHOUT_SAMPLES, ddp={"gradient_as_bucket_view": True}),

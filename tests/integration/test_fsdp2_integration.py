@@ -43,7 +43,7 @@ def plan_of(micro_batches: tuple[tuple[int, ...], ...], stage: int) -> Plan:
 def test_losses_are_those_of_one_process(ranks: Pool, stage: int, model: str) -> None:
     jobs = [Job("tagger", plan_of(WITHOUT_SAMPLES[stage], stage), max_norm=0.1)]
     job = Job("tagger", plan_of(PLANS[stage], stage))
-    jobs += [replace(job, model=model, steps=8), replace(job, optimizer="SGD")]
+    jobs += [replace(job, model=model, steps=20), replace(job, optimizer="SGD")]
     by_rank = ranks.run(training.train_many, jobs, ranks=3)
     for number, job in enumerate(jobs):
         assert_equal_losses([losses[number] for losses in by_rank], job)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_step
 import watchdog
-from rows import read_rows
+from rows import Row, read_rows
 from single_gpu import step_measure
 from single_gpu.cases import CASES
 from single_gpu.engines import PEER, PLAIN, WAYS
@@ -98,3 +98,29 @@ class Nothing:
 
     def close(self):
         pass
+
+
+def row(way: str, **values: object) -> Row:
+    case = {"size": "1.1B", "compiled": False, "way": way, "run": 1}
+    figures = {"ms": 100.0, "over_plain": None, "over_fsdp2": None, "loss": None}
+    return Row.of("gpu_step", case, figures | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "what", "met"),
+    [
+        ({"over_plain": 1.02}, "time over plain", True),
+        ({"over_plain": 1.03}, "time over plain", False),
+        ({"over_plain": None, "failed": "so"}, "time over plain", False),
+        ({"over_fsdp2": 1.15}, "speed over FSDP2", True),
+        ({"over_fsdp2": 1.14}, "speed over FSDP2", False),
+        ({"GiB_reserved": 10.4, "GiB_predicted": 10.0}, "reserved off the plan", True),
+        ({"GiB_reserved": 9.4, "GiB_predicted": 10.0}, "reserved off the plan", False),
+        ({"GiB_reserved": 9.4}, "reserved off the plan", False),
+        ({"loss": 3.0}, "loss off plain's", True),
+        ({"loss": 3.1}, "loss off plain's", False),
+    ],
+)
+def test_targets(values, what, met):
+    found = targets([row(PLAIN, loss=3.0), row("poplar 3", **values)])
+    assert {target.what: target.met for target in found}[what] is met

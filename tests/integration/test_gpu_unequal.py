@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_unequal
 import provenance
+from rows import Row
 from single_gpu import ranks
+from single_gpu.unequal_report import targets
 from watchdog import Ended
 
 FINE = Ended(verdict="ok", seconds=7.0, exit_codes=(0, 0), report="ok")
@@ -81,3 +83,27 @@ def test_comparison_that_hangs_is_reported(monkeypatch, launched, capsys):
 )
 def test_percentages_become_shared_cores(percent, cores, expected):
     assert ranks.cores_of(percent, cores) == expected
+
+
+def row(**values: object) -> Row:
+    case = {"ranks": 3, "mps_percent": [50.0, 25.0, 25.0], "backend": "nccl 2.30.7"}
+    given = case | {"planned_ms": 100.0, "predicted_ms": 100.0} | values
+    return Row.of(
+        "gpu_unequal",
+        {name: given.pop(name) for name in case},
+        given,
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "met"),
+    [
+        ({"ideal_ms": 97.0}, [True, True]),
+        ({"ideal_ms": 96.0}, [False, True]),
+        ({"predicted_ms": 97.5}, [True]),
+        ({"predicted_ms": 104.0}, [False]),
+        ({"mps_percent": None, "ideal_ms": 50.0}, []),
+    ],
+)
+def test_targets(values, met):
+    assert [target.met for target in targets([row(**values)])] == met

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from head_to_head import configurations, runner, worker_calls
+from head_to_head import configurations, runner, targets, worker_calls
 from head_to_head.clusters import Cluster
 from head_to_head.engine import Configuration
 from head_to_head.figures import rows_of
@@ -191,6 +191,16 @@ def test_losses_are_weighted_by_samples():
     assert runner.mean_losses(one, turns) == pytest.approx([1.25])
 
 
+@pytest.fixture(autouse=True)
+def peers_by_hand(monkeypatch):
+    """Peers that must have a result for a verdict on the best peer."""
+    monkeypatch.setattr(
+        targets,
+        "PEERS",
+        {"DeepSpeed ZeRO-1": ("deepspeed", 1), "DeepSpeed ZeRO-0": ("deepspeed", 0)},
+    )
+
+
 def outcome(name: str, provider: str, seconds: float, plan: Plan, **more: object) -> Outcome:
     own = {key: more.pop(key) for key in ("policy", "ranks", "over_gloo") if key in more}
     fields = {
@@ -262,8 +272,26 @@ def test_absent_engines_give_a_reason_and_are_not_peers():
     assert "FSDP2" not in row("exact")["over"]
 
 
-def test_a_loss_that_is_not_finite_is_an_infinite_difference():
+def judged(**changes: object) -> dict[str, bool]:
+    return {one.what: one.met for one in targets.targets(rows_of(comparison(**changes)))}
+
+
+def test_results_are_compared_with_thresholds():
+    assert judged() == {
+        "balance over its ideal": True,
+        "fastest plan over the best peer": True,
+        "largest loss difference": True,
+    }
+    assert not judged(ideal_over_even={1: 2.2})["balance over its ideal"]
+    named = judged(cluster="2:1:1", task=replace(TINY, global_batch=64))
+    assert named["over DeepSpeed"]
+    assert named["of the sum of speeds"]
+
+
+def test_different_loss_misses_its_threshold():
     others = comparison().outcomes
+    apart = replace(others[3], losses=(3.0, 2.6, 2.25))
+    assert not judged(outcomes=(*others[:3], apart))["largest loss difference"]
     wild = replace(others[3], losses=(3.0, math.nan, 2.25))
     assert row(wild.configuration.name, outcomes=(*others[:3], wild))["loss_difference"] == math.inf
 

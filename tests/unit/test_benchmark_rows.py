@@ -1,4 +1,4 @@
-"""`benchmarks/rows.py`: the one schema of rows and its file format."""
+"""`benchmarks/rows.py`: the one schema of rows, its file format, tables and targets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from rows import Row, read_rows, write_rows
+from rows import Column, Row, Target, markdown_of, print_targets, read_rows, table_of, write_rows
 
 
 def new_row(**figures: object) -> Row:
@@ -39,3 +40,37 @@ def test_value_is_found_in_case_figures_and_provenance():
     assert row["commit"]
     with pytest.raises(KeyError, match="'made' has no 'hours'"):
         row["hours"]
+
+
+def test_cells_show_values_and_what_is_missing():
+    rows = [new_row(seconds=0.25, way="a|b"), new_row(seconds=None, way="")]
+    columns = (
+        Column("stage", "stage"),
+        Column("way", "way"),
+        Column("ms", lambda row: row["seconds"] and 1e3 * row["seconds"], "{:.1f}"),
+        Column("shares", lambda row: tuple(row["shares"]), "{:.0%} and {:.0%}"),
+    )
+    assert list(markdown_of(rows, columns)) == [
+        "| stage | way | ms | shares |",
+        "|---|---|---|---|",
+        "| 1 | a\\|b | 250.0 | 50% and 50% |",
+        "| 1 | – | – | 50% and 50% |",
+    ]
+    assert table_of(rows, columns).row_count == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "at_most", "met"),
+    [(1.0, False, True), (0.9, False, False), (1.1, True, False), (0.9, True, True)],
+)
+def test_target_is_met_or_short(value, at_most, met):
+    target = Target(case="a", what="b", value=value, wanted=1.0, at_most=at_most)
+    assert target.met is met
+    assert target.cells[-1] == ("✓" if met else "short")
+
+
+def test_missing_value_misses_its_target(capsys):
+    print_targets([Target(case="a", what="b", value=None, wanted=1.0)], Console())
+    printed = capsys.readouterr().out
+    assert "not measured" in printed
+    assert "0 of 1 targets met" in printed

@@ -61,6 +61,32 @@ def test_ranks_that_wait_in_different_collectives_name_them() -> None:
         assert rank == 0 or "rank 0 waited for other ranks in 'a sum' (no answer)" in cause
 
 
+def nested(store: Any) -> tuple[list[FailureReports], list[FailureReports]]:
+    """The reports of a call's group, and of a group that is made in the call."""
+    inner = [
+        FailureReports(store, "an inner group", rank, SIZE, outer=["a group"])
+        for rank in range(SIZE)
+    ]
+    return reports_of(store), inner
+
+
+def test_a_rank_that_fails_before_a_nested_group_is_the_cause_in_it() -> None:
+    outer, inner = nested(dist.HashStore())
+    inner[0].watch()
+    outer[1].publish("rank 1 failed before", is_cause=True)
+    assert inner[0].seen.wait(5.0)
+    found = diagnoses(inner, {rank: peers(rank) for rank in (0, 2, 3)})
+    assert found == [([1], "rank 1 failed before")] * 3
+
+
+def test_a_cause_is_not_hidden_by_a_later_wait_in_another_group() -> None:
+    outer, inner = nested(dist.HashStore())
+    inner[1].publish("rank 1 failed inside", is_cause=True)
+    outer[1].publish("rank 1 waited for other ranks")
+    found = diagnoses(inner, {rank: peers(rank) for rank in (0, 2, 3)})
+    assert found == [([1], "rank 1 failed inside")] * 3
+
+
 def test_two_missing_ranks_of_64_are_named() -> None:
     alive = [rank for rank in range(64) if rank not in (5, 63)]
     reports = reports_of(dist.HashStore(), 64)

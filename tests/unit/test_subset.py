@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from subset import covering_subset, stages_of
+from subset import FULL_VARIABLE, choose, covering_subset, stages_of
 
 
 def groups(case: dict[str, int], size: int) -> set[object]:
@@ -29,6 +29,10 @@ def test_subset_of_two_parameters_covers_every_value_and_pairs_them_evenly():
     assert sorted(case["stage"] for case in selected) == sorted([*range(4)] * 2)
 
 
+def test_subset_of_one_parameter_has_every_case():
+    assert covering_subset([{"a": 0}, {"a": 1}, {"a": 2}]) == {0, 1, 2}
+
+
 def test_names_of_one_parametrize_count_as_one_parameter():
     assert covering_subset([{"a": 0, "b": 0}, {"a": 1, "b": 1}]) == {0, 1}
     cases = [{"a": i, "b": i, "stage": s} for i in range(3) for s in range(3)]
@@ -48,3 +52,15 @@ def test_two_stages_of_a_test_are_covered_and_all_of_many_tests():
     assert all(len(stages) == 2 and 3 in stages for stages in chosen)
     assert set().union(*chosen) == {0, 1, 2, 3}
     assert stages_of("test", [2]) == {2}
+
+
+def test_subset_of_combinations_with_holes_covers_every_pair():
+    cases = [{"a": 0, "b": 0, "c": 0}, {"a": 0, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 0}]
+    assert covering_subset(cases) == {0, 1, 2}
+
+
+def test_random_cases_by_suite(monkeypatch):
+    monkeypatch.setenv(FULL_VARIABLE, "0")
+    assert choose(quick=3, full=30) == 3
+    monkeypatch.setenv(FULL_VARIABLE, "1")
+    assert choose(quick=3, full=30) == 30
