@@ -4,8 +4,8 @@ Every rank collects facts about itself, and all ranks get the same report. A *pr
 training fail or hang; *advice* is about what makes it slower or may surprise.
 """
 
-from poplar.doctor.checks import Finding
 from poplar.doctor.examination import Report, examine
 from poplar.doctor.facts import RankFacts
+from poplar.doctor.finding import Finding
 
 __all__ = ["Finding", "RankFacts", "Report", "examine"]

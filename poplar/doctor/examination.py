@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from poplar.doctor.checks import Finding, findings
+from poplar.doctor.checks import findings
 from poplar.doctor.facts import (
     RankFacts,
     collect_facts,
@@ -28,6 +28,7 @@ from poplar.doctor.facts import (
     own_device,
     own_world_size,
 )
+from poplar.doctor.finding import Finding
 from poplar.values.errors import CollectiveTimeout
 from poplar.values.formatting import format_bytes, format_ranks, format_table, format_usage
 from poplar.values.schema import from_fields, parse_json, to_json_types

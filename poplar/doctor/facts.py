@@ -10,7 +10,7 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -25,7 +25,15 @@ from poplar.values.formatting import format_ranks
 _OPTIONAL_PACKAGES = ("triton", "nvidia-ml-py")
 """Names of distributions."""
 
-_HOST_NAME_SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SETTINGS = (
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_MULTI_RANK_GPU_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+)
+"""Environment variables that decide how ranks reach each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +65,19 @@ class RankFacts:
     """CPU threads that torch computes with in this process."""
     address: str
     """What the host name resolves to; empty: to nothing, or there is one rank only."""
-    interface: str
-    """The network interface from the environment variables; empty: none is set."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of NCCL and gloo that are set."""
+    kernel: str = ""
+    """Release of the operating system's kernel."""
     architectures: tuple[str, ...] = ()
     """CUDA architectures that this build of torch has kernels for."""
-    may_share_device: bool = False
-    """Whether NCCL_MULTI_RANK_GPU_ENABLE allows several ranks on one device."""
+    peer_access: Mapping[str, bool] = field(default_factory=dict)
+    """By UUID of each other visible GPU: whether this one can read its memory."""
+
+    @property
+    def may_share_device(self) -> bool:
+        """Whether NCCL allows several ranks on one device."""
+        return self.settings.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def describe_values(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
@@ -118,9 +133,10 @@ def collect_facts(device: torch.device) -> RankFacts:
         cores=host_limits.cores(),
         threads=torch.get_num_threads(),
         address=_address(),
-        interface=next(filter(None, map(os.environ.get, _HOST_NAME_SETTINGS)), ""),
+        settings={name: os.environ[name] for name in _SETTINGS if os.environ.get(name)},
+        kernel=platform.release(),
         architectures=tuple(torch.cuda.get_arch_list()) if info.kind == "cuda" else (),
-        may_share_device=os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
+        peer_access=devices.peer_access(device),
     )
 
 

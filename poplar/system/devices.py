@@ -102,6 +102,18 @@ def memory_available(device: torch.device, ranks_on_host: int) -> int:
     return free_bytes + host_limits.resident_memory()
 
 
+def peer_access(device: torch.device) -> dict[str, bool]:
+    """By UUID of each other CUDA device of this process: whether `device` can read its memory."""
+    if checked_kind(device) == "cpu":
+        return {}
+    own = torch.cuda.current_device() if device.index is None else device.index
+    others = (other for other in range(torch.cuda.device_count()) if other != own)
+    return {
+        f"GPU-{_uuid(torch.device('cuda', other))}": torch.cuda.can_device_access_peer(own, other)
+        for other in others
+    }
+
+
 def peak_memory(device: torch.device) -> int:
     """Most bytes of this process so far; 0 if unknown.
 

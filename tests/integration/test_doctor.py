@@ -56,7 +56,6 @@ def facts(rank, device=None, versions=(), **more):
         "cores": 16,
         "threads": 16,
         "address": "10.0.0.1",
-        "interface": "",
         "architectures": ("sm_80", "sm_90"),
         **more,
     }
@@ -109,7 +108,8 @@ def test_a_device_without_bf16_is_advice_that_explains_auto():
     finding = only_finding(facts(0), old)
     assert (finding.kind, finding.ranks) == ("advice", (1,))
     assert "Tesla V100-SXM2-16GB" in finding.what
-    assert "float16" in finding.fix
+    assert "float16 with one loss scale on all ranks, also on rank 0" in finding.fix
+    assert "also on" not in only_finding(old).fix
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,10 @@ def test_a_device_without_bf16_is_advice_that_explains_auto():
         (("sm_75", "compute_75"), True),
         (("sm_86",), True),
         (("sm_100a", "compute_100a"), False),
+        (("compute_90",), False),
+        (("compute_80a",), False),
+        (("sm_86a",), True),
+        (("compute_80f",), True),
     ],
 )
 def test_torch_needs_kernels_for_the_device(architectures, runs):
@@ -131,11 +135,77 @@ def test_torch_needs_kernels_for_the_device(architectures, runs):
         assert "no kernels for NVIDIA RTX A6000 (sm_86" in found[0].what
 
 
-def test_a_v100_needs_a_build_of_torch_for_cuda_12():
-    old = gpu("Tesla V100-SXM2-16GB", (7, 0), uuid="GPU-0")
-    (finding,) = all_findings(facts(0, old, architectures=("sm_75", "sm_80", "compute_80")))
-    assert finding.kind == "problem"
-    assert "cu126" in finding.fix
+V100 = gpu("Tesla V100-SXM2-16GB", (7, 0), uuid="GPU-0")
+PASCAL = gpu("NVIDIA GeForce GTX 1060", (6, 1), uuid="GPU-1")
+BLACKWELL = gpu("NVIDIA GeForce RTX 5090", (12, 0), uuid="GPU-2")
+CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
+
+
+@pytest.mark.parametrize(
+    ("devices", "architectures", "ranks", "fix"),
+    [
+        ((V100,), CU130, (0,), "the cu126 build of the same torch version"),
+        ((BLACKWELL,), CU126, (0,), "a build of torch for CUDA 12.8 or later"),
+        ((V100, BLACKWELL), CU130, (0,), "the cu128 build of torch 2.10"),
+        ((V100, BLACKWELL), CU126, (1,), "the cu128 build of torch 2.10"),
+        ((BLACKWELL, PASCAL), CU130, (1,), "no published build has kernels for both"),
+    ],
+)
+def test_the_build_of_torch_for_all_cards_is_named(devices, architectures, ranks, fix):
+    found = all_findings(
+        *(facts(rank, gpu, architectures=architectures) for rank, gpu in enumerate(devices))
+    )
+    assert (found[0].kind, found[0].ranks) == ("problem", ranks)
+    assert fix in found[0].fix
+
+
+def test_ranks_with_the_same_finding_share_it():
+    ranks = [
+        facts(rank, dataclasses.replace(V100, uuid=f"GPU-{rank}"), architectures=CU130)
+        for rank in range(2)
+    ]
+    assert only_finding(*ranks).ranks == (0, 1)
+
+
+PAIR = {
+    0: gpu("NVIDIA GeForce RTX 4090", (8, 9), uuid="GPU-0"),
+    1: gpu("NVIDIA GeForce RTX 3090", (8, 6), uuid="GPU-1"),
+}
+
+
+def pair(access, **settings):
+    return [
+        facts(rank, PAIR[rank], peer_access={f"GPU-{1 - rank}": access}, settings=settings)
+        for rank in PAIR
+    ]
+
+
+def test_gpus_without_peer_to_peer_access_use_shared_host_memory():
+    finding = only_finding(*pair(access=False), facts(2))
+    assert finding.kind == "advice"
+    names = "NVIDIA GeForce RTX 3090, NVIDIA GeForce RTX 4090"
+    assert finding.what == f"no peer-to-peer access between ranks 0 and 1 ({names})"
+    assert "host memory (SHM)" in finding.fix
+    assert "/dev/shm" in finding.fix
+    assert all_findings(*pair(access=True)) == []
+    unknown = [facts(rank, PAIR[rank]) for rank in PAIR]
+    assert all_findings(*unknown) == [], "each process sees its own GPU only"
+
+
+def test_settings_that_turn_off_transports_are_named():
+    finding = only_finding(*pair(access=False, NCCL_SHM_DISABLE="1"))
+    assert finding.fix == "NCCL uses sockets, because of NCCL_SHM_DISABLE=1; unset it"
+    finding = only_finding(*pair(access=True, NCCL_P2P_LEVEL="LOC"))
+    assert finding.what == "peer-to-peer access is turned off by NCCL_P2P_LEVEL=LOC"
+    assert all_findings(*pair(access=True, NCCL_P2P_LEVEL="SYS", NCCL_SHM_DISABLE="1")) == []
+
+
+def test_wsl2_is_advice():
+    finding = only_finding(facts(0, kernel="5.15.167.4-microsoft-standard-WSL2"))
+    assert finding.kind == "advice"
+    assert "pin_memory=False" in finding.fix
+    assert all_findings(facts(0, kernel="6.1.0-18-amd64")) == []
 
 
 def test_cpu_and_cuda_ranks_do_not_mix():
@@ -150,7 +220,7 @@ def test_cpu_and_cuda_ranks_do_not_mix():
 def test_two_ranks_on_one_device_are_a_problem_unless_allowed():
     finding = only_finding(facts(0, gpu(uuid="GPU-7")), facts(1, gpu(uuid="GPU-7")))
     assert (finding.kind, finding.ranks) == ("problem", (0, 1))
-    shared = {"device": gpu(uuid="GPU-7"), "may_share_device": True}
+    shared = {"device": gpu(uuid="GPU-7"), "settings": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
     finding = only_finding(facts(0, **shared), facts(1, **shared))
     assert finding.kind == "advice"
     assert "memory_limit=" in finding.fix
@@ -161,9 +231,21 @@ def test_a_host_name_that_resolves_to_loopback_is_a_problem():
     finding = only_finding(facts(0), there)
     assert (finding.kind, finding.ranks) == ("problem", (1,))
     assert "GLOO_SOCKET_IFNAME" in finding.fix
-    assert all_findings(facts(0), dataclasses.replace(there, interface="eth0")) == []
+    with_interface = dataclasses.replace(there, settings={"GLOO_SOCKET_IFNAME": "eth0"})
+    assert all_findings(facts(0), with_interface) == []
+    for_nccl_only = dataclasses.replace(there, settings={"NCCL_SOCKET_IFNAME": "eth0"})
+    assert only_finding(facts(0), for_nccl_only).kind == "problem", "gloo connects hosts too"
     alone = facts(0, address="")
     assert all_findings(alone) == [], "a single host needs no address"
+
+
+def test_the_loopback_interface_cannot_connect_hosts():
+    settings = {"NCCL_SOCKET_IFNAME": "lo"}
+    there = facts(1, gpu(uuid="GPU-1", host="two"), node="1", settings=settings)
+    finding = only_finding(facts(0), there)
+    assert (finding.kind, finding.ranks) == ("problem", (1,))
+    assert "NCCL_SOCKET_IFNAME=lo" in finding.what
+    assert all_findings(facts(0, settings=settings)) == [], "one host"
 
 
 def test_two_hosts_with_one_name_are_a_problem():
@@ -174,9 +256,10 @@ def test_two_hosts_with_one_name_are_a_problem():
 
 def test_small_shared_memory_of_a_container_is_advice():
     small = {"shared_memory_bytes": (64 << 20, 64 << 20)}
+    assert only_finding(facts(0, **small)).kind == "advice", "the default of Docker"
     finding = only_finding(facts(0, **small), facts(1, **small))
     assert "64.0 MiB free in /dev/shm" in finding.what
-    assert "--shm-size" in finding.fix
+    assert "--shm-size=8g or --ipc=host" in finding.fix
     assert "no /dev/shm" in only_finding(facts(0, shared_memory_bytes=None)).what
 
 

@@ -153,6 +153,19 @@ def test_throttle_reason_is_heat_but_not_a_power_cap(cuda, cards):
     assert "power brake" in reason
 
 
+def test_peer_access_is_listed_by_the_uuid_of_each_other_card(monkeypatch):
+    uuids = ("aa", "bb", "GPU-cc")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=uuids[device.index]),
+    )
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other == 2)
+    assert devices.peer_access(torch.device("cuda", 1)) == {"GPU-aa": False, "GPU-cc": True}
+    assert devices.peer_access(torch.device("cpu")) == {}
+
+
 def test_memory_available_excludes_other_processes(cuda, cards, monkeypatch):
     monkeypatch.setattr("os.getpid", lambda: 42)
     device = torch.device("cuda", 0)

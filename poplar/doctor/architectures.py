@@ -1,0 +1,60 @@
+"""Which builds of torch have kernels for a GPU, as of torch 2.14.
+
+docs/guides/pytorch-builds.md has the table of builds and its sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+Capability = tuple[int, int]
+
+_TURING, _BLACKWELL = (7, 5), (10, 0)
+_VOLTA = (7, 0)
+
+
+def has_kernels(capability: Capability, architectures: Iterable[str]) -> bool:
+    """Whether a build with these architectures, such as "sm_86" and "compute_90", has kernels.
+
+    Binary code (sm) runs on later minor versions of its major version, PTX (compute) on all later
+    versions. With the suffix "a", either runs on that version only; with "f", on its major version.
+    """
+    for name in architectures:
+        kind, _, number = name.partition("_")
+        digits = number.rstrip("af")
+        if kind not in ("sm", "compute") or not digits.isdigit():
+            continue
+        built_for = divmod(int(digits), 10)
+        if number.endswith("a"):
+            runs = built_for == capability
+        elif kind == "sm" or number.endswith("f"):
+            runs = built_for[0] == capability[0] and built_for[1] <= capability[1]
+        else:
+            runs = built_for <= capability
+        if runs:
+            return True
+    return False
+
+
+def build_for(capability: Capability, of_job: Collection[Capability]) -> str:
+    """Which build of torch to install for a GPU.
+
+    Args:
+        capability: of the GPU.
+        of_job: capabilities of all GPUs of the job. Its ranks should have one build of torch.
+    """
+    if min(of_job) < _TURING and max(of_job) >= _BLACKWELL:
+        if min(of_job) < _VOLTA:
+            return (
+                "no published build has kernels for both Blackwell and GPUs before Volta; leave "
+                "one of them out, or build torch with CUDA 12.8 for both"
+            )
+        return "install the cu128 build of torch 2.10, the last one for both Volta and Blackwell"
+    if capability < _TURING:
+        return (
+            "builds of torch for CUDA 13 have no kernels for GPUs before Turing, such as the V100; "
+            "install the cu126 build of the same torch version on its host"
+        )
+    if capability >= _BLACKWELL:
+        return "install a build of torch for CUDA 12.8 or later"
+    return "install a build of torch for another CUDA version"
