@@ -163,9 +163,9 @@ class FollowedPass:
         if self.stage < 3:
             return 0.0
         model = self.model
-        frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
+        frozen = model.unit_frozen_bytes or (0,) * len(model.unit_numels)
         both = zip(model.unit_numels, frozen, strict=True)
-        sizes = dict(enumerate(model.param_bytes * sum(one) for one in both))
+        sizes = {unit: model.param_bytes * own + rest for unit, (own, rest) in enumerate(both)}
         resident, persistent = set(model.resident_units), set(self.persistent)
         held = sum(sizes[unit] for unit in persistent)
         if not self.samples:

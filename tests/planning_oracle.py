@@ -218,14 +218,14 @@ class Oracle:
         """Unit by unit: which compute each unshard and reduction overlaps with."""
         overlap, beta = self.cluster.overlap, self.cluster.backward_fraction
         extra = self.cluster.network.synchronization_seconds[self.stage]
-        parts, units = self.parts, range(len(self.parts))
+        parts, unsharded, units = self.parts, self._unsharded_parts(), range(len(self.parts))
         comes_back = [unit for unit in units if unit not in self.cluster.model.resident_units]
         again = [unit for unit in comes_back[:-1] if unit not in self.persistent]
         arrives = [unit for unit in units if is_first or unit not in self.persistent]
-        communication = gather * sum(parts[unit] for unit in arrives + again) + reduce
+        communication = gather * sum(unsharded[unit] for unit in arrives + again) + reduce
         forward = (1 - beta) * latest
         overlapped = sum(
-            min(overlap * gather * parts[unit], forward * parts[unit - 1])
+            min(overlap * gather * unsharded[unit], forward * parts[unit - 1])
             for unit in arrives
             if unit
         )
@@ -233,18 +233,18 @@ class Oracle:
         if others and others[-1] == comes_back[-2]:
             unit = others.pop()
             window = forward * parts[-1] + beta * latest * sum(parts[unit + 1 :])
-            overlapped += min(overlap * gather * parts[unit], window)
+            overlapped += min(overlap * gather * unsharded[unit], window)
         if comes_back:
             # In the backward: unshards of all other units, and the reductions of all units but the
             # last one that is computed and the residents.
-            gathered = gather * sum(parts[unit] for unit in others)
+            gathered = gather * sum(unsharded[unit] for unit in others)
             reduced = sum(parts[unit] for unit in comes_back if unit > 0) * reduce
             window = beta * latest * sum(parts[: comes_back[-1]])
             can_overlap = [overlap * (gathered + reduced), window]
             # The backward of a unit does not begin before its unshard is complete.
             for unit in again:
                 after = comes_back[comes_back.index(unit) + 1]
-                late = gather * sum(parts[one] for one in others if one < unit)
+                late = gather * sum(unsharded[one] for one in others if one < unit)
                 late += reduce * sum(parts[one] for one in comes_back if 0 < one <= after)
                 can_overlap.append(window - beta * latest * sum(parts[: unit + 1]) + overlap * late)
             overlapped += min(can_overlap)
@@ -253,6 +253,13 @@ class Oracle:
         first_arrival = min(arrives, default=len(parts))
         overlapped += min(overlap * (reduce - reduced), forward * sum(parts[:first_arrival]))
         return max(latest, latest + communication + extra - overlapped)
+
+    def _unsharded_parts(self) -> list[float]:
+        """By unit, the parts that an unshard moves: frozen parameters count by their bytes."""
+        model = self.cluster.model
+        frozen = model.unit_frozen_bytes or (0,) * len(self.parts)
+        whole = model.param_bytes * model.numel
+        return [part + own / whole for part, own in zip(self.parts, frozen, strict=True)]
 
     # Bytes
 
@@ -288,10 +295,10 @@ class Oracle:
     def _state_bytes(self, rank: int, share: float) -> float:
         model = self.cluster.model
         shares = [share if self.stage >= 1 else 1.0, share if self.stage == 3 else 1.0]
-        frozen = sum(model.unit_frozen_numels)
+        frozen = sum(model.unit_frozen_bytes)
         return (
             model.optimizer_bytes * model.numel * shares[0]
-            + model.param_bytes * (model.numel + frozen) * shares[1]
+            + (model.param_bytes * model.numel + frozen) * shares[1]
             + model.frozen_bytes
             + self.cluster.devices[rank].held_bytes
         )
@@ -577,6 +584,13 @@ def random_cluster(
     """
     units = tuple(draw.randint(1, 400) * 64 * SCALE for _ in range(draw.randint(1, 4)))
     residents = [unit for unit in range(len(units)) if draw.random() < 0.2]
+    base = random.Random(str(units))
+    frozen = tuple(base.randint(1, 2000) * 64 * SCALE for _ in units)
+    if base.random() < 0.7:
+        frozen = ()
+    elif len(units) > 1:
+        without = base.randrange(len(units))  # a unit with nothing to train
+        units = tuple(0 if unit == without else own for unit, own in enumerate(units))
     model = ModelProfile(
         unit_numels=units,
         param_bytes=draw.choice((2.0, 4.0)),
@@ -584,6 +598,7 @@ def random_cluster(
         optimizer_bytes=draw.choice((0.0, 8.0, 12.0)),
         wire_bytes=4.0,
         frozen_bytes=draw.choice((0, 5000 * SCALE)),
+        unit_frozen_bytes=frozen,
         resident_units=tuple(residents),
     )
     devices = [_random_device(draw) for _ in range(ranks)]

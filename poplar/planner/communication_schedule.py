@@ -69,7 +69,8 @@ class CommunicationSchedule:
     """One synchronization. It reduces the whole model once."""
 
     gathers: float
-    """All-gathers, in whole models: parameters at stage 3, reduced gradients at stage 0."""
+    """All-gathers, in whole models: parameters at stage 3, reduced gradients at stage 0. A frozen
+    parameter counts by its bytes, so of adapters there are many."""
     reduction_start: float
     """Fraction of the backward before the first reduction."""
     overlap_bounds: tuple[tuple[OverlapLine, ...], ...]
@@ -233,9 +234,12 @@ class _Pass:
                     if is_own:
                         self._events.append(Event("compute", self._seconds(before, position)))
                     continue
-                numel = layout.numels[action.unit]
                 is_gather = action.what != "reduce"
-                part = numel if is_gather else numel / len(layout.buffers[action.unit])
+                if action.what == "unshard":
+                    part = layout.unsharded[action.unit]
+                else:
+                    calls = 1 if is_gather else len(layout.buffers[action.unit])
+                    part = layout.numels[action.unit] / calls
                 issued.append(
                     _Collective(is_gather, action.unit, action.pass_index, part, position)
                 )

@@ -222,13 +222,12 @@ def _gradients(
 
 def _state(model: ModelProfile, stage: int) -> Bytes:
     """Parameters and optimizer state."""
-    trained, frozen = model.param_bytes * model.numel, model.param_bytes * model.frozen_numel
-    optimizer = model.optimizer_bytes * model.numel
+    parameters, optimizer = sum(model.parameter_bytes), model.optimizer_bytes * model.numel
     if stage == 0:
-        return Bytes(trained + frozen + optimizer)
+        return Bytes(parameters + optimizer)
     if stage < 3:
-        return Bytes(trained + frozen, optimizer)
-    return Bytes(0.0, trained + frozen + optimizer)
+        return Bytes(parameters, optimizer)
+    return Bytes(0.0, parameters + optimizer)
 
 
 def _relayed(cluster: ClusterProfile, stage: int) -> Bytes:

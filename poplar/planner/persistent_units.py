@@ -48,7 +48,7 @@ def persistence_order(model: ModelProfile) -> list[int]:
     """
     resident = sorted(set(model.resident_units))
     sharded = [unit for unit in range(len(model.unit_numels)) if unit not in resident]
-    inner = sorted(sharded[1:-1], key=lambda unit: model.unit_numels[unit])
+    inner = sorted(sharded[1:-1], key=model.parameter_bytes.__getitem__)
     return [*resident, *sharded[:1], *inner, *sharded[1:][-1:]]
 
 

@@ -16,18 +16,19 @@ from poplar.zero.unit import Unit
 
 def model_profile(session: Session, state_bytes: float) -> ModelProfile:
     """The model; `state_bytes` is the optimizer state per element, without an fp32 master."""
-    units = _trained_units(session, shards_parameters=True)
+    units = all_units(session)
     bytes_each = session.compute_dtype.itemsize
     buffers = session.job.model.buffers()
     return ModelProfile(
-        unit_numels=tuple(sum(flat.numel for flat in unit.trained) for unit in units),
+        unit_numels=tuple(sum(_buffers(unit)) for unit in units),
         unit_names=tuple(unit.name for unit in units),
-        unit_frozen_numels=tuple(
-            sum(flat.numel for flat in unit.flats if not flat.trained) for unit in units
+        unit_frozen_bytes=tuple(
+            unit.unsharded_bytes - sum(flat.numel * flat.dtype.itemsize for flat in unit.trained)
+            for unit in units
         ),
         resident_units=tuple(number for number, unit in enumerate(units) if unit.resident),
         unit_buffers=tuple(map(_buffers, units)),
-        merged_buffers=tuple(map(_buffers, _trained_units(session, shards_parameters=False))),
+        merged_buffers=tuple(map(_buffers, all_units(session, shards_parameters=False))),
         param_bytes=float(bytes_each),
         grad_bytes=float(bytes_each),
         optimizer_bytes=state_bytes + (0.0 if bytes_each == 4 else 4.0),
@@ -44,10 +45,9 @@ def linear_layers(session: Session, rows: Mapping[str, float]) -> tuple[LinearLa
         rows: for a sample of each layer, by module name; layers without any do not count.
     """
     request = session.setup
-    trained = [unit for unit in all_units(session) if unit.trained]
     unit_of = {
         id(parameter): number
-        for number, unit in enumerate(trained)
+        for number, unit in enumerate(all_units(session))
         for flat in unit.trained
         for parameter in flat.parameters
     }
@@ -67,7 +67,7 @@ def linear_layers(session: Session, rows: Mapping[str, float]) -> tuple[LinearLa
 
 def flat_numels(session: Session) -> list[int]:
     """Elements of each flat buffer that is reduced at stages that replicate parameters."""
-    units = _trained_units(session, shards_parameters=False)
+    units = all_units(session, shards_parameters=False)
     return [numel for unit in units for numel in _buffers(unit)]
 
 
@@ -83,7 +83,7 @@ def trained_units(session: Session) -> list[TrainedUnit]:
             unit.resident,
             () if unit.resident else unit.modules,
         )
-        for unit in _trained_units(session, shards_parameters=True)
+        for unit in all_units(session)
     ]
 
 
@@ -91,11 +91,6 @@ def all_units(session: Session, *, shards_parameters: bool = True) -> list[Unit]
     """The units of the engine."""
     given = session.setup, session.control, session.cast_to
     return setup.units_of(*given, shards_parameters=shards_parameters)
-
-
-def _trained_units(session: Session, *, shards_parameters: bool) -> list[Unit]:
-    units = all_units(session, shards_parameters=shards_parameters)
-    return [unit for unit in units if unit.trained]
 
 
 def pass_memory(session: Session, budgets: Sequence[MemoryBudget]) -> PassMemory:

@@ -55,7 +55,7 @@ def with_recomputed_curves(
 
 def _may_lack_memory(device: DeviceProfile, model: ModelProfile, most: int) -> bool:
     """Whether the device cannot hold the whole model beside a batch of `most`."""
-    state = _STATE_BYTES * (model.numel + model.frozen_numel) + model.frozen_bytes
+    state = _STATE_BYTES * model.numel + sum(model.unit_frozen_bytes) + model.frozen_bytes
     room = MemoryBudget(device.memory_bytes, device.held_bytes).activation_bytes - state
     largest = device.max_batch
     return device.activation_bytes(largest) * max(1.0, most / largest) > room

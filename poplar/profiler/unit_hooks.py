@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 
 class TrainedUnit(NamedTuple):
-    """The trained parameters of a unit."""
+    """The trained parameters of a unit; a frozen unit has none."""
 
     parameters: Sequence[nn.Parameter]
     resident: bool
@@ -208,10 +208,14 @@ class UnitClock:
         self._phases.append(self._now())
 
     def result(self) -> UnitFractions:
-        """Fractions of each unit; unknown if a block had no forward, or a unit no gradient."""
+        """Fractions of each unit; unknown if a block had no forward, or a unit no gradient.
+
+        The backward of a block with nothing to train counts with the next unit's.
+        """
         start, turn, end = self._phases
         blocks = [n for n, unit in enumerate(self._units) if n and not unit.resident]
-        seen = [self._began[n] for n in blocks], [self._complete[n] for n in blocks]
+        trained = [n for n in blocks if self._units[n].parameters]
+        seen = [self._began[n] for n in blocks], [self._complete[n] for n in trained]
         if not self._units or None in seen[0] or None in seen[1]:
             return UnitFractions()
         whole = _seconds_between(start, end)

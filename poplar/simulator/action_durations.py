@@ -38,8 +38,11 @@ class ActionDurations:
         own_shares = dict(costs.unit_shares) if costs.shares_matter else {}
         self._shares = [own_shares.get(unit, shares) for unit in range(len(self._layout.numels))]
         """By unit."""
-        self._gather_parts = self._parts(costs.collectives.all_gather)
+        gather_cost = costs.collectives.all_gather
+        self._gather_parts = self._parts(gather_cost, self._layout.numels)
         """By unit, the part of the all-gather of the whole model."""
+        self._unshard_parts = self._parts(gather_cost, self._layout.unsharded)
+        """The same with the frozen parameters, which may be many times as much."""
         self._reduce_parts = self._parts_of_reduction(shares)
         """By unit, the part of the reduction, some of which may be an exchange of factors."""
         self._gradient_gather_parts = self._without_factored(self._gather_parts)
@@ -67,19 +70,19 @@ class ActionDurations:
             "agreement": max(0.0, step_residual),
         }
 
-    def _parts(self, cost: CollectiveCost) -> list[float]:
-        """By unit, the part of a collective of the whole model."""
-        parts = [own / self._layout.numel for own in self._layout.numels]
+    def _parts(self, cost: CollectiveCost, numels: Sequence[float]) -> list[float]:
+        """By unit, the part of a collective of the whole model, if it moves so many elements."""
+        parts = [own / self._layout.numel for own in numels]
         if not self._costs.unit_shares:
             return parts
         seconds = list(map(operator.mul, parts, map(cost.seconds, self._shares)))
-        total = math.fsum(seconds)
-        return [own / total for own in seconds] if total else parts
+        scale = math.fsum(parts) / (math.fsum(seconds) or math.inf)
+        return [own * scale for own in seconds] if scale else parts
 
     def _parts_of_reduction(self, shares: Sequence[float]) -> list[float]:
         """By unit, the part of what is reduced and exchanged."""
         costs = self._costs
-        parts = self._parts(costs.collectives.reduce_scatter)
+        parts = self._parts(costs.collectives.reduce_scatter, self._layout.numels)
         whole = replace(costs, exchanges=()).communication(shares).reduce
         if not costs.exchanges or not whole:
             return parts
@@ -148,6 +151,9 @@ class ActionDurations:
             return (
                 seconds * self._reduce_parts[action.unit] / len(self._layout.buffers[action.unit])
             )
-        is_of_gradients = action.what == "all_gather_gradients"
-        parts = self._gradient_gather_parts if is_of_gradients else self._gather_parts
-        return seconds * parts[action.unit]
+        parts = {
+            "all_gather_gradients": self._gradient_gather_parts,
+            "all_gather_parameters": self._gather_parts,
+            "unshard": self._unshard_parts,
+        }
+        return seconds * parts[action.what][action.unit]

@@ -134,23 +134,24 @@ class Backward:
         numels = list(_flat_numels(model, stage))
         flats: list[Flat] = []
         held, begun = [0.0] * len(turns), set[int]()
-        for numel, parts in zip(numels, parts_of(model, ordered_units(model), numels), strict=True):
-            last = max(turn_of[unit] for unit in parts)
+        for numel, units in zip(numels, parts_of(model, ordered_units(model), numels), strict=True):
+            parts = {unit: part for unit, part in units.items() if part}
+            last = max(map(turn_of.__getitem__, parts))
             flats.append(Flat(numel, last, last in begun))
             for unit, part in parts.items():
                 begun.add(turn_of[unit])
                 if unit not in resident:
                     for later in range(turn_of[unit], last + 1):
                         held[later] += part
-        units = StepUnits.of(model, stage)
         flats.reverse()  # of those that are complete together, the last one comes first
         staying = sum(model.unit_numels[unit] for unit in resident)
+        in_flight = StepUnits.of(model, stage).reductions_in_flight
         return cls(
             turns=tuple(turns),
             resident_turn=len(others) if resident else None,
             flats=tuple(sorted(flats, key=lambda flat: flat.turn)),
             pending=tuple(part + staying for part in held),
-            limit=units.reductions_in_flight if stage >= 2 else LEAST_IN_FLIGHT,
+            limit=in_flight if stage >= 2 else LEAST_IN_FLIGHT,
         )
 
 
@@ -283,8 +284,7 @@ def unsharded_in(
     without samples only takes part in collectives: it frees each unit at once, and unshards the
     next one before it reduces this one.
     """
-    frozen = model.unit_frozen_numels or (0,) * len(model.unit_numels)
-    sizes = [model.param_bytes * sum(both) for both in zip(model.unit_numels, frozen, strict=True)]
+    sizes = model.parameter_bytes
     resident = set(model.resident_units)
     turns = len(backward.turns)
     inner = turns - (backward.resident_turn is not None)

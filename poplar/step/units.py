@@ -92,6 +92,9 @@ class StepUnits:
     """Units that stay unsharded between the passes of a step."""
     parts: tuple[Mapping[int, int], ...] = field(default=(), hash=False)
     """By unit, its elements of each unit of the model."""
+    unsharded: tuple[float, ...] = ()
+    """By unit, what an unshard moves: its elements, and as many more as its frozen parameters have
+    bytes for. Empty where parameters are not sharded."""
 
     @classmethod
     def of(
@@ -117,7 +120,9 @@ class StepUnits:
         if stage < 3:
             return cls(tuple(buffers), forward, backward, parts=parts)
         resident = frozenset(model.resident_units)
-        return cls(tuple(buffers), forward, backward, resident, persistent, parts)
+        each = model.param_bytes
+        unsharded = tuple(own / each for own in model.parameter_bytes) if each else forward
+        return cls(tuple(buffers), forward, backward, resident, persistent, parts, unsharded)
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -187,7 +192,7 @@ def parts_of(
     for numel in numels:
         part: dict[int, int] = {}
         missing = numel
-        while missing:
+        while missing or not part:
             unit, own = left.pop()
             part[unit] = min(own, missing)
             if own > missing:
@@ -202,7 +207,10 @@ def _ticks(
     """The fractions of these parts of the model, scaled and rounded to `_TICKS` in all."""
     least = _LEAST * math.fsum(fractions)
     sums = (
-        math.fsum(fractions[unit] * (own / model.unit_numels[unit]) for unit, own in part.items())
+        math.fsum(
+            fractions[unit] * (own / model.unit_numels[unit] if own else 1.0)
+            for unit, own in part.items()
+        )
         for part in parts
     )
     seconds = [max(least, own) for own in sums]

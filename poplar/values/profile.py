@@ -247,7 +247,7 @@ class LinearLayer:
 class ModelProfile:
     """The trained model, in elements and bytes per element."""
 
-    unit_numels: Annotated[tuple[PositiveCount, ...], Rule("at least one unit", bool)]
+    unit_numels: Annotated[tuple[Count, ...], Rule("at least one trained element", any)]
     """Trained elements of each unit, which is unsharded and reduced as one buffer."""
     unit_names: Annotated[tuple[str, ...], _DIFFERENT] = ()
     """Names of the units at stage 3, for `UnitPlan.name`. Empty: unknown."""
@@ -261,8 +261,9 @@ class ModelProfile:
     """Bytes of a gradient in a reduce-scatter."""
     frozen_bytes: Count = 0
     """Memory that is never sharded, such as buffers."""
-    unit_frozen_numels: tuple[Count, ...] = ()
-    """Frozen elements of each unit, sharded and unsharded with its parameters. Empty: none."""
+    unit_frozen_bytes: tuple[Count, ...] = ()
+    """Bytes of the frozen parameters of each unit, quantised or not, which are sharded and
+    unsharded with its trained ones. Empty: none."""
     resident_units: Annotated[tuple[Count, ...], _DIFFERENT] = ()
     """Units that stay unsharded until a pass is over, usually those outside of all blocks."""
     unit_buffers: tuple[tuple[PositiveCount, ...], ...] = ()
@@ -286,8 +287,11 @@ class ModelProfile:
     def __post_init__(self) -> None:
         check_fields(self)
         units = len(self.unit_numels)
-        _check_entries(self, units, "unit_names", "unit_frozen_numels", "unit_forward_fraction")
+        _check_entries(self, units, "unit_names", "unit_frozen_bytes", "unit_forward_fraction")
         _check_entries(self, len(self.unit_forward_fraction), "unit_backward_fraction")
+        frozen = self.unit_frozen_bytes or (0,) * units
+        if not all(map(max, zip(self.unit_numels, frozen, strict=True))):
+            raise ValueError(f"unit_numels {self.unit_numels}: a unit has no parameters at all")
         for what, numbers in (
             ("linear_layers", [layer.unit for layer in self.linear_layers]),
             ("resident_units", self.resident_units),
@@ -318,14 +322,19 @@ class ModelProfile:
 
     @property
     def recomputable_units(self) -> list[int]:
-        """Units that can be recomputed, in the order of their forward; empty without names."""
+        """Units that can be recomputed, in the order of their forward; empty without names.
+
+        What recomputation takes is estimated by trained elements, so each has some.
+        """
         units = range(len(self.unit_names))
-        return [unit for unit in units if unit not in self.resident_units]
+        return [u for u in units if self.unit_numels[u] and u not in self.resident_units]
 
     @property
-    def frozen_numel(self) -> int:
-        """Frozen elements of the whole model."""
-        return sum(self.unit_frozen_numels)
+    def parameter_bytes(self) -> tuple[float, ...]:
+        """By unit, bytes of its trained and frozen parameters in the compute dtype."""
+        frozen = self.unit_frozen_bytes or (0,) * len(self.unit_numels)
+        both = zip(self.unit_numels, frozen, strict=True)
+        return tuple(self.param_bytes * numel + own for numel, own in both)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -361,7 +361,7 @@ def test_the_host_keeps_receive_buffers_without_an_own_part():
 def test_frozen_parameters_are_sharded_and_unsharded_with_the_trained_ones():
     model = ModelProfile(
         unit_numels=(MIB, MIB, MIB, MIB),
-        unit_frozen_numels=(8 * MIB, 3 * MIB, 5 * MIB, 4 * MIB),
+        unit_frozen_bytes=(32 * MIB, 12 * MIB, 20 * MIB, 16 * MIB),
         resident_units=(0,),
     )
     cluster = a_cluster(model=model)
@@ -377,7 +377,7 @@ def test_frozen_parameters_are_sharded_and_unsharded_with_the_trained_ones():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"unit_frozen_numels": (1,)}, "unit_frozen_numels must have 2 entries or none, got 1"),
+        ({"unit_frozen_bytes": (1,)}, "unit_frozen_bytes must have 2 entries or none, got 1"),
         ({"resident_units": (2,)}, "resident_units must be of units 0 to 1"),
         ({"merged_buffers": ((11, 0),)}, r"merged_buffers\[0\]\[1\] must be at least 1"),
         ({"merged_buffers": ((10,),)}, "must have the 11 elements of the units, got 10"),

@@ -142,8 +142,9 @@ def test_optimizer_time_is_linear_in_the_share():
             lambda: profile_of(three_points(1, 2, 3), pass_overhead_seconds=(0.0,)),
             "pass_overhead_seconds must be one finite number per stage",
         ),
-        (lambda: ModelProfile(unit_numels=()), "unit_numels must be at least one unit"),
-        (lambda: ModelProfile(unit_numels=(0,)), r"unit_numels\[0\] must be at least 1"),
+        (lambda: ModelProfile(unit_numels=()), "must be at least one trained element"),
+        (lambda: ModelProfile(unit_numels=(0,)), "must be at least one trained element"),
+        (lambda: ModelProfile(unit_numels=(2, -1)), r"unit_numels\[1\] must be at least 0"),
         (
             lambda: ModelProfile(unit_numels=(1,), grad_bytes=-1.0),
             "grad_bytes must be finite and at least 0",
