@@ -644,6 +644,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             if engine.has_gradients or engine.scheduler.active:
                 raise RuntimeError("release() in the middle of a step; call it after step()")
             if not values:
+                if any(unit.opaque for unit in engine.units):
+                    raise RuntimeError(
+                        "release(values=False) would lose quantised parameters, which nothing "
+                        "initializes again; use release()"
+                    )
                 check_unused(self._model.parameters())
 
         run_on_all_ranks(self._control, check, doing="release()")
@@ -653,15 +658,21 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             return
         parameters = [p for flat in engine.flats for p in flat.parameters]
 
-        def copy_all() -> list[Tensor]:
-            return [parameter.detach().clone() for parameter in parameters]
+        opaque = [opaque for unit in engine.units for opaque in unit.opaque]
+
+        def copy_all() -> tuple[list[Tensor], list[Tensor]]:
+            copies = [parameter.detach().clone() for parameter in parameters]
+            return copies, [each.values.clone() for each in opaque]
 
         with engine.values.unsharded(writeback=False):
-            copies = run_on_all_ranks(self._control, copy_all, doing="release()")
+            copies, frozen = run_on_all_ranks(self._control, copy_all, doing="release()")
         self._detach()
         for parameter, copy in zip(parameters, copies, strict=True):
             parameter.grad = None
             parameter.data = copy
+        for each, bytes_of_all in zip(opaque, frozen, strict=True):
+            each.use_values(bytes_of_all, lasting=True)
+            each.attach_parameters()
 
     def _detach(self) -> None:
         """Drop the model and the engine without changing the parameters."""

@@ -44,6 +44,9 @@ def reshard(
                 _reshard_trained(engine, update, flat, schemas, new)
             else:
                 engine.strategy.change_layout(flat, new, None)
+        for opaque in unit.opaque:
+            new = Layout.from_shares(opaque.numel, unit_shares.get(unit.name, shares))
+            engine.strategy.change_opaque_layout(opaque, new)
 
 
 def _reshard_trained(

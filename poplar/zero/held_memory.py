@@ -16,6 +16,7 @@ from poplar.system import devices
 from poplar.values.formatting import format_bytes
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.engine import Engine
+from poplar.zero.opaque_parameter import component_tensors
 from poplar.zero.update import ShardedUpdate
 
 OnOutOfMemory = Literal["retry", "raise"]
@@ -72,9 +73,10 @@ def held_memory(
     storages = _Storages()
     flats, trained = engine.flats, engine.trained
     managed = {id(parameter) for flat in flats for parameter in flat.parameters}
-    others = [p for p in engine.model.parameters() if id(p) not in managed]
-    stored = [flat.shard for flat in flats]
-    parameters = storages.add([*stored, *others, *engine.model.buffers()])
+    whole = (*engine.model.parameters(), *engine.model.buffers())
+    others = [part for t in whole if id(t) not in managed for part in component_tensors(t)]
+    buffers = [buffer for unit in engine.units for buffer in unit.buffers]
+    parameters = storages.add([*(buffer.shard for buffer in buffers), *others])
     cached = engine.comm.cached_bytes()
     states = [value for state in update.inner.state.values() for value in state.values()]
     gradients = [tensor for flat in trained for tensor in (flat.gradient, flat.squares)]
@@ -84,7 +86,7 @@ def held_memory(
     return HeldMemory(
         {
             "parameters": parameters,
-            "unsharded": storages.add(flat.values for flat in flats),
+            "unsharded": storages.add(buffer.values for buffer in buffers),
             "masters": storages.add(flat.master for flat in trained),
             "optimizer": storages.add(value for value in states if isinstance(value, Tensor)),
             "gradients": storages.add([*gradients, *own]),

@@ -12,19 +12,29 @@ from functools import partial
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from poplar.comm import Communicator, Control
+from poplar.comm.shard_layout import Layout
 from poplar.values.errors import agreed
 from poplar.values.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.checks import model_checks
+from poplar.zero.checks.replica_check import replicate
 from poplar.zero.engine import Engine
 from poplar.zero.factors.layers import factored_layers
 from poplar.zero.factors.parameter import FactoredParameter
 from poplar.zero.flat_adamw import flat_class
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.input_cast import cast_inputs
+from poplar.zero.opaque_parameter import (
+    OpaqueBytes,
+    component_tensors,
+    is_opaque,
+    is_opaque_buffer,
+    memories_of,
+    opaque_bytes,
+)
 from poplar.zero.stages.replicated import Replicated
 from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
@@ -105,11 +115,23 @@ class Request:
                 (name, self._shape(name, p), str(p.dtype), self.group_of.get(id(p), -1))
                 for name, p in self.model.named_parameters()
             ],
+            "frozen tensors that are not computed with": [
+                (name, opaque_bytes(tensor)) for name, tensor in self.opaque_tensors().items()
+            ],
             "buffers": [
                 (name, tuple(b.shape), str(b.dtype)) for name, b in self.model.named_buffers()
             ],
             _MULTIPLICATION: self._multiplication(),
         }
+
+    def opaque_tensors(self) -> dict[str, Tensor]:
+        """The frozen tensors of [Note: opaque tensors] that have values, by name."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in self.group_of and is_opaque(parameter):
+                found[name] = parameter
+        found.update((n, b) for n, b in self.model.named_buffers() if is_opaque_buffer(b))
+        return {name: tensor for name, tensor in found.items() if not tensor.is_meta}
 
     def _multiplication(self) -> str:
         """What decides the bits of a product, if every rank must compute the same ones."""
@@ -207,10 +229,10 @@ def _device_for(
     chosen = torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
-    if found.type != "meta" and found != chosen:
+    if found.type not in ("meta", "cpu") and found != chosen:
         raise ValueError(
             f"device={str(device)!r}, but the parameters are on {found}; move the model first, or "
-            "build it on meta"
+            "build it on the CPU or on meta"
         )
     return chosen
 
@@ -305,8 +327,8 @@ def agree_on_request(
         )
     if isinstance(request.compute_dtype, torch.dtype):
         return request.compute_dtype
-    floating = {p.dtype for p in request.model.parameters() if p.is_floating_point()}
-    if request.device.type == "cpu" or floating != {torch.float32}:
+    plain = {p.dtype for p in request.model.parameters() if p.is_floating_point()}
+    if request.device.type == "cpu" or plain != {torch.float32} or request.opaque_tensors():
         return None
     return torch.float16 if lacking else torch.bfloat16
 
@@ -324,6 +346,7 @@ def build_engine(
         check_step: as for `Engine`.
     """
     strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
+    _move_to_device(request, except_opaque=strategy.shards_parameters)
     with request.values.real_tensors(request.device):
         sharded = strategy.shards_parameters
         units = units_of(request, control, compute_dtype, shards_parameters=sharded)
@@ -336,7 +359,9 @@ def build_engine(
 
         flats = [flat for unit in units for flat in unit.flats]
         request.values.place(flats, strategy, allocate, control)
-    _broadcast_unmanaged(request, flats, comm, compute_dtype)
+        for opaque in (opaque for unit in units for opaque in unit.opaque):
+            _place_opaque(opaque, own_shares.get(opaque.name, shares), comm, control)
+    _replicate_unmanaged(request, units, comm, control, compute_dtype)
     engine = Engine(
         request.model,
         units,
@@ -359,6 +384,14 @@ def build_engine(
     return engine, update
 
 
+def _move_to_device(request: Request, *, except_opaque: bool) -> None:
+    """Move a model from the CPU to this rank's device; sharded opaque tensors move in parts."""
+    kept = {id(tensor) for tensor in request.opaque_tensors().values()} if except_opaque else set()
+    for tensor in (*request.model.parameters(), *request.model.buffers()):
+        if tensor.device.type == "cpu" != request.device.type and id(tensor) not in kept:
+            tensor.data = tensor.data.to(request.device)
+
+
 def units_of(
     request: Request,
     control: Control,
@@ -374,10 +407,16 @@ def units_of(
         id(layer.weight): partial(FactoredParameter, layer=layer, control=control)
         for layer in request.factored.values()
     }
-    members = []
+    opaque = request.opaque_tensors() if shards_parameters else {}
+    memories = memories_of(request.model, list(opaque.values()))
+    members = [
+        Member(name, tensor, -1, False, tensor.dtype, memories=inside)
+        for (name, tensor), inside in zip(opaque.items(), memories, strict=True)
+        if inside
+    ]
     for name, parameter in request.model.named_parameters():
         trained = id(parameter) in request.group_of
-        if trained or shards_parameters:
+        if trained or (shards_parameters and not is_opaque(parameter)):
             group = request.group_of.get(id(parameter), -1)
             dtype = _computing_dtype(parameter, compute_dtype)
             kind = factored.get(id(parameter))
@@ -393,6 +432,7 @@ def units_of(
         request.unit_names,
         merge=merge,
         max_flat_bytes=control.max_flat_bytes(request.device, numel),
+        device=request.device,
     )
 
 
@@ -405,33 +445,49 @@ def _shares(
 
 
 def _computing_dtype(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:
-    if compute_dtype is None or not parameter.is_floating_point():
-        return parameter.dtype
-    return compute_dtype
+    return parameter.dtype if compute_dtype is None else compute_dtype
 
 
-def _broadcast_unmanaged(
+def _place_opaque(
+    opaque: OpaqueBytes, shares: Sequence[float], comm: Communicator, control: Control
+) -> None:
+    """Keep this rank's share of the first rank's opaque tensors of a unit. Collective."""
+    packed = opaque.packed_bytes()
+    what = {f"the frozen tensors of unit {opaque.name}": packed}
+    replicate(what, comm, control, doing=BUILDING)
+    layout = Layout.from_shares(opaque.numel, shares)
+    low, high = layout.bounds(comm.group.rank)
+    opaque.divide(layout, comm.share(packed[low:high].clone()))
+    opaque.allocate()
+    opaque.detach_parameters()
+
+
+def _replicate_unmanaged(
     request: Request,
-    flats: Sequence[FlatParameter],
+    units: Sequence[Unit],
     comm: Communicator,
+    control: Control,
     compute_dtype: torch.dtype | None,
 ) -> None:
-    """Broadcast the first rank's buffers, and the parameters that are in no flat parameter."""
-    managed = {id(p) for flat in flats for p in flat.parameters}
+    """Give all ranks the first rank's values of what is in no unit. Collective."""
+    model = request.model
+    managed = {id(p) for unit in units for flat in unit.flats for p in flat.parameters}
+    sharded = {id(tensor) for unit in units for o in unit.opaque for tensor in o.holders}
     rest = [
         (name, p)
-        for name, p in request.model.named_parameters()
+        for name, p in model.named_parameters()
         if id(p) not in managed and name not in request.local
     ]
-    buffers = list(request.model.named_buffers())
-    for name, tensor in [*((name, p.data) for name, p in rest), *buffers]:
-        if tensor.numel() and tensor.device.type == request.device.type:
-            whole = tensor.contiguous()
-            comm.broadcast(whole, 0, what=f"the broadcast of {name}")
-            if whole is not tensor:
-                tensor.copy_(whole)
+    tensors = {
+        f"{name} ({number})" if number else name: part
+        for name, tensor in (*rest, *model.named_buffers())
+        for number, part in enumerate(component_tensors(tensor))
+        if id(part) not in sharded and part.numel() and part.device.type == request.device.type
+    }
+    replicate(tensors, comm, control, doing=BUILDING)
     for _, parameter in rest:
-        parameter.data = parameter.data.to(_computing_dtype(parameter, compute_dtype))
+        if not is_opaque(parameter):
+            parameter.data = parameter.data.to(_computing_dtype(parameter, compute_dtype))
 
 
 def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:

@@ -10,14 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from poplar.step.units import MAX_FLAT_BYTES, MERGED_UNIT_BYTES, cut, merged
 from poplar.values.plan import Plan, UnitPlan
-from poplar.zero.flat_parameter import PACKABLE, FlatParameter
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.opaque_parameter import Memory, OpaqueBytes
 
 ROOT = "root"
 
@@ -38,6 +39,8 @@ class Unit:
     flats: tuple[FlatParameter, ...]
     resident: bool
     """The root unit: stays unsharded until the pass is over."""
+    opaque: tuple[OpaqueBytes, ...] = ()
+    """Its opaque tensors, where they are sharded; at most one buffer."""
 
     @cached_property
     def trained(self) -> tuple[FlatParameter, ...]:
@@ -45,9 +48,14 @@ class Unit:
         return tuple(flat for flat in self.flats if flat.trained)
 
     @cached_property
+    def buffers(self) -> tuple[FlatParameter | OpaqueBytes, ...]:
+        """What is unsharded together, in this order."""
+        return (*self.flats, *self.opaque)
+
+    @cached_property
     def unsharded_bytes(self) -> int:
         """Bytes of the parameters while the unit is unsharded."""
-        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
+        return sum(buffer.numel * buffer.dtype.itemsize for buffer in self.buffers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +63,8 @@ class Member:
     """A parameter and its properties, before it belongs to a flat parameter."""
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
+    """A parameter, or an opaque buffer."""
     group: int
     trained: bool
     dtype: torch.dtype
@@ -63,10 +72,14 @@ class Member:
     """Makes a flat parameter of its own for it, because it is reduced in another way."""
     is_local: bool = False
     """Every rank has another part of it, and maybe of another size."""
+    memories: Sequence[Memory] = ()
+    """What an opaque tensor consists of; empty for others."""
 
     @property
     def numel(self) -> int:
-        """Elements that are communicated: the same on all ranks."""
+        """Elements that are communicated, of opaque tensors as if fp32: the same on all ranks."""
+        if self.memories:
+            return sum(memory[0].nbytes for memory in self.memories) // 4
         return 0 if self.is_local else self.parameter.numel()
 
 
@@ -140,6 +153,7 @@ def build_units(
     *,
     merge: Merge,
     max_flat_bytes: int | None = None,
+    device: torch.device | None = None,
 ) -> list[Unit]:
     """Assign the parameters to units and flat parameters.
 
@@ -150,6 +164,7 @@ def build_units(
         max_flat_bytes: size in fp32 from which a unit is split; default: `MAX_FLAT_BYTES`. The root
             is split at the default if that is smaller, so that its first gradients are reduced
             early.
+        device: of opaque tensors; default: that of the first member.
     """
     modules = dict(model.named_modules())
     home = _units_of_parameters(modules, unit_names)
@@ -169,6 +184,8 @@ def build_units(
         root = [batch for batch in batches if ROOT in batch[0]]
         blocks = [batch for batch in batches if ROOT not in batch[0]]
         batches = root + _merge_small(blocks, MERGED_UNIT_BYTES)
+    if device is None:
+        device = members[0].parameter.device
     units = []
     for index, (names, inside) in enumerate(batches):
         name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
@@ -183,6 +200,7 @@ def build_units(
                 ),
                 flats=tuple(_flats(name, inside, limit if ROOT not in names else shared_limit)),
                 resident=ROOT in names,
+                opaque=tuple(_opaque(name, inside, device)),
             )
         )
     return units
@@ -191,16 +209,21 @@ def build_units(
 def _units_of_parameters(
     modules: dict[str, nn.Module], unit_names: Sequence[str]
 ) -> dict[int, set[str]]:
-    """For each parameter (by id) the units that contain it; a tied parameter may have several."""
+    """For each parameter and buffer (by id) the units that contain it; several if it is tied."""
     homes: dict[int, set[str]] = {}
     inside: dict[int, set[str]] = {}
     for name in unit_names:
         for module in modules[name].modules():
             inside.setdefault(id(module), set()).add(name)
     for module in modules.values():
-        for parameter in module.parameters(recurse=False):
-            homes.setdefault(id(parameter), set()).update(inside.get(id(module), {ROOT}))
+        for tensor in _own_tensors(module):
+            homes.setdefault(id(tensor), set()).update(inside.get(id(module), {ROOT}))
     return homes
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
 
 
 def _entry_modules(
@@ -213,7 +236,7 @@ def _entry_modules(
     holders = [
         module
         for module in modules.values()
-        if any(id(p) in mine for p in module.parameters(recurse=False))
+        if any(id(tensor) in mine for tensor in _own_tensors(module))
     ]
     return [model, *(module for module in holders if module is not model)]
 
@@ -235,7 +258,7 @@ def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatPara
     """One flat parameter per dtype and trained or frozen, split at `limit` bytes."""
     groups: dict[tuple[torch.dtype, bool, bool, str], list[Member]] = {}
     for member in inside:
-        if member.dtype in PACKABLE:
+        if not member.memories:
             own = member.name if member.kind else ""
             key = (member.dtype, member.trained, member.is_local, own)
             groups.setdefault(key, []).append(member)
@@ -245,13 +268,20 @@ def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatPara
             part = [members[number] for number in numbers]
             flat = (part[0].kind or FlatParameter)(
                 unit,
-                [(member.name, member.parameter) for member in part],
+                [(member.name, cast(nn.Parameter, member.parameter)) for member in part],
                 dtype=dtype,
                 trained=trained,
                 groups=[member.group for member in part],
                 is_local=is_local,
             )
             yield flat
+
+
+def _opaque(unit: str, inside: Sequence[Member], device: torch.device) -> Iterator[OpaqueBytes]:
+    members = [member for member in inside if member.memories]
+    if members:
+        named = [(member.name, member.parameter) for member in members]
+        yield OpaqueBytes(unit, named, [member.memories for member in members], device)
 
 
 # What a plan says of units.

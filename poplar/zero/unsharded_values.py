@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.values.errors import agreed
@@ -35,7 +35,7 @@ class UnshardedValues:
         self._writable: set[Unit] = set()
         """Units in the contexts of `unsharded`."""
         self._naming = False
-        self._unit_of = {id(p): unit for unit in units for f in unit.flats for p in f.parameters}
+        self._unit_of = {id(p): unit for unit in units for b in unit.buffers for p in b.parameters}
 
     def reject_open_pass(self) -> None:
         """Raise in a pass, in which parameters cannot be unsharded for the user."""
@@ -125,7 +125,8 @@ class UnshardedValues:
                     f"modules: {module!r} is not in the model; give its modules, or their names as "
                     "named_modules() lists them"
                 )
-            units = (self._unit_of.get(id(parameter)) for parameter in chosen.parameters())
+            tensors = (*chosen.parameters(), *chosen.buffers())
+            units = (self._unit_of.get(id(tensor)) for tensor in tensors)
             found.update(unit for unit in units if unit is not None)
         return tuple(unit for unit in self._units if unit in found)
 
@@ -137,6 +138,11 @@ class UnshardedValues:
             yield
         finally:
             self._naming = False
+
+    def is_absent(self, tensor: Tensor) -> bool:
+        """Whether a parameter or buffer belongs to a unit that is sharded on this rank now."""
+        unit = self._unit_of.get(id(tensor))
+        return unit is not None and self.is_sharded(unit)
 
     @property
     def are_readable(self) -> bool:
@@ -161,5 +167,6 @@ class UnshardedValues:
         return self._are_in(module, self._writable)
 
     def _are_in(self, module: nn.Module, units: set[Unit]) -> bool:
-        own = (self._unit_of.get(id(parameter)) for parameter in module._parameters.values())
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        own = (self._unit_of.get(id(tensor)) for tensor in tensors)
         return all(unit not in self.sharded or unit in units for unit in own)

@@ -16,6 +16,7 @@ from poplar.checkpoint.state_dicts.place import Elements, Place, places_of
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook
+from poplar.zero.opaque_parameter import AbsentBytes
 from poplar.zero.update import ShardedUpdate
 
 
@@ -45,10 +46,13 @@ class ModelState:
         """Replace the sharded parameters by what this rank stores of them."""
         if self._engine.values.may_read(module):
             return
-        for name, parameter in module._parameters.items():
-            place = self._places.get(id(parameter))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            place = self._places.get(id(tensor))
             if place is not None and self._is_sharded(place) and prefix + name in state:
                 state[prefix + name] = self._shard(place)
+            elif isinstance(tensor, AbsentBytes):  # which has no values here, not even a shard
+                for key in [key for key in state if f"{key}.".startswith(f"{prefix}{name}.")]:
+                    del state[key]
 
     def _is_sharded(self, place: Place) -> bool:
         return self._engine.values.is_sharded(self._units[place.flat])

@@ -41,6 +41,7 @@ from poplar.zero.collective_calls import new_group
 from poplar.zero.input_cast import inputs_cast
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
+from poplar.zero.opaque_parameter import is_opaque
 from poplar.zero.preserved_state import model_preserved, parameters_preserved
 from poplar.zero.unit import resolve_units
 
@@ -247,7 +248,8 @@ class _Comparison:
 @contextmanager
 def _preserve_frozen(model: nn.Module) -> Iterator[None]:
     """A context that restores frozen parameters, which the optimizer overwrites in place."""
-    values = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+    frozen = [p for p in model.parameters() if not (p.requires_grad or is_opaque(p))]
+    values = [(parameter, parameter.detach().clone()) for parameter in frozen]
     try:
         yield
     finally:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from poplar.zero.absent_parameter import AbsentValues
 from poplar.zero.flat_parameter import PACKABLE
 from poplar.zero.model_hook import Removable
+from poplar.zero.opaque_parameter import is_opaque
 
 _OWNERS: dict[int, weakref.ref[Any]] = {}
 
@@ -108,6 +110,23 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
                 "the model before building its optimizer, call release() on that optimizer first, "
                 "or use param groups for different hyper-parameters"
             )
+        if isinstance(parameter, AbsentValues):
+            raise ValueError(
+                f"parameter {name!r} has no memory: it was sharded by an optimizer that no longer "
+                "exists. Build the model again. To keep its values, call save_model() or release() "
+                "while the optimizer exists"
+            )
+        is_trained = id(parameter) in trained
+        if is_trained and (
+            parameter.dtype not in PACKABLE or is_traceable_wrapper_subclass(parameter)
+        ):
+            raise TypeError(
+                f"parameter {name!r} is a {type(parameter).__name__} of {parameter.dtype}; trained "
+                "parameters must be float32, bfloat16 or float16. Freeze a quantised base "
+                "(requires_grad_(False)) and train adapters such as LoRA"
+            )
+        if not is_trained and is_opaque(parameter):
+            continue  # see [Note: opaque tensors]
         if parameter.is_inference():
             raise ValueError(
                 f"parameter {name!r} was made in torch.inference_mode(), so it can never be "
@@ -118,22 +137,11 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
                 f"parameter {name!r} is {parameter.layout}, but flat parameters are dense; make it "
                 "an nn.Parameter of its to_dense()"
             )
-        if isinstance(parameter, AbsentValues):
-            raise ValueError(
-                f"parameter {name!r} has no memory: it was sharded by an optimizer that no longer "
-                "exists. Build the model again. To keep its values, call save_model() or release() "
-                "while the optimizer exists"
-            )
         size = parameter.numel() * parameter.element_size()
         if not on_meta and parameter.untyped_storage().nbytes() < size:
             raise ValueError(
                 f"elements of parameter {name!r} share memory (expand), so they cannot have "
                 "gradients of their own; make it an nn.Parameter of its clone()"
-            )
-        if id(parameter) in trained and parameter.dtype not in PACKABLE:
-            raise TypeError(
-                f"parameter {name!r} is {parameter.dtype}; trained parameters must be float32, "
-                "bfloat16 or float16"
             )
         if not on_meta and parameter.numel() and at.setdefault(parameter.data_ptr(), name) != name:
             raise ValueError(

@@ -7,12 +7,12 @@ and is read a step later, so the check needs no collective and the host does not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from poplar.comm import Control
+from poplar.comm import Communicator, Control
 from poplar.values.errors import ReplicasDiffer, agreed
 from poplar.zero.agreement import exchange_results
 from poplar.zero.flat_parameter import FlatParameter
@@ -159,6 +159,35 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
         half = lanes.numel() // 2
         lanes = torch.add(lanes[:half], lanes[half:], alpha=_signed(pow(_ODD, half, 1 << 64)))
     return lanes[0]
+
+
+def replicate(
+    tensors: Mapping[str, Tensor], comm: Communicator, control: Control, *, doing: str
+) -> None:
+    """Give all ranks the first rank's values of tensors, by name. Collective.
+
+    Only tensors whose bits differ are sent: a model that all ranks have read from the same files
+    costs no communication.
+
+    Args:
+        doing: what the ranks do, for errors.
+    """
+    own = [int(bit_checksum(tensor)) for tensor in tensors.values()]
+    by_rank = control.exchange_objects(own, what=doing)
+    for (name, tensor), sums in zip(tensors.items(), zip(*by_rank, strict=True), strict=True):
+        if len(set(sums)) > 1:
+            whole = tensor.detach().contiguous()
+            comm.broadcast(whole, 0, what=f"the broadcast of {name}")
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+
+def bit_checksum(tensor: Tensor) -> Tensor:
+    """As `checksum`, of one tensor of any size and dtype."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 64 * 64
+    rest = torch.nn.functional.pad(data[whole:], (0, whole + 64 - data.numel()))
+    return checksum([data[:whole].clone() if data.data_ptr() % 8 else data[:whole], rest])
 
 
 def _signed(word: int) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from poplar.comm import Communicator, Work
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.unit import Unit
 
@@ -73,6 +74,11 @@ class ShardedParameters(ShardedGradients):
         flat.divide(new, new.bounds(self.comm.group.rank), shard, master)
         self.free_gradient(flat)
 
+    def change_opaque_layout(self, opaque: OpaqueBytes, new: Layout) -> None:
+        what = f"moving unit {opaque.name}"
+        shard = self.comm.reshard(opaque.shard, opaque.layout, new, what=what)
+        opaque.divide(new, self.comm.share(shard))
+
     def begin_step(self) -> None:
         """Also reshard persistent units, which an abandoned step leaves unsharded."""
         self.reshard_persistent()
@@ -91,23 +97,23 @@ class ShardedParameters(ShardedGradients):
         else:
             self.streams.allocate_unsharded(partial(_allocate_values, unit))
         pending = self._pending_unshards.setdefault(unit, [])
-        for flat in unit.flats[len(pending) :]:  # not again what has been sent before
+        for buffer in unit.buffers[len(pending) :]:  # not again what has been sent before
             what = f"the unshard of unit {unit.name}"
             pending.append(
-                self.comm.all_gather(flat.values, flat.layout, what=what, own=flat.shard)
+                self.comm.all_gather(buffer.values, buffer.layout, what=what, own=buffer.shard)
             )
         if in_step and unit in self.persistent:
             self._unsharded_persistent[unit] = None
 
     def allocate_lasting(self, unit: Unit) -> None:
-        for flat in unit.flats:
-            if not flat.has_lasting_values:  # it may be called again after an error
-                flat.use_lasting_values()
+        for buffer in unit.buffers:
+            if not buffer.has_lasting_values:  # it may be called again after an error
+                buffer.use_lasting_values()
 
     def wait_for_unshard(self, unit: Unit) -> None:
         self._wait_for_pending(unit)
-        for flat in unit.flats:
-            flat.attach_parameters()
+        for buffer in unit.buffers:
+            buffer.attach_parameters()
 
     def _wait_for_pending(self, unit: Unit) -> None:
         """Wait until nothing more is written into the unsharded values of a unit.
@@ -128,11 +134,12 @@ class ShardedParameters(ShardedGradients):
         for flat in unit.flats:
             if self.notes_writes and not flat.has_lasting_values:  # they are of no forward
                 self._note_writes(flat)
-            flat.detach_parameters()
-            if flat.has_lasting_values:
-                flat.drop_lasting_values()
+        for buffer in unit.buffers:
+            buffer.detach_parameters()
+            if buffer.has_lasting_values:
+                buffer.drop_lasting_values()
             else:
-                flat.values.untyped_storage().resize_(0)
+                buffer.values.untyped_storage().resize_(0)
 
     def _note_writes(self, flat: FlatParameter) -> None:
         """Compare the owned part of the unsharded values with the shard, from which it came."""
@@ -185,7 +192,7 @@ class ShardedParameters(ShardedGradients):
 
 def _allocate_values(unit: Unit) -> None:
     """Allocate the values that have no memory; it may be called again after an error."""
-    for flat in unit.flats:
-        storage = flat.values.untyped_storage()
+    for buffer in unit.buffers:
+        storage = buffer.values.untyped_storage()
         if storage.nbytes() == 0:
-            storage.resize_(flat.numel * flat.values.element_size())
+            storage.resize_(buffer.numel * buffer.values.element_size())

@@ -24,6 +24,7 @@ from poplar import ops
 from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
+from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.stages.reduction import reductions_on
 from poplar.zero.streams import DeviceClock, WaitingTime, streams_of
 from poplar.zero.unit import Unit
@@ -143,6 +144,10 @@ class Strategy(ABC):
         low, high = owned = new.bounds(self.comm.group.rank)
         flat.divide(new, owned, flat.values[low:high], master)
         self.free_gradient(flat)
+
+    def change_opaque_layout(self, opaque: OpaqueBytes, new: Layout) -> None:
+        """Change the layout of sharded opaque tensors. Collective, between steps."""
+        raise AssertionError("opaque tensors are not sharded")
 
     @abstractmethod
     def _new_gradient(self, flat: FlatParameter) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.checks.replica_check import replicate
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.weights.materialization import (
@@ -112,9 +113,9 @@ class InitialValues:
         if self.files is None and not self.on_meta:
             for flat in flats:
                 packed = flat.packed_parameters()
-                what = f"the broadcast of {flat.name}'s initial values"
                 if not flat.is_local:
-                    strategy.comm.broadcast(packed, 0, what=what)
+                    what = {f"{flat.name}'s initial values": packed}
+                    replicate(what, strategy.comm, control, doing=_DOING)
                 allocate(flat)
                 strategy.write_initial_values(flat, 0, packed)
                 strategy.bind_parameters(flat)
