@@ -60,7 +60,7 @@ def opaque_bytes(tensor: Tensor) -> int:
 
 
 def _plain_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if id(value) in seen or isinstance(value, (AbsentBytes, *_NOT_ENTERED)):
+    if id(value) in seen or isinstance(value, _NOT_ENTERED):
         return
     seen.add(id(value))
     if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
@@ -68,7 +68,8 @@ def _plain_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         for name in names:
             yield from _plain_tensors(getattr(value, name), seen)
         return
-    if isinstance(value, Tensor) and value.data_ptr():  # else a wrapper of its attributes
+    is_here = isinstance(value, Tensor) and not isinstance(value, AbsentBytes)
+    if is_here and value.data_ptr():  # else a wrapper of its attributes
         yield value
     for attribute in list(getattr(value, "__dict__", {}).values()):
         yield from _plain_tensors(attribute, seen)

@@ -180,6 +180,8 @@ def check_request(
     group_of = _group_indices(model, groups)
     found = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
     target = _device_for(found, device, default_device)
+    if found.type == "cpu" != target.type:
+        model_checks.check_movable(list(model.named_parameters()), target)
     _check_dtype("compute_dtype", compute_dtype, allowed=("auto",))
     _check_dtype("reduce_dtype", reduce_dtype)
     factored = factored_layers(model, plan.factored if plan is not None else (), set(group_of))
@@ -346,7 +348,7 @@ def build_engine(
         check_step: as for `Engine`.
     """
     strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
-    _move_to_device(request, except_opaque=strategy.shards_parameters)
+    _move_to_device(request, strategy)
     with request.values.real_tensors(request.device):
         sharded = strategy.shards_parameters
         units = units_of(request, control, compute_dtype, shards_parameters=sharded)
@@ -384,11 +386,23 @@ def build_engine(
     return engine, update
 
 
-def _move_to_device(request: Request, *, except_opaque: bool) -> None:
-    """Move a model from the CPU to this rank's device; sharded opaque tensors move in parts."""
-    kept = {id(tensor) for tensor in request.opaque_tensors().values()} if except_opaque else set()
-    for tensor in (*request.model.parameters(), *request.model.buffers()):
-        if tensor.device.type == "cpu" != request.device.type and id(tensor) not in kept:
+def _move_to_device(request: Request, strategy: Strategy) -> None:
+    """Move a model from the CPU to this rank's device, except opaque tensors that are sharded.
+
+    What is sharded moves in shares, so that no device needs memory for all of it.
+    """
+    if request.device.type == "cpu":
+        return
+    opaque = list(request.opaque_tensors().values())
+    tensors = {id(t): t for t in (*request.model.parameters(), *request.model.buffers())}
+    kept: set[int] = set()
+    for tensor, memories in zip(opaque, memories_of(request.model, opaque), strict=True):
+        tensors.pop(id(tensor))
+        tensors.update({id(part): part for part in component_tensors(tensor)})
+        if strategy.shards_parameters:
+            kept.update(id(part) for memory in memories for part in memory)
+    for tensor in (tensor for number, tensor in tensors.items() if number not in kept):
+        if tensor.device.type == "cpu":
             tensor.data = tensor.data.to(request.device)
 
 

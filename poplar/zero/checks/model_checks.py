@@ -151,6 +151,20 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
     return next(iter(devices))
 
 
+def check_movable(named: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
+    """Check that parameters can move from the CPU to a device while they stay the same objects.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    for name, parameter in named:
+        if is_traceable_wrapper_subclass(parameter):
+            raise ValueError(
+                f"parameter {name!r} is a {type(parameter).__name__} on the CPU, which does not "
+                f"move to another device in place; call model.to({str(device)!r}) first"
+            )
+
+
 def register_owner(
     named: Sequence[tuple[str, nn.Parameter]],
     owner: object,
