@@ -62,6 +62,7 @@ def parts(output: Path, device: str) -> list[Part]:
         found.append(of_ranks(f"two ranks: {task}", [task], device, rows, seconds))
     failures = ["raises", "late", "exits"]
     found += [
+        of_ranks("two ranks: quantised bases", ["bases"], device, rows, 90),
         of_ranks("two ranks: failures", failures, device, rows, 120),
         of_ranks("two ranks: short memory", ["memory"], device, rows, 60),
         of_tests(

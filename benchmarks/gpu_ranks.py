@@ -6,6 +6,7 @@ r"""Two unequal ranks on one GPU: training against one process, delays, failures
     raises    a rank that raises in its loss: no rank applies the step, and the next one works
     late      a rank that comes after the deadline: the other one raises in time and lives on
     exits     a rank whose process ends: the other one raises in time and lives on
+    bases     adapters on a quantised base at every stage, against one process
     memory    memory runs out at each allocation of a step: all ranks raise, and the next step works
 
     python benchmarks/gpu_ranks.py exact delays --output rows.jsonl
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from rows import Row, read_rows, write_rows
 from single_gpu import nccl, ranks
+from two_ranks.bases import bases
 from two_ranks.delays import delays
 from two_ranks.exact import exact
 from two_ranks.failures import exits, late, raises
@@ -37,7 +39,7 @@ from two_ranks.rank import BENCHMARK, RANKS, ROWS, Rank
 from watchdog import Ended, watch
 
 TASKS: dict[str, Callable[[Rank], None]] = {
-    task.__name__: task for task in (exact, delays, raises, late, exits, memory)
+    task.__name__: task for task in (exact, delays, bases, raises, late, exits, memory)
 }
 
 
