@@ -51,10 +51,18 @@ SPECIFICATIONS = (
     Specification("A100-SXM-80", "a100 sxm4 80gb", 80, 312, 2039, True, "NVLink3", 300, _LISTS),
     Specification("A800-80", "a800 80gb", 80, 312, 2039, True, "NVLink", 200, "recalled"),
     Specification("L4", "l4", 24, 121, 300, True, "PCIe4", 32, _RECALLED),
+    Specification("A40", "a40", 48, 149.7, 696, True, "PCIe4", 32, _RECALLED),
+    Specification("L40S", "l40s", 48, 362, 864, True, "PCIe4", 32, "recalled"),
+    Specification("RTX-3060", "rtx 3060", 12, 25, 360, True, "PCIe4", 32, _RECALLED),
+    Specification("RTX-3070", "rtx 3070", 8, 40, 448, True, "PCIe4", 32, _RECALLED),
+    Specification("RTX-3080", "rtx 3080", 10, 60, 760, True, "PCIe4", 32, _RECALLED),
     Specification("RTX-3090", "rtx 3090", 24, 71, 936, True, "PCIe4", 32,
                   "recalled (fp32 accumulate); bandwidth from spec lists"),
     Specification("RTX-4090", "rtx 4090", 24, 165.2, 1008, True, "PCIe4", 32,
                   "public spec lists; no peer-to-peer (recalled)"),
+    Specification("RTX-5060-Ti", "rtx 5060 ti", 16, 47.4, 448, True, "PCIe5", 32, "recalled"),
+    Specification("RTX-5070-Ti", "rtx 5070 ti", 16, 87.9, 896, True, "PCIe5", 64, "recalled"),
+    Specification("RTX-5090", "rtx 5090", 32, 209.5, 1792, True, "PCIe5", 64, "recalled"),
     Specification("RTX-A6000", "rtx a6000", 48, 154.8, 768, True, "PCIe4", 32, _RECALLED),
     Specification("H100-PCIe-80", "h100 pcie", 80, 756, 2000, True, "PCIe5", 64, _RECALLED),
     Specification("H100-SXM-80", "h100 80gb hbm3", 80, 989, 3350, True, "NVLink4", 450, _LISTS),
@@ -72,8 +80,11 @@ def specification(name: str) -> Specification | None:
     Variants that are not in the table (a laptop GPU, a MIG slice) give None.
     """
     words = _words(name)
-    matches = (known for known in SPECIFICATIONS if words.issuperset(known.driver_words.split()))
-    return None if words & _VARIANTS else next(matches, None)
+    for known in SPECIFICATIONS:
+        own = set(known.driver_words.split())
+        if own <= words and not (words - own) & _VARIANTS:
+            return known
+    return None
 
 
 @cache

@@ -38,11 +38,14 @@ EFFICIENCIES = {
     "H200": 0.42,
     "V100": 0.41,
     "T4": 0.41,
+    "L40S": DEFAULT_EFFICIENCY,
     "L4": 0.41,
-    "RTX-3090": 0.95,
-    "RTX-4090": 0.95,
+    "RTX-3": 0.95,
+    "RTX-4": 0.95,
+    "RTX-5": 0.95,
 }
-"""Fractions by chip. The names of a chip's devices begin with it."""
+"""Fractions by chip; the first one counts that a device's name begins with. The peaks of GeForce
+cards are those with fp32 accumulation, which other cards have twice, so they are better used."""
 CALIBRATED = ("A100", "A800", "H100", "H200", "V100", "RTX-3090")
 """Chips with a published measurement."""
 _UPDATE_BYTES = 30

@@ -25,6 +25,7 @@ MEASURING = {
     "allreduce": "--ranks 2 --operations reduce_scatter --providers gloo shared_memory "
     "--sizes 4KiB --dtypes fp32 --shares --rounds 1",
     "checkpoint": "--quick",
+    "convergence": "--steps 3",
     "gpu_unequal": "--device cpu --case tiny_ranks --percent 50 50 --stage 1 --rounds 1 "
     "--seconds 0.5 --speed-seconds 0.2 --turn-seconds 0.1",
     "host_overhead": "--models llama-1.1b --ranks 4 --stages 3 --layers 2 --rounds 1 --steps 1",
@@ -38,7 +39,8 @@ MEASURING = {
 }
 """Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
 SLOW = {
-    *("allreduce", "checkpoint", "gpu_unequal", "host_overhead", "memory", "prediction", "train")
+    *("allreduce", "checkpoint", "convergence", "gpu_unequal"),
+    *("host_overhead", "memory", "prediction", "train"),
 }
 """Only with --full: they start ranks or profile. Tests of their parts run always, and so does
 host_overhead.py in test_host_overhead_benchmark.py."""
