@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
+from readme import REPOSITORY
+from subset import choose
 from typer.testing import CliRunner
 
 from poplar.cli.app import app
@@ -19,6 +22,7 @@ from poplar.simulator.step_simulation import simulate
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 
+CLUSTERS = REPOSITORY / "docs/assets/clusters"
 CLUSTER = """
 network_gbit_per_s = 100
 [[host]]
@@ -243,3 +247,28 @@ def test_one_device_reaches_its_own_speed(tmp_path):
     clusters = simulated(path, model="llama-0.5b")
     figures = estimate(clusters, search(clusters.middle, global_batch=64))
     assert figures.of_sum_of_speeds.middle == pytest.approx(1.0, abs=0.05)
+
+
+PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
+DOCUMENTED = sorted(
+    {
+        command
+        for page in PAGES
+        for command in re.findall(
+            r"poplar simulate (docs/assets/clusters/[^`#\n]+)", page.read_text("utf-8")
+        )
+    }
+)
+
+
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_documented_commands_run(command):
+    path, *arguments = command.split()
+    quick = choose(quick=["--policy", "even"], full=[])
+    shown = CliRunner().invoke(app, ["simulate", str(REPOSITORY / path), *arguments, *quick])
+    assert shown.exit_code == 0, shown.output
+
+
+def test_every_described_cluster_is_used_on_a_page():
+    described = {f"docs/assets/clusters/{path.name}" for path in CLUSTERS.iterdir()}
+    assert {command.split()[0] for command in DOCUMENTED} == described

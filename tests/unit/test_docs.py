@@ -9,9 +9,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import yaml
 from test_imports import INDEPENDENT, LAYERS, MODULES, WITHOUT_TORCH
 
 import poplar
+from poplar.doctor.architectures import has_kernels
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text("utf-8")
@@ -117,3 +119,69 @@ def test_api_page_has_every_public_name():
     page = (DOCS / "api.md").read_text("utf-8")
     listed = set(re.findall(r"^::: poplar\.(\w+)$", page, re.M))
     assert listed == set(poplar.__all__)
+
+
+BUILDS = (DOCS / "guides/pytorch-builds.md").read_text("utf-8")
+
+
+def table_under(page: str, heading: str) -> list[list[str]]:
+    """The cells of the rows of the table that begins with this heading."""
+    rows = page.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_builds_of_each_generation_have_kernels_for_it():
+    capabilities = {
+        build: tuple("sm_" + number.replace(".", "") for number in re.findall(r"\d+\.\d", numbers))
+        for build, _, numbers in table_under(BUILDS, "build")
+    }
+    generations = table_under(BUILDS, "generation")
+    assert len(generations) == 7
+    for name, _, versions, builds, *_ in generations:
+        for number in re.findall(r"\d+\.\d", versions):
+            own = tuple(map(int, number.split(".")))
+            serving = {b for b, listed in capabilities.items() if has_kernels(own, listed)}
+            assert serving == set(builds.split(", ")), name
+
+
+def test_messages_on_the_page_of_troubles_are_those_of_the_code():
+    page = (DOCS / "troubleshooting.md").read_text("utf-8")
+    code = "".join(path.read_text("utf-8") for path in MODULES.values())
+    for heading, in_code in (
+        ("gloo may not reach the other hosts", "gloo may not reach the other hosts"),
+        ("failed, waiting for rank(s) 1 (deadline 300 s)", "failed, waiting for rank(s) {names} "),
+        ("NoPlanFits: no plan fits at stage", "no plan fits at stage {closest.stage}"),
+        (
+            "but the devices of rank(s) [1] only emulate",
+            "but the devices of rank(s) {lacking} only emulate",
+        ),
+        ("share one device", "share one device"),
+        ("bound by communication", "bound by"),
+    ):
+        assert heading in page
+        assert in_code in code
+
+
+def test_the_image_is_installed_as_the_readme_says():
+    image = (DOCS.parent / "docker/Dockerfile").read_text("utf-8")
+    readme = (DOCS.parent / "README.md").read_text("utf-8")
+    install = readme.partition("## Install")[2].partition("##")[0]
+    commands = re.findall(r"^(pip install \S+|poplar \w+)", install, re.M)
+    assert commands == ["pip install torch", "pip install .", "poplar doctor"]
+    assert "cmake.define.POPLAR_CUDA=ON" in install
+    assert re.findall(r"pip install .*?(\$\{TORCH\}|\"\.)", image) == ["${TORCH}", '".']
+    assert 'CMD ["poplar", "doctor"]' in image
+    assert "ARG TORCH=torch\n" in image
+    assert "cmake.define.POPLAR_CUDA=${POPLAR_CUDA}" in image
+
+
+def test_services_have_more_shared_memory_than_the_default():
+    services = yaml.safe_load((DOCS.parent / "docker/compose.yaml").read_text("utf-8"))["services"]
+    arguments = set(
+        re.findall(r"^ARG (\w+)", (DOCS.parent / "docker/Dockerfile").read_text(), re.M)
+    )
+    assert set(services) == {"cpu", "cuda"}
+    for service in services.values():
+        assert service["shm_size"] == "8gb"
+        assert (DOCS.parent / service["build"]["dockerfile"]).exists()
+        assert set(service["build"].get("args", ())) <= arguments
