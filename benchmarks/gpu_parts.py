@@ -72,6 +72,7 @@ def parts(output: Path, device: str) -> list[Part]:
         ),
         of_tests("operators", OPERATORS if cuda else ("unit/test_ops.py", "-k", "pack"), 90),
         step(output, device),
+        pair(output, device),
         unequal(output, device),
         sanitizer(cuda),
     ]
@@ -129,6 +130,22 @@ def step(output: Path, device: str) -> Part:
         ],
         seconds=100,
         verdict=r"^([1-9]\d*) of \1 ways measured",
+    )
+
+
+def pair(output: Path, device: str) -> Part:
+    """`poplar pair` on all GPUs of this machine."""
+    import torch
+
+    few = device == "cuda" and torch.cuda.device_count() < 2
+    options = ("--minutes", "1", "--device", device, "--output", output / "pair.json")
+    return Part(
+        name="card pair",
+        command=["-m", "poplar", "pair", *options],
+        seconds=150,
+        verdict=r"of the sum of solo speeds, .* an equal split",
+        spare=True,
+        needs="there are fewer than two GPUs" if few else "",
     )
 
 

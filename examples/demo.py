@@ -28,13 +28,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from similar_plans import measure_in_turns, own_part, similar_plans
-from speed import Speed, measure_speeds, sum_of_speeds
 from text import ByteWindows, load_text
 from torch.utils.data import DataLoader, default_collate
 from train_llama import Batch, epochs, progress, warmup_then_cosine
 
 import poplar
 from poplar import ClusterProfile, HeteroBatchSampler, HeteroZeroOptimizer, Plan, monitoring
+from poplar.pair.speed import Speed, measure_speeds, sum_of_speeds
 
 RANKS = 4
 SEED = 0

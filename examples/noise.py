@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from speed import Speed
+
+from poplar.pair.speed import Speed
 
 MAX_OTHER_LOAD = 0.05
 """Fraction of the cores' time that other processes may use."""

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from llama import SIZES, Llama, LlamaConfig, next_byte_loss
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from speed import Speed, control_group, measure_speeds, sum_of_speeds
 from text import ByteWindows, load_text
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, default_collate
 
 import poplar
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
+from poplar.pair.speed import Speed, control_group, measure_speeds, sum_of_speeds
 
 Batch = dict[str, Tensor]
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from emulation import spin
-from speed import Speed, measure_speeds
 from torch.utils.flop_counter import FlopCounterMode
 
 from head_to_head.outcome import Calibration, MicroBatches
 from head_to_head.task import Task
 from head_to_head.workers import WorkerContext
+from poplar.pair.speed import Speed, measure_speeds
 
 LARGEST_BATCH = 64
 """On a CPU, larger batches are hardly faster."""

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from llama import Llama, next_byte_loss
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from host.scaled_model import CONTEXT, Shape, check_units, scaled_limits
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.pair.engines import FSDP2, FSDP2Unsharded
 from poplar.zero.unit import Unit
 
 Batch = dict[str, Tensor]
@@ -59,27 +59,19 @@ def poplar_engine(shape: Shape, stage: int, max_norm: float | None) -> Engine:
 
 
 def fsdp2_engine(shape: Shape, stage: int, max_norm: float | None) -> Engine:
-    """FSDP2 with one unit per block; at stage 2 parameters stay unsharded until the backward.
-
-    The root stays unsharded at both stages, as by default.
-    """
-    model, batch = new_model(shape), new_batch(shape)
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=stage == 3, mp_policy=precision)
-    fully_shard(model, reshard_after_forward=False, mp_policy=precision)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step() -> object:
-        loss = next_byte_loss(model, batch)
-        loss.backward()
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return Engine("fsdp2", step)
+    """FSDP2 with one unit per block; at stage 2 parameters stay unsharded until the backward."""
+    model, batch, ranks = new_model(shape), new_batch(shape), dist.get_world_size()
+    engine = (FSDP2 if stage == 3 else FSDP2Unsharded)(
+        model,
+        next_byte_loss,
+        Plan.even(ranks, ranks, 1, stage),
+        dist.get_rank(),
+        learning_rate=1e-4,
+        dtype=torch.bfloat16,
+        max_norm=max_norm,
+        blocks=list(model.blocks),
+    )
+    return Engine("fsdp2", lambda: engine.step(batch))
 
 
 def plain_engine(shape: Shape) -> Engine:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from llama import Llama, next_byte_loss
 from rows import Row
-from speed import Speed, control_group, measure_speeds, sum_of_speeds
 from torch import Tensor, nn
 
 import poplar
 from poplar import Plan
+from poplar.pair.speed import Speed, control_group, measure_speeds, sum_of_speeds
 from single_gpu import nccl
 from single_gpu.cases import Batch, Case
 from single_gpu.engines import (
@@ -26,7 +26,7 @@ from single_gpu.engines import (
     PEERS,
     PLAIN,
     Engine,
-    Poplar,
+    make_engine,
     read,
 )
 
@@ -169,17 +169,14 @@ def _build(
     """The engines with their batches, and why others are absent. Collective."""
     engines: dict[str, tuple[Engine, Batch]] = {}
     absent: dict[str, str] = {}
-    makers: dict[str, tuple[Callable[..., Engine], Plan]] = {
-        "even": (Poplar, even),
-        "planned": (Poplar, planned),
-        **{name: (maker, even) for name, maker in PEERS.items() if name != PLAIN},
-    }
-    for name, (maker, plan) in makers.items():
+    plans = {"even": even, "planned": planned}
+    plans |= {name: even for name in PEERS if name != PLAIN}
+    for name, plan in plans.items():
         if name in PEERS and device.type == "cuda" and not settings.nccl:
             absent[name] = "on a GPU it needs NCCL"
             continue
         try:
-            engines[name], error = _warm(settings, device, maker, plan), ""
+            engines[name], error = _warm(settings, device, name, plan), ""
         except Exception as failure:
             if name not in PEERS:
                 raise
@@ -191,12 +188,10 @@ def _build(
     return engines, absent
 
 
-def _warm(
-    settings: Settings, device: torch.device, maker: Callable[..., Engine], plan: Plan
-) -> tuple[Engine, Batch]:
+def _warm(settings: Settings, device: torch.device, name: str, plan: Plan) -> tuple[Engine, Batch]:
     """An engine that has made its first steps, and this rank's batch."""
     rank = dist.get_rank()
-    engine = maker(settings.case.new_model(device), plan, rank)
+    engine = make_engine(name, settings.case.new_model(device), plan, rank)
     batch = settings.case.new_batch(max(1, plan.samples(rank)), device, seed=rank)
     for _ in range(WARMUP_STEPS):
         loss = engine.step(batch)

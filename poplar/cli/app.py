@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from poplar.cli import checkpoint, plan, profile, simulate
+from poplar.cli import checkpoint, pair, plan, profile, simulate
 from poplar.cli.options import AsJson, Debug, Device, Function, PlanFile, RunFile
 from poplar.cli.output import command_output
 from poplar.values.plan import Plan
@@ -41,6 +41,7 @@ def doctor(device: Device = "auto", as_json: AsJson = False, debug: Debug = Fals
 app.command()(profile.profile)
 app.command()(plan.plan)
 app.command()(simulate.simulate)
+app.command()(pair.pair)
 
 
 @app.command()

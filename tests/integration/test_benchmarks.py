@@ -48,6 +48,7 @@ SHOWING = {
     "allreduce": "--show allreduce.jsonl",
     "gpu_step": "--show h100/overhead.jsonl",
     "gpu_unequal": "--show h100/unequal.jsonl",
+    "pairs": "",
     "per_tensor": "--show per_tensor.jsonl --markdown",
     "per_tensor_measured": "",
     "roofline_errors": "",

@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import demo
 from noise import describe, warnings_of
 from similar_plans import own_part, similar_plans
-from speed import Speed
 from train_llama import progress
+
+from poplar.pair.speed import Speed
 
 PROFILE = cluster(SPEEDS, ["a device"] * len(SPEEDS))
 

@@ -26,7 +26,7 @@ LAYERS = (
     {"optimizer"},
     {"profiler"},
     {"tuning", "programmes", "monitoring", "doctor"},
-    {"cli", "integrations", "__main__"},
+    {"cli", "pair", "integrations", "__main__"},
 )
 """Packages and top-level modules, from the bottom up. Imports point down or stay within a layer.
 

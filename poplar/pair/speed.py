@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Batch = Any
-"""A batch in the form that the loss function accepts."""
+from poplar.data import pytree
+from poplar.system import devices
+from poplar.system.out_of_memory import is_out_of_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +31,8 @@ class Speed:
 
 def measure_speeds(
     model: nn.Module,
-    loss_fn: Callable[[nn.Module, Batch], Tensor],
-    make_batch: Callable[[int], Batch],
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    make_batch: Callable[[int], Any],
     *,
     max_batch: int,
     seconds: float = 10.0,
@@ -53,9 +54,10 @@ def measure_speeds(
         One `Speed` per rank, the same on every rank.
 
     Raises:
-        RuntimeError: a pass failed on some rank; raised on all of them.
+        RuntimeError: a pass failed on some rank; raised on all of them. A
+            `torch.OutOfMemoryError`, which is one, if no batch fits.
     """
-    best, error = None, ""
+    best, error, kind = None, "", RuntimeError
     dist.barrier(group=group)
     try:
         size = max_batch
@@ -67,6 +69,7 @@ def measure_speeds(
         best = Speed(samples_per_second=_measure(model, loss_fn, batch, seconds), batch=size)
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
+        kind = torch.OutOfMemoryError if is_out_of_memory(failure) else RuntimeError
     all_done = dist.barrier(group=group, async_op=True)
     while best and not all_done.is_completed():
         _pass(model, loss_fn, batch)
@@ -74,18 +77,17 @@ def measure_speeds(
     model.zero_grad(set_to_none=True)
 
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (best, error), group=group)
-    for rank, (speed, failure) in enumerate(gathered):
-        if failure or speed is None:
-            raise RuntimeError(
-                f"rank {rank} could not run plain passes to measure its speed: {failure}"
-            )
-    return tuple(speed for speed, _ in gathered)
+    dist.all_gather_object(gathered, (best, error, kind), group=group)
+    for rank, (_, text, kind) in enumerate(gathered):
+        if text:
+            raise kind(f"rank {rank} could not run plain passes to measure its speed: {text}")
+    return tuple(speed for speed, _, _ in gathered)
 
 
 def control_group() -> dist.ProcessGroup | None:
     """A gloo group of all ranks for waits on the host. Every rank must call it."""
-    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    backend = dist.get_default_backend_for_device("cpu")
+    return None if dist.get_backend() == backend else dist.new_group(backend=backend)
 
 
 def sum_of_speeds(*measurements: tuple[Speed, ...]) -> float:
@@ -95,8 +97,8 @@ def sum_of_speeds(*measurements: tuple[Speed, ...]) -> float:
 
 def _best_batch(
     model: nn.Module,
-    loss_fn: Callable[[nn.Module, Batch], Tensor],
-    make_batch: Callable[[int], Batch],
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    make_batch: Callable[[int], Any],
     max_batch: int,
     seconds: float,
 ) -> int:
@@ -125,7 +127,7 @@ def _sizes(max_batch: int) -> Iterator[int]:
 
 
 def _measure(
-    model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor], batch: Batch, seconds: float
+    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, seconds: float
 ) -> float:
     """Passes per second over a slot of time, times samples.
 
@@ -139,17 +141,11 @@ def _measure(
         passes += 1
         elapsed = time.perf_counter() - start
         if elapsed >= seconds:
-            return passes * _samples(batch) / elapsed
+            return passes * pytree.samples_in(batch) / elapsed
 
 
-def _pass(model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> None:
+def _pass(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> None:
     loss = loss_fn(model, batch)
     loss.backward()
     model.zero_grad(set_to_none=True)
-    if loss.is_cuda:
-        torch.cuda.synchronize(loss.device)
-
-
-def _samples(batch: Batch) -> int:
-    tensors = batch.values() if isinstance(batch, dict) else [batch]
-    return next(iter(tensors)).shape[0]
+    devices.synchronize(loss.device)

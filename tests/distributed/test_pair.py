@@ -1,0 +1,140 @@
+"""`poplar pair` on CPU ranks: figures of every engine, failures, and nothing private."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import ranks as harness
+import torch
+import torchrun
+from test_pair_row import check_is_public, pairs
+
+import poplar
+from poplar import Plan
+from poplar.pair import measure
+from poplar.pair.engines import DDP, FSDP2
+from poplar.pair.llama import Size
+from poplar.pair.measure import Case, Comparison, Ranks
+from poplar.pair.row import DID_NOT_FIT, EVEN, NAMES, PLANNED, CaseResult, PairRow
+
+TINY = Size(name="tiny", width=32, layers=2, heads=2, kv_heads=1, hidden=64, vocabulary=64,
+            context=8)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def measured_row() -> PairRow:
+    """Of one case, with a plan that is found quickly."""
+    quick = functools.partial(poplar.tune, stage=1, verify=False)
+    with (
+        mock.patch.object(poplar, "tune", quick),
+        mock.patch.object(measure, "CPU_SIZES", (TINY,)),
+        mock.patch.object(measure, "TRAININGS", {"LoRA": 2.5}),
+        mock.patch.object(measure, "MOST_ROUNDS", 1),
+        mock.patch.object(measure, "SAMPLES", 4),
+    ):
+        return measure.measure(CPU, 0.03, print, emulated="nothing")
+
+
+def test_row_has_every_engine_and_nothing_private(tmp_path):
+    row, other = harness.one_off(2, measured_row)
+    (case,) = row.cases
+    assert not case.missing, case.missing
+    assert set(case.speeds) == set(NAMES)
+    assert min(*case.speeds.values(), *case.solo_speeds) > 0
+    assert case.over_even == pytest.approx(case.speeds[PLANNED] / case.speeds[EVEN])
+    assert sum(map(sum, case.micro_batches)) == case.global_batch == 8
+    assert row.cases == other.cases
+    row.to_json(tmp_path / "row.json")
+    assert PairRow.from_json(tmp_path / "row.json") == row
+    check_is_public(row.to_dict())
+
+
+class ShortOfMemory(DDP):
+    """Rank 1 runs out of memory while rank 0 waits for its gradients."""
+
+    def step(self, batch: Any) -> Any:
+        if self.rank == 1:
+            raise torch.OutOfMemoryError("at /home/user")
+        return super().step(batch)
+
+
+class Broken(FSDP2):
+    """Rank 0 fails while the engine is built."""
+
+    def distribute(self, model: Any) -> Any:
+        if self.rank == 0:
+            raise RuntimeError("a message with /home/user")
+        return super().distribute(model)
+
+
+def turns_with_failures() -> tuple[Comparison, int]:
+    engines = measure.ENGINES | {"ddp": ShortOfMemory, "fsdp2": Broken}
+    with mock.patch.object(measure, "ENGINES", engines):
+        case = Case(size=TINY, training="full", dtype=torch.float32, device=CPU)
+        compared = Comparison(case, Ranks(), seconds=0.5, report=print)
+        rounds = compared.take_turns(dict.fromkeys(engines, Plan.even(2, 32, 16, 1)))
+    return compared.turns, compared.missing, rounds
+
+
+def test_engine_that_fails_on_one_rank_is_an_entry_and_the_others_are_measured():
+    began = time.monotonic()
+    for turns, missing, rounds in harness.one_off(2, turns_with_failures):
+        assert missing == {"ddp": DID_NOT_FIT, "fsdp2": "failed: RuntimeError"}
+        assert set(turns) == {PLANNED, EVEN}
+        assert len(turns[EVEN]) == rounds
+    assert time.monotonic() - began < measure.TIMEOUT.total_seconds(), "it waited for a deadline"
+
+
+def case_that_does_not_fit() -> CaseResult:
+    case = Case(size=TINY, training="full", dtype=torch.float32, device=CPU)
+    compared = Comparison(case, Ranks(), seconds=0.5, report=print)
+    with mock.patch.object(measure, "measure_speeds", side_effect=torch.OutOfMemoryError("none")):
+        return compared.result()
+
+
+def test_case_that_does_not_fit_is_an_entry():
+    for result in harness.one_off(2, case_that_does_not_fit):
+        assert result.missing == dict.fromkeys(NAMES, DID_NOT_FIT)
+        assert not result.speeds
+        assert result.of_solo(PLANNED) is None
+
+
+@pytest.mark.full
+def test_command_starts_two_ranks_without_a_gpu(tmp_path):
+    words = ["-m", "poplar", "pair", "--device", "cpu", "--minutes", "0.2", "--json"]
+    done = torchrun.run([*words, "--output", tmp_path / "row.json"])
+    assert done.returncode == 0, done.stderr
+    row = PairRow.from_json(tmp_path / "row.json")
+    assert json.loads(done.stdout) == row.to_dict()
+    assert [(case.model, case.training) for case in row.cases] == [
+        (model, training) for training in ("full", "LoRA") for model in ("0.9M", "4.6M")
+    ]
+    check_is_public(row.to_dict())
+
+
+@pytest.mark.full
+def test_faster_rank_under_quotas_gets_more_samples(tmp_path):
+    if os.geteuid():
+        pytest.skip("CPU quotas need root")
+    output = tmp_path / "row.json"
+    done = torchrun.run(
+        [pairs.__file__, "--emulate", "2:1", "--minutes", "0.5", "--output", output]
+    )
+    assert done.returncode == 0, done.stderr
+    assert "emulated: CPU quotas 2:1" in done.stdout
+    row = PairRow.from_json(output)
+    check_is_public(row.to_dict())
+    fast, slow = (sum(sum(case.micro_batches[rank]) for case in row.cases) for rank in (0, 1))
+    assert fast > slow
+
+
+def test_one_rank_is_refused():
+    (failure,) = harness.one_off(1, measure.measure, CPU, 1.0, print)
+    assert failure.is_a(ValueError)
+    assert "compares at least two cards, but this job has one rank" in failure.message
