@@ -75,7 +75,7 @@ from poplar.zero.steps.step_hooks import has_hooks, has_pre_hooks, run_post_hook
 from poplar.zero.steps.step_result import StepResult, Stopwatch
 from poplar.zero.steps.step_settings import StepSettings
 from poplar.zero.steps.step_state import Phase
-from poplar.zero.unit import check_plan_change, shares_by_unit
+from poplar.zero.unit import check_plan_change
 from poplar.zero.update import OptimizerFactory
 from poplar.zero.weights.initial_values import Weights
 from poplar.zero.weights.materialization import check_unused, move_to_meta
@@ -788,7 +788,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Change to another plan of the same stage. Collective, between steps.
 
         State is sent directly from its old owners to its new ones. The sets of persistent and of
-        recomputed units may change; the transport and the factored layers do not.
+        recomputed units and the state in host memory may change; the transport and the factored
+        layers do not.
 
         Args:
             plan: the new plan, the same on all ranks.
@@ -798,7 +799,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 own, it factors other layers, or ranks pass different plans.
             RuntimeError: called in the middle of a step.
         """
-        from poplar.checkpoint.sharded_state import reshard
+        from poplar.checkpoint.sharded_state import follow
 
         def checked() -> str:
             self._check_new_plan(plan)
@@ -812,7 +813,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                     "the same plan"
                 )
             )
-        reshard(self._engine, self._update, plan.shares, shares_by_unit(plan))
+        follow(self._engine, self._update, plan)
         self._engine.follow(plan)
         self._plan = plan
         self._splitter = replace(self._splitter, plan=plan)

@@ -1,6 +1,7 @@
 """The sharded training state in another layout.
 
-`reshard` moves it to other shares when the plan changes; `full_state_dict` collects it on one rank.
+`follow` moves it to other owners and other memory when the plan changes; `full_state_dict` collects
+it on one rank.
 """
 
 from __future__ import annotations
@@ -16,37 +17,46 @@ from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.checkpoint.state_dicts.place import names_of
 from poplar.comm.shard_layout import Layout
 from poplar.values.errors import agreed
+from poplar.values.plan import Plan
 from poplar.zero.agreement import caught, raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
+from poplar.zero.setup import compare_kernels, place_state
+from poplar.zero.unit import shares_by_unit
 from poplar.zero.update import ParameterRun, ShardedUpdate, copy_value, is_elementwise
 
 
-def reshard(
-    engine: Engine,
-    update: ShardedUpdate,
-    shares: Sequence[float],
-    unit_shares: Mapping[str, Sequence[float]],
-) -> None:
-    """Move masters, values and optimizer state to new shares. Collective, between steps.
-
-    Args:
-        shares: fraction of each rank.
-        unit_shares: by name, the shares of units that do not use `shares`.
-    """
+def follow(engine: Engine, update: ShardedUpdate, plan: Plan) -> None:
+    """Move values and optimizer state to where a plan has them. Collective, between steps."""
+    shares, unit_shares = plan.shares, shares_by_unit(plan)
     schemas = _gather_schemas(engine, update)
+    was_hosted = {flat for flat in engine.trained if flat.is_hosted}
+    place_state(engine.strategy, engine.units, plan)
     for unit in engine.units:
         for flat in unit.flats:
             new = engine.strategy.divided(flat, unit_shares.get(unit.name, shares))
             if new == flat.layout:
-                continue
-            if flat.trained:
+                if flat.is_hosted is not (flat in was_hosted):
+                    _move_state(update, flat)
+            elif flat.trained:
                 _reshard_trained(engine, update, flat, schemas, new)
             else:
                 engine.strategy.change_layout(flat, new, None)
         for opaque in unit.opaque:
             new = Layout.from_shares(opaque.numel, unit_shares.get(unit.name, shares))
             engine.strategy.change_opaque_layout(opaque, new)
+    compare_kernels(engine, update, "apply_plan()")
+
+
+def _move_state(update: ShardedUpdate, flat: FlatParameter) -> None:
+    """Move the masters and the state of a flat parameter between device and host. Local."""
+    update.take_written_values(flat)
+    states = {run: update.state_of(run) for run in update.runs if run.flat is flat}
+    flat.divide(flat.layout, flat.owned, flat.shard, flat.master if flat.has_masters else None)
+    for run, state in states.items():
+        moved = {key for key, value in state.items() if is_elementwise(value, run.tensor)}
+        state.update({key: state[key].to(flat.master.device, copy=True) for key in moved})
+    update.rebind(flat, states)
 
 
 def _reshard_trained(
@@ -60,8 +70,9 @@ def _reshard_trained(
     old = flat.layout
     local_state_of = _reshard_state(engine, update, flat, schemas, old, new)
     master = None
-    if flat.master is not flat.shard:
-        master = engine.comm.reshard(flat.master, old, new, what=f"moving unit {flat.name}")
+    if flat.has_masters:
+        whole = flat.master.to(flat.device)
+        master = engine.comm.reshard(whole, old, new, what=f"moving unit {flat.name}")
     engine.strategy.change_layout(flat, new, master)
     update.rebind(flat, {run: local_state_of(run) for run in update.runs if run.flat is flat})
 
@@ -124,7 +135,7 @@ def _reshard_state(
         if start >= stop:
             return {}
         return {
-            key: moved[key][start - new_low : stop - new_low].clone()
+            key: moved[key][start - new_low : stop - new_low].to(flat.master.device, copy=True)
             if dtype is not None
             else copy_value(value)
             for key, (dtype, value) in table[run].items()
@@ -212,10 +223,10 @@ def _add(
 
 def _collect_master(engine: Engine, flat: FlatParameter, old: Layout, new: Layout) -> Tensor | None:
     """The fp32 values of a flat parameter, if there are other ones, in layout `new`. Collective."""
-    if flat.master is flat.shard:
+    if not flat.has_masters:
         return None
     part = flat.intersect_owned(*old.bounds(engine.comm.group.rank))
-    own = flat.master[part] if part is not None else flat.master[:0]
+    own = (flat.master[part] if part is not None else flat.master[:0]).to(flat.device)
     if old == new:
         return own
     return engine.comm.reshard(own, old, new, what=f"collecting the masters of {flat.name}")

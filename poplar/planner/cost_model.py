@@ -380,18 +380,38 @@ class StageCosts:
         return Synchronization(latest, reducible)
 
 
+def hosting(cluster: ClusterProfile, parts: Sequence[float]) -> ClusterProfile:
+    """The cluster if every rank keeps this part of its optimizer state in host memory.
+
+    Raises:
+        ValueError: that was not measured on a rank.
+    """
+    devices = []
+    for rank, (device, part) in enumerate(zip(cluster.devices, parts, strict=True)):
+        if part and device.host_optimizer_seconds is None:
+            raise ValueError(
+                f"rank {rank} ({device.name}) keeps {part:.1%} of its optimizer state in host "
+                "memory, but the profile has no update there; profile again, or leave host_state "
+                "empty"
+            )
+        devices.append(replace(device, state_on_host=part) if part else device)
+    return replace(cluster, devices=tuple(devices))
+
+
 def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
-    """The cost model of a plan's stage and units.
+    """The cost model of a plan's stage, units and state in host memory.
 
     Raises:
         ValueError: the plan is for another number of ranks, names units that the profile does not
-            have, or recomputes units without measurements of that.
+            have, or recomputes units or keeps state in host memory without measurements of that.
     """
     if plan.world_size != cluster.world_size:
         raise ValueError(
             f"the plan is for {plan.world_size} ranks, but the profile has {cluster.world_size}; "
             "profile the ranks that will train"
         )
+    if plan.host_state:
+        cluster = hosting(cluster, plan.host_state)
     known = {name: unit for unit, name in enumerate(cluster.model.unit_names)}
     for unit in plan.units:
         is_different = unit.shares not in (None, plan.shares)

@@ -53,8 +53,8 @@ class RankMemory:
     """
 
     device: DeviceProfile
-    state: Bytes
-    """What is always held."""
+    state: tuple[Bytes, ...]
+    """What is always held: the most of these."""
     turns: tuple[int, ...]
     """Units in the order of the backward."""
     moments: Callable[[Pass, bool], tuple[_Moment, ...]] = field(repr=False)
@@ -154,7 +154,8 @@ class RankMemory:
                 activations = (
                     (ended if has_ended else during)[self.turns[turn]] if during else whole
                 )
-            yield self.state.plus(needed, Bytes(activations))
+            for state in self.state:
+                yield state.plus(needed, Bytes(activations))
 
 
 class _Moment(NamedTuple):
@@ -176,7 +177,7 @@ def rank_memory(
     always = _relayed(cluster, stage).plus(Bytes(model.frozen_bytes + device.held_bytes))
     return RankMemory(
         device=device,
-        state=_state(model, stage).plus(always),
+        state=tuple(state.plus(always) for state in _states(device, model, stage)),
         turns=_backward(model, stage).turns,
         moments=partial(_moments, model, stage, ranks, keeps, frozenset(persistent)),
         limit=device.memory_bytes * (1.0 - cluster.memory_reserve),
@@ -220,9 +221,20 @@ def _gradients(
     return highest_of_each_kind(moments_of(backward, each, own, keeps, every_pass=stage >= 2))
 
 
-def _state(model: ModelProfile, stage: int) -> Bytes:
-    """Parameters and optimizer state."""
-    parameters, optimizer = sum(model.parameter_bytes), model.optimizer_bytes * model.numel
+def _states(device: DeviceProfile, model: ModelProfile, stage: int) -> Iterator[Bytes]:
+    """Parameters and the optimizer state that is on the device: the most of these.
+
+    The state that a plan keeps on the host is at most what fits in the host's memory.
+    """
+    parameters, state = sum(model.parameter_bytes), model.optimizer_bytes * model.numel
+    yield _state(parameters, state * (1.0 - device.state_on_host), stage)
+    if device.state_on_host:
+        on_host = device.host_memory_bytes * model.optimizer_bytes / model.host_state_bytes
+        yield _state(parameters, state, stage).plus(Bytes(-on_host))
+
+
+def _state(parameters: float, optimizer: float, stage: int) -> Bytes:
+    """Parameters and optimizer state, by what a stage shards."""
     if stage == 0:
         return Bytes(parameters + optimizer)
     if stage < 3:

@@ -123,6 +123,11 @@ class Plan(Document):
     """`nn.Linear` modules, as `named_modules()` lists them, whose weight gradients are sent as
     factors: the ranks exchange the inputs of the layer and the gradients of its outputs, and the
     owners multiply them. Sends fewer bytes where a step has few rows (samples or tokens)."""
+    host_state: tuple[Fraction, ...] = ()
+    """By rank, the part of its optimizer state (masters in fp32, and the state of the class) that
+    it keeps in host memory, where the host's processor updates it. Saves device memory and takes
+    time. Whole flat parameters are kept there: the first ones that have at least this part of the
+    elements. Empty: no rank keeps any."""
     prediction: Mapping[str, Any] | None = field(default=None, compare=False)
     """The planner's prediction, as JSON values; ignored by equality, hash and digest."""
 
@@ -132,6 +137,13 @@ class Plan(Document):
             if self.prediction and name in self.prediction:
                 checked(annotation, self.prediction[name], f"Plan.prediction.{name}")
         object.__setattr__(self, "factored", tuple(sorted(self.factored)))
+        if not any(self.host_state):
+            object.__setattr__(self, "host_state", ())
+        elif len(self.host_state) != self.world_size:
+            raise ValueError(
+                f"host_state has {len(self.host_state)} parts for {self.world_size} ranks; give "
+                "one per rank, 0 for a rank without state in host memory, or leave it empty"
+            )
         total = sum(map(sum, self.micro_batches))
         if total != self.global_batch:
             raise ValueError(
@@ -329,6 +341,11 @@ class Plan(Document):
         self._checked_rank(rank)
         return tuple(unit.name for unit in self.units if rank in unit.recomputed_on)
 
+    def part_on_host(self, rank: int) -> float:
+        """The part of its optimizer state that `rank` keeps in host memory."""
+        self._checked_rank(rank)
+        return self.host_state[rank] if self.host_state else 0.0
+
     def offset(self, rank: int) -> int:
         """Position of the first sample of `rank` in a global batch."""
         return sum(map(sum, self.micro_batches[: self._checked_rank(rank)]))
@@ -440,7 +457,11 @@ class Plan(Document):
         prediction = self.prediction or {}
         recomputed = [len(self.recomputed_units(rank)) for rank in range(self.world_size)]
         columns = plan_table.plan_columns(
-            self.micro_batches, self.shares, prediction, recomputed=recomputed
+            self.micro_batches,
+            self.shares,
+            prediction,
+            recomputed=recomputed,
+            host_state=self.host_state,
         )
         lines = [
             f"stage {self.stage} ({strategy}), global batch {self.global_batch}, "

@@ -33,6 +33,7 @@ def plan_columns(
     prediction: Mapping[str, Any],
     *,
     recomputed: Sequence[int] = (),
+    host_state: Sequence[float] = (),
 ) -> list[Column]:
     """What is planned for each rank, and those predicted columns that the prediction has.
 
@@ -41,6 +42,7 @@ def plan_columns(
         shares: of the plan.
         prediction: of the plan; may be empty.
         recomputed: by rank, the number of units that are recomputed; shown if there are any.
+        host_state: by rank, the part of its state in host memory; may be empty.
     """
 
     def predicted(what: str) -> Sequence[Any]:
@@ -54,6 +56,7 @@ def plan_columns(
         Column("passes", list(map(format_passes, micro_batches)), left_aligned=True),
         Column("share", [f"{100 * share:.1f} %" for share in shares]),
         Column("recomputed", [str(units) for units in recomputed if any(recomputed)]),
+        Column("state on host", list(map(format_percent, host_state))),
         Column("compute", list(map(format_seconds, predicted("compute_seconds")))),
         Column("memory", list(map(_format_memory, predicted("memory_bytes"), limits))),
         Column("busy", list(map(format_percent, predicted("busy_fraction")))),

@@ -45,6 +45,9 @@ _COSTS = (
     "optimizer_seconds",
     "optimizer_latency_seconds",
     "held_bytes",
+    "host_optimizer_seconds",
+    "host_memory_bytes",
+    "state_on_host",
     "pass_overhead_seconds",
     "step_overhead_seconds",
 )
@@ -110,6 +113,14 @@ class DeviceProfile:
     """The part of it that does not depend on the share (kernel launches, Python)."""
     held_bytes: Count = 0
     """Memory besides model state and activations, such as a CUDA context."""
+    host_optimizer_seconds: NonNegative | None = None
+    """The part of `optimizer_seconds` that depends on the share, if the state of the whole model is
+    in host memory: copies, and the update by the host's processor, with all ranks at once. None:
+    not measured."""
+    host_memory_bytes: Count = 0
+    """Host memory for optimizer state of this rank. 0: none beside `memory_bytes`, as on a CPU."""
+    state_on_host: Fraction = 0.0
+    """The part of its optimizer state that the rank keeps in host memory, under a plan."""
     peak_flops: Positive | None = None
     """FLOP/s by specification or by a matrix product; used by the `flops` policy."""
     pass_overhead_seconds: _ByStage = _NO_RESIDUALS
@@ -194,7 +205,10 @@ class DeviceProfile:
     def optimizer_step_seconds(self, share: float) -> float:
         """`o(share)`: an optimizer step over this share of the state; a latency without any."""
         latency = min(self.optimizer_latency_seconds, self.optimizer_seconds)
-        return latency + (self.optimizer_seconds - latency) * share
+        seconds, on_host = self.optimizer_seconds - latency, self.state_on_host
+        if on_host:
+            seconds = (1.0 - on_host) * seconds + on_host * (self.host_optimizer_seconds or 0.0)
+        return latency + seconds * share
 
     @cached_property
     def _batches(self) -> tuple[int, ...]:
@@ -314,6 +328,14 @@ class ModelProfile:
             raise ValueError(
                 f"merged_buffers must have the {self.numel} elements of the units, got {merged}"
             )
+
+    @property
+    def host_state_bytes(self) -> float:
+        """Host memory for each element whose state is there: with fp32 values in any case, and with
+        copies of its gradient and its value.
+        """
+        masters = self.optimizer_bytes + (4.0 if self.param_bytes >= 4.0 else 0.0)
+        return masters + 4.0 + self.param_bytes
 
     @property
     def numel(self) -> int:

@@ -21,7 +21,7 @@ class FlatAdamW(torch.optim.AdamW):
     """
 
     _incremented: tuple[Tensor, ...] = ()
-    """Step counters that the last step incremented; undone if it was skipped."""
+    """Step counters that were incremented since `settle_step_count`."""
 
     def step_scaled(
         self,
@@ -33,7 +33,7 @@ class FlatAdamW(torch.optim.AdamW):
 
         Args:
             scale: one fp32 on the gradients' device, for unscaling and clipping; None for 1.
-            found_inf: one fp32 there. If it is not 0, nothing changes; call `undo_step_count`.
+            found_inf: one fp32 there. If it is not 0, nothing changes; call `settle_step_count`.
             rounded: by parameter, the low-precision tensor that gets its new values.
         """
         steps = [
@@ -43,11 +43,12 @@ class FlatAdamW(torch.optim.AdamW):
             if values.grad is not None
         ]
         states = [state for _, _, state in steps]
-        self._incremented = tuple(state["step"] for state in states)
         if not steps:
             return
-        torch._foreach_add_(self._incremented, 1.0)
-        counts = torch.stack(self._incremented).tolist()
+        counters = [state["step"] for state in states]
+        self._incremented += tuple(counters)
+        torch._foreach_add_(counters, 1.0)
+        counts = torch.stack(counters).tolist()
         ops.adamw_(
             [values for values, _, _ in steps],
             [values.grad for values, _, _ in steps],
@@ -59,9 +60,9 @@ class FlatAdamW(torch.optim.AdamW):
             found_inf=found_inf,
         )
 
-    def undo_step_count(self) -> None:
-        """Decrement the step counters: the last step was skipped."""
-        if self._incremented:
+    def settle_step_count(self, *, skipped: bool) -> None:
+        """Decrement the step counters if the steps since the last call were skipped."""
+        if skipped and self._incremented:
             torch._foreach_sub_(self._incremented, 1.0)
         self._incremented = ()
 
@@ -74,6 +75,7 @@ class FlatAdamW(torch.optim.AdamW):
             result: float | None = super().step(closure)
             return result
         self.step_scaled(None, None, {})
+        self.settle_step_count(skipped=False)
         return None
 
     def uses_operator(self) -> bool:

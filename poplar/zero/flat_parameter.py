@@ -42,7 +42,7 @@ class FlatParameter:
     """Values of the owned part, in `dtype`. A view of `values`, or at stage 3 the memory from which
     the transport sends: call `Strategy.wait_for_readers` before writing to it."""
     master: Tensor
-    """fp32 values of the owned part: `shard` itself if `dtype` is fp32."""
+    """fp32 values of the owned part: `shard` itself if `dtype` is fp32, unless `is_hosted`."""
     gradient: Tensor
     """fp32 mean gradient of the owned part, once reduced; empty between steps."""
     squares: Tensor
@@ -72,6 +72,8 @@ class FlatParameter:
         self.is_local = is_local
         """Every rank has other values, all of which it owns: nothing is communicated. See
         [Note: local parameters] in `stages.strategy`."""
+        self.is_hosted = False
+        """`master` and the optimizer state are in host memory: see [Note: host state]."""
         self._hooks: list[tuple[nn.Parameter, int]] = []
         """The hooks of `watch` by their numbers."""
         self._no_gradient = torch.empty(0, device=self.device)
@@ -94,10 +96,22 @@ class FlatParameter:
             layout: of the buffer.
             owned: start and end of the part whose optimizer state this rank holds.
             shard: values of the owned part, in `dtype`.
-            master: in fp32; None: `shard` itself.
+            master: in fp32; None: `shard` itself, or a copy of it if `is_hosted`.
         """
         self.layout, self.owned, self.shard = layout, owned, shard
-        self.master = shard if master is None else master
+        if self.is_hosted:
+            self.master = (shard if master is None else master).to("cpu", copy=master is None)
+        else:
+            self.master = shard if master is None else master.to(self.device)
+
+    def keep_on_host(self, hosted: bool) -> None:
+        """Choose where the next `divide` puts `master`, and its owner the optimizer state."""
+        self.is_hosted = hosted
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the values are low-precision ones, so that all ranks have others in fp32."""
+        return self.trained and self.dtype is not torch.float32
 
     def hold_gradient(self, gradient: Tensor, squares: Tensor) -> None:
         """Hold the mean gradient of a step, which may not be computed yet, and its squares."""

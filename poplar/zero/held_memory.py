@@ -29,6 +29,7 @@ class HeldMemory(dict[str, int]):
     unsharded       parameters of other ranks too, while they are unsharded (stage 3)
     masters         fp32 values of low-precision parameters
     optimizer       state of the optimizer class
+    host            masters and state that are in host memory instead, by `Plan.host_state`
     gradients       accumulated and reduced gradients, and `.grad`
     buckets         packed gradients in flight, and receive buffers kept for the next collectives
     shared_memory   blocks of shared segments kept for the next collectives
@@ -78,7 +79,11 @@ def held_memory(
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     parameters = storages.add([*(buffer.shard for buffer in buffers), *others])
     cached = engine.comm.cached_bytes()
-    states = [value for state in update.inner.state.values() for value in state.values()]
+    states: dict[bool, list[Tensor]] = {False: [], True: []}
+    for run in update.runs:
+        values = update.inner.state.get(run.tensor, {}).values() if run.tensor is not None else ()
+        states[run.flat.is_hosted] += [value for value in values if isinstance(value, Tensor)]
+    hosted = [flat.master for flat in trained if flat.is_hosted]
     gradients = [tensor for flat in trained for tensor in (flat.gradient, flat.squares)]
     found = [gradient for flat in trained for gradient in flat.held_gradients()]
     own = [grad for grad in found if not isinstance(grad, PlaceholderGradient)]
@@ -87,8 +92,9 @@ def held_memory(
         {
             "parameters": parameters,
             "unsharded": storages.add(buffer.values for buffer in buffers),
-            "masters": storages.add(flat.master for flat in trained),
-            "optimizer": storages.add(value for value in states if isinstance(value, Tensor)),
+            "masters": storages.add(flat.master for flat in trained if not flat.is_hosted),
+            "optimizer": storages.add(states[False]),
+            "host": storages.add([*hosted, *states[True]]),
             "gradients": storages.add([*gradients, *own]),
             "buckets": storages.add(in_flight) + cached.private,
             "shared_memory": cached.shared,

@@ -40,6 +40,7 @@ from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.stages.strategy import Strategy
+from poplar.zero.streams import HostCopies
 from poplar.zero.unit import (
     Member,
     Merge,
@@ -187,6 +188,8 @@ def check_request(
     factored = factored_layers(model, plan.factored if plan is not None else (), set(group_of))
     _check_local(local, model, chosen)
     options = _check_optimizer(factory, options, groups, target)
+    if plan is not None and plan.host_state:
+        _check_on_host(factory, options)
     unit_names = resolve_units(model, units)
     return Request(
         model=model,
@@ -290,6 +293,17 @@ def _check_optimizer(
     return options
 
 
+def _check_on_host(factory: OptimizerFactory, options: Mapping[str, Any]) -> None:
+    """Check that the class can update state in host memory."""
+    problem = check_elementwise(factory, options, torch.device("cpu"))
+    if problem is not None:
+        name = getattr(factory, "__name__", repr(factory))
+        raise ValueError(
+            f"{name} cannot update state in host memory, as the plan's host_state asks: {problem}. "
+            "Use AdamW, or a plan without it (search with host_state='never')"
+        )
+
+
 def agree_on_request(
     control: Control, request: Request, *, also: Mapping[str, Any] | None = None
 ) -> torch.dtype | None:
@@ -355,6 +369,7 @@ def build_engine(
         check = partial(check_unit_names, request.plan, units, request.unit_names)
         run_on_all_ranks(control, check, doing=BUILDING)
         shares, own_shares = _shares(request.plan, comm)
+        place_state(strategy, units, request.plan)
 
         def allocate(flat: FlatParameter) -> None:
             strategy.allocate(flat, own_shares.get(flat.name, shares))
@@ -379,11 +394,40 @@ def build_engine(
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in request.groups
     ]
-    update = ShardedUpdate(request.shard_optimizer_class, engine.trained, hyper, request.options)
-    kernels = control.exchange_objects(_kernels(request.device), what=BUILDING)
-    if not update.has_exact_kernel and len(set(kernels)) > 1:
-        strategy.gather_updates()
+    to_host = partial(
+        HostCopies, streams=strategy.streams, group=comm.group, what="the gradients of a step"
+    )
+    update = ShardedUpdate(
+        request.shard_optimizer_class, engine.trained, hyper, request.options, to_host
+    )
+    compare_kernels(engine, update, BUILDING)
     return engine, update
+
+
+def place_state(strategy: Strategy, units: Sequence[Unit], plan: Plan | None) -> None:
+    """Choose which flat parameters will have their state in host memory, by a plan. Local."""
+    rank = strategy.comm.group.rank
+    shares, own_shares = _shares(plan, strategy.comm)
+    layouts = {
+        flat: strategy.divided(flat, own_shares.get(unit.name, shares))
+        for unit in units
+        for flat in unit.trained
+    }
+    hosted = set(strategy.hosted(layouts, plan.part_on_host(rank) if plan is not None else 0.0))
+    for flat in layouts:
+        flat.keep_on_host(flat in hosted)
+
+
+def compare_kernels(engine: Engine, update: ShardedUpdate, doing: str) -> None:
+    """Let ranks send updates that others compute too, if these may round differently. Collective.
+
+    Args:
+        doing: what the ranks do, for errors.
+    """
+    own = [_kernels(flat.master.device) for flat in engine.trained]
+    kernels = engine.control.exchange_objects(own, what=doing)
+    if not update.has_exact_kernel and any(other != own for other in kernels):
+        engine.strategy.gather_updates()
 
 
 def _move_to_device(request: Request, strategy: Strategy) -> None:

@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
-from poplar.comm import Work
+from poplar.comm import Group, Work
 from poplar.system.trace import Trace
 
 
@@ -59,8 +59,8 @@ class Streams:
         return None
 
     def copy_to_host(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy that the host may read once a later `timestamp` has passed."""
-        return value
+        """A copy that the host may read once a later `timestamp` has passed: see `HostCopies`."""
+        return value.to("cpu")
 
     def allocate_unsharded(self, allocate: Callable[[], None]) -> None:
         """Call `allocate`, which allocates values of units, once or, if memory is short, twice."""
@@ -118,6 +118,29 @@ class DeviceStreams(Streams):
             torch.cuda.empty_cache()
             with torch.cuda.use_mem_pool(pool, self._device):
                 allocate()
+
+
+class HostCopies:
+    """Copies of tensors in host memory; those that are there are their own copies."""
+
+    def __init__(
+        self, values: Sequence[torch.Tensor], streams: Streams, group: Group, what: str
+    ) -> None:
+        """Start to copy.
+
+        Args:
+            what: what the host waits for, in errors.
+        """
+        self._group, self._what = group, what
+        self._copies = list(map(streams.copy_to_host, values))
+        self._event = streams.timestamp() if streams.asynchronous else None
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait until the device has written them."""
+        event, self._event = self._event, None
+        if event is not None:
+            self._group.wait_for_event(event, self._what)
+        return self._copies
 
 
 class DeviceClock:

@@ -5,6 +5,12 @@ The tensors of the inner optimizer are runs: ranges of a flat parameter whose pa
 param group and were used in the same steps. A parameter that no rank used in a step must not decay,
 and its step counter must not change, so its run is skipped. A partly used run is split, with its
 state. Runs have the same boundaries on every rank, owned or not, so that state can be resharded.
+
+[Note: host state]
+A flat parameter may be hosted on this rank: its master and the state of its runs are in host
+memory, and the host updates them. The gradients and the low-precision values are copied to the
+host first. Meanwhile the device updates its own runs. Then the host updates one flat parameter
+after the other and copies its low-precision values back. AdamW gives the same bits on the host.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +29,18 @@ from poplar.zero.flat_adamw import FlatAdamW, can_round_to
 from poplar.zero.flat_parameter import FlatParameter
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+
+class Copies(Protocol):
+    """Copies of tensors in host memory."""
+
+    def wait(self) -> list[Tensor]:
+        """Wait until they are complete."""
+        ...
+
+
+ToHost = Callable[[Sequence[Tensor]], Copies]
+"""Starts to copy tensors; those that are in host memory are their own copies."""
 
 
 class Flag(Protocol):
@@ -73,6 +91,13 @@ class ParameterRun:
         self.tensor = None if self.owned is None else self.flat.master[self.owned]
 
 
+class Fetched(NamedTuple):
+    """What the update of a flat parameter reads and writes, where its state is."""
+
+    gradient: Tensor
+    shard: Tensor
+
+
 class ShardedUpdate:
     """The inner optimizer and its runs."""
 
@@ -82,14 +107,17 @@ class ShardedUpdate:
         flats: Sequence[FlatParameter],
         groups: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
+        to_host: ToHost,
     ) -> None:
         """
         Args:
             factory: the user's optimizer class.
             groups: hyper-parameters of each param group, without its parameters.
             options: keyword arguments of the class.
+            to_host: for flat parameters that are hosted.
         """
         self._factory, self._options = factory, dict(options)
+        self._to_host = to_host
         self.collected: dict[str, Any] | None = None
         """The whole state as a state dict, if it was collected here since it last changed."""
         self.updates = 0
@@ -130,24 +158,46 @@ class ShardedUpdate:
         self.use_settings(groups)
         self._drop_unstarted_state()
         self._split_partly_used_runs(unused)
+        runs = [run for run in self.runs if run.tensor is not None]
+        used = [run for run in runs if run.first not in unused.get(run.flat, ())]
+        hosted = dict.fromkeys(run.flat for run in used if run.flat.is_hosted)
+        given = [] if not hosted else [one for one in (scale, found_inf) if one is not None]
+        scalars = self._to_host(given) if given else None
+        fetched = [(flat, self._to_host([flat.gradient, flat.shard])) for flat in hosted]
+        self._update_runs([run for run in used if not run.flat.is_hosted], scale, found_inf)
+        if scalars is not None:
+            on_host = iter(scalars.wait())
+            scale, found_inf = (one if one is None else next(on_host) for one in (scale, found_inf))
+        for flat, copies in fetched:
+            copied = Fetched(*copies.wait())
+            own = [run for run in used if run.flat is flat]
+            self._update_runs(own, scale, found_inf, copied)
+            flat.shard.copy_(copied.shard, non_blocking=True)
+        self.updates += 1
+
+    def _update_runs(
+        self,
+        runs: Sequence[ParameterRun],
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+        fetched: Fetched | None = None,
+    ) -> None:
+        """As `step`, for runs whose state is on the device or, if `fetched`, on the host."""
         stepped = {}
-        for run in self.runs:
-            flat, owned = run.flat, run.owned
-            if run.tensor is None or owned is None:
-                continue
-            if run.first in unused.get(flat, ()):
-                run.tensor.grad = None
-                continue
-            run.tensor.grad = _part(flat.gradient, owned)
-            stepped[run.tensor] = _part(flat.shard, owned) if _has_low_precision(flat) else None
+        for run in runs:
+            source = fetched or run.flat
+            assert run.tensor is not None
+            assert run.owned is not None
+            run.tensor.grad = _part(source.gradient, run.owned)
+            low = _part(source.shard, run.owned) if _has_low_precision(run.flat) else None
+            stepped[run.tensor] = low
             if not self.has_exact_kernel:  # which does so itself
-                self.take_written_values(flat, run.start, run.stop)
+                self.take_written_values(run.flat, run.start, run.stop)
         written = self._step_inner(stepped, scale, found_inf)
         for tensor, low in stepped.items():
             tensor.grad = None
             if low is not None and tensor not in written:
                 low.copy_(tensor)
-        self.updates += 1
 
     def use_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take the hyper-parameters of the outer param groups."""
@@ -199,13 +249,10 @@ class ShardedUpdate:
 
     def settle(self) -> None:
         """Read whether the last step was skipped, if the device has decided it. Local."""
-        skipped, self._undecided = self._undecided, None
-        if skipped is not None and skipped.read():
-            self._undo_step_count()
-
-    def _undo_step_count(self) -> None:
-        if isinstance(self.inner, FlatAdamW) and self.inner.uses_operator():
-            self.inner.undo_step_count()
+        flag, self._undecided = self._undecided, None
+        skipped = flag is not None and flag.read()
+        if isinstance(self.inner, FlatAdamW):
+            self.inner.settle_step_count(skipped=skipped)
 
     def _step_inner(
         self,
@@ -261,7 +308,8 @@ class ShardedUpdate:
         if not parts:
             return None
         largest = torch._foreach_norm([values for _, values in parts], math.inf)
-        finite = torch.stack(largest).isfinite().tolist()
+        device = self.runs[0].flat.device
+        finite = torch.stack([norm.to(device) for norm in largest]).isfinite().tolist()
         return next(
             (name for (name, _), is_finite in zip(parts, finite, strict=True) if not is_finite),
             None,
@@ -281,7 +329,8 @@ class ShardedUpdate:
         if part is None:
             return
         master, values = flat.master[part], flat.shard[part]
-        for piece, low in zip(master.split(_PIECE), values.split(_PIECE), strict=True):
+        for piece, part_of_shard in zip(master.split(_PIECE), values.split(_PIECE), strict=True):
+            low = part_of_shard.to(piece.device)
             torch.where(piece.to(low.dtype) == low, piece, low, out=piece)
 
     def take_written_values(
@@ -341,13 +390,28 @@ class ShardedUpdate:
         for run in self.runs:
             if run.tensor is None or self._has_state(run.tensor):
                 continue
-            self.inner.state[run.tensor] = {
+            state = {
                 key: torch.full_like(run.tensor, value[0].item(), dtype=value.dtype)
                 if elementwise
                 else copy_value(value)
                 for key, (elementwise, value) in self.state_layout(run.group).items()
             }
+            self._set_state(run, state)
             self._unstarted.add(run.tensor)
+
+    def _set_state(self, run: ParameterRun, state: dict[str, Any]) -> None:
+        """Set the state of a run; put what is not by element where the class expects it.
+
+        That is beside the tensor, or in the memory that the class always uses.
+        """
+        assert run.tensor is not None
+        layout = self.state_layout(run.group)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and not is_elementwise(value, run.tensor):
+                usual = layout[key][1].device
+                beside = usual == run.flat.device
+                state[key] = value.to(run.tensor.device if beside else usual)
+        self.inner.state[run.tensor] = state
 
     def _has_state(self, tensor: Tensor) -> bool:
         return tensor in self._unstarted or bool(self.inner.state.get(tensor))
@@ -374,7 +438,7 @@ class ShardedUpdate:
         self.runs = [*others[:first], *runs, *others[first:]]
         for run in runs:
             if run.tensor is not None and states.get(run):
-                self.inner.state[run.tensor] = states[run]
+                self._set_state(run, states[run])
         self._update_param_groups()
 
     def rebind(self, flat: FlatParameter, states: Mapping[ParameterRun, dict[str, Any]]) -> None:
@@ -387,7 +451,7 @@ class ShardedUpdate:
                 self._unstarted.discard(run.tensor)
             run.bind()
             if run.tensor is not None and states.get(run):
-                self.inner.state[run.tensor] = states[run]
+                self._set_state(run, states[run])
         self._update_param_groups()
 
     def state_of(self, run: ParameterRun) -> dict[str, Any]:

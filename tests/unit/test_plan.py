@@ -132,6 +132,12 @@ def test_different_plans_have_different_digests():
         ),
         ({"shares": (math.nan, 1, 0)}, ValueError, r"shares\[0\] must be finite .* got nan"),
         ({"shares": "even"}, TypeError, "shares must be a sequence, got 'even'"),
+        ({"host_state": (0.5, 1)}, ValueError, "host_state has 2 parts for 3 ranks"),
+        (
+            {"host_state": (0.5, 0, 1.5)},
+            ValueError,
+            r"host_state\[2\] must be from 0 to 1, got 1.5",
+        ),
         ({"units": ("layers.0",)}, TypeError, r"units\[0\] must be a UnitPlan .* got 'layers.0'"),
     ],
 )
@@ -372,6 +378,20 @@ def test_units_of_older_plans_follow_the_plan():
     old = {"name": "layers.0", "strategy": "sharded_parameters", "shares": None}
     old |= {"keep_gathered": True, "transport": None, "recomputed_on": []}
     assert Plan.from_dict({**plan.to_dict(), "units": [old]}) == plan
+
+
+def test_state_in_host_memory_is_written_printed_and_read():
+    plan = spelled_out(host_state=(0, 0.5, 1))
+    assert [plan.part_on_host(rank) for rank in range(3)] == [0.0, 0.5, 1.0]
+    assert Plan.from_dict(plan.to_dict()) == plan != spelled_out()
+    assert [line.split()[-2:] for line in str(plan).splitlines()[1:]] == [
+        ["on", "host"],
+        ["0", "%"],
+        ["50", "%"],
+        ["100", "%"],
+    ]
+    assert spelled_out(host_state=(0, 0, 0)) == spelled_out()
+    assert spelled_out().part_on_host(2) == 0.0
 
 
 def test_factored_layers_are_written_and_read():

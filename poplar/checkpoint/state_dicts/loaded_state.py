@@ -200,7 +200,7 @@ class LoadedState:
             states = {run: state for run in runs if (state := self._state_of(run))}
             self._update.replace_runs(flat, runs, states)
             for place in places:
-                if flat.master is not flat.shard:
+                if flat.has_masters:
                     self._copy(place, MASTER, flat.master, flat.owned[0])
                 del self._states[place]  # its memory may be needed for the next flat parameter
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):

@@ -127,5 +127,4 @@ class ModelState:
 
 def _is_wider(value: Tensor, flat: FlatParameter) -> bool:
     """Whether the values have more precision than the parameters, which have masters."""
-    has_master = flat.trained and flat.master is not flat.shard
-    return has_master and value.dtype.itemsize > flat.dtype.itemsize
+    return flat.has_masters and value.dtype.itemsize > flat.dtype.itemsize

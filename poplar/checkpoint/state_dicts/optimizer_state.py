@@ -49,7 +49,7 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         if run.tensor is None or not _is_owned(place):
             return self._absent(place)
         state = self._update.created_state_of(run)
-        if flat.master is not flat.shard:
+        if flat.has_masters:
             self._update.take_written_values(flat, *flat.span(place.position))
             state[MASTER] = run.tensor
         return {
@@ -98,7 +98,7 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
             for key, (elementwise, value) in layout.items()
             if isinstance(value, Tensor)
         }
-        if flat.master is not flat.shard:
+        if flat.has_masters:
             absent[MASTER] = ShardTensor(flat.master[:0], shape, 0, owners)
         return absent
 

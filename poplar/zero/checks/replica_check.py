@@ -138,7 +138,7 @@ def differing_parameters(
         for flat, tensor in zip(flats, values, strict=True)
         for position, name in enumerate(flat.names)
     ]
-    own = torch.stack([checksum([part]) for _, part in parts]).tolist()
+    own = [int(checksum([part])) for _, part in parts]
     by_rank = zip(*control.exchange_objects(own, what=what), strict=True)
     named = zip((name for name, _ in parts), by_rank, strict=True)
     return [(name, sums) for name, sums in named if len(set(sums)) > 1]
@@ -154,7 +154,7 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
     lanes = torch.zeros(number, dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
         words = tensor.detach().view(torch.int64).view(-1, number)
-        lanes = words.sum(0).add_(lanes, alpha=_signed(_ODD))
+        lanes = words.sum(0).to(lanes.device).add_(lanes, alpha=_signed(_ODD))
     while lanes.numel() > 1:  # adds lane * _ODD ** lane, without constants in device memory
         half = lanes.numel() // 2
         lanes = torch.add(lanes[:half], lanes[half:], alpha=_signed(pow(_ODD, half, 1 << 64)))

@@ -50,9 +50,11 @@ class Replicated(LocalAccumulation):
 
     def replicate_initial_values(self, flat: FlatParameter) -> None:
         super().replicate_initial_values(flat)
-        if flat.master is not flat.shard:
+        if flat.has_masters:
             what = f"the broadcast of {flat.name}'s initial masters"
-            self.comm.broadcast(flat.master, 0, what=what)
+            masters = flat.master.to(flat.device)
+            self.comm.broadcast(masters, 0, what=what)
+            flat.master.copy_(masters)
 
     def _new_gradient(self, flat: FlatParameter) -> Tensor:
         return self._allocate_sums(flat).data
@@ -114,16 +116,15 @@ class Replicated(LocalAccumulation):
         if self.updates_agree:
             return
         trained = [flat for unit in units for flat in unit.trained]
+        updated = [flat.master.to(flat.device) for flat in trained]
         pending = [
-            self.comm.all_gather(
-                flat.master, flat.layout, what=f"the updated parameters of {flat.name}"
-            )
-            for flat in trained
+            self.comm.all_gather(values, flat.layout, what=f"the updated parameters of {flat.name}")
+            for flat, values in zip(trained, updated, strict=True)
         ]
-        for flat, gather in zip(trained, pending, strict=True):
+        for flat, values, gather in zip(trained, updated, pending, strict=True):
             self.wait(gather, "the updated parameters")
-            if flat.shard is not flat.master:
-                flat.shard.copy_(flat.master)
+            flat.master.copy_(values)
+            flat.shard.copy_(values)
 
 
 def _expose_gradients(flat: FlatParameter) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -94,6 +94,23 @@ class Strategy(ABC):
             return layout_on_rank(flat, self.comm.group.rank, self.comm.group.size)
         return self.layout_for(flat, shares)
 
+    def hosted(
+        self, layouts: Mapping[FlatParameter, Layout], part: float
+    ) -> Iterator[FlatParameter]:
+        """The first flat parameters that have `part` of the elements that this rank owns.
+
+        Args:
+            layouts: of the trained flat parameters, in the order of all ranks.
+            part: from 0 to 1.
+        """
+        bounds = [self.owned_part(each, self.comm.group.rank) for each in layouts.values()]
+        numels = [stop - start for start, stop in bounds]
+        missing = part * sum(numels)
+        for flat, numel in zip(layouts, numels, strict=True):
+            if missing > 0.0 and numel:
+                yield flat
+            missing -= numel
+
     def state_layout(self, flat: FlatParameter, to: int) -> Layout:
         """How optimizer state is divided, one owner per element: `to` if all ranks have it."""
         return flat.layout
@@ -113,7 +130,7 @@ class Strategy(ABC):
 
     def _new_master(self, flat: FlatParameter, shard: Tensor) -> Tensor | None:
         """Memory for fp32 values beside low-precision ones; None: there are none."""
-        if not flat.trained or flat.dtype is torch.float32:
+        if not flat.has_masters:
             return None
         return torch.zeros(shard.shape, dtype=torch.float32, device=flat.device)
 
@@ -131,6 +148,8 @@ class Strategy(ABC):
         """Give all ranks the first rank's values of what all of them store. Collective."""
         what = f"the broadcast of {flat.name}'s initial values"
         self.comm.broadcast(flat.values, 0, what=what)
+        if flat.is_hosted and not flat.has_masters:
+            flat.master.copy_(flat.shard)
 
     def bind_parameters(self, flat: FlatParameter) -> None:
         """Give the user's parameters their values, or NaN while they are sharded. Local."""

@@ -28,7 +28,7 @@ from poplar.zero.agreement import (
     run_on_all_ranks,
 )
 from poplar.zero.steps.step_settings import StepSettings
-from poplar.zero.streams import Streams
+from poplar.zero.streams import HostCopies, Streams
 from poplar.zero.update import ShardedUpdate
 
 OnNonFinite = Literal["raise", "skip"]
@@ -48,16 +48,11 @@ class DeviceFlag:
     """A flag that the device computes. The host reads it without waiting for later work."""
 
     def __init__(self, flag: Tensor, streams: Streams, control: Control) -> None:
-        self._control = control
-        self._value = streams.copy_to_host(flag)
-        self._event = streams.timestamp() if streams.asynchronous else None
+        self._copies = HostCopies([flag], streams, control.group, "the end of a step")
 
     def read(self) -> bool:
         """Wait until the device has computed it."""
-        event, self._event = self._event, None
-        if event is not None:
-            self._control.group.wait_for_event(event, "the end of a step")
-        return bool(self._value)
+        return bool(self._copies.wait()[0])
 
 
 @dataclass(frozen=True, eq=False)
