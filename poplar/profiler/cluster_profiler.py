@@ -56,6 +56,7 @@ from poplar.values.formatting import format_bytes
 from poplar.values.observation import Observation
 from poplar.values.plan import Plan
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
+from poplar.zero.opaque_parameter import opaque_bytes
 
 NETWORK = 0.08
 """Part of the time budget for the collectives."""
@@ -245,8 +246,7 @@ def memory_budget(session: Session) -> MemoryBudget:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         held = own - cached - model_bytes(session.job.model)
     elif limit is None:
-        parameters = session.job.model.parameters()
-        weights = sum(p.numel() * p.element_size() for p in parameters if not p.is_meta)
+        weights = sum(map(opaque_bytes, session.job.model.parameters()))
         held = host_limits.resident_memory() - weights
     if limit is not None and total is not None and limit > total:
         raise ValueError(

@@ -182,8 +182,9 @@ class Job:
             | ({"compiled": True} if is_compiled(module) else {})
             for module in self.model.modules()
         ]
+        tensors = [shared[name] for name in ("model", "buffers", setup.OPAQUE)]
         identity = {
-            "model": f"{type(self.model).__name__} {digest([shared['model'], shared['buffers']])}",
+            "model": f"{type(self.model).__name__} {digest(tensors)}",
             "structure": digest([str(self.model), switches]),
             "units": digest(shared["units"]),
             "optimizer": f"{shared['optimizer']} {timed_options}",

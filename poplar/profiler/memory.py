@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from poplar.data import pytree
 from poplar.profiler.compilation import eagerly
 from poplar.profiler.unit_hooks import TrainedUnit, UnitBytes, UnitWindows
+from poplar.zero.opaque_parameter import component_tensors
 
 T = TypeVar("T")
 
@@ -80,9 +81,8 @@ def model_bytes(model: nn.Module) -> int:
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    tensors = [*parameters, *model.buffers(), *gradients]
-    real = [tensor for tensor in tensors if not tensor.is_meta]
-    return sum(storage.nbytes() for storage in _storages(real).values())
+    held = [part for t in (*parameters, *model.buffers()) for part in component_tensors(t)]
+    return sum(storage.nbytes() for storage in _storages([*held, *gradients]).values())
 
 
 class _Allocated:

@@ -11,6 +11,7 @@ from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.values.profile import LinearLayer, ModelProfile
 from poplar.zero import setup
 from poplar.zero.factors.layers import factorable_layers
+from poplar.zero.opaque_parameter import is_opaque_buffer
 from poplar.zero.unit import Unit
 
 
@@ -18,7 +19,6 @@ def model_profile(session: Session, state_bytes: float) -> ModelProfile:
     """The model; `state_bytes` is the optimizer state per element, without an fp32 master."""
     units = all_units(session)
     bytes_each = session.compute_dtype.itemsize
-    buffers = session.job.model.buffers()
     return ModelProfile(
         unit_numels=tuple(sum(_buffers(unit)) for unit in units),
         unit_names=tuple(unit.name for unit in units),
@@ -33,7 +33,7 @@ def model_profile(session: Session, state_bytes: float) -> ModelProfile:
         grad_bytes=float(bytes_each),
         optimizer_bytes=state_bytes + (0.0 if bytes_each == 4 else 4.0),
         wire_bytes=float(session.job.reduce_dtype.itemsize),
-        frozen_bytes=sum(tensor.numel() * tensor.element_size() for tensor in buffers),
+        frozen_bytes=_replicated_bytes(session),
     )
 
 
@@ -95,16 +95,16 @@ def all_units(session: Session, *, shards_parameters: bool = True) -> list[Unit]
 
 def pass_memory(session: Session, budgets: Sequence[MemoryBudget]) -> PassMemory:
     """The limits of all ranks, from their budgets."""
-    model, cast = session.job.model, session.cast_to
-    units = all_units(session)
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    originals = sum(p.numel() * p.element_size() for p in model.parameters())
+    units, buffers = all_units(session), _replicated_bytes(session)
+    opaque = set(map(id, session.setup.opaque_tensors().values()))
+    plain = [p for p in session.job.model.parameters() if id(p) not in opaque]
+    originals = 0 if session.cast_to is None else sum(p.nbytes for p in plain)
     flats = [flat for unit in units for flat in unit.flats]
     values = sum(unit.unsharded_bytes for unit in units)
     masters = sum(4 * flat.numel for flat in flats if flat.trained and flat.dtype.itemsize != 4)
     staying = _unsharded_at_once(units) + buffers
     # Plain passes in another dtype keep the original values, to restore them.
-    whole = values + buffers + (0 if cast is None else originals)
+    whole = values + buffers + originals
     return PassMemory(
         parameters=values + masters,
         unsharded_units=staying,
@@ -114,6 +114,11 @@ def pass_memory(session: Session, budgets: Sequence[MemoryBudget]) -> PassMemory
             for budget in budgets
         ),
     )
+
+
+def _replicated_bytes(session: Session) -> int:
+    """Bytes of the buffers that no stage shards."""
+    return sum(b.nbytes for b in session.job.model.buffers() if not is_opaque_buffer(b))
 
 
 def _unsharded_at_once(units: Sequence[Unit]) -> int:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
-from torch import Tensor
-
 from poplar.comm import Group, connect_control
 from poplar.profiler import memory_limit
 from poplar.profiler.compilation import HookedGraphs, compiled_code_preserved
@@ -24,6 +22,7 @@ from poplar.values.errors import agreed, equal_on_all_ranks
 from poplar.zero import setup
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.preserved_state import (
+    Copies,
     computing_in,
     gradients_dropped,
     host_copies,
@@ -50,7 +49,7 @@ class Session:
         self.group = group
         self.control = connect_control(group)
         self.graphs = HookedGraphs()
-        self._copies: list[Tensor] | None = None
+        self._copies: Copies | None = None
 
         def check() -> tuple[setup.Request, dict[str, Any]]:
             job.check()
@@ -140,7 +139,7 @@ class Session:
             return parameters_preserved(model)
         if self._copies is None:
             self._copies = host_copies(model)
-        return parameters_restored(model, self._copies)
+        return parameters_restored(self._copies)
 
     @contextmanager
     def as_in_training(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ need no such convention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -45,6 +45,22 @@ def is_opaque_buffer(buffer: Tensor) -> bool:
     return buffer.dtype in _QUANTISED_BUFFERS and buffer.nbytes >= _LARGE_BUFFER_BYTES
 
 
+def opaque_tensors(model: nn.Module, trained: Collection[int] | None = None) -> dict[str, Tensor]:
+    """The opaque tensors of a model that have values, by name.
+
+    Args:
+        model: whose parameters and buffers they are.
+        trained: the trained parameters, by `id`; default: those that require gradients.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        is_trained = parameter.requires_grad if trained is None else id(parameter) in trained
+        if not is_trained and is_opaque(parameter):
+            found[name] = parameter
+    found.update((n, b) for n, b in model.named_buffers() if is_opaque_buffer(b))
+    return {name: tensor for name, tensor in found.items() if not tensor.is_meta}
+
+
 def component_tensors(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that an opaque tensor consists of, in an order that depends on its class.
 
@@ -54,7 +70,7 @@ def component_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def opaque_bytes(tensor: Tensor) -> int:
-    """The bytes of an opaque tensor; memory that its components share counts once."""
+    """The bytes of an opaque or plain tensor; memory that components share counts once."""
     parts = {(part.data_ptr(), part.nbytes): part.nbytes for part in component_tensors(tensor)}
     return sum(parts.values())
 

@@ -6,12 +6,19 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from poplar.zero.absent_parameter import mark_present
 from poplar.zero.input_cast import inputs_cast
+from poplar.zero.opaque_parameter import (
+    OpaqueBytes,
+    is_opaque_buffer,
+    memories_of,
+    opaque_tensors,
+)
 from poplar.zero.weights.materialization import move_to_meta
 
 
@@ -25,7 +32,7 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     # By name too: a forward may replace a buffer by a new tensor.
     buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        (module, name, buffer, _copied(buffer))
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
@@ -65,34 +72,56 @@ def random_state_preserved(device: torch.device) -> Iterator[None]:
             numpy_random.set_state(states[1])
 
 
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module is in evaluation mode inside, and in its own mode again at the end."""
-    modes = [(module, module.training) for module in model.modules()]
+def set_evaluation_mode(model: nn.Module) -> None:
+    """`model.eval()`, but modules with an opaque parameter of their own keep their mode.
+
+    bitsandbytes rewrites 4-bit weights that compute in evaluation mode on CPUs with AVX512-BF16, in
+    less precision, so later losses would differ.
+    """
+    opaque = set(map(id, opaque_tensors(model).values()))
+    kept = [
+        (module, module.training)
+        for module in model.modules()
+        if any(id(parameter) in opaque for parameter in module._parameters.values())
+    ]
     model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    for module, training in kept:
+        module.training = training
 
 
-def host_copies(model: nn.Module) -> list[Tensor]:
-    """The values of the parameters in host memory, for `parameters_restored`."""
-    return [parameter.data.to("cpu", copy=True) for parameter in model.parameters()]
+class Copies(NamedTuple):
+    """The values of the parameters of a model, and what they belong to."""
 
+    plain: list[tuple[nn.Parameter, Tensor, torch.device]]
+    """The parameters that are not opaque, with their values and devices."""
+    opaque: list[tuple[OpaqueBytes, Tensor, torch.device]]
+    """The opaque tensors with all of their bytes and their device, if there are any."""
 
-@contextmanager
-def parameters_restored(model: nn.Module, copies: Sequence[Tensor]) -> Iterator[None]:
-    """Copy the values that `host_copies` returned into the parameters at the end."""
-    devices = [parameter.device for parameter in model.parameters()]
-    try:
-        yield
-    finally:
-        for parameter, value, device in zip(model.parameters(), copies, devices, strict=True):
+    def restore(self, *, copy: bool = False) -> None:
+        """Give the parameters these values, or a `copy` of them, and no gradient."""
+        for opaque, values, device in self.opaque:
+            opaque.use_values(values.to(device, copy=copy), lasting=True)
+            opaque.attach_parameters()
+        for parameter, value, device in self.plain:
             mark_present(parameter)
             parameter.grad = None
-            parameter.data = value.to(device, copy=True)
+            parameter.data = value.to(device, copy=copy)
+
+
+def host_copies(model: nn.Module) -> Copies:
+    """The values of the parameters in host memory, for `parameters_restored`."""
+    found = _copies(model, to_host=True)
+    on_host = [(p, v.clone() if v is p.data else v, device) for p, v, device in found.plain]
+    return found._replace(plain=on_host)
+
+
+@contextmanager
+def parameters_restored(copies: Copies) -> Iterator[None]:
+    """Copy the values that `host_copies` returned into the parameters at the end."""
+    try:
+        yield
+    finally:
+        copies.restore(copy=True)
 
 
 @contextmanager
@@ -103,18 +132,29 @@ def parameters_preserved(model: nn.Module, *, to_host: bool = False) -> Iterator
         model: whose parameters are preserved.
         to_host: store CUDA values in host memory meanwhile, to leave device memory to the engine.
     """
-    saved = [(p, p.data.cpu() if to_host else p.data, p.device) for p in model.parameters()]
+    copies = _copies(model, to_host=to_host)
     # The engine copies trained values, but overwrites frozen ones with those of rank 0.
-    frozen = [(value, value.clone()) for p, value, _ in saved if not p.requires_grad]
+    frozen = [(value, value.clone()) for p, value, _ in copies.plain if not p.requires_grad]
     try:
         yield
     finally:
         for value, before in frozen:
             value.copy_(before)
-        for parameter, value, device in saved:
-            mark_present(parameter)
-            parameter.grad = None
-            parameter.data = value.to(device)
+        copies.restore()
+
+
+def _copies(model: nn.Module, *, to_host: bool) -> Copies:
+    """Only opaque tensors, and what moves to the host, are copied."""
+    named = opaque_tensors(model)
+    known = set(map(id, named.values()))
+    plain = [p for p in model.parameters() if id(p) not in known]
+    copies = Copies([(p, p.data.cpu() if to_host else p.data, p.device) for p in plain], [])
+    if named:
+        device = next(iter(named.values())).device
+        place = torch.device("cpu") if to_host else device
+        opaque = OpaqueBytes("", [*named.items()], memories_of(model, [*named.values()]), place)
+        copies.opaque.append((opaque, opaque.packed_bytes(), device))
+    return copies
 
 
 @contextmanager
@@ -141,9 +181,20 @@ def computing_in(
     if dtype is None:
         yield
         return
-    with parameters_preserved(model):
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+    opaque = set(map(id, opaque_tensors(model).values()))
+    plain = [p for p in model.parameters() if id(p) not in opaque and p.is_floating_point()]
+    values = [parameter.data for parameter in plain]
+    try:
+        for parameter in plain:
+            parameter.data = parameter.data.to(dtype)
         with inputs_cast(model, dtype, unit_names):
             yield
+    finally:
+        for parameter, value in zip(plain, values, strict=True):
+            parameter.grad = None
+            parameter.data = value
+
+
+def _copied(buffer: Tensor | None) -> Tensor | None:
+    """A copy of a buffer, unless it is opaque, and nothing writes to it."""
+    return None if buffer is None or is_opaque_buffer(buffer) else buffer.detach().clone()

@@ -31,9 +31,9 @@ from poplar.zero.opaque_parameter import (
     OpaqueBytes,
     component_tensors,
     is_opaque,
-    is_opaque_buffer,
     memories_of,
     opaque_bytes,
+    opaque_tensors,
 )
 from poplar.zero.stages.replicated import Replicated
 from poplar.zero.stages.sharded_gradients import ShardedGradients
@@ -67,6 +67,8 @@ _MULTIPLICATION = (
     "multiplication of rows (Plan.factored at stage 0, where every rank computes all products; use "
     "stage 1, or leave factored out of the plan)"
 )
+OPAQUE = "frozen tensors that are not computed with"
+"""The entry of `Request.identity` with the opaque tensors."""
 BUILDING = "building the optimizer"
 """What the ranks do, in messages."""
 
@@ -116,7 +118,7 @@ class Request:
                 (name, self._shape(name, p), str(p.dtype), self.group_of.get(id(p), -1))
                 for name, p in self.model.named_parameters()
             ],
-            "frozen tensors that are not computed with": [
+            OPAQUE: [
                 (name, opaque_bytes(tensor)) for name, tensor in self.opaque_tensors().items()
             ],
             "buffers": [
@@ -127,12 +129,7 @@ class Request:
 
     def opaque_tensors(self) -> dict[str, Tensor]:
         """The frozen tensors of [Note: opaque tensors] that have values, by name."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            if id(parameter) not in self.group_of and is_opaque(parameter):
-                found[name] = parameter
-        found.update((n, b) for n, b in self.model.named_buffers() if is_opaque_buffer(b))
-        return {name: tensor for name, tensor in found.items() if not tensor.is_meta}
+        return opaque_tensors(self.model, self.group_of)
 
     def _multiplication(self) -> str:
         """What decides the bits of a product, if every rank must compute the same ones."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import bitsandbytes as bnb
 import fork_server
 import lone_rank
 import models
@@ -59,6 +60,36 @@ class Subject:
         return models.data(number, seed=0)
 
 
+class Adapted(nn.Module):
+    """A frozen 4-bit layer with a trained product of low rank beside it, as QLoRA has."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        base = bnb.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32
+        )
+        base.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False)
+        self.base = base.to("cpu")
+        self.down = nn.Linear(linear.in_features, 16, bias=False)
+        self.up = nn.Linear(16, linear.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@dataclass(frozen=True)
+class QuantisedSubject(Subject):
+    """All linear layers are 4-bit, and what is beside them is frozen."""
+
+    def new_model(self) -> nn.Module:
+        model = super().new_model().requires_grad_(False)
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear) and not isinstance(module, Adapted):
+                    setattr(module, name, Adapted(child))
+        return model
+
+
 NARROW = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
 WIDE = ModelSpec(kind="mlp", blocks=3, width=128, hidden=700)
 SUBJECTS = {
@@ -71,6 +102,7 @@ SUBJECTS = {
         ModelSpec(frozen=True, width=128, hidden=512, dtype=torch.bfloat16), 8, NARROW
     ),
     "16-bit gradients of fp32 masters": Subject(WIDE, 60, NARROW),
+    "adapters on a 4-bit base": QuantisedSubject(WIDE, 30),
 }
 
 

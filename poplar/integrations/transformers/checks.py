@@ -122,8 +122,6 @@ def _of_trainer(trainer: Any) -> Iterator[str]:
         yield "a launcher that asks for DeepSpeed or FSDP: use torchrun"
     if trainer.is_model_parallel:
         yield "a model on several devices (device_map): load it without device_map"
-    if getattr(trainer.model, "is_quantized", False):
-        yield "quantized models: load the model without quantization_config"
     if (getattr(trainer.model, "_tp_size", None) or 1) > 1 or getattr(
         trainer, "is_distributed_loading_by_transformers", False
     ):

@@ -79,7 +79,7 @@ def compare(
             taken = {}
             for candidate in (first, second)[:: -1 if turn % 2 else 1]:
                 report(f"steps of the {candidate.name}")
-                with parameters_restored(job.model, copies):
+                with parameters_restored(copies):
                     taken[candidate.name] = _Turn.of(job, candidate, steps)
             one, other = taken[first.name], taken[second.name]
             difference = difference or one.difference(other, (first.name, second.name))

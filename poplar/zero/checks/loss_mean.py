@@ -28,7 +28,11 @@ from poplar.data import pytree
 from poplar.data.token_weights import IGNORE_INDEX, is_integer, tokens
 from poplar.zero.checks.recorded_loss import Call, RecordedLoss, is_loss
 from poplar.zero.micro_batch_loss import LossFunction
-from poplar.zero.preserved_state import model_preserved, random_state_preserved
+from poplar.zero.preserved_state import (
+    model_preserved,
+    random_state_preserved,
+    set_evaluation_mode,
+)
 
 MOST_SAMPLES = 16
 """Samples that are compared, at most."""
@@ -67,7 +71,7 @@ def wrong_weight(
             return None
         recorded = RecordedLoss(model, loss_fn, pytree.take(batch, range(samples)))
         with model_preserved(model, next(model.parameters()).device), torch.no_grad():
-            model.eval()
+            set_evaluation_mode(model)
             with recorded.recording():
                 whole = recorded.loss(recorded.batch).item()
             try:

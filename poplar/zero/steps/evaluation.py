@@ -22,6 +22,7 @@ from poplar.values.errors import CollectiveTimeout, agreed
 from poplar.zero.agreement import caught, leader_of, raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.passes.collective_pass import Mode
+from poplar.zero.preserved_state import set_evaluation_mode
 
 _ROUNDS = 8
 """Rounds in the time of a deadline; a batch may delay the end of one."""
@@ -57,7 +58,7 @@ class Evaluation:
             busy = RuntimeError("evaluate() inside full_parameters(modules=...); leave it first")
         raise_on_any_error(self._control, busy, doing="evaluate()")
         modes = [(module, module.training) for module in self._engine.model.modules()]
-        self._do(self._engine.model.eval)
+        self._do(partial(set_evaluation_mode, self._engine.model))
         try:
             self._run_rounds(loader)
         finally:

@@ -1,0 +1,252 @@
+"""Adapters on a quantised base train on unequal ranks as in one process, in every integration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import datasets
+import lightning.pytorch as pl
+import pytest
+import quantized
+import ranks as pool
+import torch
+import trl
+from accelerate import Accelerator
+from launched import as_launched, three_ranks
+from quantized import BATCH, OPTIONS, STEPS, adapted, collated, loss_fn, samples, trained_values
+from ranks import Pool
+from subset import choose
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from torch.utils.data import DataLoader
+from trainers import arguments
+from transformers import PreTrainedTokenizerFast
+
+import poplar
+from poplar import HeteroZeroOptimizer, Plan
+from poplar.integrations.accelerate import prepare
+from poplar.integrations.lightning import PoplarStrategy
+from poplar.integrations.transformers import PoplarArguments, PoplarTrainer, PoplarTrainerMixin
+from poplar.zero.opaque_parameter import component_tensors
+
+SHARES, OTHER_SHARES = (0.6, 0.3, 0.1), (0.2, 0.0, 0.8)
+Result = tuple[list[float], dict[str, Tensor]]
+"""Losses and adapters."""
+
+
+def imported() -> None:
+    """Called first, with a deadline for importing the libraries."""
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Pool]:
+    for workers in three_ranks():
+        workers.run(imported, timeout=300)
+        yield workers
+
+
+def plan_of(stage: int, shares: tuple[float, ...] = SHARES) -> Plan:
+    """The last rank has no samples."""
+    micro_batches = ((3, 4), (2, 3), (0, 0))
+    return Plan(stage=stage, global_batch=BATCH, micro_batches=micro_batches, shares=shares)
+
+
+def whole(model: Any, optimizer: HeteroZeroOptimizer) -> dict[str, Tensor]:
+    with optimizer.full_parameters():
+        return trained_values(model)
+
+
+def by_optimizer(kind: str, stage: int, folder: str, shares: Any = SHARES) -> Result:
+    model, plan = adapted(kind), plan_of(stage, shares)
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.AdamW, plan=plan, process_group=pool.group(), **OPTIONS
+    )
+    sampler = poplar.HeteroBatchSampler(STEPS * BATCH, plan, shuffle=False, rank=pool.rank())
+    loader = DataLoader(samples(), batch_sampler=sampler, collate_fn=collated)
+    losses = [float(optimizer.train_step(loss_fn, batch).loss) for batch in loader]
+    return losses, whole(model, optimizer)
+
+
+SETTINGS = {
+    "learning_rate": OPTIONS["lr"],
+    "adam_epsilon": OPTIONS["eps"],
+    "weight_decay": 0.0,
+    "warmup_steps": 0,
+    "max_grad_norm": 0.0,
+    "lr_scheduler_type": "constant",
+    "train_sampling_strategy": "sequential",
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+}
+
+
+def logged(trainer: Any) -> Result:
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, whole(trainer.model, trainer.optimizer)
+
+
+def by_trainer(kind: str, stage: int, folder: str) -> Result:
+    as_launched()
+    return logged(
+        PoplarTrainer(
+            adapted(kind),
+            arguments(folder, **SETTINGS),
+            data_collator=collated,
+            train_dataset=samples(),
+            poplar=PoplarArguments(plan=plan_of(stage)),
+        )
+    )
+
+
+class PlannedSFTTrainer(PoplarTrainerMixin, trl.SFTTrainer):
+    """TRL's trainer with the mixin."""
+
+
+def by_sft_trainer(kind: str, stage: int, folder: str) -> Result:
+    as_launched()
+    words = Tokenizer(models.WordLevel({str(w): w for w in range(50)}, unk_token="0"))
+    tokens = {"pad_token": "0", "eos_token": "1", "unk_token": "0"}
+    same = ("output_dir", "max_steps", "logging_steps", "save_strategy", "report_to", "use_cpu")
+    given = arguments(folder).to_dict()
+    options = {name: given[name] for name in (*same, "disable_tqdm")} | SETTINGS
+    return logged(
+        PlannedSFTTrainer(
+            adapted(kind),
+            trl.SFTConfig(**options, bf16=False, max_length=None, gradient_checkpointing=False),
+            train_dataset=datasets.Dataset.from_list(samples()),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **tokens),
+            poplar=PoplarArguments(plan=plan_of(stage)),
+        )
+    )
+
+
+def by_accelerate(kind: str, stage: int, folder: str) -> Result:
+    as_launched()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = DataLoader(samples(), batch_size=2, collate_fn=collated)
+    model, optimizer, loader, _ = prepare(
+        accelerator,
+        adapted(kind),
+        torch.optim.AdamW,
+        loader,
+        loss_fn=loss_fn,
+        plan=plan_of(stage),
+        **OPTIONS,
+    )
+    losses = []
+    for batch in loader:
+        total = torch.zeros(())
+        for micro_batch in optimizer.micro_batches(batch):
+            loss = loss_fn(model, micro_batch)
+            accelerator.backward(loss)
+            total += loss.detach() * len(micro_batch["labels"]) / BATCH
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(total)))
+    return losses, whole(accelerator.unwrap_model(model), optimizer)
+
+
+class Adapted(pl.LightningModule):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.model = adapted(kind)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return loss_fn(self.model, batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], **OPTIONS)
+
+
+def by_lightning(kind: str, stage: int, folder: str) -> Result:
+    module = Adapted(kind)
+    with mock.patch.dict(os.environ, LOCAL_RANK=str(pool.rank())):
+        run = pl.Trainer(
+            accelerator="cpu",
+            max_steps=STEPS,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=folder,
+            accumulate_grad_batches=2,
+            strategy=PoplarStrategy(plan=plan_of(stage), weight=poplar.tokens()),
+            devices=pool.size(),
+        )
+        run.fit(module, DataLoader(samples(), batch_size=2, collate_fn=collated))
+    return module.losses, whole(module.model, run.strategy.optimizer)
+
+
+INTEGRATIONS = (by_optimizer, by_trainer, by_sft_trainer, by_accelerate, by_lightning)
+QUICK = [
+    (integration, "4-bit" if number % 2 else "int8", (number + 2) % 4)
+    for number, integration in enumerate(INTEGRATIONS)
+]
+FULL = [(i, kind, stage) for i in INTEGRATIONS for kind in quantized.BASES for stage in range(4)]
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(("train", "kind", "stage"), choose(quick=QUICK, full=FULL))
+def test_losses_and_adapters_equal_those_of_one_process(
+    three: Pool, tmp_path: Path, train: Callable[..., Result], kind: str, stage: int
+) -> None:
+    losses, adapters = quantized.one_process(kind)
+    for found, values in three.run(train, kind, stage, str(tmp_path)):
+        torch.testing.assert_close(found, losses, rtol=1e-4, atol=1e-4)
+        names = {name.removeprefix("module."): value for name, value in values.items()}
+        torch.testing.assert_close(names, adapters, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", quantized.BASES)
+@pytest.mark.parametrize("stage", range(1, 4))
+def test_adapters_have_the_same_bits_under_other_shares(three, tmp_path, kind, stage) -> None:
+    first = three.run(by_optimizer, kind, stage, str(tmp_path))[0]
+    second = three.run(by_optimizer, kind, stage, str(tmp_path), OTHER_SHARES)[0]
+    assert first[0] == second[0]
+    torch.testing.assert_close(first[1], second[1], rtol=0, atol=0)
+
+
+def profiled(kind: str) -> tuple[bool, float, float, str]:
+    """Whether the base kept its bits and its bytes were counted, the loss of a step of a plan that
+    was found, and the identity of the model.
+    """
+    model = adapted(kind)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    parts = [component_tensors(p) for p in frozen]
+    before = [part.clone() for inside in parts for part in inside]
+    batch = collated(samples()[:BATCH])
+    options = {"process_group": pool.group(), "cache": False, "progress": False}
+    cluster = poplar.profile_cluster(model, loss_fn, batch, seconds=2.0, max_batch=8, **options)
+    after = [part for p in frozen for part in component_tensors(p)]
+    unchanged = all(map(torch.equal, before, after))
+    # Small tables of quantised parameters stay on every rank.
+    cut = (p.nbytes for inside in parts for p in inside if len(inside) == 1 or p.nbytes > 1024)
+    counted = sum(cluster.model.unit_frozen_bytes) / sum(cut)
+    plan = poplar.search(cluster, global_batch=BATCH, stages=(3,))
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.AdamW, plan=plan, process_group=pool.group(), **OPTIONS
+    )
+    sampler = poplar.HeteroBatchSampler(BATCH, plan, shuffle=False, rank=pool.rank())
+    (loader,) = DataLoader(samples(), batch_sampler=sampler, collate_fn=collated)
+    loss = float(optimizer.train_step(loss_fn, loader).loss)
+    return unchanged, counted, loss, cluster.identity["model"]
+
+
+def test_profiling_counts_the_bytes_of_a_base_and_leaves_it_unchanged(three: Pool) -> None:
+    identities = set()
+    for kind in quantized.BASES:
+        for unchanged, counted, loss, identity in three.run(profiled, kind):
+            assert unchanged
+            assert counted == pytest.approx(1.0, rel=0.05)
+            assert loss == pytest.approx(quantized.one_process(kind)[0][0], rel=1e-4)
+            identities.add(identity)
+    assert len(identities) == len(quantized.BASES)
