@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from poplar.doctor.architectures import build_for, has_kernels
 from poplar.doctor.connections import (
+    all_gpus_are_examined,
     by_host,
     gpus_read_each_other,
     host_names_differ,
@@ -169,6 +170,7 @@ _CHECKS: tuple[Callable[[Sequence[RankFacts]], Iterator[Finding]], ...] = (
     _all_have_bf16,
     _ranks_alone,
     _devices_are_not_shared,
+    all_gpus_are_examined,
     gpus_read_each_other,
     host_names_differ,
     hosts_can_be_reached,

@@ -29,6 +29,14 @@ def by_host(ranks: Iterable[RankFacts]) -> list[list[RankFacts]]:
     return list(hosts.values())
 
 
+def all_gpus_are_examined(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """A single process knows nothing about the other GPUs of its host."""
+    if len(ranks) == 1 and ranks[0].peer_access:
+        number = len(ranks[0].peer_access) + 1
+        fix = f"torchrun --nproc-per-node {number} -m poplar doctor compares all of them"
+        yield advice(ranks, f"{number} GPUs are visible, and one of them was examined", fix)
+
+
 def gpus_read_each_other(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Peer-to-peer access between the GPUs of each host, and what NCCL uses without it."""
     for on_host in by_host(ranks):

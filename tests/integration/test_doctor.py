@@ -193,6 +193,12 @@ def test_gpus_without_peer_to_peer_access_use_shared_host_memory():
     assert all_findings(*unknown) == [], "each process sees its own GPU only"
 
 
+def test_a_single_process_says_how_to_examine_all_gpus():
+    finding = only_finding(pair(access=False)[0])
+    assert finding.what == "2 GPUs are visible, and one of them was examined"
+    assert "torchrun --nproc-per-node 2 -m poplar doctor" in finding.fix
+
+
 def test_settings_that_turn_off_transports_are_named():
     finding = only_finding(*pair(access=False, NCCL_SHM_DISABLE="1"))
     assert finding.fix == "NCCL uses sockets, because of NCCL_SHM_DISABLE=1; unset it"
