@@ -53,8 +53,8 @@ def build_for(capability: Capability, of_job: Collection[Capability]) -> str:
     if capability < _TURING:
         return (
             "builds of torch for CUDA 13 have no kernels for GPUs before Turing, such as the V100; "
-            "install the cu126 build of the same torch version on its host"
+            "install the cu126 build of the same torch version on all hosts"
         )
     if capability >= _BLACKWELL:
-        return "install a build of torch for CUDA 12.8 or later"
+        return "install a build of torch for CUDA 12.8 or later on all hosts"
     return "install a build of torch for another CUDA version"
