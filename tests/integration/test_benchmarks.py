@@ -46,6 +46,7 @@ SLOW = {
 host_overhead.py in test_host_overhead_benchmark.py."""
 SHOWING = {
     "allreduce": "--show allreduce.jsonl",
+    "convergence": "--show convergence.jsonl",
     "gpu_step": "--show h100/overhead.jsonl",
     "gpu_unequal": "--show h100/unequal.jsonl",
     "pairs": "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -185,3 +186,12 @@ def test_services_have_more_shared_memory_than_the_default():
         assert service["shm_size"] == "8gb"
         assert (DOCS.parent / service["build"]["dockerfile"]).exists()
         assert set(service["build"].get("args", ())) <= arguments
+
+
+def test_convergence_page_has_the_figures_of_the_saved_rows():
+    page = (DOCS / "convergence.md").read_text("utf-8")
+    saved = DOCS.parent / "benchmarks/results/convergence.jsonl"
+    for row in map(json.loads, saved.read_text("utf-8").splitlines()):
+        found = row["figures"]
+        losses = f"{found['last_loss']:.4f} | {found['held_out_loss']:.4f}"
+        assert f"| {row['case']['run']} | {losses} | {found['largest_difference']:.1e} |" in page
