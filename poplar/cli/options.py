@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from poplar.planner.search import FACTORED, POLICIES, RECOMPUTE
+from poplar.planner.search import FACTORED, HOST_STATE, POLICIES, RECOMPUTE
 from poplar.values.plan import STRATEGIES
 
 _STAGES = range(len(STRATEGIES))
@@ -91,6 +91,16 @@ Factors = Annotated[
         metavar="WHEN",
         parser=one_of(FACTORED),
         help="auto: linear layers may send factors instead of gradients; never: they do not.",
+    ),
+]
+HostStates = Annotated[
+    str,
+    typer.Option(
+        "--host-state",
+        metavar="WHEN",
+        parser=one_of(HOST_STATE),
+        help="auto: ranks may keep optimizer state in host memory, if that was measured; never: "
+        "they do not.",
     ),
 ]
 Recomputation = Annotated[

@@ -14,6 +14,7 @@ from poplar.cli.options import (
     Debug,
     Factors,
     GlobalBatch,
+    HostStates,
     MaxMicroBatch,
     Policy,
     ProfileFile,
@@ -52,6 +53,7 @@ def plan(
     max_micro_batch: MaxMicroBatch = None,
     recompute: Recomputation = "auto",
     factored: Factors = "auto",
+    host_state: HostStates = "auto",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write the plan to.")
     ] = None,
@@ -82,6 +84,7 @@ def plan(
         "max_micro_batch": max_micro_batch,
         "recompute": recompute,
         "factored": factored,
+        "host_state": host_state,
     }
     with command_output(as_json=as_json, debug=debug) as result:
         profile = ClusterProfile.from_json(cluster)

@@ -386,6 +386,8 @@ def hosting(cluster: ClusterProfile, parts: Sequence[float]) -> ClusterProfile:
     Raises:
         ValueError: that was not measured on a rank.
     """
+    if not any(parts):
+        return cluster
     devices = []
     for rank, (device, part) in enumerate(zip(cluster.devices, parts, strict=True)):
         if part and device.host_optimizer_seconds is None:
@@ -410,8 +412,7 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
             f"the plan is for {plan.world_size} ranks, but the profile has {cluster.world_size}; "
             "profile the ranks that will train"
         )
-    if plan.host_state:
-        cluster = hosting(cluster, plan.host_state)
+    cluster = hosting(cluster, plan.host_state)
     known = {name: unit for unit, name in enumerate(cluster.model.unit_names)}
     for unit in plan.units:
         is_different = unit.shares not in (None, plan.shares)

@@ -18,7 +18,7 @@ from poplar.planner import what_if
 from poplar.planner.cost_model import costs_of
 from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
 from poplar.planner.prediction import Bound, Prediction, bound_of, predict
-from poplar.planner.search import ALL_STAGES, Factored, Recompute, search
+from poplar.planner.search import ALL_STAGES, Factored, HostState, Recompute, search
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.uncertainty import unmeasured_batches
 from poplar.planner.what_if import Change, Changed, DeviceGroup, device_groups, with_equal_devices
@@ -131,6 +131,7 @@ def explain(
     error: float = PREDICTION_ERROR,
     recompute: Recompute = "auto",
     factored: Factored = "auto",
+    host_state: HostState = "auto",
 ) -> Explanation:
     """Find what bounds a plan, what would help most, and what each group of devices adds.
 
@@ -143,6 +144,7 @@ def explain(
             it.
         recompute: whether other plans may recompute units, as for `search`.
         factored: whether other plans may have factored layers, as for `search`.
+        host_state: whether other plans may keep state in host memory, as for `search`.
 
     Raises:
         DoesNotFit: the plan needs more memory than there is, or batches that were not measured.
@@ -161,6 +163,7 @@ def explain(
                 max_micro_batch=max_micro_batch,
                 recompute=recompute,
                 factored=factored,
+                host_state=host_state,
             )
         return None
 

@@ -30,6 +30,8 @@ class Request(NamedTuple):
     preference: float = 0.0
     may_recompute: bool = False
     """Ranks may recompute units; only with policy "exact"."""
+    may_host: bool = False
+    """Ranks may keep optimizer state in host memory; only with policy "exact"."""
     below: float = math.inf
     """Slower plans than this many seconds need not be told apart."""
 
@@ -142,6 +144,10 @@ def _shortfall(
     samples = {0: "no samples", 1: "one sample"}.get(batch, f"{batch} samples")
     has_state = share and costs.shares_matter
     state = f" and {100 * share:.1f} % of the sharded state" if has_state else ""
+    if (has_state or not costs.shares_matter) and device.state_on_host:
+        state += (
+            f"{'' if state else ' with the optimizer state'}, as far as possible in host memory"
+        )
     sentence = (
         f"rank {rank} ({device.name}) needs at least {format_bytes(needed[rank])} "
         f"for {samples}{state}, but may use {format_bytes(memory.limit)} of "

@@ -169,6 +169,12 @@ def bound_of(costs: StageCosts, plan: Plan, prediction: Prediction) -> Bound:
     busiest = busy.index(max(busy))
     if communication <= busy[busiest]:
         sentence = f"rank {busiest}'s compute ({format_percent(busy[busiest])} busy)"
+        if on_host := costs.cluster.devices[busiest].state_on_host:
+            update = format_percent(prediction.optimizer_seconds[busiest] / step)
+            sentence += (
+                f", of which the update takes {update}, with {format_percent(on_host)} of the "
+                "optimizer state in host memory"
+            )
         return Bound("compute", busiest, sentence)
     passes = max(map(len, plan.micro_batches))
     owned = costs.owned(plan.shares)

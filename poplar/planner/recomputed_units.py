@@ -63,7 +63,7 @@ def fastest_plan_with_recomputation(costs: StageCosts, request: Request) -> Deci
     limit = math.inf
     if memory_shortfall(costs, request) is None:
         best = fastest_plan_with_persistent_units(costs, request)
-        if not _memory_may_bind(costs, request):
+        if not _may_recompute(costs) or not memory_may_bind(costs, request):
             return best
         limit = _step_seconds(costs, best.plan) / (1.0 + request.preference)
     bound = math.inf
@@ -136,16 +136,19 @@ def _with_parts(costs: StageCosts, seconds: float, saved: float) -> StageCosts:
     return StageCosts(cluster, costs.stage)
 
 
+def _may_recompute(costs: StageCosts) -> bool:
+    """Whether any units can be recomputed."""
+    measured = any(device.recomputed_points for device in costs.cluster.devices)
+    return measured and bool(costs.cluster.model.recomputable_units)
+
+
 def _step_seconds(costs: StageCosts, plan: Plan) -> float:
     return costs_of(costs.cluster, plan).step_seconds(plan.micro_batches, plan.shares)
 
 
-def _memory_may_bind(costs: StageCosts, request: Request) -> bool:
+def memory_may_bind(costs: StageCosts, request: Request) -> bool:
     """Whether a rank cannot hold everything: all state and units beside its largest batch."""
     cluster = costs.cluster
-    recomputable = cluster.model.recomputable_units
-    if not recomputable or not any(device.recomputed_points for device in cluster.devices):
-        return False
     persistent = range(len(cluster.model.unit_numels))
 
     def lacks(rank: int) -> bool:

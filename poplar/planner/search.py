@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
-from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.cost_model import StageCosts, costs_of, hosting
 from poplar.planner.factored_choice import with_factored_layers
+from poplar.planner.host_state import can_host, fastest_plan_with_host_state
 from poplar.planner.memory_shortfall import NoPlanFits, Request, Shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 from poplar.planner.prediction import describe
-from poplar.planner.recomputed_units import fastest_plan_with_recomputation
+from poplar.planner.recomputed_units import fastest_plan_with_recomputation, memory_may_bind
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
 from poplar.values.plan import STRATEGIES, Plan
@@ -42,6 +44,9 @@ RECOMPUTE: tuple[str, ...] = get_args(Recompute)
 Factored = Literal["auto", "never"]
 """Whether a plan may send weight gradients of linear layers as factors."""
 FACTORED: tuple[str, ...] = get_args(Factored)
+HostState = Literal["auto", "never"]
+"""Whether a plan may keep optimizer state in host memory."""
+HOST_STATE: tuple[str, ...] = get_args(HostState)
 
 
 def search(
@@ -54,6 +59,7 @@ def search(
     preference: float = PREFERENCE,
     recompute: Recompute = "auto",
     factored: Factored = "auto",
+    host_state: HostState = "auto",
 ) -> Plan:
     """The fastest plan that fits in memory, with its prediction.
 
@@ -70,6 +76,9 @@ def search(
             (activation checkpointing), if that was measured; "never": they do not.
         factored: "auto": with policy "exact", weight gradients of linear layers are sent as factors
             where that makes the step faster (`Plan.factored`); "never": they are not.
+        host_state: "auto": with policy "exact", ranks keep optimizer state in host memory if no
+            plan fits otherwise, or if that makes the step faster, and if it was measured
+            (`Plan.host_state`); "never": they do not.
 
     Returns:
         The same plan for the same arguments. Of equally fast plans, the one that needs less memory,
@@ -89,6 +98,7 @@ def search(
         preference=preference,
         recompute=recompute,
         factored=factored,
+        host_state=host_state,
     )[0]
 
 
@@ -102,6 +112,7 @@ def alternatives(
     preference: float = PREFERENCE,
     recompute: Recompute = "auto",
     factored: Factored = "auto",
+    host_state: HostState = "auto",
     within: float = CLOSE,
 ) -> tuple[Plan, ...]:
     """A plan of every stage at which one fits, in the order in which `search` prefers them.
@@ -124,12 +135,15 @@ def alternatives(
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
     if factored not in FACTORED:
         raise ValueError(f"factored must be one of {', '.join(FACTORED)}, got {factored!r}")
+    if host_state not in HOST_STATE:
+        raise ValueError(f"host_state must be one of {', '.join(HOST_STATE)}, got {host_state!r}")
     request = Request(
         global_batch,
         min(max_micro_batch or global_batch, global_batch),
         policy,
         preference,
         may_recompute=policy == "exact" and recompute == "auto",
+        may_host=policy == "exact" and host_state == "auto",
     )
     _check_passes(cluster, request)
     found: list[Plan] = []
@@ -141,10 +155,13 @@ def alternatives(
         if missing is not None:
             shortfalls.append(missing)
             continue
-        decide = partial(_decide, request._replace(below=within * fastest))
-        plan, bound = decide(costs)
+        asked = request._replace(below=within * fastest)
+        plan, bound = _decide_with_host_state(asked, costs)
         if policy == "exact" and factored == "auto":
-            plan = with_factored_layers(cluster, plan, decide, preference)
+            hosted, parts = hosting(cluster, plan.host_state), plan.host_state
+            plan = replace(plan, host_state=())
+            plan = with_factored_layers(hosted, plan, partial(_decide, asked), preference)
+            plan = replace(plan, host_state=parts)
             bound = None if plan.factored else bound
         seconds = costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
         fastest = min(fastest, seconds)
@@ -167,6 +184,24 @@ def _decide(request: Request, costs: StageCosts) -> Decision:
     return Decision(plan, bound)
 
 
+def _decide_with_host_state(request: Request, costs: StageCosts) -> Decision:
+    """As `_decide`, at a stage at which a plan fits; with host state if that is faster."""
+    plain = request._replace(may_host=False)
+    if not request.may_host or not any(map(can_host, costs.cluster.devices)):
+        return _decide(plain, costs)
+
+    def decide(costs: StageCosts, below: float = math.inf) -> Decision | None:
+        if request_shortfall(costs, plain) is not None:
+            return None
+        return _decide(plain._replace(below=min(below, plain.below)), costs)
+
+    found = decide(costs)
+    if found is None or memory_may_bind(costs, request):
+        found = fastest_plan_with_host_state(costs, decide, found, request.preference)
+    assert found is not None, "a stage without a memory shortfall has a plan"
+    return found
+
+
 def plan_or_error(cluster: ClusterProfile, **request: Any) -> Plan | ValueError:
     """What `search` returns for these arguments, or the error that says why there is no plan."""
     try:
@@ -182,10 +217,10 @@ def _optimality_gap(seconds: float, bound: float) -> float:
 
 
 def _sort_key(preference: float, plan: Plan) -> tuple[float, int, int]:
-    """Seconds, also of plans with recomputed units as far as they must be faster than others."""
+    """Seconds, multiplied for plans with recomputation or host state, which must be faster."""
     assert plan.prediction is not None
     seconds, memory = plan.prediction["step_seconds"], plan.prediction["memory_bytes"]
-    if any(unit.recomputed_on for unit in plan.units):
+    if plan.host_state or any(unit.recomputed_on for unit in plan.units):
         seconds *= 1.0 + preference
     return seconds, sum(memory), plan.stage
 

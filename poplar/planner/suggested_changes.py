@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from poplar.planner import what_if
 from poplar.planner.baselines import policy_shortfall
 from poplar.planner.cost_model import StageCosts
+from poplar.planner.host_state import with_all_on_host
 from poplar.planner.memory_shortfall import Request, Shortfall
 from poplar.planner.recomputed_units import shortfall_with_recomputation
 from poplar.planner.what_if import Changed, DeviceGroup, device_groups, with_equal_devices
@@ -27,9 +29,16 @@ def request_shortfall(costs: StageCosts, request: Request) -> Shortfall | None:
     """What is missing for every plan at this stage; None: one fits.
 
     Args:
-        costs: without recomputation.
+        costs: without recomputation and without state in host memory.
         request: what a plan is for.
     """
+    if request.may_host:
+        plain = request._replace(may_host=False)
+        missing = request_shortfall(costs, plain)
+        hosted = with_all_on_host(costs.cluster)
+        if missing is None or hosted == costs.cluster:
+            return missing
+        return request_shortfall(replace(costs, cluster=hosted), plain)
     if request.may_recompute:
         return shortfall_with_recomputation(costs, request)
     return policy_shortfall(costs, request)
@@ -75,6 +84,13 @@ def suggested_changes(
     stage = fitting_stage(cluster, stages, request._replace(policy="exact"))
     if stage is not None:
         found.append(f"policy exact at stage {stage}")
+    stage = fitting_stage(cluster, stages, request._replace(policy="exact", may_host=True))
+    if (
+        stage is not None
+        and not request.may_host
+        and found[-1:] != [f"policy exact at stage {stage}"]
+    ):
+        found.append(f"state in host memory (host_state='auto') at stage {stage}")
     lacking = {tuple(one.bytes_by_rank) for one in shortfalls}
     if request.policy == "exact" and not request.may_recompute:
         recomputing = (

@@ -20,7 +20,16 @@ from torch import nn
 from poplar.comm import Group
 from poplar.planner.calibration import refine
 from poplar.planner.prediction import describe, fits, predict
-from poplar.planner.search import FACTORED, POLICIES, RECOMPUTE, Factored, Recompute, alternatives
+from poplar.planner.search import (
+    FACTORED,
+    HOST_STATE,
+    POLICIES,
+    RECOMPUTE,
+    Factored,
+    HostState,
+    Recompute,
+    alternatives,
+)
 from poplar.planner.simple_plans import simplified
 from poplar.planner.uncertainty import at_worst, unmeasured_batches
 from poplar.profiler.batch_curves import with_measured
@@ -97,6 +106,7 @@ class TuningJob(Job):
     policy: str = "exact"
     recompute: Recompute = "auto"
     factored: Factored = "auto"
+    host_state: HostState = "auto"
     profile: ClusterProfile | None = None
     verify: bool = True
     weight: Weight | None = None
@@ -138,6 +148,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "policy": POLICIES,
     "recompute": RECOMPUTE,
     "factored": FACTORED,
+    "host_state": HOST_STATE,
 }
 OPTIONS = frozenset({"stage", *(each.name for each in fields(TuningJob))})
 """Names of the arguments of `autotune`, without the optimizer's."""
@@ -176,6 +187,9 @@ def autotune(
         factored: "auto" (the default): with policy "exact", weight gradients of linear layers are
             sent as factors where that makes the step faster (`Plan.factored`); "never": they are
             not. Use "never" for a model that reads such a weight outside of its layer.
+        host_state: "auto" (the default): with policy "exact", small devices may keep optimizer
+            state in host memory where no plan fits otherwise or that makes the step faster
+            (`Plan.host_state`); "never": no rank does.
         profile: use this profile of the same job instead of measuring.
         verify: measure the batch sizes of the chosen plan that were not profiled, then time the
             best plans of the best two stages in turns. A better plan that the search finds with
@@ -286,6 +300,7 @@ class Tuner:
                 policy=job.policy,
                 recompute=job.recompute,
                 factored=job.factored,
+                host_state=job.host_state,
             )[:CANDIDATES]
             simpler = [simplified(profile, plans[0], SIMPLER)] if job.policy == "exact" else []
             return tuple(dict.fromkeys([*plans, *simpler]))
