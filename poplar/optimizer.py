@@ -59,6 +59,7 @@ from poplar.zero.micro_batches import (
     Weight,
     open_joint_pass,
 )
+from poplar.zero.optimizers.granularity import Granularity, OptimizerFactory
 from poplar.zero.setup import (
     BUILDING,
     STRATEGY_CLASSES,
@@ -76,7 +77,6 @@ from poplar.zero.steps.step_result import StepResult, Stopwatch
 from poplar.zero.steps.step_settings import StepSettings
 from poplar.zero.steps.step_state import Phase
 from poplar.zero.unit import check_plan_change
-from poplar.zero.update import OptimizerFactory
 from poplar.zero.weights.initial_values import Weights
 from poplar.zero.weights.materialization import check_unused, move_to_meta
 
@@ -134,8 +134,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             or FSDP. The values and buffers of the first rank are broadcast. Or on `meta` (see
             `poplar.parameters_on_meta`): it is then built here, and no rank holds more than its
             part of the state and one unit.
-        optimizer_class: an elementwise optimizer class such as AdamW, Adam or SGD. Others are
-            detected by a test step and rejected.
+        optimizer_class: the class of the update. A param group may have its own, as its key
+            `"optimizer_class"`, whose options are those of the group alone: Muon for matrices
+            beside AdamW for the rest.
         plan: batches, passes and shares of each rank, persistent and recomputed units, factored
             layers. None: even shares at `stage`; each rank's batch is one pass, of any size.
         stage: ZeRO stage 0, 1, 2 or 3; only without a plan.
@@ -180,6 +181,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             `full_state_dict`, `save_model`, `poplar.save_checkpoint`. (An optimizer class that
             cannot skip on the device has applied the step by then.) With a loss scaler, the scaler
             decides.
+        granularity: what the class needs: "elements" (AdamW, SGD), a number (blocks of so many
+            elements of one parameter, as for 8-bit state), or "parameter" (whole tensors, as for
+            Muon and Adafactor; stages 0 to 2). Shards are cut accordingly, as near to the shares as
+            can be: over the model, a rank's elements differ from its share by at most the largest
+            parameter. Default: as known of the classes of torch, bitsandbytes, torchao and
+            transformers; else a test step shows whether elements suffice. A param group with its
+            own class may have its own `"granularity"`.
         **optimizer_kwargs: for `optimizer_class`; `fused=True` is added if the class supports it.
 
     Raises:
@@ -210,6 +218,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         device: torch.device | str | None = None,
         on_out_of_memory: OnOutOfMemory = "retry",
         on_nonfinite: OnNonFinite = "raise",
+        granularity: Granularity | None = None,
         _local: Collection[str] = (),  # see [Note: local parameters] in `zero.stages.strategy`
         **optimizer_kwargs: Any,
     ) -> None:
@@ -231,6 +240,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 default_device=self._group.default_device,
                 weights=weights,
                 device=device,
+                granularity=granularity,
                 local=_local,
             )
 
@@ -254,10 +264,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._engine, self._update = build_engine(
                 request, comm, self._control, dtype, _weak_method(self._check_model)
             )
-            defaults = self._update.inner.defaults
-            if "fused" in defaults:  # Poplar's choice is no setting of the user's
-                defaults = {**defaults, "fused": optimizer_kwargs.get("fused")}
-            super().__init__(request.groups, defaults)
+            # With all settings of their classes, so that no defaults of another class are added.
+            super().__init__(self._update.outer_groups(request.groups), {})
+            self.defaults = dict(self._update.inners[0].defaults)
             self._settings_are_final = True
             self._state = OptimizerState(self._engine, self._update)
             self._checks = StepChecks(

@@ -207,7 +207,7 @@ class LoneRank:
             engine.end_pass()
         engine.finish_gradients()
         fill_norm_row(norm_rows(engine.comm, engine.trained), engine.trained, self._rank, 2.0)
-        update.step([{}] * len(update.inner.param_groups), {flat: set() for flat in engine.trained})
+        update.step([{}] * len(update.param_groups), {flat: set() for flat in engine.trained})
         engine.strategy.all_gather_updated_parameters(engine.units)
         engine.begin_step()
 

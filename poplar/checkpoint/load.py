@@ -33,12 +33,11 @@ from poplar.checkpoint.training_state import (
     check_idle,
     is_extra_state,
     model_values,
-    optimizer_name,
     stored_values,
 )
 from poplar.values.errors import DamagedCheckpoint
 from poplar.zero.agreement import run_on_all_ranks
-from poplar.zero.update import StateLayout
+from poplar.zero.optimizers.state_values import StateLayout
 
 
 def load_checkpoint(
@@ -251,7 +250,7 @@ class Load:
 
     def _check_class(self) -> None:
         manifest = self.opened.manifest
-        own = optimizer_name(self.parts)
+        own = self.parts.update.name
         if manifest is not None and manifest.optimizer != own:
             raise ValueError(
                 f"{self.opened.folder} has the state of {manifest.optimizer}, but this optimizer "
@@ -270,14 +269,16 @@ class Load:
             values: dict[str, Any] = {}
             start, stop = place.owned
             for key, stored in keys.get(place.name, {}).items():
-                is_elementwise, example = layout.get(key, (False, None))
-                if is_elementwise:
-                    self._check_shape(stored, place.parameter.shape)
-                    own = torch.empty(stop - start, dtype=example.dtype, device=place.flat.device)
-                    values[key] = ShardTensor(own, place.parameter.shape, start)
-                    self._to_read[stored] = values[key]
-                elif key not in layout:
+                if key not in layout:
                     values[key] = stored  # `LoadedState` refuses the key
+                    continue
+                shape, example = layout[key]
+                if shape is not None:
+                    self._check_shape(stored, shape)
+                    first, end = place.entries(shape)
+                    own = torch.empty(end - first, dtype=example.dtype, device=place.flat.device)
+                    values[key] = ShardTensor(own, shape, first)
+                    self._to_read[stored] = values[key]
                 elif start < stop or not place.parameter.numel():  # else the owners know it
                     values[key] = opened.value(stored)
             return values

@@ -25,7 +25,6 @@ from poplar.checkpoint.training_state import (
     Checkpointed,
     TrainingParts,
     check_idle,
-    optimizer_name,
     saved_entries,
 )
 from poplar.zero.agreement import run_on_all_ranks
@@ -195,7 +194,7 @@ def _manifest(parts: TrainingParts, state: Mapping[str, Any], step: int | None) 
         step=step,
         world_size=parts.engine.control.group.size,
         stage=parts.stage,
-        optimizer=optimizer_name(parts),
+        optimizer=parts.update.name,
         versions={
             "poplar": poplar.__version__,
             "torch": str(torch.__version__),

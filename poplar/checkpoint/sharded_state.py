@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,30 +21,29 @@ from poplar.values.plan import Plan
 from poplar.zero.agreement import caught, raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
+from poplar.zero.optimizers.state_values import scaled
 from poplar.zero.setup import compare_kernels, place_state
 from poplar.zero.unit import shares_by_unit
-from poplar.zero.update import ParameterRun, ShardedUpdate, copy_value, is_elementwise
+from poplar.zero.update import ParameterRun, ShardedUpdate
 
 
 def follow(engine: Engine, update: ShardedUpdate, plan: Plan) -> None:
     """Move values and optimizer state to where a plan has them. Collective, between steps."""
-    shares, unit_shares = plan.shares, shares_by_unit(plan)
     schemas = _gather_schemas(engine, update)
     was_hosted = {flat for flat in engine.trained if flat.is_hosted}
-    place_state(engine.strategy, engine.units, plan)
+    for flat, new in place_state(engine.strategy, engine.units, plan).items():
+        if new == flat.layout:
+            if flat.is_hosted is not (flat in was_hosted):
+                _move_state(update, flat)
+        elif flat.trained:
+            _reshard_trained(engine, update, flat, schemas, new)
+        else:
+            engine.strategy.change_layout(flat, new, None)
+    shares, unit_shares = plan.shares, shares_by_unit(plan)
     for unit in engine.units:
-        for flat in unit.flats:
-            new = engine.strategy.divided(flat, unit_shares.get(unit.name, shares))
-            if new == flat.layout:
-                if flat.is_hosted is not (flat in was_hosted):
-                    _move_state(update, flat)
-            elif flat.trained:
-                _reshard_trained(engine, update, flat, schemas, new)
-            else:
-                engine.strategy.change_layout(flat, new, None)
         for opaque in unit.opaque:
-            new = Layout.from_shares(opaque.numel, unit_shares.get(unit.name, shares))
-            engine.strategy.change_opaque_layout(opaque, new)
+            layout = Layout.from_shares(opaque.numel, unit_shares.get(unit.name, shares))
+            engine.strategy.change_opaque_layout(opaque, layout)
     compare_kernels(engine, update, "apply_plan()")
 
 
@@ -52,18 +51,28 @@ def _move_state(update: ShardedUpdate, flat: FlatParameter) -> None:
     """Move the masters and the state of a flat parameter between device and host. Local."""
     update.take_written_values(flat)
     states = {run: update.state_of(run) for run in update.runs if run.flat is flat}
+    shapes = {
+        (run, key): update.whole_shape(run, run.first, key, value)
+        for run, state in states.items()
+        for key, value in state.items()
+    }
+
+    def moved(run: ParameterRun) -> dict[str, Any]:
+        cut = {key for key in states[run] if shapes[run, key] is not None}
+        others = {key: value for key, value in states[run].items() if key not in cut}
+        if not states[run] or run.tensor is None:
+            return {}
+        return update.new_state(run, run.tensor.shape, {k: states[run][k] for k in cut}, others)
+
     flat.divide(flat.layout, flat.owned, flat.shard, flat.master if flat.has_masters else None)
-    for run, state in states.items():
-        moved = {key for key, value in state.items() if is_elementwise(value, run.tensor)}
-        state.update({key: state[key].to(flat.master.device, copy=True) for key in moved})
-    update.rebind(flat, states)
+    update.rebind(flat, moved)
 
 
 def _reshard_trained(
     engine: Engine,
     update: ShardedUpdate,
     flat: FlatParameter,
-    schemas: Sequence[Mapping[str, tuple[Any, Any]]],
+    schemas: Sequence[Schema],
     new: Layout,
 ) -> None:
     update.take_written_values(flat)
@@ -74,32 +83,82 @@ def _reshard_trained(
         whole = flat.master.to(flat.device)
         master = engine.comm.reshard(whole, old, new, what=f"moving unit {flat.name}")
     engine.strategy.change_layout(flat, new, master)
-    update.rebind(flat, {run: local_state_of(run) for run in update.runs if run.flat is flat})
+    update.rebind(flat, local_state_of)
 
 
-def _gather_schemas(engine: Engine, update: ShardedUpdate) -> list[dict[str, tuple[Any, Any]]]:
-    """For each run and state name: its dtype if elementwise, else its value. Collective.
+class CutValue(NamedTuple):
+    """A state value that is cut with its run."""
 
-    Ranks that own nothing of a run get the schema from those that do.
+    dtype: torch.dtype
+    entries: int
+    """Of the whole run."""
+
+
+Schema = Mapping[str, CutValue | Any]
+"""By name of a state value of a run, how it is cut, or what it is."""
+
+
+def _gather_schemas(engine: Engine, update: ShardedUpdate) -> list[Schema]:
+    """The schema of each run. Collective.
+
+    Ranks that own nothing of a run get it from those that do.
     """
-    mine = []
-    for run in update.runs:
-        schema: dict[str, tuple[Any, Any]] = {}
-        for key, value in update.state_of(run).items():
-            elementwise = is_elementwise(value, run.tensor)
-            schema[key] = (value.dtype, None) if elementwise else (None, value)
-        mine.append(schema)
-    by_rank = engine.control.exchange_objects(mine, what="moving optimizer state")
-    return [
-        next((schema for schema in schemas if schema), {}) for schemas in zip(*by_rank, strict=True)
-    ]
+
+    def schema(run: ParameterRun) -> Schema:
+        if not (state := update.state_of(run)):
+            return {}
+        numel = run.stop - run.start
+        return {
+            key: CutValue(value.dtype, shape.numel() if run.is_separate else numel)
+            if (shape := update.whole_shape(run, run.first, key, value)) is not None
+            else value
+            for key, value in state.items()
+        }
+
+    what = "moving optimizer state"
+    by_rank = engine.control.exchange_objects([schema(run) for run in update.runs], what=what)
+    return [next(filter(None, found), {}) for found in zip(*by_rank, strict=True)]
+
+
+class _Entries:
+    """The entries of one state value of a flat parameter, in the order of its runs.
+
+    Args:
+        counts: the entries of each run that has the value.
+    """
+
+    def __init__(self, counts: Mapping[ParameterRun, int]) -> None:
+        self.counts = counts
+
+    def of(self, run: ParameterRun, element: int) -> int:
+        """The entries of a run that belong to what is before an element."""
+        numel = run.stop - run.start
+        return scaled(min(max(element - run.start, 0), numel), numel, (self.counts[run],))
+
+    def before(self, element: int) -> int:
+        """All entries that belong to what is before an element."""
+        return sum(self.of(run, element) for run in self.counts)
+
+    def layout(self, layout: Layout) -> Layout:
+        """How the entries are divided if the elements have this layout."""
+        return Layout(tuple(self.before(offset) for offset in layout.offsets))
+
+    def places(self, run: ParameterRun, low: int, high: int) -> tuple[slice, slice]:
+        """The entries of a run for the elements `[low, high)`.
+
+        Returns:
+            Where they are among all entries for these elements, and among those of the run.
+        """
+        first, last = self.of(run, low), self.of(run, high)
+        base = self.before(max(low, run.start)) - self.before(low)
+        return slice(base, base + last - first), slice(first, last)
 
 
 def _reshard_state(
     engine: Engine,
     update: ShardedUpdate,
     flat: FlatParameter,
-    schemas: Sequence[Mapping[str, tuple[Any, Any]]],
+    schemas: Sequence[Schema],
     old: Layout,
     new: Layout,
 ) -> Callable[[ParameterRun], dict[str, Any]]:
@@ -109,37 +168,43 @@ def _reshard_state(
         A function from a run to the state of what this rank owns of it in the new layout.
     """
     rank = engine.comm.group.rank
-    low, high = old.bounds(rank)
-    runs = [
-        (run, schema) for run, schema in zip(update.runs, schemas, strict=True) if run.flat is flat
-    ]
-    elementwise = {
-        key: dtype for _, schema in runs for key, (dtype, _) in schema.items() if dtype is not None
+    table = {
+        run: schema for run, schema in zip(update.runs, schemas, strict=True) if run.flat is flat
     }
-    moved: dict[str, Tensor] = {}
-    for key in sorted(elementwise):
-        shard = torch.zeros(high - low, dtype=elementwise[key], device=flat.device)
-        for run, _ in runs:
-            value = update.state_of(run).get(key)
-            start, stop = max(run.start, low), min(run.stop, high)
-            if value is not None and start < stop:
-                base = max(run.start, flat.owned[0])
-                shard[start - low : stop - low] = value[start - base : stop - base]
-        what = f"moving the state of {flat.name}"
-        moved[key] = shard if old == new else engine.comm.reshard(shard, old, new, what=what)
-    new_low, new_high = new.bounds(rank)
-    table = dict(runs)
+    kinds: dict[tuple[str, torch.dtype], dict[ParameterRun, int]] = {}
+    for run, schema in table.items():
+        for key, value in schema.items():
+            if isinstance(value, CutValue):
+                kinds.setdefault((key, value.dtype), {})[run] = value.entries
+    moved: dict[tuple[str, torch.dtype], tuple[_Entries, Tensor]] = {}
+    what = f"moving the state of {flat.name}"
+    for key, dtype in sorted(kinds, key=str):
+        entries = _Entries(kinds[key, dtype])
+        before, after = entries.layout(old), entries.layout(new)
+        shard = torch.zeros(before.size(rank), dtype=dtype, device=flat.device)
+        for run in entries.counts:
+            if (value := update.state_of(run).get(key)) is not None:
+                here, part = entries.places(run, *old.bounds(rank))
+                base = entries.of(run, run.first_owned)
+                shard[here] = value.reshape(-1)[part.start - base : part.stop - base]
+        if before != after:
+            sent = shard.view(torch.uint8) if dtype.itemsize == 1 else shard
+            shard = engine.comm.reshard(sent, before, after, what=what).view(dtype)
+        moved[key, dtype] = entries, shard
+    low, high = new.bounds(rank)
 
     def local(run: ParameterRun) -> dict[str, Any]:
-        start, stop = max(run.start, new_low), min(run.stop, new_high)
-        if start >= stop:
+        start, stop = max(run.start, low), min(run.stop, high)
+        if start >= stop or not table[run]:
             return {}
-        return {
-            key: moved[key][start - new_low : stop - new_low].to(flat.master.device, copy=True)
-            if dtype is not None
-            else copy_value(value)
-            for key, (dtype, value) in table[run].items()
-        }
+        cut, others = {}, {}
+        for key, value in table[run].items():
+            if isinstance(value, CutValue):
+                entries, shard = moved[key, value.dtype]
+                cut[key] = shard[entries.places(run, low, high)[0]]
+            else:
+                others[key] = value
+        return update.new_state(run, run.shape_of(stop - start), cut, others)
 
     return local
 
@@ -212,10 +277,15 @@ def _add(
             continue
         values = state_of(run)
         if master is not None:
-            values[MASTER] = master[run.start : run.stop]
+            whole = master[run.start : run.stop]
+            values[MASTER] = whole.view(run.shape_of(whole.numel()))
         for position in range(run.first, run.last) if values else ():
             start = flat.offsets[position] - run.start
-            state[indices[id(flat.parameters[position])]] = {
+            index = indices[id(flat.parameters[position])]
+            if run.is_separate:
+                state[index] = {key: _on_cpu(value) for key, value in values.items()}
+                continue
+            state[index] = {
                 key: _of_parameter(value, flat, position, start, run.stop - run.start)
                 for key, value in values.items()
             }
@@ -239,11 +309,14 @@ def _of_parameter(value: Any, flat: FlatParameter, position: int, start: int, nu
         start: the parameter's first element in a state tensor.
         numel: elements of a state tensor; a tensor of another size belongs to all parameters.
     """
-    if not isinstance(value, Tensor):
-        return value
-    if value.dim() != 1 or value.numel() != numel:
-        return copy_value(value).cpu()
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.numel() != numel:
+        return _on_cpu(value)
     parameter = flat.parameters[position]
     part = value[start : start + parameter.numel()].view(parameter.shape)
     whole = torch.empty(parameter.shape, dtype=value.dtype, device="cpu")
     return whole.copy_(part)
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy of a tensor on the CPU, or any other value itself."""
+    return value.detach().clone().cpu() if isinstance(value, Tensor) else value

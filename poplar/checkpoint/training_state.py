@@ -21,7 +21,7 @@ from poplar.zero.collective_calls import CollectiveCalls
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
-from poplar.zero.update import ShardedUpdate, is_elementwise
+from poplar.zero.update import ShardedUpdate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +61,6 @@ class Entries:
     paths: Mapping[str, tuple[str | int, ...]]
     aliases: Mapping[str, str]
     """Further names of tied parameters, with the name under which they are stored."""
-
-
-def optimizer_name(parts: TrainingParts) -> str:
-    """The name of the user's optimizer class."""
-    kinds = type(parts.update.inner).__mro__
-    return next(kind.__name__ for kind in kinds if not kind.__module__.startswith("poplar."))
 
 
 def is_extra_state(name: str) -> bool:
@@ -129,8 +123,8 @@ def saved_optimizer_state(parts: TrainingParts) -> dict[str, dict[str, Any]]:
             continue
         for place in (Place(run.flat, position) for position in range(run.first, run.last)):
             found[place.name] = {
-                key: place.saved_shard(value, run.first_owned, rank)
-                if is_elementwise(value, run.tensor)
+                key: place.saved_shard(value, run.first_owned, rank, shape)
+                if (shape := parts.update.whole_shape(run, place.position, key, value)) is not None
                 else value
                 for key, value in state.items()
             }

@@ -41,7 +41,7 @@ from poplar.optimizer import HeteroZeroOptimizer
 from poplar.tuning.autotune import OPTIONS, autotune
 from poplar.values.plan import Plan
 from poplar.zero.micro_batch_loss import LossFunction
-from poplar.zero.update import OptimizerFactory
+from poplar.zero.optimizers.granularity import OptimizerFactory
 
 FOLDER = "poplar"
 """In a folder of `save_state`: the state of training, as `poplar.save_checkpoint` writes it."""

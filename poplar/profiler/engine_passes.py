@@ -31,8 +31,8 @@ from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, Plan
 from poplar.zero.agreement import leader_of
 from poplar.zero.collective_calls import AGAIN, stop_reason, waiting_in
 from poplar.zero.engine import Engine
+from poplar.zero.optimizers.granularity import OptimizerFactory
 from poplar.zero.passes.collective_pass import Mode
-from poplar.zero.update import OptimizerFactory
 from poplar.zero.weights.materialization import move_to_meta
 
 T = TypeVar("T")

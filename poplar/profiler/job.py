@@ -22,10 +22,14 @@ from poplar.profiler import memory_limit
 from poplar.profiler.compilation import is_compiled
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.system import devices, host_limits
-from poplar.values.plan import STRATEGIES
+from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, STRATEGIES
 from poplar.zero import setup
 from poplar.zero.micro_batch_loss import LossFunction
-from poplar.zero.update import OptimizerFactory
+from poplar.zero.optimizers.granularity import (
+    Granularity,
+    OptimizerFactory,
+    known_granularity,
+)
 from poplar.zero.weights.initial_values import Weights
 
 if TYPE_CHECKING:
@@ -42,6 +46,7 @@ _ENGINE_OPTIONS = (
     "allow_forward_state",
     "weights",
     "device",
+    "granularity",
 )
 
 
@@ -67,6 +72,7 @@ class Job:
     allow_forward_state: bool = False
     weights: Weights = None
     device: torch.device | str | None = None
+    granularity: Granularity | None = None
     lengths: Iterable[float] | Tensor | None = None
     """Lengths of the dataset's samples; None: all are as long as the example."""
     length_quantile: float = 0.99
@@ -75,10 +81,18 @@ class Job:
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: LossFunction, example: Any, **options: Any) -> Self:
-        """The job of a user's arguments: options without a field here are the optimizer's."""
+        """The job of a user's arguments: options without a field here are the optimizer's.
+
+        The default stages are those at which the optimizer can train.
+        """
         known = {each.name for each in fields(cls)}
         own = {name: value for name, value in options.items() if name in known}
         others = {name: value for name, value in options.items() if name not in known}
+        needs = own.get("granularity") or known_granularity(
+            own.get("optimizer_class", torch.optim.AdamW), others
+        )
+        if needs == "parameter" and "stages" not in own:
+            own["stages"] = range(FIRST_STAGE_SHARDING_PARAMETERS)
         return cls(model=model, loss_fn=loss_fn, example=example, optimizer_options=others, **own)
 
     @property
@@ -174,8 +188,10 @@ class Job:
             by_rank: what `may_differ` returned.
         """
         shared, equal = checked.identity(), self.must_be_equal()
-        options = shared["optimizer options"].items()
-        timed_options = {key: value for key, value in options if key not in _ONLY_VALUES}
+        timed_options = [
+            {key: value for key, value in options.items() if key not in _ONLY_VALUES}
+            for options in shared["optimizer options"]
+        ]
         # Flags and strings of modules, such as the training mode, and what is compiled.
         switches = [
             {key: value for key, value in vars(module).items() if isinstance(value, (bool, str))}
@@ -187,7 +203,7 @@ class Job:
             "model": f"{type(self.model).__name__} {digest(tensors)}",
             "structure": digest([str(self.model), switches]),
             "units": digest(shared["units"]),
-            "optimizer": f"{shared['optimizer']} {timed_options}",
+            "optimizer": f"{shared['optimizer']} {timed_options} {shared['granularity']}",
             "compute_dtype": str(dtype if dtype is not None else "as the model is"),
             "reduce_dtype": str(checked.reduce_dtype),
             "world_size": str(len(by_rank)),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.session import Session
 from poplar.profiler.timing import median_seconds
 from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
+from poplar.zero.optimizers.state_values import taken_apart
 
 MOST_ELEMENTS = 1 << 26
 """Elements that are stepped at most. The time of larger models is extrapolated."""
@@ -35,41 +38,77 @@ class UpdateCost:
 
 
 def measure_update(session: Session) -> UpdateCost:
-    """Step flat fp32 buffers of two sizes, as the engine does; fit a line to both times.
+    """Step fp32 tensors of two sizes, as the engine does; fit a line to both times.
 
     Raises:
         torch.OutOfMemoryError, RuntimeError: even a few elements do not fit.
     """
-    numels = flat_numels(session)
+    sizes = _shapes(session)
+    total = sum(map(math.prod, sizes))
     fitting = session.memory.spare(session.group.rank) / MOST_BYTES_EACH
-    part = min(1.0, max(FEWEST_ELEMENTS, min(MOST_ELEMENTS, fitting)) / sum(numels))
+    part = min(1.0, max(FEWEST_ELEMENTS, min(MOST_ELEMENTS, fitting)) / total)
     while True:
         try:
-            large, state_bytes = _step(session, numels, part)
-            small, _ = _step(session, numels, part * SMALL_PART)
+            large = _step(session, sizes, part)
+            small = _step(session, sizes, part * SMALL_PART)
             break
         except Exception as error:
-            if not is_out_of_memory(error) or part * sum(numels) < FEWEST_ELEMENTS:
+            if not is_out_of_memory(error) or part * total < FEWEST_ELEMENTS:
                 raise
             free_failed_pass(error)
             part /= 2
-    slope = max(0.0, large - small) / (part * (1 - SMALL_PART))
-    latency = max(0.0, large - slope * part)
-    return UpdateCost(seconds=latency + slope, latency_seconds=latency, state_bytes=state_bytes)
+    slope = max(0.0, large.seconds - small.seconds) / max(1, large.elements - small.elements)
+    latency = max(0.0, large.seconds - slope * large.elements)
+    return UpdateCost(
+        seconds=latency + slope * total,
+        latency_seconds=latency,
+        state_bytes=large.state_bytes / large.elements,
+    )
 
 
-def _step(session: Session, numels: Sequence[int], part: float) -> tuple[float, float]:
-    """Seconds of a step over a part of all buffers, and bytes of state per element."""
-    sizes = [max(1, round(numel * part)) for numel in numels]
-    values = [torch.zeros(size, dtype=torch.float32, device=session.device) for size in sizes]
+class _Measured(NamedTuple):
+    seconds: float
+    elements: int
+    state_bytes: int
+
+
+def _shapes(session: Session) -> list[Sequence[int]]:
+    """The tensors of the update: flat buffers, or parameters whose class needs blocks or more."""
+    if session.setup.classes[0].granularity == "elements":
+        return [(numel,) for numel in flat_numels(session)]
+    return [p.shape for p in session.job.model.parameters() if p.requires_grad]
+
+
+def _step(session: Session, shapes: Sequence[Sequence[int]], part: float) -> _Measured:
+    """A step over a part of flat buffers, or of the number of parameters."""
+    cls = session.setup.classes[0]
+    if cls.granularity == "elements":
+        shapes = [(max(1, round(numel * part)),) for (numel,) in shapes]
+    else:
+        shapes = _spread(shapes, part)
+    values = [
+        torch.zeros(tuple(shape), dtype=torch.float32, device=session.device) for shape in shapes
+    ]
     for value in values:
         value.grad = torch.zeros_like(value)
-    optimizer = session.setup.shard_optimizer_class([{"params": values}], **session.setup.options)
+    optimizer = cls.shard_factory([{"params": values}], **cls.options)
     seconds = median_seconds(optimizer.step, session.device)
     held = sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()
-        for value in state.values()
+        for value in taken_apart(state).values()
         if isinstance(value, Tensor) and value.dim() > 0
     )
-    return seconds, held / sum(sizes)
+    return _Measured(seconds, sum(value.numel() for value in values), held)
+
+
+def _spread(shapes: Sequence[Sequence[int]], part: float) -> list[Sequence[int]]:
+    """Shapes from all places of the list with about this part of all elements; at least one."""
+    chosen: list[Sequence[int]] = []
+    wanted = have = 0.0
+    for shape in shapes:
+        wanted += part * math.prod(shape)
+        if have + math.prod(shape) / 2 <= wanted:
+            chosen.append(shape)
+            have += math.prod(shape)
+    return chosen or [min(shapes, key=math.prod)]

@@ -68,7 +68,10 @@ class Session:
                 weights=job.weights,
                 device=job.device,
                 default_device=group.default_device,
+                granularity=job.granularity,
             )
+            for stage in job.stages:
+                setup.check_granularity(checked.classes, setup.STRATEGY_CLASSES[stage], ())
             return checked, job.may_differ(checked.device)
 
         self.setup, own = run_on_all_ranks(self.control, check, doing="profiling")

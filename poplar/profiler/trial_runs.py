@@ -100,7 +100,7 @@ def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
     options = job.optimizer_options
     with built_optimizer(session, plan, job.optimizer_class, options) as optimizer:
         # The optimizer is dropped anyway; the ranks can go on together if this one is too small.
-        optimizer._engine.allow_loss_of(optimizer._update.inner.state.clear)
+        optimizer._engine.allow_loss_of(optimizer._update.drop_state)
         try:
             _warm_up(session, optimizer, batch)
             return [_run_step(session, optimizer, batch) for _ in range(steps)]

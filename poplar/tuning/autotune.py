@@ -222,11 +222,10 @@ def tune(
 
     Args and errors are those of `autotune`.
     """
-    stages = Job.stages if stage == "auto" else (stage,)
+    if stage != "auto":
+        options["stages"] = (stage,)
     with new_group(options.get("process_group"), options.get("timeout"), "autotune()") as group:
-        job = TuningJob.of(
-            model, loss_fn, example_batch, global_batch=global_batch, stages=stages, **options
-        )
+        job = TuningJob.of(model, loss_fn, example_batch, global_batch=global_batch, **options)
         return tune_job(job, group)
 
 

@@ -46,15 +46,15 @@ def profile_cluster(
             device, less what other processes use. Or a mapping by rank number or device, the same
             on all ranks: `{"cuda:1": "10GiB", 3: 8 << 30}`. An entry for a device counts for every
             rank on a device of this name; ranks without an entry have no limit.
-        stages: ZeRO stages to run steps at; default: all. Other stages are predicted less
-            accurately.
+        stages: ZeRO stages to run steps at; default: all at which the optimizer can train. Other
+            stages are predicted less accurately.
         seconds: time budget; default: 60. Exceeded if a few passes of each kind take longer, and by
             the warm-up: each batch size runs until its time settles, so that compilation, cuDNN's
             choice of algorithms and kernel tuning are not timed.
         max_norm: gradient clipping in the measured steps, as in training; None for none; default:
             1.
         process_group, units, compute_dtype, reduce_dtype, timeout, allow_forward_state, weights,
-            device: as for `HeteroZeroOptimizer`.
+            device, granularity: as for `HeteroZeroOptimizer`.
         lengths: length of each sample of the dataset, the same on all ranks, if lengths vary. The
             example is then cut or repeated along dim 1: the time of a batch size is measured at the
             expected longest of so many random samples, and the profile does not depend on how far

@@ -6,6 +6,7 @@ loops then process the same elements in the same lanes and give the same bits fo
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ class FlatParameter:
         dtype: torch.dtype,
         trained: bool,
         groups: Sequence[int],
+        steps: Sequence[int] = (),
         is_local: bool = False,
     ) -> None:
         self.name = name
@@ -65,6 +67,10 @@ class FlatParameter:
         self.trained = trained
         self.groups = tuple(groups)
         """Index of each parameter's param group in the optimizer, ascending; -1: in none."""
+        self.steps = tuple(steps) or (ALIGNMENT,) * len(parameters)
+        """Of each parameter, the elements between two points where it may be cut; 0: nowhere."""
+        self.separate = tuple(step != ALIGNMENT for step in self.steps)
+        """Which parameters, or parts, are updated as tensors of their own."""
         self.device = self.parameters[0].device
         self.offsets, self.numel = _aligned_offsets([p.numel() for p in self.parameters])
         self.used: set[int] = set()
@@ -145,6 +151,24 @@ class FlatParameter:
     def layout_under(self, shares: Sequence[float]) -> Layout:
         """The layout that comes closest to these shares."""
         return Layout.from_shares(self.numel, shares)
+
+    @property
+    def is_cut_anywhere(self) -> bool:
+        """Whether every multiple of 64 elements may be a boundary."""
+        return not any(self.separate)
+
+    def cuts_around(self, element: float) -> tuple[int, int]:
+        """The last point up to `element` where the buffer may be cut, and the next one."""
+        position = max(0, bisect_right(self.offsets, element) - 1)
+        start, stop = self.span(position)
+        step, numel = self.steps[position], self.parameters[position].numel()
+        if not step:
+            return start, stop
+        # No part is smaller than a step where parts are tensors of their own.
+        cuts = max(0, numel - (step if self.separate[position] else 1)) // step
+        before = min(max(0, int(element) - start) // step, cuts)
+        after = start + (before + 1) * step if before < cuts else stop
+        return start + before * step, after
 
     def check_gradients(self, *parameters: nn.Parameter) -> None:
         """Raise if gradients of these parameters, by default of all, cannot be reduced.

@@ -79,10 +79,6 @@ def held_memory(
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     parameters = storages.add([*(buffer.shard for buffer in buffers), *others])
     cached = engine.comm.cached_bytes()
-    states: dict[bool, list[Tensor]] = {False: [], True: []}
-    for run in update.runs:
-        values = update.inner.state.get(run.tensor, {}).values() if run.tensor is not None else ()
-        states[run.flat.is_hosted] += [value for value in values if isinstance(value, Tensor)]
     hosted = [flat.master for flat in trained if flat.is_hosted]
     gradients = [tensor for flat in trained for tensor in (flat.gradient, flat.squares)]
     found = [gradient for flat in trained for gradient in flat.held_gradients()]
@@ -93,8 +89,8 @@ def held_memory(
             "parameters": parameters,
             "unsharded": storages.add(buffer.values for buffer in buffers),
             "masters": storages.add(flat.master for flat in trained if not flat.is_hosted),
-            "optimizer": storages.add(states[False]),
-            "host": storages.add([*hosted, *states[True]]),
+            "optimizer": storages.add(update.state_tensors(hosted=False)),
+            "host": storages.add([*hosted, *update.state_tensors(hosted=True)]),
             "gradients": storages.add([*gradients, *own]),
             "buckets": storages.add(in_flight) + cached.private,
             "shared_memory": cached.shared,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.comm import Communicator, Control
-from poplar.comm.shard_layout import Layout
+from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.values.errors import agreed
 from poplar.values.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
@@ -24,7 +24,6 @@ from poplar.zero.checks.replica_check import replicate
 from poplar.zero.engine import Engine
 from poplar.zero.factors.layers import factored_layers
 from poplar.zero.factors.parameter import FactoredParameter
-from poplar.zero.flat_adamw import flat_class
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.input_cast import cast_inputs
 from poplar.zero.opaque_parameter import (
@@ -35,11 +34,13 @@ from poplar.zero.opaque_parameter import (
     opaque_bytes,
     opaque_tensors,
 )
+from poplar.zero.optimizers.granularity import Granularity, OptimizerFactory, step_of
+from poplar.zero.optimizers.optimizer_class import OptimizerClass, optimizer_classes
 from poplar.zero.stages.replicated import Replicated
 from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
 from poplar.zero.stages.sharded_parameters import ShardedParameters
-from poplar.zero.stages.strategy import Strategy
+from poplar.zero.stages.strategy import Layouts, Strategy
 from poplar.zero.streams import HostCopies
 from poplar.zero.unit import (
     Member,
@@ -50,7 +51,7 @@ from poplar.zero.unit import (
     resolve_units,
     shares_by_unit,
 )
-from poplar.zero.update import OptimizerFactory, ShardedUpdate, check_elementwise, fastest_options
+from poplar.zero.update import ShardedUpdate
 from poplar.zero.weights.initial_values import InitialValues, Weights
 
 Groups = list[dict[str, Any]]
@@ -78,8 +79,8 @@ class Request:
     """The user's arguments, checked on this rank."""
 
     model: nn.Module
-    factory: OptimizerFactory
-    options: Mapping[str, Any]
+    classes: tuple[OptimizerClass, ...]
+    """The optimizer class of each param group."""
     groups: Groups
     stage: int
     plan: Plan | None
@@ -97,18 +98,14 @@ class Request:
     local: frozenset[str] = frozenset()
     """Names of parameters of which each rank has a part of its own."""
 
-    @property
-    def shard_optimizer_class(self) -> OptimizerFactory:
-        """The class that updates the shards: the fastest one with the user's results."""
-        return flat_class(self.factory, self.options, self.device)
-
     def identity(self) -> dict[str, Any]:
         """What must be equal on all ranks, as text for error messages."""
         return {
             "plan": _description(self.plan),
             "stage": self.stage,
-            "optimizer": getattr(self.factory, "__name__", repr(self.factory)),
-            "optimizer options": _comparable(self.options),
+            "optimizer": [cls.name for cls in self.classes],
+            "optimizer options": [_comparable(cls.options) for cls in self.classes],
+            "granularity": [cls.granularity for cls in self.classes],
             "param groups": [_comparable(group) for group in self.groups],
             "units": list(self.unit_names),
             "compute_dtype": str(self.compute_dtype),
@@ -159,12 +156,14 @@ def check_request(
     default_device: torch.device,
     weights: Weights = None,
     device: torch.device | str | None = None,
+    granularity: Granularity | None = None,
     local: Collection[str] = (),
 ) -> Request:
     """Check the user's arguments on this rank alone.
 
     Args:
         default_device: for parameters on `meta`.
+        granularity: what the class needs; None: as it is known or a test shows.
 
     Raises:
         ValueError, TypeError, RuntimeError: what is wrong and how to fix it.
@@ -184,14 +183,14 @@ def check_request(
     _check_dtype("reduce_dtype", reduce_dtype)
     factored = factored_layers(model, plan.factored if plan is not None else (), set(group_of))
     _check_local(local, model, chosen)
-    options = _check_optimizer(factory, options, groups, target)
+    classes = optimizer_classes(factory, options, groups, target, granularity)
+    check_granularity(classes, STRATEGY_CLASSES[chosen], local)
     if plan is not None and plan.host_state:
-        _check_on_host(factory, options)
+        _check_on_host(classes)
     unit_names = resolve_units(model, units)
     return Request(
         model=model,
-        factory=factory,
-        options=options,
+        classes=classes,
         groups=groups,
         stage=chosen,
         plan=plan,
@@ -267,38 +266,35 @@ def _check_dtype(name: str, dtype: torch.dtype | str, *, allowed: Sequence[str] 
         )
 
 
-def _check_optimizer(
-    factory: OptimizerFactory, options: Mapping[str, Any], groups: Groups, device: torch.device
-) -> dict[str, Any]:
-    """Check the optimizer class with its options; returns the options to use."""
-    if isinstance(factory, torch.optim.Optimizer):
-        name = type(factory).__name__
-        raise TypeError(
-            f"optimizer_class is an instance of {name}; pass the class {name}, and its options as "
-            "keyword arguments, such as lr=1e-3"
-        )
-    options = fastest_options(factory, options)
-    problem = check_elementwise(factory, options, device)
-    if problem is not None:
-        name = getattr(factory, "__name__", repr(factory))
-        raise ValueError(
-            f"{name} cannot update flat shards, which split parameters anywhere: {problem}. Use "
-            "an elementwise optimizer with state per element: AdamW, Adam, SGD, RMSprop, Adagrad"
-        )
-    # It raises what the class itself rejects.
-    factory([dict(group) for group in groups], **options)
-    return options
+def check_granularity(
+    classes: Sequence[OptimizerClass], strategy: type[Strategy], local: Collection[str]
+) -> None:
+    """Check that the strategy, and local parameters, give the classes what they need.
+
+    Raises:
+        ValueError: they do not.
+    """
+    for cls in classes:
+        if cls.granularity == "parameter" and strategy.shards_parameters:
+            raise ValueError(
+                f"{cls.name} needs whole tensors, but stage 3 divides the parameters of every unit "
+                "among the ranks; use stage 2, or an optimizer that can update parts"
+            )
+        if cls.granularity != "elements" and local:
+            raise ValueError(
+                f"{cls.name} cannot update parameters of which each rank has a part of its own; "
+                "use an elementwise optimizer such as AdamW"
+            )
 
 
-def _check_on_host(factory: OptimizerFactory, options: Mapping[str, Any]) -> None:
-    """Check that the class can update state in host memory."""
-    problem = check_elementwise(factory, options, torch.device("cpu"))
-    if problem is not None:
-        name = getattr(factory, "__name__", repr(factory))
-        raise ValueError(
-            f"{name} cannot update state in host memory, as the plan's host_state asks: {problem}. "
-            "Use AdamW, or a plan without it (search with host_state='never')"
-        )
+def _check_on_host(classes: Sequence[OptimizerClass]) -> None:
+    """Check that the classes can update state in host memory."""
+    for cls in classes:
+        if (problem := cls.problem_on(torch.device("cpu"))) is not None:
+            raise ValueError(
+                f"{cls.name} cannot update state in host memory, as the plan's host_state asks: "
+                f"{problem}. Use AdamW, or a plan without it (search with host_state='never')"
+            )
 
 
 def agree_on_request(
@@ -366,12 +362,12 @@ def build_engine(
         check = partial(check_unit_names, request.plan, units, request.unit_names)
         run_on_all_ranks(control, check, doing=BUILDING)
         shares, own_shares = _shares(request.plan, comm)
-        place_state(strategy, units, request.plan)
+        flats = [flat for unit in units for flat in unit.flats]
+        layouts = place_state(strategy, units, request.plan)
 
         def allocate(flat: FlatParameter) -> None:
-            strategy.allocate(flat, own_shares.get(flat.name, shares))
+            strategy.allocate(flat, layouts[flat])
 
-        flats = [flat for unit in units for flat in unit.flats]
         request.values.place(flats, strategy, allocate, control)
         for opaque in (opaque for unit in units for opaque in unit.opaque):
             _place_opaque(opaque, own_shares.get(opaque.name, shares), comm, control)
@@ -394,25 +390,26 @@ def build_engine(
     to_host = partial(
         HostCopies, streams=strategy.streams, group=comm.group, what="the gradients of a step"
     )
-    update = ShardedUpdate(
-        request.shard_optimizer_class, engine.trained, hyper, request.options, to_host
-    )
+    update = ShardedUpdate(request.classes, engine.trained, hyper, to_host)
     compare_kernels(engine, update, BUILDING)
     return engine, update
 
 
-def place_state(strategy: Strategy, units: Sequence[Unit], plan: Plan | None) -> None:
-    """Choose which flat parameters will have their state in host memory, by a plan. Local."""
+def place_state(strategy: Strategy, units: Sequence[Unit], plan: Plan | None) -> Layouts:
+    """Choose which flat parameters will have their state in host memory, by a plan. Local.
+
+    Returns:
+        How the plan divides all flat parameters.
+    """
     rank = strategy.comm.group.rank
     shares, own_shares = _shares(plan, strategy.comm)
-    layouts = {
-        flat: strategy.divided(flat, own_shares.get(unit.name, shares))
-        for unit in units
-        for flat in unit.trained
-    }
-    hosted = set(strategy.hosted(layouts, plan.part_on_host(rank) if plan is not None else 0.0))
-    for flat in layouts:
+    flats = [flat for unit in units for flat in unit.flats]
+    layouts = strategy.layouts({flat: own_shares.get(flat.name, shares) for flat in flats})
+    trained = {flat: layouts[flat] for flat in flats if flat.trained}
+    hosted = set(strategy.hosted(trained, plan.part_on_host(rank) if plan is not None else 0.0))
+    for flat in trained:
         flat.keep_on_host(flat in hosted)
+    return layouts
 
 
 def compare_kernels(engine: Engine, update: ShardedUpdate, doing: str) -> None:
@@ -475,8 +472,11 @@ def units_of(
             group = request.group_of.get(id(parameter), -1)
             dtype = _computing_dtype(parameter, compute_dtype)
             kind = factored.get(id(parameter))
+            step = ALIGNMENT
+            if trained:
+                step = step_of(request.classes[group].granularity, parameter.numel())
             is_local = name in request.local
-            members.append(Member(name, parameter, group, trained, dtype, kind, is_local))
+            members.append(Member(name, parameter, group, trained, dtype, kind, step, is_local))
     merge: Merge = "blocks" if shards_parameters else "all"
     if shares_by_unit(request.plan) or (shards_parameters and request.units_are_named):
         merge = "none"

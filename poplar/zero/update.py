@@ -5,6 +5,8 @@ The tensors of the inner optimizer are runs: ranges of a flat parameter whose pa
 param group and were used in the same steps. A parameter that no rank used in a step must not decay,
 and its step counter must not change, so its run is skipped. A partly used run is split, with its
 state. Runs have the same boundaries on every rank, owned or not, so that state can be resharded.
+Where a class needs blocks or whole tensors, each parameter is a run of its own; its tensor has the
+shape of the parameter if this rank owns all of it.
 
 [Note: host state]
 A flat parameter may be hosted on this rank: its master and the state of its runs are in host
@@ -20,15 +22,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
-from poplar.zero.flat_adamw import FlatAdamW, can_round_to
 from poplar.zero.flat_parameter import FlatParameter
-
-OptimizerFactory = Callable[..., torch.optim.Optimizer]
+from poplar.zero.optimizers.flat_adamw import FlatAdamW, can_round_to
+from poplar.zero.optimizers.optimizer_class import OptimizerClass
+from poplar.zero.optimizers.state_values import StateLayouts, copy_value, fill_state, taken_apart
 
 
 class Copies(Protocol):
@@ -51,8 +53,6 @@ class Flag(Protocol):
         ...
 
 
-StateLayout = Mapping[str, tuple[bool, Any]]
-"""By name of a state value, whether it has one value per element, and what it is at first."""
 _PIECE = 1 << 22
 """Elements that `refresh` compares at once, which limits its temporary memory."""
 _FUSED = (FlatAdamW, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SGD)
@@ -78,17 +78,39 @@ class ParameterRun:
 
     @property
     def stop(self) -> int:
+        if self.is_separate:
+            return self.start + self.flat.parameters[self.first].numel()
         return self.flat.span(self.last - 1)[1]
 
     @property
+    def is_separate(self) -> bool:
+        """It is one parameter, whose class needs blocks of it or all of it."""
+        return self.flat.separate[self.first]
+
+    @property
     def first_owned(self) -> int:
-        """The element of the flat parameter at which `tensor` and state of its shape begin."""
+        """The element of the flat parameter at which `tensor` and its state begin."""
         return max(self.start, self.flat.owned[0])
 
     def bind(self) -> None:
         """Set `owned` and `tensor` by the current layout and master of the flat parameter."""
         self.owned = self.flat.intersect_owned(self.start, self.stop)
-        self.tensor = None if self.owned is None else self.flat.master[self.owned]
+        self.tensor = None
+        if self.owned is not None:
+            shape = self.shape_of(self.owned.stop - self.owned.start)
+            self.tensor = self.flat.master[self.owned].view(shape)
+
+    def shape_of(self, numel: int) -> Sequence[int]:
+        """The shape of the tensor if so many elements are owned."""
+        whole = self.is_separate and numel == self.stop - self.start
+        return self.flat.parameters[self.first].shape if whole else (numel,)
+
+    def part(self, buffer: Tensor) -> Tensor:
+        """What belongs to `tensor` in a buffer of the flat parameter's owned part, in its shape."""
+        assert self.owned is not None
+        assert self.tensor is not None
+        found, shape = _part(buffer, self.owned), self.tensor.shape
+        return found if found.shape == shape else found.view(shape)
 
 
 class Fetched(NamedTuple):
@@ -103,39 +125,50 @@ class ShardedUpdate:
 
     def __init__(
         self,
-        factory: OptimizerFactory,
+        classes: Sequence[OptimizerClass],
         flats: Sequence[FlatParameter],
         groups: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
         to_host: ToHost,
     ) -> None:
         """
         Args:
-            factory: the user's optimizer class.
+            classes: the optimizer class of each param group.
             groups: hyper-parameters of each param group, without its parameters.
-            options: keyword arguments of the class.
             to_host: for flat parameters that are hosted.
         """
-        self._factory, self._options = factory, dict(options)
-        self._to_host = to_host
+        self._classes, self._to_host = tuple(classes), to_host
         self.collected: dict[str, Any] | None = None
         """The whole state as a state dict, if it was collected here since it last changed."""
         self.updates = 0
         """Updates that have been applied, or skipped on all ranks, since state was loaded."""
         self._undecided: Flag | None = None
         """Whether the device has skipped the last step, until that is read."""
-        self._state_layouts: dict[int, StateLayout] = {}
-        """By param group, until its settings may have changed."""
+        self._layouts: StateLayouts | None = None
+        """Until the settings may have changed."""
         self._unstarted: set[Tensor] = set()
         """Tensors whose state `create_state` made, which their first update makes again."""
         self.runs = [
             run for flat in flats for run in adjacent_runs(flat, [None] * len(flat.groups))
         ]
-        inner_groups = [
-            {**group, "params": [run.tensor for run in self.runs if _in_group(run, index)]}
-            for index, group in enumerate(groups)
-        ]
-        self.inner = factory(inner_groups, **options)
+        self._inners: list[torch.optim.Optimizer] = []
+        """The optimizer of each param group; groups of one class share it."""
+        self.param_groups: list[dict[str, Any]] = []
+        """Those of the inner optimizers, in the order of the user's."""
+        by_class: dict[OptimizerClass, torch.optim.Optimizer] = {}
+        for cls in self._classes:
+            if cls not in by_class:
+                inside = [
+                    {**group, "params": [run.tensor for run in self.runs if _in_group(run, index)]}
+                    for index, group in enumerate(groups)
+                    if self._classes[index] is cls
+                ]
+                by_class[cls] = cls.shard_factory(inside, **cls.options)
+        unused = {cls: iter(inner.param_groups) for cls, inner in by_class.items()}
+        for cls in self._classes:
+            self._inners.append(by_class[cls])
+            self.param_groups.append(next(unused[cls]))
+        self.inners = tuple(by_class.values())
+        """One optimizer per class."""
 
     def step(
         self,
@@ -183,36 +216,61 @@ class ShardedUpdate:
         fetched: Fetched | None = None,
     ) -> None:
         """As `step`, for runs whose state is on the device or, if `fetched`, on the host."""
-        stepped = {}
+        # A class may also change its settings in a step, so each steps on every rank.
+        stepped: dict[torch.optim.Optimizer, dict[Tensor, Tensor | None]]
+        stepped = {} if fetched else {inner: {} for inner in self.inners}
         for run in runs:
-            source = fetched or run.flat
+            source, inner = fetched or run.flat, self._inners[run.group]
             assert run.tensor is not None
-            assert run.owned is not None
-            run.tensor.grad = _part(source.gradient, run.owned)
-            low = _part(source.shard, run.owned) if _has_low_precision(run.flat) else None
-            stepped[run.tensor] = low
-            if not self.has_exact_kernel:  # which does so itself
+            run.tensor.grad = run.part(source.gradient)
+            low = run.part(source.shard) if _has_low_precision(run.flat) else None
+            stepped.setdefault(inner, {})[run.tensor] = low
+            if not _has_exact_kernel(inner):  # which does so itself
                 self.take_written_values(run.flat, run.start, run.stop)
-        written = self._step_inner(stepped, scale, found_inf)
-        for tensor, low in stepped.items():
-            tensor.grad = None
-            if low is not None and tensor not in written:
-                low.copy_(tensor)
+        for inner, tensors in stepped.items():
+            written = _step_inner(inner, tensors, scale, found_inf)
+            for tensor, low in tensors.items():
+                tensor.grad = None
+                if low is not None and tensor not in written:
+                    low.copy_(tensor)
 
     def use_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take the hyper-parameters of the outer param groups."""
-        for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
             for key, value in theirs.items():
                 chosen_here = key == "fused" and value is None
-                if key not in ("params", "param_names") and not chosen_here:
+                if key in ("params", "param_names") or chosen_here:
+                    continue
+                if isinstance(mine.get(key), Tensor) and not isinstance(value, Tensor):
+                    mine[key].fill_(value)  # as torchao keeps its learning rate
+                else:
                     mine[key] = value
-        self._state_layouts.clear()
+        self._layouts = None
 
     def copy_new_settings(self, groups: Sequence[dict[str, Any]]) -> None:
         """Add to the outer param groups the keys that the class has added to its own in a step."""
-        for mine, theirs in zip(self.inner.param_groups, groups, strict=True):
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
             for key in mine.keys() - theirs.keys():
                 theirs[key] = mine[key]
+
+    def outer_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The user's param groups with all settings of their classes, as the classes keep them."""
+        outer = []
+        for cls, mine, theirs in zip(self._classes, self.param_groups, groups, strict=True):
+            settings = {key: value for key, value in mine.items() if key != "params"}
+            if cls.chose_fused:
+                settings["fused"] = theirs.get("fused")
+            outer.append({**theirs, **settings})
+        return outer
+
+    @property
+    def name(self) -> str:
+        """The names of the user's classes."""
+        return "+".join(dict.fromkeys(cls.name for cls in self._classes))
+
+    def defaults_of(self, group: int) -> dict[str, Any]:
+        """The default settings of a param group's class."""
+        return self._inners[group].defaults
 
     def allocate_state(self) -> None:
         """Allocate what the next update is certain to need, before the ranks agree to apply it.
@@ -221,23 +279,33 @@ class ShardedUpdate:
         used in part may be split or skipped, so their state is allocated in the update.
         """
         self._drop_unstarted_state()
-        if not isinstance(self.inner, FlatAdamW) or not self.inner.uses_operator():
-            return
         for run in self.runs:
-            if run.tensor is None or self.inner.state.get(run.tensor):
+            inner = self._inners[run.group]
+            if run.tensor is None or not _has_exact_kernel(inner) or inner.state.get(run.tensor):
                 continue
             if run.flat.used.issuperset(range(run.first, run.last)):
-                self.inner.allocate_state(run.tensor)
+                inner.allocate_state(run.tensor)
 
     @property
     def has_exact_kernel(self) -> bool:
         """Whether the update is Poplar's own, which rounds alike on all devices."""
-        return isinstance(self.inner, FlatAdamW) and self.inner.uses_operator()
+        return all(map(_has_exact_kernel, self.inners))
 
     @property
     def skips_on_device(self) -> bool:
         """Whether `step` leaves out a step without the host reading `found_inf`."""
-        return self.has_exact_kernel or _takes_scalars(self.inner)
+        return all(_has_exact_kernel(inner) or _takes_scalars(inner) for inner in self.inners)
+
+    def state_tensors(self, *, hosted: bool) -> list[Tensor]:
+        """All tensors of the state that is in host memory by a plan, or of all other state."""
+        runs = [run for run in self.runs if run.flat.is_hosted is hosted]
+        values = [v for run in runs for v in taken_apart(self.inner_state(run)).values()]
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def drop_state(self) -> None:
+        """Free the state, whose owner will not use it again."""
+        for inner in self.inners:
+            inner.state.clear()
 
     def keep_collected(self, state: dict[str, Any] | None) -> None:
         """Keep the whole state that was collected on this rank, until it changes."""
@@ -251,48 +319,9 @@ class ShardedUpdate:
         """Read whether the last step was skipped, if the device has decided it. Local."""
         flag, self._undecided = self._undecided, None
         skipped = flag is not None and flag.read()
-        if isinstance(self.inner, FlatAdamW):
-            self.inner.settle_step_count(skipped=skipped)
-
-    def _step_inner(
-        self,
-        tensors: Mapping[Tensor, Tensor | None],
-        scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> Mapping[Tensor, Tensor]:
-        """Step the tensors in the fastest way; returns the low-precision copies it has written.
-
-        [Note: device scalars]
-        Poplar's AdamW and torch's fused optimizers apply a scale and skip a step on the device, so
-        neither needs a pass over the gradients or a synchronization. (torch divides by the scale,
-        which rounds once more than a product.) For other classes, including subclasses with their
-        own `step`, the gradients are scaled first and the host reads the scalars.
-        """
-        inner = self.inner
-        factor = None if scale is None else scale.float()
-        if isinstance(inner, FlatAdamW) and inner.uses_operator():
-            written = {
-                tensor: low
-                for tensor, low in tensors.items()
-                if low is not None and can_round_to(low.dtype)
-            }
-            inner.step_scaled(factor, found_inf, written)
-            return written
-        takes_scalars, starting = _takes_scalars(inner), _starting_momentum(inner)
-        if not takes_scalars or starting:
-            if found_inf is not None and bool(found_inf):
-                return {}
-            found_inf = None
-        if takes_scalars:
-            with _amp_scalars(inner, factor, found_inf):
-                _step_fused(inner, tensors, starting)
-        else:
-            if factor is not None and float(factor) != 1.0:
-                for tensor in tensors:
-                    assert tensor.grad is not None
-                    tensor.grad.mul_(factor)
-            inner.step()
-        return {}
+        for inner in self.inners:
+            if isinstance(inner, FlatAdamW):
+                inner.settle_step_count(skipped=skipped)
 
     def nonfinite_parameter(self) -> str | None:
         """The first parameter with a value of this rank's part that is not finite; None: none.
@@ -352,33 +381,35 @@ class ShardedUpdate:
             if flat.adopt_replaced_data():
                 self.refresh(flat)
 
-    def state_layout(self, group: int, settings: Mapping[str, Any] | None = None) -> StateLayout:
-        """What the state of a run in a param group consists of, found by a step of a probe.
+    @property
+    def layouts(self) -> StateLayouts:
+        """What the state consists of, with the settings of the last step."""
+        if self._layouts is None:
+            self._layouts = self.layouts_with([{}] * len(self.param_groups))
+        return self._layouts
 
-        Args:
-            group: index of the param group.
-            settings: hyper-parameters that replace those of the group.
-        """
-        if settings is None and group in self._state_layouts:
-            return self._state_layouts[group]
-        probe = torch.zeros(2, dtype=torch.float32, device=self.runs[0].flat.device)
-        probe.grad = torch.zeros_like(probe)
-        merged = {**self.inner.param_groups[group], **(settings or {}), "params": [probe]}
-        optimizer = self._factory([merged], **self._options)
-        optimizer.step()
-        state = dict(optimizer.state.get(probe, {}))
-        if isinstance(state.get("step"), Tensor):
-            state["step"].zero_()
-        layout = {key: (is_elementwise(value, probe), value) for key, value in state.items()}
-        if settings is None:
-            self._state_layouts[group] = layout
-        return layout
+    def layouts_with(self, settings: Sequence[Mapping[str, Any]]) -> StateLayouts:
+        """What the state consists of if these settings replace those of the param groups."""
+
+        def probe(group: int, shape: Sequence[int], device: torch.device) -> dict[str, Any]:
+            values = torch.zeros(tuple(shape), device=device)
+            values.grad = torch.zeros_like(values)
+            cls = self._classes[group]
+            merged = {**self.param_groups[group], **settings[group], "params": [values]}
+            optimizer = cls.shard_factory([merged], **cls.options)
+            optimizer.step()
+            state = dict(optimizer.state.get(values, {}))
+            if "step" in state:
+                state["step"] = state["step"] * 0
+            return state
+
+        return StateLayouts(probe, self.runs[0].flat.device)
 
     def reset_state(self) -> None:
         """Drop the state; the next update creates it as the first one does."""
         self.collected = None
         self.settle()
-        self.inner.state.clear()
+        self.drop_state()
         self._unstarted.clear()
 
     def create_state(self) -> None:
@@ -388,16 +419,33 @@ class ShardedUpdate:
         what a new optimizer has.
         """
         for run in self.runs:
-            if run.tensor is None or self._has_state(run.tensor):
+            if run.tensor is None or self._has_state(run):
                 continue
-            state = {
-                key: torch.full_like(run.tensor, value[0].item(), dtype=value.dtype)
-                if elementwise
-                else copy_value(value)
-                for key, (elementwise, value) in self.state_layout(run.group).items()
-            }
+            state = self.layouts.new_state(run.flat, run.first, run.tensor.shape)
             self._set_state(run, state)
             self._unstarted.add(run.tensor)
+
+    def new_state(
+        self,
+        run: ParameterRun,
+        shape: Sequence[int],
+        cut: Mapping[str, Tensor],
+        others: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """A state with these values, where the master of the run is.
+
+        Args:
+            shape: of the part of the run.
+            cut: by name of `taken_apart`, what is cut with the run.
+            others: all other values.
+        """
+        if not run.is_separate:
+            device = run.flat.master.device
+            copies = {key: value.to(device, copy=True) for key, value in cut.items()}
+            return {**copies, **{key: copy_value(value) for key, value in others.items()}}
+        state = self.layouts.new_state(run.flat, run.first, shape)
+        fill_state(state, cut, others)
+        return state
 
     def _set_state(self, run: ParameterRun, state: dict[str, Any]) -> None:
         """Set the state of a run; put what is not by element where the class expects it.
@@ -405,21 +453,29 @@ class ShardedUpdate:
         That is beside the tensor, or in the memory that the class always uses.
         """
         assert run.tensor is not None
-        layout = self.state_layout(run.group)
-        for key, value in state.items():
-            if isinstance(value, Tensor) and not is_elementwise(value, run.tensor):
-                usual = layout[key][1].device
-                beside = usual == run.flat.device
-                state[key] = value.to(run.tensor.device if beside else usual)
-        self.inner.state[run.tensor] = state
+        if not run.is_separate:  # else the class itself has made it
+            layout = self.layouts.of(run.flat, run.first)
+            for key, value in state.items():
+                if isinstance(value, Tensor) and not is_elementwise(value, run.tensor):
+                    usual = layout[key].example.device
+                    beside = usual == run.flat.device
+                    state[key] = value.to(run.tensor.device if beside else usual)
+        self._inners[run.group].state[run.tensor] = state
 
-    def _has_state(self, tensor: Tensor) -> bool:
-        return tensor in self._unstarted or bool(self.inner.state.get(tensor))
+    def _has_state(self, run: ParameterRun) -> bool:
+        return run.tensor in self._unstarted or bool(self.inner_state(run))
 
     def _drop_unstarted_state(self) -> None:
-        for tensor in self._unstarted:
-            self.inner.state.pop(tensor, None)
-        self._unstarted.clear()
+        if not self._unstarted:
+            return
+        for run in self.runs:
+            if run.tensor in self._unstarted:
+                self._drop_state_of(run)
+
+    def _drop_state_of(self, run: ParameterRun) -> None:
+        if run.tensor is not None:
+            self._inners[run.group].state.pop(run.tensor, None)
+            self._unstarted.discard(run.tensor)
 
     def replace_runs(
         self,
@@ -430,9 +486,8 @@ class ShardedUpdate:
         """Load other runs of `flat`, which are bound, and their state."""
         self.collected, self.updates = None, 0
         for run in self.runs:
-            if run.flat is flat and run.tensor is not None:
-                self.inner.state.pop(run.tensor, None)
-                self._unstarted.discard(run.tensor)
+            if run.flat is flat:
+                self._drop_state_of(run)
         first = next(place for place, run in enumerate(self.runs) if run.flat is flat)
         others = [run for run in self.runs if run.flat is not flat]
         self.runs = [*others[:first], *runs, *others[first:]]
@@ -441,34 +496,48 @@ class ShardedUpdate:
                 self._set_state(run, states[run])
         self._update_param_groups()
 
-    def rebind(self, flat: FlatParameter, states: Mapping[ParameterRun, dict[str, Any]]) -> None:
+    def rebind(self, flat: FlatParameter, state_of: Callable[[ParameterRun], Any]) -> None:
         """After a layout change: create new views for the runs of `flat`, with the given state."""
         for run in self.runs:
             if run.flat is not flat:
                 continue
-            if run.tensor is not None:
-                self.inner.state.pop(run.tensor, None)
-                self._unstarted.discard(run.tensor)
+            self._drop_state_of(run)
             run.bind()
-            if run.tensor is not None and states.get(run):
-                self._set_state(run, states[run])
+            if run.tensor is not None and (state := state_of(run)):
+                self._set_state(run, state)
         self._update_param_groups()
 
+    def inner_state(self, run: ParameterRun) -> dict[str, Any]:
+        """The state of a run as its class keeps it; empty before its first update."""
+        states: Mapping[Any, dict[str, Any]] = self._inners[run.group].state
+        return dict(states.get(run.tensor, {}))
+
+    def whole_shape(
+        self, run: ParameterRun, position: int, key: str, value: Any
+    ) -> torch.Size | None:
+        """The shape that a state value of a run has for a whole parameter; None: it is not cut."""
+        if run.is_separate:
+            return self.layouts.of(run.flat, position)[key].shape
+        return run.flat.parameters[position].shape if is_elementwise(value, run.tensor) else None
+
     def state_of(self, run: ParameterRun) -> dict[str, Any]:
-        """State tensors of the owned part and scalars of a run; empty before its first update."""
+        """State tensors of the owned part and scalars of a run; empty before its first update.
+
+        Tensors that consist of others are taken apart.
+        """
         self.settle()
         if run.tensor is None or run.tensor in self._unstarted:
             return {}
-        return dict(self.inner.state.get(run.tensor, {}))
+        return taken_apart(self.inner_state(run))
 
     def created_state_of(self, run: ParameterRun) -> dict[str, Any]:
-        """As `state_of`, but also before the first update, if this rank owns a part of the run."""
+        """As `inner_state`, but also before the first update, if this rank owns a part of it."""
         if run.tensor is None:
             return {}
         self.settle()
-        if not self._has_state(run.tensor):
+        if not self._has_state(run):
             self.create_state()
-        return dict(self.inner.state[run.tensor])
+        return self.inner_state(run)
 
     def _split_partly_used_runs(self, unused: Mapping[FlatParameter, set[int]]) -> None:
         if not any(unused.values()):
@@ -494,8 +563,8 @@ class ShardedUpdate:
         if run.tensor is None:
             return
         state = self.state_of(run)
-        whole = run.tensor
-        self.inner.state.pop(whole, None)
+        whole, states = run.tensor, self._inners[run.group].state
+        states.pop(whole, None)
         base = run.owned
         assert base is not None
         for part in parts:
@@ -505,19 +574,14 @@ class ShardedUpdate:
                 continue
             if state:
                 local = slice(owned.start - base.start, owned.stop - base.start)
-                self.inner.state[part.tensor] = {
+                states[part.tensor] = {
                     key: _slice_state(value, whole, local) for key, value in state.items()
                 }
 
     def _update_param_groups(self) -> None:
-        """Set the tensors of the inner optimizer's param groups."""
-        for index, group in enumerate(self.inner.param_groups):
+        """Set the tensors of the inner optimizers' param groups."""
+        for index, group in enumerate(self.param_groups):
             group["params"] = [run.tensor for run in self.runs if _in_group(run, index)]
-
-
-def copy_value(value: Any) -> Any:
-    """A copy of a tensor, or any other value itself."""
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def is_elementwise(value: Any, like: Tensor | None) -> bool:
@@ -525,95 +589,16 @@ def is_elementwise(value: Any, like: Tensor | None) -> bool:
     return isinstance(value, Tensor) and like is not None and value.shape == like.shape
 
 
-def fastest_options(factory: OptimizerFactory, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `fused=True` if the class supports it and the user chose no implementation."""
-    try:
-        known = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return dict(options)
-    choices = ("fused", "foreach", "capturable", "differentiable")
-    if "fused" not in known or any(options.get(choice) is not None for choice in choices):
-        return dict(options)
-    return {**options, "fused": True}
-
-
-def check_elementwise(
-    factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device
-) -> str | None:
-    """Test whether ranks can update parts of a parameter, each with an optimizer of its own.
-
-    It compares three steps on one matrix with three steps on two flat parts of it, which have
-    nothing in common. The parts are large enough for classes that quantize the state of large
-    tensors only.
-
-    Returns:
-        Why the class cannot update flat shards, or None if it can.
-    """
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    start = torch.randn(128, 96, generator=generator, device="cpu")
-    gradients = [torch.randn(128, 96, generator=generator, device="cpu") for _ in range(3)]
-    problems: list[str] = []
-
-    def after(shape: Callable[[Tensor], Tensor]) -> Tensor:
-        values = shape(start).clone().to(device)
-        optimizer = factory([{"params": [values]}], **options)
-        settings = [_settings(optimizer)]
-        for gradient in gradients:
-            values.grad = shape(gradient).clone().to(device)
-            optimizer.step()
-            settings.append(_settings(optimizer))
-        problems.extend(_changed_settings(settings))
-        problems.extend(_unsupported_state(optimizer.state.get(values, {}), values))
-        return values.flatten().cpu()
-
-    # Wrong options raise here, with the message of the class itself.
-    factory([{"params": [start.clone().to(device)]}], **options)
-    try:
-        whole = after(lambda values: values)
-        cut = [after(lambda v: v.flatten()[:6000]), after(lambda v: v.flatten()[6000:])]
-    except Exception as error:
-        return f"it does not step a flat slice of a parameter ({type(error).__name__}: {error})"
-    if not torch.allclose(whole, torch.cat(cut), rtol=1e-5, atol=1e-6, equal_nan=True):
-        problems.append("its update of an element depends on other elements")
-    return problems[0] if problems else None
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The settings of the first param group, as text."""
-    group = optimizer.param_groups[0]
-    return {key: repr(value) for key, value in group.items() if key != "params"}
-
-
-def _changed_settings(by_step: Sequence[Mapping[str, str]]) -> list[str]:
-    """What is wrong if `step` changes the settings, which are the same on all ranks."""
-    before, first, last = by_step[0], by_step[1], by_step[-1]
-    changed = sorted(key for key in last if last[key] != before.get(key, first.get(key)))
-    if not changed:
-        return []
-    return [f"its step() keeps state in the param group ({', '.join(changed)})"]
-
-
-def _unsupported_state(state: Mapping[str, Any], values: Tensor) -> list[str]:
-    """What is wrong with state that cannot be cut and moved with the elements."""
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or (value.numel() == 1 and type(value) is Tensor):
-            continue
-        plain = type(value) is Tensor and value.is_floating_point()
-        if not plain or value.shape != values.shape:
-            return [
-                f"its state {key!r} is a {type(value).__name__} of {value.dtype} and shape "
-                f"{tuple(value.shape)}, not one floating-point number per element"
-            ]
-    return []
-
-
 def adjacent_runs(flat: FlatParameter, keys: Sequence[Any]) -> list[ParameterRun]:
     """Adjacent parameters with the same param group and key are one run; they are bound.
+
+    A parameter that is updated as a tensor of its own is a run.
 
     Args:
         keys: by position in `flat`, a value that is compared.
     """
-    kinds = list(zip(flat.groups, keys, strict=True))
+    alone = [position if separate else -1 for position, separate in enumerate(flat.separate)]
+    kinds = list(zip(flat.groups, keys, alone, strict=True))
     starts = [at for at, kind in enumerate(kinds) if at == 0 or kind != kinds[at - 1]]
     runs = [
         ParameterRun(flat, flat.groups[first], first, last)
@@ -622,6 +607,50 @@ def adjacent_runs(flat: FlatParameter, keys: Sequence[Any]) -> list[ParameterRun
     for run in runs:
         run.bind()
     return runs
+
+
+def _step_inner(
+    inner: torch.optim.Optimizer,
+    tensors: Mapping[Tensor, Tensor | None],
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> Mapping[Tensor, Tensor]:
+    """Step the tensors in the fastest way; returns the low-precision copies it has written.
+
+    [Note: device scalars]
+    Poplar's AdamW and torch's fused optimizers apply a scale and skip a step on the device, so
+    neither needs a pass over the gradients or a synchronization. (torch divides by the scale,
+    which rounds once more than a product.) For other classes, including subclasses with their
+    own `step`, the gradients are scaled first and the host reads the scalars.
+    """
+    factor = None if scale is None else scale.float()
+    if _has_exact_kernel(inner):
+        written = {
+            tensor: low
+            for tensor, low in tensors.items()
+            if low is not None and can_round_to(low.dtype)
+        }
+        inner.step_scaled(factor, found_inf, written)
+        return written
+    takes_scalars, starting = _takes_scalars(inner), _starting_momentum(inner)
+    if not takes_scalars or starting:
+        if found_inf is not None and bool(found_inf):
+            return {}
+        found_inf = None
+    if takes_scalars:
+        with _amp_scalars(inner, factor, found_inf):
+            _step_fused(inner, tensors, starting)
+    else:
+        if factor is not None and float(factor) != 1.0:
+            for tensor in tensors:
+                assert tensor.grad is not None
+                tensor.grad.mul_(factor)
+        inner.step()
+    return {}
+
+
+def _has_exact_kernel(inner: torch.optim.Optimizer) -> TypeGuard[FlatAdamW]:
+    return isinstance(inner, FlatAdamW) and inner.uses_operator()
 
 
 def _takes_scalars(inner: torch.optim.Optimizer) -> bool:

@@ -379,10 +379,6 @@ def with_lbfgs(run: Run, model: nn.Module) -> None:
     construct_with(run, model, optimizer_class=torch.optim.LBFGS)
 
 
-def with_muon(run: Run, model: nn.Module) -> None:
-    construct_with(run, model, optimizer_class=torch.optim.Muon)
-
-
 def with_sparse_adam(run: Run, model: nn.Module) -> None:
     construct_with(run, model, optimizer_class=torch.optim.SparseAdam)
 
@@ -391,7 +387,6 @@ def with_sparse_adam(run: Run, model: nn.Module) -> None:
     ("construct", "name"),
     [
         (with_lbfgs, "LBFGS"),
-        (with_muon, "Muon"),
         (with_sparse_adam, "SparseAdam"),
     ],
 )

@@ -603,7 +603,7 @@ MISTAKES = [
     Mistake(with_class(ScheduleFree), "state in the param group (k)", (2,), name="schedule-free"),
     Mistake(with_class(EightBit), "not one floating-point number per", (2,), name="8-bit state"),
     Mistake(with_class(RowWise), "not one floating-point number per", (2,), name="state per row"),
-    Mistake(with_class(torch.optim.Adafactor), "an elementwise", stages=(2,), name="Adafactor"),
+    Mistake(with_class(torch.optim.Adafactor), "use stage 2", stages=(3,), name="Adafactor"),
     Mistake(with_an_instance, "pass the class AdamW", stages=(2,)),
     Mistake(plan_for_another_world_size, "make a plan for this group", stages=(1,)),
     Mistake(plan_of_another_stage, "leave stage out", stages=(1,)),

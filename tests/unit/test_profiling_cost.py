@@ -211,7 +211,9 @@ def test_optimizer_is_timed_on_a_bounded_part_of_the_state(monkeypatch, numels):
     most = 1 << 16  # of the real limit, so that this test needs no GiB
     monkeypatch.setattr(optimizer_step, "MOST_ELEMENTS", most)
     monkeypatch.setattr(optimizer_step, "flat_numels", lambda session: list(numels))
-    setup = SimpleNamespace(shard_optimizer_class=Counted, options={"lr": 0.1, "momentum": 0.9})
+    options = {"lr": 0.1, "momentum": 0.9}
+    cls = SimpleNamespace(shard_factory=Counted, options=options, granularity="elements")
+    setup = SimpleNamespace(classes=[cls])
     session: Any = SimpleNamespace(
         device=torch.device("cpu"),
         setup=setup,

@@ -201,8 +201,9 @@ def simulated(
         flat = make(name, [("weight", weight)], dtype=torch.float32, trained=True, groups=[0])
         units.append(Unit(index, f"unit {index}", (), (flat,), resident=False))
     strategy.prepare(units)
+    layouts = strategy.layouts({unit.flats[0]: (0.5, 0.5) for unit in units})
     for unit in units:
-        strategy.allocate(unit.flats[0], (0.5, 0.5))
+        strategy.allocate(unit.flats[0], layouts[unit.flats[0]])
         strategy.bind_parameters(unit.flats[0])
     return strategy, transport, units
 

@@ -23,7 +23,8 @@ from poplar.values.formatting import format_names
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
-from poplar.zero.update import ParameterRun, ShardedUpdate, StateLayout, adjacent_runs
+from poplar.zero.optimizers.state_values import StateLayout, taken_apart
+from poplar.zero.update import ParameterRun, ShardedUpdate, adjacent_runs
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -86,7 +87,7 @@ class ParameterState:
     """What a state dict holds of one parameter's state, on this rank."""
 
     elements: Mapping[str, Elements]
-    """State with one value per element, and `master`."""
+    """State that is cut with the parameter, and `master`."""
     others: Mapping[str, Any]
     """All other state, such as a step counter: numbers, or lists of them for tensors."""
 
@@ -120,22 +121,19 @@ class LoadedState:
         keys = _match(optimizer.param_groups, names, groups)
         self._settings = [_settings_of(group) for group in groups]
         for index, settings in enumerate(self._settings):
-            _check_settings(index, settings, optimizer.defaults)
-        self._layouts = [
-            update.state_layout(index, settings) for index, settings in enumerate(self._settings)
-        ]
+            _check_settings(index, settings, update.defaults_of(index))
+        self._layouts = update.layouts_with(self._settings)
         self._states = {
-            place: self._read(place, state_of(place, keys[id(place.parameter)], layout))
+            place: self._read(place, layout, state_of(place, keys[id(place.parameter)], layout))
             for place in places_of(engine.trained)
-            for layout in (self._layouts[place.flat.groups[place.position]],)
+            for layout in (self._layouts.of(place.flat, place.position),)
         }
         self._others: dict[Place, dict[str, Any] | None] = {}
 
-    def _read(self, place: Place, values: Mapping[str, Any]) -> ParameterState:
+    def _read(self, place: Place, layout: StateLayout, values: Mapping[str, Any]) -> ParameterState:
         """Check the state of one parameter."""
         name, flat = place.name, place.flat
-        layout = self._layouts[flat.groups[place.position]]
-        values = {key: value for key, value in values.items() if value is not None}
+        values = {key: value for key, value in taken_apart(values).items() if value is not None}
         start, stop = place.owned
         if _is_absent(values.values()):
             Elements.none().part(start, stop, f"the state of {name!r}")
@@ -148,12 +146,13 @@ class LoadedState:
             )
         if master is not None and flat.dtype is not torch.float32:  # else the model has its values
             values[MASTER] = master
-        shape, elements, others = place.parameter.shape, {}, {}
+        elements, others = {}, {}
         for key, value in values.items():
             what = f"{key!r} of {name!r}"
-            if key == MASTER or layout[key][0]:
+            shape = place.parameter.shape if key == MASTER else layout[key].shape
+            if shape is not None:
                 found = Elements.of(value, shape, what)
-                found.part(start, stop, what)
+                found.part(*place.entries(shape), what)
                 elements[key] = found
             else:
                 others[key] = value.tolist() if isinstance(value, Tensor) else value
@@ -212,33 +211,35 @@ class LoadedState:
         others = self._others[Place(run.flat, run.first)]
         if run.tensor is None or others is None:
             return {}
-        old = self._old_state_of(run)
-        state: dict[str, Any] = {}
-        for key, (elementwise, value) in self._layouts[run.group].items():
-            if elementwise:
-                state[key] = old.get(key, None)
-                if state[key] is None:
-                    state[key] = torch.zeros_like(run.tensor, dtype=value.dtype)
+        layout, state = self._layouts.of(run.flat, run.first), self._old_state_of(run)
+        if run.is_separate or state.keys() != layout.keys():
+            state = self._layouts.new_state(run.flat, run.first, run.tensor.shape)
+        parts = taken_apart(state)
+        for key, (shape, value) in layout.items():
+            if shape is not None:
+                whole = shape if run.is_separate else None
                 for position in range(run.first, run.last):
-                    self._copy(Place(run.flat, position), key, state[key], run.first_owned)
-            elif isinstance(value, Tensor):
+                    self._copy(Place(run.flat, position), key, parts[key], run.first_owned, whole)
+            elif key in state and isinstance(value, Tensor):
                 state[key] = torch.tensor(others[key], dtype=value.dtype, device=value.device)
-            else:
+            elif key in state:
                 state[key] = copy.deepcopy(others[key])
         return state
 
     def _old_state_of(self, run: ParameterRun) -> dict[str, Any]:
         for old in self._update.runs:
             if old.flat is run.flat and (old.first, old.last) == (run.first, run.last):
-                assert old.tensor is not None
-                return dict(self._update.inner.state.get(old.tensor, {}))
+                return self._update.inner_state(old)
         return {}
 
-    def _copy(self, place: Place, key: str, to: Tensor, first: int) -> None:
-        """Copy the owned elements of a parameter to a flat tensor that begins at `first`."""
+    def _copy(
+        self, place: Place, key: str, to: Tensor, first: int, shape: Sequence[int] | None = None
+    ) -> None:
+        """Copy the owned entries of a parameter to a flat tensor that begins at `first`."""
         elements = self._states[place].elements.get(key)
         if elements is not None:
-            place.part(to, first).copy_(elements.part(*place.owned, key))
+            target = place.shard(to, first, shape=shape)
+            target.local.copy_(elements.part(target.start, target.stop, key))
 
 
 def _is_absent(values: Iterable[Any]) -> bool:

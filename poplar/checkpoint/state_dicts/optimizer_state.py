@@ -14,7 +14,8 @@ from torch import Tensor
 from poplar.checkpoint.state_dicts.place import Place, places_of
 from poplar.system.storage import with_own_storage
 from poplar.zero.engine import Engine
-from poplar.zero.update import ParameterRun, ShardedUpdate, copy_value, is_elementwise
+from poplar.zero.optimizers.state_values import StateValue, copy_value, taken_apart
+from poplar.zero.update import ParameterRun, ShardedUpdate
 
 MASTER = "master"
 """State of parameters that are not fp32: their fp32 values."""
@@ -23,9 +24,9 @@ MASTER = "master"
 class OptimizerState(Mapping[Tensor, dict[str, Any]]):
     """By trained parameter, the state of the elements that this rank owns.
 
-    State with one value per element is a `ShardTensor`, or a tensor in the parameter's shape where
-    every rank has the whole state (stage 0). These are views: updates change them, and what is
-    written into them is in effect. All other values, such as step counters, are copies, because
+    State that is cut with the parameter is a `ShardTensor`, or a tensor in the parameter's shape
+    where every rank has the whole state (stage 0). These are views: updates change them, and what
+    is written into them is in effect. All other values, such as step counters, are copies, because
     parameters share them. Of a parameter of which this rank owns nothing, all of them are empty
     `ShardTensor`s, so that state dicts have the same keys on all ranks. State that no update has
     created yet is created when it is read.
@@ -52,11 +53,10 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         if flat.has_masters:
             self._update.take_written_values(flat, *flat.span(place.position))
             state[MASTER] = run.tensor
+        if self._engine.strategy.replicates_state and run.is_separate:
+            return state
         return {
-            key: self._view(run, place, value)
-            if is_elementwise(value, run.tensor)
-            else copy_value(value)
-            for key, value in state.items()
+            key: self._view(run, place, value, key) for key, value in taken_apart(state).items()
         }
 
     def __setitem__(self, parameter: Tensor, values: Mapping[str, Any]) -> None:
@@ -88,25 +88,29 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         """The state of a parameter of which this rank owns nothing: no elements."""
         from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
-        flat, shape = place.flat, place.parameter.shape
-        layout = self._update.state_layout(flat.groups[place.position])
-        owners = place.owners(self._engine)
-        absent = {
-            key: ShardTensor(value.new_empty(0), shape, 0, owners)
-            if elementwise
-            else ShardTensor(value.new_empty(0), value.shape, 0)
-            for key, (elementwise, value) in layout.items()
+        flat, engine = place.flat, self._engine
+        layout = dict(self._update.layouts.of(flat, place.position))
+        if flat.has_masters:
+            layout[MASTER] = StateValue(place.parameter.shape, flat.master)
+        return {
+            key: ShardTensor(value.new_empty(0), value.shape, 0)
+            if shape is None
+            else ShardTensor(value.new_empty(0), shape, 0, place.owners(engine, shape))
+            for key, (shape, value) in layout.items()
             if isinstance(value, Tensor)
         }
-        if flat.has_masters:
-            absent[MASTER] = ShardTensor(flat.master[:0], shape, 0, owners)
-        return absent
 
-    def _view(self, run: ParameterRun, place: Place, value: Tensor) -> Tensor:
-        """The owned elements of one parameter in a state tensor of its run."""
+    def _view(self, run: ParameterRun, place: Place, value: Any, key: str) -> Any:
+        """The owned entries of one parameter in a state value of its run, or a copy."""
+        shape = place.parameter.shape
+        if key != MASTER:
+            found = self._update.whole_shape(run, place.position, key, value)
+            if found is None:
+                return copy_value(value)
+            shape = found
         if self._engine.strategy.replicates_state:
-            return with_own_storage(place.part(value, run.first_owned).view(place.parameter.shape))
-        return place.shard(value, run.first_owned, place.owners(self._engine))
+            return with_own_storage(place.part(value, run.first_owned).view(shape))
+        return place.shard(value, run.first_owned, place.owners(self._engine, shape), shape)
 
 
 def _is_owned(place: Place) -> bool:
@@ -116,7 +120,7 @@ def _is_owned(place: Place) -> bool:
 
 
 def _is_shared(value: Any, parameter: Tensor) -> bool:
-    return not isinstance(value, Tensor) or value.shape != parameter.shape
+    return not isinstance(value, Tensor) or (value.dim() == 0 and value.shape != parameter.shape)
 
 
 def _summary(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from poplar.comm import Control
 from poplar.comm.shard_layout import Layout
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.optimizers.state_values import scaled
 
 if TYPE_CHECKING:
     from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
@@ -66,31 +67,75 @@ class Place:
         """Start and end of the owned elements, counted from the parameter's first."""
         return self.flat.owned_range(self.position)
 
+    def entries(
+        self, shape: Sequence[int], bounds: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Start and end of the entries of a value that belong to elements of the parameter.
+
+        Args:
+            shape: of the value of the whole parameter.
+            bounds: of the elements; default: the owned ones.
+        """
+        numel, (start, stop) = self.parameter.numel(), bounds or self.owned
+        return scaled(start, numel, shape), scaled(stop, numel, shape)
+
     def part(self, values: Tensor, first: int) -> Tensor:
         """The owned elements in a flat tensor, a view."""
-        start, stop = self.owned
-        base = self.flat.offsets[self.position] - first
-        return values[base + start : base + stop]
+        return self._slice(values, first, self.owned, self.parameter.shape)
 
-    def shard(self, values: Tensor, first: int, owners: Owners | None = None) -> ShardTensor:
-        """The owned elements in a flat tensor, as a view of a part of the parameter."""
-        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+    def shard(
+        self,
+        values: Tensor,
+        first: int,
+        owners: Owners | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> ShardTensor:
+        """The owned elements in a flat tensor, as a view of a part of the parameter.
 
-        return ShardTensor(self.part(values, first), self.parameter.shape, self.owned[0], owners)
+        Args:
+            shape: of the value of the whole parameter; default: the parameter's.
+        """
+        return self._shard(values, first, self.owned, shape, owners)
 
-    def saved_shard(self, values: Tensor, first: int, rank: int) -> ShardTensor:
+    def saved_shard(
+        self, values: Tensor, first: int, rank: int, shape: Sequence[int] | None = None
+    ) -> ShardTensor:
         """What a rank saves: as `shard`, but each element on one rank, also if all own all."""
-        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
-
         offset, numel = self.flat.offsets[self.position], self.parameter.numel()
         bounds = self.flat.layout.bounds(rank)
         start, stop = (min(max(bound - offset, 0), numel) for bound in bounds)
-        part = values[offset + start - first : offset + stop - first]
-        return ShardTensor(part, self.parameter.shape, start)
+        return self._shard(values, first, (start, stop), shape, None)
 
-    def owners(self, engine: Engine) -> Owners | None:
-        """The ranks that own elements; None if each rank has a whole parameter of its own."""
-        return None if self.flat.is_local else Owners(engine, self)
+    def _shard(
+        self,
+        values: Tensor,
+        first: int,
+        bounds: tuple[int, int],
+        shape: Sequence[int] | None,
+        owners: Owners | None,
+    ) -> ShardTensor:
+        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+
+        shape = self.parameter.shape if shape is None else shape
+        part = self._slice(values, first, bounds, shape)
+        return ShardTensor(part, shape, self.entries(shape, bounds)[0], owners)
+
+    def _slice(
+        self, values: Tensor, first: int, bounds: tuple[int, int], shape: Sequence[int]
+    ) -> Tensor:
+        base = scaled(first - self.flat.offsets[self.position], self.parameter.numel(), shape)
+        start, stop = self.entries(shape, bounds)
+        return values.view(-1)[start - base : stop - base]
+
+    def owners(self, engine: Engine, shape: Sequence[int] | None = None) -> Owners | None:
+        """The ranks that own elements; None if each rank has a whole parameter of its own.
+
+        Args:
+            shape: of a value of the whole parameter; default: the parameter's.
+        """
+        if self.flat.is_local:
+            return None
+        return Owners(engine, self, self.parameter.shape if shape is None else shape)
 
 
 def places_of(flats: Iterable[FlatParameter]) -> Iterator[Place]:
@@ -166,12 +211,12 @@ class Owners:
     It does not keep the engine alive.
     """
 
-    def __init__(self, engine: Engine, place: Place) -> None:
+    def __init__(self, engine: Engine, place: Place, shape: Sequence[int]) -> None:
         self._engine = weakref.ref(engine)
         self._name, offset = place.name, place.flat.offsets[place.position]
         numel = place.parameter.numel()
-        bounds = place.flat.layout.offsets
-        self._layout = Layout(tuple(min(max(bound - offset, 0), numel) for bound in bounds))
+        bounds = (min(max(bound - offset, 0), numel) for bound in place.flat.layout.offsets)
+        self._layout = Layout(tuple(scaled(bound, numel, shape) for bound in bounds))
         self._device = place.flat.device
 
     @property

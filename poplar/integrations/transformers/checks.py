@@ -9,8 +9,14 @@ import torch.distributed as dist
 
 from poplar.integrations.versions import check_version
 
-OPTIMIZERS = ("adagrad", "adamw_torch", "adamw_torch_fused", "rmsprop", "sgd")
-"""Values of `optim` that name a class of `torch.optim`."""
+OPTIMIZERS = (
+    *("adagrad", "adamw_torch", "adamw_torch_fused", "rmsprop", "sgd", "adafactor"),
+    *("adamw_torch_4bit", "adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit", "lion_8bit"),
+    *("rmsprop_bnb_8bit", "ademamix_8bit", "paged_adamw_8bit", "paged_lion_8bit"),
+    *("paged_ademamix_8bit", "lion_32bit", "rmsprop_bnb_32bit", "paged_adamw_32bit"),
+    *("paged_lion_32bit", "rmsprop_bnb", "ademamix", "paged_ademamix_32bit"),
+)
+"""Values of `optim` that name a class whose state can be divided among ranks."""
 
 
 def check_arguments(args: Any) -> None:
@@ -78,8 +84,7 @@ def _of_arguments(args: Any) -> Iterator[str]:
     if str(getattr(args.optim, "value", args.optim)) not in OPTIMIZERS:
         yield (
             f"optim={str(getattr(args.optim, 'value', args.optim))!r}: use one of "
-            f"{', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs=(an elementwise optimizer "
-            "class, {...})"
+            f"{', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs=(an optimizer class, {...})"
         )
     if not args.average_tokens_across_devices and args.world_size > 1:
         yield (

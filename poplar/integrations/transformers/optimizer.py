@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from poplar.optimizer import HeteroZeroOptimizer
+from poplar.zero.optimizers.granularity import OptimizerFactory
 from poplar.zero.steps.step_result import StepResult
-from poplar.zero.update import OptimizerFactory
 
 
 class TrainerOptimizer(HeteroZeroOptimizer):

@@ -54,6 +54,8 @@ class FactoredParameter(FlatParameter):
             **options: of `FlatParameter`.
         """
         super().__init__(name, parameters, **options)
+        # Owners have whole rows of the weight, or all of it where parts are tensors of their own.
+        self.steps = (0 if self.separate[0] else self._rows_step(),)
         self.forward = CapturingForward(layer, self.names[0])
         self._control = control
         self._weighted: list[Rows] = []
@@ -118,9 +120,13 @@ class FactoredParameter(FlatParameter):
 
     def layout_under(self, shares: Sequence[float]) -> Layout:
         """Owners have whole rows of the weight, for which they need the gradients of outputs."""
-        unit = math.lcm(ALIGNMENT, self.parameters[0].shape[1])
+        unit = self._rows_step()
         layout = Layout.from_shares(-(-self.numel // unit) * unit, shares, unit)
         return Layout(tuple(min(offset, self.numel) for offset in layout.offsets))
+
+    def _rows_step(self) -> int:
+        """Elements of the fewest rows that end at a multiple of 64."""
+        return math.lcm(ALIGNMENT, self.parameters[0].shape[1])
 
     def outputs_in(self, low: int, high: int) -> tuple[int, int]:
         """The outputs whose weights are these elements: the first one, and an end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from poplar.comm.communicator import CallbackWork
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.stages.sharded_optimizer import LocalAccumulation
+from poplar.zero.stages.strategy import Layouts
 from poplar.zero.unit import Unit
 
 _GRADIENTS_HAVE_DTYPES = hasattr(Tensor, "grad_dtype")
@@ -33,9 +34,10 @@ class Replicated(LocalAccumulation):
         super().__init__(comm, reduce_dtype, device)
         self._pending_all_gathers: list[Work] = []
 
-    def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
-        """Even for any shares: nothing is owned, the layout only divides the reduction."""
-        return Layout.even(flat.numel, self.comm.group.size)
+    def layouts(self, flats: Mapping[FlatParameter, Sequence[float]]) -> Layouts:
+        """Even for any shares: nothing is owned, the layouts only divide the reductions."""
+        size = self.comm.group.size
+        return super().layouts(dict.fromkeys(flats, (1.0 / size,) * size))
 
     def state_layout(self, flat: FlatParameter, to: int) -> Layout:
         if not self.updates_agree:

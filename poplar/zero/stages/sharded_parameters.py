@@ -50,8 +50,7 @@ class ShardedParameters(ShardedGradients):
         self._noted: dict[FlatParameter, Tensor] = {}
         """Whether each owned byte of the unsharded values has been changed since."""
 
-    def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
-        layout = self.layout_for(flat, shares)
+    def allocate(self, flat: FlatParameter, layout: Layout) -> None:
         low, high = owned = self.owned_part(layout, self.comm.group.rank)
         values = torch.empty(flat.numel, dtype=flat.dtype, device=flat.device)
         flat.use_values(values, lasting=False)

@@ -25,9 +25,12 @@ from poplar.comm import Codec, Communicator, Work
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.opaque_parameter import OpaqueBytes
+from poplar.zero.shard_cuts import layouts_under
 from poplar.zero.stages.reduction import reductions_on
 from poplar.zero.streams import DeviceClock, WaitingTime, streams_of
 from poplar.zero.unit import Unit
+
+Layouts = dict[FlatParameter, Layout]
 
 
 class Strategy(ABC):
@@ -84,15 +87,16 @@ class Strategy(ABC):
         """An error of a backward with its cause, where that is this strategy."""
         return error
 
-    def layout_for(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
-        """How `flat` is divided under `shares`."""
-        return flat.layout_under(shares)
+    def layouts(self, flats: Mapping[FlatParameter, Sequence[float]]) -> Layouts:
+        """How the flat parameters are divided under their shares, in the agreed order.
 
-    def divided(self, flat: FlatParameter, shares: Sequence[float]) -> Layout:
-        """As `layout_for`; all of it on this rank if it is local."""
-        if flat.is_local:
-            return layout_on_rank(flat, self.comm.group.rank, self.comm.group.size)
-        return self.layout_for(flat, shares)
+        A local one is all on this rank.
+        """
+        shared = {flat: shares for flat, shares in flats.items() if not flat.is_local}
+        rank, size = self.comm.group.rank, self.comm.group.size
+        local = {flat: layout_on_rank(flat, rank, size) for flat in flats if flat.is_local}
+        layouts = {**layouts_under(shared), **local}
+        return {flat: layouts[flat] for flat in flats}
 
     def hosted(
         self, layouts: Mapping[FlatParameter, Layout], part: float
@@ -119,9 +123,8 @@ class Strategy(ABC):
         """Start and end of the part whose optimizer state `rank` holds."""
         return layout.bounds(rank)
 
-    def allocate(self, flat: FlatParameter, shares: Sequence[float]) -> None:
+    def allocate(self, flat: FlatParameter, layout: Layout) -> None:
         """Set the layout of `flat` and allocate its values, all 0. Local."""
-        layout = self.divided(flat, shares)
         low, high = owned = self.owned_part(layout, self.comm.group.rank)
         values = torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device)
         flat.use_values(values, lasting=True)

@@ -1,0 +1,125 @@
+"""`OptimizerClass`: the class that updates a param group, its options, and what it needs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from poplar.zero.optimizers.flat_adamw import flat_class
+from poplar.zero.optimizers.granularity import (
+    Granularity,
+    OptimizerFactory,
+    granularity_of,
+    problem_with,
+)
+
+Groups = Sequence[dict[str, Any]]
+_OF_POPLAR = ("optimizer_class", "granularity")
+"""Keys of a param group with a class of its own that are no settings of the class."""
+_IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OptimizerClass:
+    """An optimizer class with options."""
+
+    factory: OptimizerFactory
+    """The user's class."""
+    options: Mapping[str, Any]
+    """Keyword arguments of the class."""
+    granularity: Granularity
+    shard_factory: OptimizerFactory
+    """The class that updates the shards: the fastest one with the user's results."""
+    chose_fused: bool
+    """Poplar has added `fused=True`, so it is no setting of the user's."""
+
+    @property
+    def name(self) -> str:
+        """The name of the user's class."""
+        return str(getattr(self.factory, "__name__", repr(self.factory)))
+
+    def problem_on(self, device: torch.device) -> str | None:
+        """Why the class cannot update tensors on a device; None: it can."""
+        return problem_with(self.factory, self.options, device, self.granularity)
+
+    @classmethod
+    def checked(
+        cls,
+        factory: OptimizerFactory,
+        options: Mapping[str, Any],
+        groups: Groups,
+        device: torch.device,
+        granularity: Granularity | None,
+    ) -> OptimizerClass:
+        """Check a class with its options and param groups.
+
+        Raises:
+            ValueError, TypeError: it is no class, rejects the options, or needs what it cannot get.
+        """
+        if isinstance(factory, torch.optim.Optimizer):
+            name = type(factory).__name__
+            raise TypeError(
+                f"optimizer_class is an instance of {name}; pass the class {name}, and its options "
+                "as keyword arguments, such as lr=1e-3"
+            )
+        chosen = _fastest_options(factory, options)
+        needs = granularity_of(factory, chosen, device, granularity)
+        factory([dict(group) for group in groups], **chosen)  # it raises what the class rejects
+        return cls(
+            factory=factory,
+            options=chosen,
+            granularity=needs,
+            shard_factory=flat_class(factory, chosen, device),
+            chose_fused="fused" in chosen and options.get("fused") is None,
+        )
+
+
+def optimizer_classes(
+    factory: OptimizerFactory,
+    options: Mapping[str, Any],
+    groups: Groups,
+    device: torch.device,
+    granularity: Granularity | None,
+) -> tuple[OptimizerClass, ...]:
+    """The class of each param group, which is `factory` if the group has no `optimizer_class`.
+
+    Args:
+        groups: their keys `optimizer_class` and `granularity` are removed.
+
+    Raises:
+        ValueError, TypeError: as `OptimizerClass.checked`.
+    """
+    own = [{key: group.pop(key, None) for key in _OF_POPLAR} for group in groups]
+    rest = [group for group, keys in zip(groups, own, strict=True) if not keys["optimizer_class"]]
+    main = None
+    if rest or not groups:
+        main = OptimizerClass.checked(factory, options, rest, device, granularity)
+    classes = []
+    for group, keys in zip(groups, own, strict=True):
+        if keys["optimizer_class"] is None:
+            assert main is not None
+            classes.append(main)
+            continue
+        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        inside = {k: v for k, v in group.items() if k not in settings}
+        classes.append(
+            OptimizerClass.checked(
+                keys["optimizer_class"], settings, [inside], device, keys["granularity"]
+            )
+        )
+    return tuple(classes)
+
+
+def _fastest_options(factory: OptimizerFactory, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Add `fused=True` if the class supports it and the user chose no implementation."""
+    try:
+        known = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return dict(options)
+    if "fused" not in known or any(options.get(choice) is not None for choice in _IMPLEMENTATIONS):
+        return dict(options)
+    return {**options, "fused": True}

@@ -1,0 +1,179 @@
+"""Classes that need blocks or whole tensors: state and parameters have the bits of one process.
+
+The oracle is the class itself, on all ranks, with the mean gradients of the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import pytest
+import ranks as harness
+import torch
+from ranks import Pool
+from torch import Tensor, nn
+from whole_tensor_optimizers import Lamb, Preconditioned, build, matrices_and_rest, mean_loss
+
+import poplar
+from poplar import HeteroZeroOptimizer, Plan
+from poplar.zero.optimizers.state_values import taken_apart
+
+SHARES = (0.6, 0.3, 0.1, 0.0)
+OTHER_SHARES = (0.1, 0.0, 0.35, 0.55)
+BATCHES = ((2, 1), (1, 1), (0, 1), (0, 0))
+
+CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bitsandbytes": (bitsandbytes.optim.AdamW8bit, {"lr": 1e-2}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "Lamb": (Lamb, {"granularity": "parameter"}),
+    "Preconditioned": (Preconditioned, {"granularity": "parameter"}),
+    "Muon and AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
+}
+MUON = {"optimizer_class": torch.optim.Muon, "lr": 0.02, "momentum": 0.9}
+
+
+def groups_of(name: str, model: nn.Module) -> list[dict[str, Any]]:
+    if name != "Muon and AdamW":
+        return [{"params": list(model.parameters())}]
+    matrices, rest = matrices_and_rest(model)
+    return [{"params": matrices, **MUON}, {"params": rest}]
+
+
+class OneProcess:
+    """The classes on a copy of the model."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model)
+        cls, options = CLASSES[name]
+        options = {key: value for key, value in options.items() if key != "granularity"}
+        self.groups = groups_of(name, self.model)
+        self.optimizers = []
+        for group in self.groups:
+            own = {**options, **group} if "optimizer_class" not in group else dict(group)
+            factory = own.pop("optimizer_class", cls)
+            params = own.pop("params")
+            fused = {"fused": True} if factory is torch.optim.AdamW else {}
+            self.optimizers.append(factory(params, **fused, **own))
+
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = gradients[name].clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def check(self, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
+        own = dict(self.model.named_parameters())
+        with optimizer.full_parameters():
+            for name, parameter in model.named_parameters():
+                self.assert_equal(parameter, own[name], own[name])
+        state = optimizer.full_state_dict(0)
+        parameters = [p for group in self.groups for p in group["params"]]
+        known = {p: s for plain in self.optimizers for p, s in plain.state.items()}
+        for index, parameter in enumerate(parameters if state is not None else ()):
+            assert state is not None
+            found = taken_apart(state["state"].get(index, {}))
+            expected = taken_apart(known.get(parameter, {}))
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                self.assert_equal(found[key], value, parameter)
+
+    def assert_equal(self, found: Any, expected: Any, parameter: Tensor) -> None:
+        """Equal bits, or nearly so where Poplar's own kernel replaces that of torch."""
+        of_adamw = any(
+            parameter is p
+            for plain in self.optimizers
+            if type(plain) is torch.optim.AdamW
+            for p in plain.state
+        )
+        tolerance = 1e-5 if of_adamw else 0.0
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def optimizer_of(name: str, model: nn.Module, plan: Plan) -> HeteroZeroOptimizer:
+    cls, options = CLASSES[name]
+    return HeteroZeroOptimizer(model, cls, plan=plan, params=groups_of(name, model), **options)
+
+
+def plan_of(stage: int, shares: tuple[float, ...]) -> Plan:
+    return Plan(stage=stage, global_batch=6, micro_batches=BATCHES, shares=shares)
+
+
+def train_beside(
+    oracle: OneProcess, model: nn.Module, optimizer: HeteroZeroOptimizer, steps: range
+) -> None:
+    rank = harness.rank()
+    for step in steps:
+        torch.manual_seed(100 * step + rank)
+        samples = max(1, sum(BATCHES[rank]))
+        batch = torch.randn(samples, 8), torch.randn(samples, 64)
+        for micro_batch in optimizer.micro_batches(batch):
+            mean_loss(model, micro_batch).backward()
+        oracle.step(optimizer.full_gradients())
+        optimizer.step()
+        optimizer.zero_grad()
+    oracle.check(model, optimizer)
+
+
+def train_in_all_ways(name: str, stage: int, folder: Path) -> list[int]:
+    """20 steps: with new shares, loaded state and a checkpoint in between; returns owned sizes."""
+    model = build()
+    oracle, plan = OneProcess(name, model), plan_of(stage, SHARES)
+    optimizer = optimizer_of(name, model, plan)
+    train_beside(oracle, model, optimizer, range(6))
+    owned = [sum(flat.layout.size(r) for flat in optimizer._engine.flats) for r in range(4)]
+    optimizer.apply_plan(replace(plan, shares=OTHER_SHARES))
+    train_beside(oracle, model, optimizer, range(6, 10))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    whole = optimizer.full_state_dict(0)
+    poplar.save_checkpoint(folder, optimizer)
+    optimizer.release()
+    model = build()
+    optimizer = optimizer_of(name, model, plan)
+    poplar.load_checkpoint(folder, optimizer)
+    oracle.check(model, optimizer)
+    train_beside(oracle, model, optimizer, range(10, 15))
+    # The state dict of one process, after other steps have changed the state.
+    sent = [whole]
+    torch.distributed.broadcast_object_list(sent, 0, group=harness.group())
+    assert sent[0] is not None
+    later = optimizer.full_state_dict(0)
+    optimizer.load_state_dict(sent[0])
+    sent = [later]
+    torch.distributed.broadcast_object_list(sent, 0, group=harness.group())
+    assert sent[0] is not None
+    optimizer.load_state_dict(sent[0])
+    train_beside(oracle, model, optimizer, range(15, 20))
+    optimizer.release()
+    return owned
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", CLASSES)
+def test_state_and_parameters_equal_one_process(
+    ranks: Pool, name: str, stage: int, tmp_path: Path
+) -> None:
+    owned = ranks.run(train_in_all_ways, name, stage, tmp_path / "saved")[0]
+    if stage:
+        largest = max(parameter.numel() for parameter in build().parameters())
+        wanted = [share * sum(owned) for share in SHARES]
+        assert all(abs(own - want) <= largest for own, want in zip(owned, wanted, strict=True))
+        assert owned[3] == 0
+
+
+def refused(cls: Any, stage: int, **options: Any) -> str:
+    with pytest.raises(ValueError, match=cls.__name__) as caught:
+        HeteroZeroOptimizer(build(), cls, stage=stage, **options)
+    return str(caught.value)
+
+
+def test_what_cannot_work_is_refused_on_all_ranks(ranks: Pool) -> None:
+    for text in ranks.run(refused, torch.optim.Adafactor, 3):
+        assert "Adafactor needs whole tensors, but stage 3" in text
+        assert "use stage 2" in text
+    for text in ranks.run(refused, Lamb, 1):
+        assert "pass granularity='parameter'" in text
