@@ -41,6 +41,7 @@ import torch
 from poplar.comm import Group
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.collectives import measure_network
+from poplar.profiler.host_update import measure_host_update
 from poplar.profiler.job import Job
 from poplar.profiler.memory import model_bytes
 from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget
@@ -85,6 +86,9 @@ class Profiler:
         updates = session.on_all_ranks(
             lambda: measure_update(session), "measuring the optimizer step"
         )
+        on_host = session.on_all_ranks(
+            lambda: measure_host_update(session), "measuring the optimizer step on the host"
+        )
 
         def own_profile() -> DeviceProfile:
             info = devices.describe(session.device)
@@ -96,6 +100,7 @@ class Profiler:
                 points=tuple(curves[rank].points),
                 optimizer_seconds=updates[rank].seconds,
                 optimizer_latency_seconds=updates[rank].latency_seconds,
+                **vars(on_host[rank]),
                 peak_flops=peak_flops(session.device, session.compute_dtype),
                 throttled=curves[rank].throttled,
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import ALIGNMENT, Layout
-from poplar.profiler import collectives, optimizer_step, trial_runs
+from poplar.profiler import collectives, host_update, optimizer_step, trial_runs
 from poplar.profiler.cluster_profiler import STEPS, Profiler
 from poplar.profiler.collectives import (
     MOST_ELEMENTS,
@@ -224,3 +224,29 @@ def test_optimizer_is_timed_on_a_bounded_part_of_the_state(monkeypatch, numels):
     assert cost.state_bytes == 4.0
     assert max(stepped) <= most + len(numels)
     assert len(stepped) == 2
+
+
+def test_update_in_host_memory_is_timed_on_a_bounded_part_of_the_state(monkeypatch):
+    stepped: list[int] = []
+
+    class Counted(torch.optim.SGD):
+        def __init__(self, groups: Any, **options: Any) -> None:
+            super().__init__(groups, **options)
+            stepped.append(sum(p.numel() for group in groups for p in group["params"]))
+
+    monkeypatch.setattr(host_update, "MOST_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(host_update, "flat_numels", lambda session: LLAMA_7B)
+    monkeypatch.setattr(host_update, "median_seconds", lambda step, device: (step(), 1.0)[1])
+    setup = SimpleNamespace(shard_optimizer_class=Counted, options={"lr": 0.1}, factory=Counted)
+    session: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        compute_dtype=torch.bfloat16,
+        setup=setup,
+        group=SimpleNamespace(rank=0),
+        memory=PassMemory.unlimited(1),
+    )
+    seconds = host_update.host_update_seconds(session)
+    assert seconds == pytest.approx(sum(LLAMA_7B) / (1 << 16))
+    assert stepped == [1 << 16]
+    # Of a rank on the CPU, host memory is the memory that it has.
+    assert host_update.measure_host_update(session) == host_update.HostUpdate()
