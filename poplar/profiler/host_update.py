@@ -12,7 +12,6 @@ from poplar.profiler.session import Session
 from poplar.profiler.timing import median_seconds
 from poplar.system import host_limits
 from poplar.zero.streams import HostCopies, streams_of
-from poplar.zero.update import check_elementwise
 
 MOST_ELEMENTS = 1 << 24
 """Elements that are updated at most, more than caches hold. For more, time is extrapolated."""
@@ -31,12 +30,12 @@ class HostUpdate:
 def measure_host_update(session: Session) -> HostUpdate:
     """Time the update of state in host memory; all ranks of a host should do so at the same time.
 
-    Nothing is measured if this rank's memory is the host's, or if the class has no update there.
+    Nothing is measured if this rank's memory is the host's, or if the class has no update there or
+    needs blocks or whole tensors.
     """
     host = torch.device("cpu")
-    if session.device == host or check_elementwise(
-        session.setup.factory, session.setup.options, host
-    ):
+    cls = session.setup.classes[0]
+    if session.device == host or cls.granularity != "elements" or cls.problem_on(host):
         return HostUpdate()
     free = MEMORY_PART * (host_limits.free_memory() or 0)
     return HostUpdate(host_update_seconds(session), int(free / session.ranks_on_this_host))
@@ -51,8 +50,8 @@ def host_update_seconds(session: Session) -> float:
     gradient = torch.zeros(numel, dtype=torch.float32, device=session.device)
     shard = gradient.to(session.compute_dtype, copy=True)
     values = torch.zeros(numel, dtype=torch.float32, device="cpu")
-    setup = session.setup
-    optimizer = setup.shard_optimizer_class([{"params": [values]}], **setup.options)
+    cls = session.setup.classes[0]
+    optimizer = cls.shard_factory([{"params": [values]}], **cls.options)
 
     def step() -> None:
         copies = HostCopies([gradient, shard], streams, session.group, "an update on the host")

@@ -237,11 +237,11 @@ def test_update_in_host_memory_is_timed_on_a_bounded_part_of_the_state(monkeypat
     monkeypatch.setattr(host_update, "MOST_ELEMENTS", 1 << 16)
     monkeypatch.setattr(host_update, "flat_numels", lambda session: LLAMA_7B)
     monkeypatch.setattr(host_update, "median_seconds", lambda step, device: (step(), 1.0)[1])
-    setup = SimpleNamespace(shard_optimizer_class=Counted, options={"lr": 0.1}, factory=Counted)
+    cls = SimpleNamespace(shard_factory=Counted, options={"lr": 0.1})
     session: Any = SimpleNamespace(
         device=torch.device("cpu"),
         compute_dtype=torch.bfloat16,
-        setup=setup,
+        setup=SimpleNamespace(classes=(cls,)),
         group=SimpleNamespace(rank=0),
         memory=PassMemory.unlimited(1),
     )
