@@ -25,9 +25,6 @@ def pair(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write the row to.")
     ] = None,
-    emulated: Annotated[
-        str, typer.Option(help="For the row: what stands for unequal cards on equal ones.")
-    ] = "",
     device: Device = "auto",
     as_json: AsJson = False,
     debug: Debug = False,
@@ -40,7 +37,7 @@ def pair(
     """
     ranks = _ranks_to_start(device)
     if ranks > 1:
-        words = [f"--minutes={minutes}", f"--emulated={emulated}", f"--device={device}"]
+        words = [f"--minutes={minutes}", f"--device={device}"]
         words += [f"--output={output}"] if output is not None else []
         words += [*(["--json"] if as_json else []), *(["--debug"] if debug else [])]
         raise typer.Exit(_start(ranks, words))
@@ -55,7 +52,7 @@ def pair(
                 if rank == 0:
                     print(line, file=sys.stderr, flush=True)
 
-            row = measure(own_device, minutes, report, emulated)
+            row = measure(own_device, minutes, report)
             if output is not None and rank == 0:
                 row.to_json(output)
         result.document = row.to_dict()

@@ -17,10 +17,11 @@ from test_pair_row import check_is_public, pairs
 
 import poplar
 from poplar import Plan
-from poplar.pair import measure
-from poplar.pair.engines import DDP, FSDP2
+from poplar.pair import comparison, measure
+from poplar.pair.comparison import Case, Comparison
+from poplar.pair.engines import DDP, FSDP2, Poplar
 from poplar.pair.llama import Size
-from poplar.pair.measure import Case, Comparison, Ranks
+from poplar.pair.ranks import TIMEOUT, Ranks
 from poplar.pair.row import DID_NOT_FIT, EVEN, NAMES, PLANNED, CaseResult, PairRow
 
 TINY = Size(name="tiny", width=32, layers=2, heads=2, kv_heads=1, hidden=64, vocabulary=64,
@@ -35,8 +36,8 @@ def measured_row() -> PairRow:
         mock.patch.object(poplar, "tune", quick),
         mock.patch.object(measure, "CPU_SIZES", (TINY,)),
         mock.patch.object(measure, "TRAININGS", {"LoRA": 2.5}),
-        mock.patch.object(measure, "MOST_ROUNDS", 1),
-        mock.patch.object(measure, "SAMPLES", 4),
+        mock.patch.object(comparison, "MOST_ROUNDS", 1),
+        mock.patch.object(comparison, "SAMPLES", 4),
     ):
         return measure.measure(CPU, 0.03, print, emulated="nothing")
 
@@ -58,10 +59,16 @@ def test_row_has_every_engine_and_nothing_private(tmp_path):
 class ShortOfMemory(DDP):
     """Rank 1 runs out of memory while rank 0 waits for its gradients."""
 
+    largest = 0
+
     def step(self, batch: Any) -> Any:
-        if self.rank == 1:
+        if self.rank == 1 and max(self.sizes) > self.largest:
             raise torch.OutOfMemoryError("at /home/user")
         return super().step(batch)
+
+
+class HoldsFour(ShortOfMemory):
+    largest = 4
 
 
 class Broken(FSDP2):
@@ -73,28 +80,33 @@ class Broken(FSDP2):
         return super().distribute(model)
 
 
-def turns_with_failures() -> tuple[Comparison, int]:
-    engines = measure.ENGINES | {"ddp": ShortOfMemory, "fsdp2": Broken}
-    with mock.patch.object(measure, "ENGINES", engines):
-        case = Case(size=TINY, training="full", dtype=torch.float32, device=CPU)
+def turns_with_failures() -> tuple[Any, ...]:
+    engines = {"ddp": ShortOfMemory, "ddp of four": HoldsFour, "fsdp2": Broken, EVEN: Poplar}
+    case = Case(size=TINY, training="full", dtype=torch.float32, device=CPU)
+    with mock.patch.object(comparison, "ENGINES", engines):
         compared = Comparison(case, Ranks(), seconds=0.5, report=print)
-        rounds = compared.take_turns(dict.fromkeys(engines, Plan.even(2, 32, 16, 1)))
-    return compared.turns, compared.missing, rounds
+        plans = dict.fromkeys(engines, Plan.even(2, 32, 16, 1))
+        rounds = compared.take_turns(plans)
+    return compared.turns, compared.missing, plans, rounds
 
 
 def test_engine_that_fails_on_one_rank_is_an_entry_and_the_others_are_measured():
     began = time.monotonic()
-    for turns, missing, rounds in harness.one_off(2, turns_with_failures):
+    for turns, missing, plans, rounds in harness.one_off(2, turns_with_failures):
         assert missing == {"ddp": DID_NOT_FIT, "fsdp2": "failed: RuntimeError"}
-        assert set(turns) == {PLANNED, EVEN}
+        assert set(turns) == {EVEN, "ddp of four"}
         assert len(turns[EVEN]) == rounds
-    assert time.monotonic() - began < measure.TIMEOUT.total_seconds(), "it waited for a deadline"
+        assert plans["ddp of four"] == Plan.even(2, 32, 4, 1)
+        assert plans[EVEN] == Plan.even(2, 32, 16, 1)
+    assert time.monotonic() - began < TIMEOUT.total_seconds(), "it waited for a deadline"
 
 
 def case_that_does_not_fit() -> CaseResult:
     case = Case(size=TINY, training="full", dtype=torch.float32, device=CPU)
     compared = Comparison(case, Ranks(), seconds=0.5, report=print)
-    with mock.patch.object(measure, "measure_speeds", side_effect=torch.OutOfMemoryError("none")):
+    with mock.patch.object(
+        comparison, "measure_speeds", side_effect=torch.OutOfMemoryError("none")
+    ):
         return compared.result()
 
 
