@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -74,9 +73,15 @@ def _ranks_to_start(device: str) -> int:
 
 def _start(ranks: int, words: list[str]) -> int:
     """Run this command on so many ranks of this host; returns the exit code."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if Path("/sys/class/net/lo").exists():  # the host name may not resolve to an own address
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     launch = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={ranks}"]
-    command = [*("-m", "torch.distributed.run"), *launch, *("-m", "poplar", "pair"), *words]
-    return subprocess.call([sys.executable, *command], env=environment)
+    try:
+        run(parse_args([*launch, "-m", "poplar", "pair", *words]))
+    except ChildFailedError:  # the ranks have printed their errors
+        return 1
+    return 0

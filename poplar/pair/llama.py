@@ -32,10 +32,10 @@ class Size:
 
 
 CPU_SIZES = (
+    Size(name="0.1M", width=64, layers=2, heads=2, kv_heads=1, hidden=192, vocabulary=256,
+         context=32),
     Size(name="0.9M", width=128, layers=4, heads=4, kv_heads=2, hidden=384, vocabulary=256,
-         context=64),
-    Size(name="4.6M", width=256, layers=6, heads=4, kv_heads=2, hidden=704, vocabulary=256,
-         context=64),
+         context=32),
 )  # fmt: skip
 """Without a GPU: they show that the command works."""
 SIZES = (
