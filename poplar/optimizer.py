@@ -926,15 +926,21 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         )
 
     @collective
-    def save_model(self, path: str | Path, *, sharded: bool = False) -> None:
+    def save_model(
+        self, path: str | Path, *, sharded: bool = False, frozen: bool | None = None
+    ) -> None:
         """Write the full weights as safetensors. Collective.
 
         No rank holds more than its share and one unit. A file gets its name when it is complete.
+        Of a PEFT model, or on a quantised base, adapters are written alone, under their names in
+        the model's state dict: `model.load_state_dict(load_file(path), strict=False)`.
 
         Args:
             path: a file, which rank 0 writes; or, if `sharded`, a folder that all ranks see.
             sharded: every rank writes a file with the parameters of which it holds the largest
                 part, and rank 0 `model.safetensors.index.json`, as Hugging Face writes it.
+            frozen: frozen parameters are written, too; default: unless adapters are written alone.
+                Every rank then needs memory for all quantised parameters.
 
         Raises:
             OSError, ValueError, TypeError: the model cannot be saved there, or as safetensors.
@@ -945,7 +951,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         self._refuse_local("save_model()")
         self._step.nonfinite.reject_state("save_model()")
-        save_model(self._engine, self._control, self._model, Path(path), sharded=sharded)
+        given = self._engine, self._control, self._model, Path(path)
+        save_model(*given, sharded=sharded, frozen=frozen)
 
     def _refuse_local(self, doing: str) -> None:
         local = [name for flat in self._engine.flats if flat.is_local for name in flat.names]

@@ -20,6 +20,7 @@ from torch import Tensor
 from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
+from poplar.checkpoint.frozen_base import base_of, check_base, description_of
 from poplar.checkpoint.random_state import check_random_state, set_random_state
 from poplar.checkpoint.save import RANK, SCALER, STATE
 from poplar.checkpoint.saved_names import check_model, read_groups, saved_optimizer_keys
@@ -49,7 +50,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load the training state in place. Collective, between steps.
 
-    The number of ranks, stage, shares and units may differ from those of the save. With the same
+    The number of ranks, stage, shares and units may differ from those of the save. Of adapters that
+    were saved alone, the base stays as it is. With the same
     plan training goes on with the same bits; the random states of the ranks are restored if there
     are as many ranks. Checkpoints that `torch.distributed.checkpoint` wrote of `{"model": ...,
     "optim": ...}`, as its `get_state_dict` returns them, can be loaded too; they have no checksums.
@@ -109,7 +111,9 @@ class Load:
         self.parts, self.opened = parts, opened
         self._check_class()
         values = model_values(parts)
-        self._model = {n: v for n, v in values.items() if not is_extra_state(n)}
+        base = self._base_elsewhere(values)
+        stored = {name: value for name, value in values.items() if name not in base}
+        self._model = {n: v for n, v in stored.items() if not is_extra_state(n)}
         self._check_values()
         self._stored_names = check_model(opened, self._model)
         keys = saved_optimizer_keys(opened, parts)
@@ -121,7 +125,7 @@ class Load:
         self._values = dict(self._value_targets())
         opened.check_complete(self._values)
         opened.check_complete(self._to_read)
-        self._read_further_values(wanted, values.keys() - self._model.keys())
+        self._read_further_values(wanted, stored.keys() - self._model.keys())
 
     def _read_further_values(self, wanted: Mapping[str, Any], extra_states: Iterable[str]) -> None:
         """Read what is neither a parameter nor optimizer state; nothing changes."""
@@ -229,6 +233,15 @@ class Load:
             for name, value in self._own["buffers"].items():
                 buffers[name].copy_(value)
             set_random_state(self._own["random"], parts.engine.flats[0].device)
+
+    def _base_elsewhere(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The entries of the model that are not in a checkpoint of adapters alone."""
+        if self.opened.manifest is None or not self.opened.manifest.base:
+            return {}
+        base = base_of(self.parts.engine, values)
+        own = description_of(self.parts.engine, base)
+        check_base(self.opened.folder, self.opened.manifest.base, own)
+        return base
 
     def _check_values(self) -> None:
         model = self.parts.engine.model

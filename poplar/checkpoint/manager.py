@@ -38,6 +38,7 @@ class CheckpointManager:
             the highest steps. None: all.
         asynchronous: `save` returns when the state has been copied to host memory, of the size of
             what this rank writes, and a thread writes the copy.
+        frozen: as for `save_checkpoint`.
 
     Raises:
         ValueError: `keep` is less than 1.
@@ -51,6 +52,7 @@ class CheckpointManager:
         state: Mapping[str, Any] | None = None,
         keep: int | None = None,
         asynchronous: bool = False,
+        frozen: bool | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}; None keeps all checkpoints")
@@ -61,7 +63,7 @@ class CheckpointManager:
         self._state = state if state is not None else {}
         self._keep = keep
         self._asynchronous = asynchronous
-        self._saver = Saver(optimizer, asynchronous=asynchronous)
+        self._saver = Saver(optimizer, asynchronous=asynchronous, frozen=frozen)
         self._pending: PendingSave | None = None
 
     @property

@@ -18,6 +18,7 @@ from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.files.manifest import Manifest
 from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name, remove
 from poplar.checkpoint.files.staging import Staging
+from poplar.checkpoint.frozen_base import base_of, description_of, saves_base
 from poplar.checkpoint.random_state import random_state
 from poplar.checkpoint.save_plan import Agreement, Content, digest
 from poplar.checkpoint.state_dicts.place import canonical
@@ -25,9 +26,11 @@ from poplar.checkpoint.training_state import (
     Checkpointed,
     TrainingParts,
     check_idle,
+    model_values,
     saved_entries,
 )
 from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.opaque_parameter import is_opaque_buffer, opaque_tensors
 
 STATE = "poplar.state."
 RANK = "poplar.rank."
@@ -35,18 +38,24 @@ SCALER = "poplar.scaler"
 
 
 def save_checkpoint(
-    folder: str | Path, optimizer: Checkpointed, *, state: Mapping[str, Any] | None = None
+    folder: str | Path,
+    optimizer: Checkpointed,
+    *,
+    state: Mapping[str, Any] | None = None,
+    frozen: bool | None = None,
 ) -> None:
     """Save the training state in a new folder. Collective, between steps.
 
     Model, optimizer, plan and the random states of all ranks are saved. Nothing is gathered: every
     rank writes its part. Any plan, stage and number of ranks can load it, and so can
-    `torch.distributed.checkpoint.load` without Poplar.
+    `torch.distributed.checkpoint.load` without Poplar. Of a PEFT model, or on a quantised base,
+    adapters are saved alone; they load into a model with the same base.
 
     Args:
         folder: a folder that all ranks see. It appears when the checkpoint is complete.
         state: by name, further objects with `state_dict` and `load_state_dict` (a scheduler, a
             sampler, a scaler), or values that can be pickled. Equal on all ranks.
+        frozen: frozen parameters are saved, too; default: unless adapters are saved alone.
 
     Raises:
         FileExistsError: the folder exists.
@@ -54,7 +63,7 @@ def save_checkpoint(
         PoplarError: a trained parameter has values that are NaN or infinite.
         RankFailed: another rank failed. Nothing remains of the checkpoint.
     """
-    save_now(folder, optimizer, state=state)
+    save_now(folder, optimizer, state=state, frozen=frozen)
 
 
 def save_now(
@@ -64,10 +73,12 @@ def save_now(
     state: Mapping[str, Any] | None = None,
     step: int | None = None,
     replaces: bool = False,
+    frozen: bool | None = None,
 ) -> None:
-    """Save, and return when the checkpoint is complete. Arguments as for `Saver.start`."""
+    """Save, and return when the checkpoint is complete. Arguments as for `Saver`."""
     with optimizer.collective_calls.running("save_checkpoint()"):
-        Saver(optimizer).start(folder, state=state, step=step, replaces=replaces).wait()
+        saver = Saver(optimizer, frozen=frozen)
+        saver.start(folder, state=state, step=step, replaces=replaces).wait()
 
 
 class Saver:
@@ -76,10 +87,13 @@ class Saver:
     Args:
         optimizer: as for `save_checkpoint`.
         asynchronous: what this rank writes is copied, so that training may go on meanwhile.
+        frozen: as for `save_checkpoint`.
     """
 
-    def __init__(self, optimizer: Checkpointed, *, asynchronous: bool = False) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, optimizer: Checkpointed, *, asynchronous: bool = False, frozen: bool | None = None
+    ) -> None:
+        self._optimizer, self._frozen = optimizer, frozen
         self._agreement = Agreement()
         self._staging = Staging() if asynchronous else None
 
@@ -109,9 +123,10 @@ class Saver:
         def prepare() -> Content:
             check_idle(parts, "save_checkpoint()")
             values = {name: state_of(value) for name, value in (state or {}).items()}
+            frozen = _saves_base(parts, self._frozen)
             if rank == 0:
                 _make_folder(path, replaces)
-            return _content(parts, values)
+            return _content(parts, values, frozen)
 
         pending: list[PendingSave] = []
         try:
@@ -129,7 +144,7 @@ class Saver:
                     values=values if self._staging is None else self._staging.copy(values),
                     metadata=agreement.metadata,
                     aliases=content.entries.aliases,
-                    manifest=_manifest(parts, content.state, step),
+                    manifest=_manifest(parts, content, step),
                     plan=None if parts.plan is None else json.dumps(parts.plan.to_dict(), indent=2),
                     replaces=replaces,
                     timeout_seconds=control.group.timeout.total_seconds(),
@@ -148,12 +163,21 @@ class Saver:
         return pending[0]
 
 
-def _content(parts: TrainingParts, values: Mapping[str, Any]) -> Content:
+def _saves_base(parts: TrainingParts, frozen: bool | None) -> bool:
+    if frozen and opaque_tensors(parts.engine.model):
+        raise ValueError(
+            "frozen=True, but quantised parameters cannot be loaded in place; leave frozen= out to "
+            "save the adapters, and save the whole model with optimizer.save_model(frozen=True)"
+        )
+    return saves_base(parts.engine.model, frozen)
+
+
+def _content(parts: TrainingParts, values: Mapping[str, Any], frozen: bool) -> Content:
     """The training state, the random state of this rank and, on the first one, scaler and `state`.
 
     Local.
     """
-    entries = saved_entries(parts)
+    entries = saved_entries(parts, frozen=frozen)
     rank, device = parts.engine.control.group.rank, parts.engine.flats[0].device
     own_buffers: dict[str, Tensor] = {}
     own = {"random": random_state(device), "buffers": own_buffers}
@@ -166,8 +190,13 @@ def _content(parts: TrainingParts, values: Mapping[str, Any]) -> Content:
     return Content(
         entries=replace(entries, values={**entries.values, **extra}, paths=paths),
         state={name: digest(value) for name, value in values.items()},
-        buffers={canonical(name): buffer for name, buffer in parts.engine.model.named_buffers()},
+        buffers={
+            canonical(name): buffer
+            for name, buffer in parts.engine.model.named_buffers()
+            if frozen or not is_opaque_buffer(buffer)
+        },
         own_buffers=own_buffers,
+        has_base=frozen,
     )
 
 
@@ -187,9 +216,11 @@ def _make_folder(path: Path, replaces: bool) -> None:
     aside.mkdir(parents=True)
 
 
-def _manifest(parts: TrainingParts, state: Mapping[str, Any], step: int | None) -> Manifest:
+def _manifest(parts: TrainingParts, content: Content, step: int | None) -> Manifest:
     import poplar
 
+    engine = parts.engine
+    base = {} if content.has_base else base_of(engine, model_values(parts))
     return Manifest(
         step=step,
         world_size=parts.engine.control.group.size,
@@ -202,9 +233,10 @@ def _manifest(parts: TrainingParts, state: Mapping[str, Any], step: int | None) 
         },
         computes_in={
             canonical(name): str(flat.dtype).removeprefix("torch.")
-            for flat in parts.engine.trained
+            for flat in engine.trained
             if flat.dtype is not torch.float32
             for name in flat.names
         },
-        state=tuple(sorted(state)),
+        state=tuple(sorted(content.state)),
+        base=description_of(engine, base),
     )

@@ -44,6 +44,8 @@ class Content:
     buffers: Mapping[str, Tensor]
     own_buffers: dict[str, Tensor]
     """Part of `entries`: the buffers that differ from the first rank's, once that is known."""
+    has_base: bool
+    """Whether frozen parameters are part of `entries`."""
 
 
 class Agreement:

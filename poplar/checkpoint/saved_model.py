@@ -10,13 +10,16 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from poplar.checkpoint.frozen_base import base_of, saves_base
 from poplar.comm import Control
 from poplar.comm.copies import to_bytes
 from poplar.comm.shard_layout import Layout
@@ -47,21 +50,37 @@ class Catalog:
 
 
 def save_model(
-    engine: Engine, control: Control, model: nn.Module, path: Path, *, sharded: bool
+    engine: Engine,
+    control: Control,
+    model: nn.Module,
+    path: Path,
+    *,
+    sharded: bool,
+    frozen: bool | None,
 ) -> None:
-    """Write all weights and buffers, tied ones once. Collective.
+    """Write weights and buffers, tied ones once. Collective.
 
     Args:
         path: a file, which rank 0 writes; or, if `sharded`, a folder that all ranks see.
         sharded: every rank writes the parameters of which it holds the largest part, and rank 0
             buffers and an index.
+        frozen: as for `save_checkpoint`. Quantised parameters are unsharded on all ranks for it.
     """
+    whole = saves_base(model, frozen)
+    gathers = whole and any(unit.opaque for unit in engine.units)
+    with engine.values.unsharded(writeback=False) if gathers else nullcontext():
+        _save(engine, control, model, path, sharded=sharded, whole=whole)
+
+
+def _save(
+    engine: Engine, control: Control, model: nn.Module, path: Path, *, sharded: bool, whole: bool
+) -> None:
     doing, rank = f"save_model({str(path)!r})", control.group.rank
 
     def on_all_ranks(work: Callable[[], T]) -> T:
         return run_on_all_ranks(control, work, doing=doing)
 
-    catalog = on_all_ranks(lambda: _prepare(engine, model, path, sharded))
+    catalog = on_all_ranks(lambda: _prepare(engine, model, path, sharded, whole))
     owners = {flat: _owners(flat, engine.comm.group.size, sharded) for flat in engine.flats}
     files = _files(catalog, owners, path, sharded)
     writer = Writer(*files[rank], catalog.tied) if rank in files else None
@@ -78,7 +97,7 @@ def save_model(
         on_all_ranks(lambda: write_index(path, files) if rank == 0 else None)
 
 
-def _prepare(engine: Engine, model: nn.Module, path: Path, sharded: bool) -> Catalog:
+def _prepare(engine: Engine, model: nn.Module, path: Path, sharded: bool, whole: bool) -> Catalog:
     """Check that the model can be saved there. Local."""
     if engine.scheduler.active:
         raise RuntimeError("save_model() inside a pass; end the backward first")
@@ -95,13 +114,18 @@ def _prepare(engine: Engine, model: nn.Module, path: Path, sharded: bool) -> Cat
     first: dict[int | tuple[int, torch.Size, torch.dtype], str] = {}
     with engine.values.naming_parameters():
         state = model.state_dict(keep_vars=True)
+    base = {} if whole else base_of(engine, state)
     for name, value in state.items():
-        if not isinstance(value, Tensor) or value.dtype not in DTYPES:
-            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        if name in base:
+            continue
+        is_wrapper = is_traceable_wrapper_subclass(value)
+        if is_wrapper or not isinstance(value, Tensor) or value.dtype not in DTYPES:
+            is_plain = isinstance(value, Tensor) and not is_wrapper
+            kind = value.dtype if is_plain else type(value).__name__
             raise TypeError(
                 f"state_dict() has {name!r}, which is {kind}; safetensors cannot store it"
             )
-        if id(value) not in known and engine.strategy.shards_parameters:
+        if id(value) not in known and not engine.values.are_readable:
             raise TypeError(
                 f"state_dict() computes {name!r}, but the parameters are sharded (stage 3); save "
                 "it yourself, inside full_parameters()"

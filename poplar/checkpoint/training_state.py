@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from poplar.checkpoint.frozen_base import base_of
 from poplar.checkpoint.state_dicts.place import Place, canonical, names_of, places_of
 from poplar.values.plan import Plan
 from poplar.zero.collective_calls import CollectiveCalls
@@ -81,8 +82,13 @@ def model_values(parts: TrainingParts) -> dict[str, Any]:
     return found
 
 
-def saved_entries(parts: TrainingParts) -> Entries:
-    """This rank's part of model and optimizer. Views: nothing is copied or sent."""
+def saved_entries(parts: TrainingParts, *, frozen: bool) -> Entries:
+    """This rank's part of model and optimizer. Views: nothing is copied or sent.
+
+    Args:
+        parts: of the training.
+        frozen: the base of adapters, too.
+    """
     rank = parts.engine.comm.group.rank
     shards = {
         id(place.parameter): place.saved_shard(stored_values(place.flat), place.flat.owned[0], rank)
@@ -91,7 +97,11 @@ def saved_entries(parts: TrainingParts) -> Entries:
     model: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, value in model_values(parts).items():
+    whole = model_values(parts)
+    base = {} if frozen else base_of(parts.engine, whole)
+    for name, value in whole.items():
+        if name in base:
+            continue
         stored = first.setdefault(id(value), name) if isinstance(value, Tensor) else name
         if stored != name:
             aliases[f"model.{name}"] = f"model.{stored}"

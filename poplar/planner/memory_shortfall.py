@@ -144,6 +144,8 @@ def _shortfall(
     samples = {0: "no samples", 1: "one sample"}.get(batch, f"{batch} samples")
     has_state = share and costs.shares_matter
     state = f" and {100 * share:.1f} % of the sharded state" if has_state else ""
+    frozen = sum(costs.cluster.model.unit_frozen_bytes)
+    base = f" (the model has {format_bytes(frozen)} of frozen parameters)" if frozen else ""
     if (has_state or not costs.shares_matter) and device.state_on_host:
         state += (
             f"{'' if state else ' with the optimizer state'}, as far as possible in host memory"
@@ -151,7 +153,7 @@ def _shortfall(
     sentence = (
         f"rank {rank} ({device.name}) needs at least {format_bytes(needed[rank])} "
         f"for {samples}{state}, but may use {format_bytes(memory.limit)} of "
-        f"{format_bytes(device.memory_bytes)}: {format_bytes(missing[rank])} too little"
+        f"{format_bytes(device.memory_bytes)}: {format_bytes(missing[rank])} too little{base}"
     )
     by_rank = {rank: lacking for rank, lacking in enumerate(missing) if lacking > 1.0}
     return Shortfall(costs.stage, math.fsum(missing), by_rank, sentence)

@@ -19,9 +19,11 @@ from accelerate import Accelerator
 from launched import as_launched, three_ranks
 from quantized import BATCH, OPTIONS, STEPS, adapted, collated, loss_fn, samples, trained_values
 from ranks import Pool
+from safetensors.torch import load_file
 from subset import choose
 from tokenizers import Tokenizer, models
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.utils.data import DataLoader
 from trainers import arguments
 from transformers import PreTrainedTokenizerFast
@@ -62,12 +64,8 @@ def whole(model: Any, optimizer: HeteroZeroOptimizer) -> dict[str, Tensor]:
 
 def by_optimizer(kind: str, stage: int, folder: str, shares: Any = SHARES) -> Result:
     model, plan = adapted(kind), plan_of(stage, shares)
-    optimizer = HeteroZeroOptimizer(
-        model, torch.optim.AdamW, plan=plan, process_group=pool.group(), **OPTIONS
-    )
-    sampler = poplar.HeteroBatchSampler(STEPS * BATCH, plan, shuffle=False, rank=pool.rank())
-    loader = DataLoader(samples(), batch_sampler=sampler, collate_fn=collated)
-    losses = [float(optimizer.train_step(loss_fn, batch).loss) for batch in loader]
+    optimizer = optimizer_of(model, plan)
+    losses = [float(optimizer.train_step(loss_fn, b).loss) for b in batches_of(plan, STEPS)]
     return losses, whole(model, optimizer)
 
 
@@ -232,12 +230,8 @@ def profiled(kind: str) -> tuple[bool, float, float, str]:
     cut = (p.nbytes for inside in parts for p in inside if len(inside) == 1 or p.nbytes > 1024)
     counted = sum(cluster.model.unit_frozen_bytes) / sum(cut)
     plan = poplar.search(cluster, global_batch=BATCH, stages=(3,))
-    optimizer = HeteroZeroOptimizer(
-        model, torch.optim.AdamW, plan=plan, process_group=pool.group(), **OPTIONS
-    )
-    sampler = poplar.HeteroBatchSampler(BATCH, plan, shuffle=False, rank=pool.rank())
-    (loader,) = DataLoader(samples(), batch_sampler=sampler, collate_fn=collated)
-    loss = float(optimizer.train_step(loss_fn, loader).loss)
+    (first,) = batches_of(plan, 1)
+    loss = float(optimizer_of(model, plan).train_step(loss_fn, first).loss)
     return unchanged, counted, loss, cluster.identity["model"]
 
 
@@ -250,3 +244,82 @@ def test_profiling_counts_the_bytes_of_a_base_and_leaves_it_unchanged(three: Poo
             assert loss == pytest.approx(quantized.one_process(kind)[0][0], rel=1e-4)
             identities.add(identity)
     assert len(identities) == len(quantized.BASES)
+
+
+def optimizer_of(model: Any, plan: Plan) -> HeteroZeroOptimizer:
+    given = {"plan": plan, "process_group": pool.group()}
+    return HeteroZeroOptimizer(model, torch.optim.AdamW, **given, **OPTIONS)
+
+
+def batches_of(plan: Plan, steps: int) -> list[dict[str, Tensor]]:
+    sampler = poplar.HeteroBatchSampler(steps * BATCH, plan, shuffle=False, rank=pool.rank())
+    return list(DataLoader(samples(), batch_sampler=sampler, collate_fn=collated))
+
+
+def saved_and_loaded(kind: str, stage: int, folder: str) -> tuple[list[float], str]:
+    """The loss of a step after a save, and of the same step after a load at another stage; and the
+    error of a load on another base.
+    """
+    plan, other = plan_of(stage), plan_of((stage + 2) % 4, OTHER_SHARES)
+    optimizer = optimizer_of(adapted(kind), plan)
+    *batches, last = batches_of(plan, 3)
+    for batch in batches:
+        optimizer.train_step(loss_fn, batch)
+    poplar.save_checkpoint(f"{folder}/state", optimizer)
+    optimizer.save_model(f"{folder}/adapters.safetensors")
+    if kind == "4-bit":
+        optimizer.save_model(f"{folder}/whole.safetensors", frozen=True)
+    losses = [float(optimizer.train_step(loss_fn, last).loss)]
+    again = optimizer_of(adapted(kind), other)
+    poplar.load_checkpoint(f"{folder}/state", again)
+    losses.append(float(again.train_step(loss_fn, last).loss))
+    unlike = optimizer_of(adapted("int8" if kind == "4-bit" else "4-bit"), plan)
+    with pool.catching() as errors:
+        poplar.load_checkpoint(f"{folder}/state", unlike)
+    return losses, errors[0].message
+
+
+SAVED = [(kind, stage) for kind in quantized.BASES for stage in range(4)]
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(("kind", "stage"), choose(quick=[("4-bit", 3), ("int8", 1)], full=SAVED))
+def test_adapters_are_saved_alone_and_load_on_the_same_base(three, tmp_path, kind, stage) -> None:
+    for (first, again), error in three.run(saved_and_loaded, kind, stage, str(tmp_path)):
+        assert again == pytest.approx(first, rel=1e-5)
+        assert "adapters of another base" in error
+    model = adapted(kind)
+    adapters = load_file(tmp_path / "adapters.safetensors")
+    assert adapters.keys() == trained_values(model).keys()
+    stored = FileSystemReader(tmp_path / "state").read_metadata().state_dict_metadata
+    of_model = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+    assert of_model == adapters.keys()
+    model.load_state_dict(adapters, strict=False)
+    if kind == "4-bit":
+        torch.testing.assert_close(
+            load_file(tmp_path / "whole.safetensors"), dict(model.state_dict()), rtol=0, atol=0
+        )
+
+
+def merged(kind: str, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The adapters after some steps, and the model into which PEFT has merged them."""
+    model, plan = adapted(kind), plan_of(stage)
+    optimizer = optimizer_of(model, plan)
+    for batch in batches_of(plan, 2):
+        optimizer.train_step(loss_fn, batch)
+    with optimizer.full_parameters():
+        adapters = trained_values(model)
+        state = model.merge_and_unload().state_dict()
+        return adapters, {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("stage", choose(quick=[3], full=[0, 1, 2, 3]))
+def test_peft_merges_inside_full_parameters(three: Pool, stage: int) -> None:
+    for adapters, state in three.run(merged, "4-bit", stage):
+        alone = adapted("4-bit")
+        alone.load_state_dict(adapters, strict=False)
+        expected = alone.merge_and_unload().state_dict()
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=0)

@@ -576,3 +576,30 @@ def test_a_hundred_slightly_different_ranks_are_planned():
     cluster = ClusterProfile(devices=devices, model=model, network=network, overlap=0.5)
     plan = search(cluster, global_batch=8 * ranks, stages=(3,))
     assert plan.prediction["optimality_gap"] < 0.01
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_plan_may_fit_because_the_base_is_quantised(stage):
+    """Adapters on 8 billion weights, on four ranks of 9 GiB, or of 3 GiB at stage 3."""
+    numel, units = 8 * 10**9, 32
+    memory = (9 if stage == 0 else 3) << 30
+    points = (BatchPoint(batch=1, seconds=1.0, activation_bytes=1 << 30),)
+    device = DeviceProfile(
+        name="small", memory_bytes=memory, points=points, optimizer_seconds=0.001
+    )
+    network = NetworkProfile(
+        reduce_scatter_seconds=0.1,
+        all_gather_seconds=0.1,
+        send_seconds_per_byte=(1e-9,) * 4,
+        receive_seconds_per_byte=(1e-9,) * 4,
+    )
+
+    def plan_on(bytes_each):
+        frozen = (int(bytes_each * numel / units),) * units
+        model = ModelProfile(unit_numels=(1_000_000,) * units, unit_frozen_bytes=frozen)
+        cluster = ClusterProfile(devices=(device,) * 4, model=model, network=network)
+        return search(cluster, global_batch=4, stages=(stage,))
+
+    assert plan_on(0.55).samples(0) == 1
+    with pytest.raises(NoPlanFits, match=r"the model has 14.90 GiB of frozen parameters"):
+        plan_on(2.0)

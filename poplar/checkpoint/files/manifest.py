@@ -45,13 +45,17 @@ class Manifest:
     """By parameter that is not stored in the dtype in which the model computes, that dtype."""
     state: tuple[str, ...]
     """Names of what the caller added to the training state."""
+    base: Mapping[str, str] = field(default_factory=dict)
+    """By frozen parameter on which adapters were trained, and which was not saved, its shape and
+    what kind of values it has. Empty: everything was saved."""
     files: Mapping[str, Stored] = field(default_factory=dict)
     """By file name, what was written."""
 
     def to_text(self) -> str:
         """The content of the file."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
-        content["versions"], content["computes_in"] = dict(self.versions), dict(self.computes_in)
+        for name in ("versions", "computes_in", "base"):
+            content[name] = dict(content[name])
         content["files"] = {name: list(stored) for name, stored in self.files.items()}
         text = _sorted_text(content)
         return f'{{"crc32c": {crc32c(text.encode())}, {text[1:]}\n'
@@ -116,9 +120,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 def _checked(content: Mapping[str, Any]) -> Manifest:
     """The manifest; raises ValueError or TypeError for content of other types."""
     manifest = from_fields(Manifest, content)
-    for mapping in (manifest.versions, manifest.computes_in):
+    for mapping in (manifest.versions, manifest.computes_in, manifest.base):
         if not all(isinstance(text, str) for text in mapping.values()):
-            raise TypeError("versions and computes_in must be mappings to strings")
+            raise TypeError("versions, computes_in and base must be mappings to strings")
     for name, dtype in manifest.computes_in.items():
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"computes_in[{name!r}] must be a dtype, got {dtype!r}")

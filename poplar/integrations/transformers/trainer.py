@@ -33,6 +33,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Control
 from poplar.data import CollateMicroBatches, pytree, split_stream
 from poplar.data.lengths import padded_length
@@ -529,6 +530,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             run_on_all_ranks(optimizer.control, lambda: save({}), doing=doing)
             # Every rank sends its part, so no rank holds the whole model.
             optimizer.save_model(Path(folder) / SAFE_WEIGHTS_NAME)
+        elif sharded and getattr(self.model, "peft_config", None):
+            # The base stays sharded: maybe no rank could hold it.
+            adapters = _trained_values(self.model)
+            run_on_all_ranks(optimizer.control, lambda: save(adapters), doing=doing)
         else:
             with optimizer.full_parameters() if sharded else nullcontext():
                 run_on_all_ranks(optimizer.control, save, doing=doing)
@@ -615,6 +620,16 @@ def _length(features: Any) -> int:
     """Of the longest value of a sample."""
     values = features.values() if hasattr(features, "values") else [features]
     return max((len(value) for value in values if hasattr(value, "__len__")), default=0)
+
+
+def _trained_values(model: nn.Module) -> dict[str, Any]:
+    """The whole values of trained parameters, which may be sharded, by name. Collective."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    values = {name: value for name, value in model.state_dict().items() if name in trained}
+    return {
+        name: value.full_tensor() if isinstance(value, ShardTensor) else value
+        for name, value in values.items()
+    }
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
