@@ -21,7 +21,7 @@ from poplar.values.plan import Plan
 from poplar.zero.agreement import caught, raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
-from poplar.zero.optimizers.state_values import scaled
+from poplar.zero.optimizers.state_values import copy_value, scaled
 from poplar.zero.setup import compare_kernels, place_state
 from poplar.zero.unit import shares_by_unit
 from poplar.zero.update import ParameterRun, ShardedUpdate
@@ -278,7 +278,7 @@ def _add(
         values = state_of(run)
         if master is not None:
             whole = master[run.start : run.stop]
-            values[MASTER] = whole.view(run.shape_of(whole.numel()))
+            values[MASTER] = whole.view(run.shape_of(whole.numel())).clone()
         for position in range(run.first, run.last) if values else ():
             start = flat.offsets[position] - run.start
             index = indices[id(flat.parameters[position])]
@@ -310,7 +310,7 @@ def _of_parameter(value: Any, flat: FlatParameter, position: int, start: int, nu
         numel: elements of a state tensor; a tensor of another size belongs to all parameters.
     """
     if not isinstance(value, Tensor) or value.dim() != 1 or value.numel() != numel:
-        return _on_cpu(value)
+        return _on_cpu(copy_value(value))
     parameter = flat.parameters[position]
     part = value[start : start + parameter.numel()].view(parameter.shape)
     whole = torch.empty(parameter.shape, dtype=value.dtype, device="cpu")
@@ -318,5 +318,5 @@ def _of_parameter(value: Any, flat: FlatParameter, position: int, start: int, nu
 
 
 def _on_cpu(value: Any) -> Any:
-    """A copy of a tensor on the CPU, or any other value itself."""
-    return value.detach().clone().cpu() if isinstance(value, Tensor) else value
+    """A tensor on the CPU, or any other value itself."""
+    return value.cpu() if isinstance(value, Tensor) else value

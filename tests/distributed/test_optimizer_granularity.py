@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bitsandbytes
 import pytest
 import ranks as harness
 import torch
+import torchao.optim
 from ranks import Pool
 from torch import Tensor, nn
+from training import STAGES
 from whole_tensor_optimizers import Lamb, Preconditioned, build, matrices_and_rest, mean_loss
 
 import poplar
@@ -29,11 +32,14 @@ BATCHES = ((2, 1), (1, 1), (0, 1), (0, 0))
 
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bitsandbytes": (bitsandbytes.optim.AdamW8bit, {"lr": 1e-2}),
+    "torchao, 8 bits": (torchao.optim.AdamW8bit, {"lr": 1e-2}),
+    "torchao, 4 bits": (torchao.optim.AdamW4bit, {"lr": 1e-2}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
     "Lamb": (Lamb, {"granularity": "parameter"}),
     "Preconditioned": (Preconditioned, {"granularity": "parameter"}),
     "Muon and AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
 }
+BLOCKWISE = ("bitsandbytes", "torchao")
 MUON = {"optimizer_class": torch.optim.Muon, "lr": 0.02, "momentum": 0.9}
 
 
@@ -120,6 +126,12 @@ def train_beside(
 
 
 def train_in_all_ways(name: str, stage: int, folder: Path) -> list[int]:
+    # torchao compiles its step for each shape, which takes minutes on CPUs.
+    with mock.patch.object(torch, "compile", lambda function, **_: function):
+        return train_and_move(name, stage, folder)
+
+
+def train_and_move(name: str, stage: int, folder: Path) -> list[int]:
     """20 steps: with new shares, loaded state and a checkpoint in between; returns owned sizes."""
     model = build()
     oracle, plan = OneProcess(name, model), plan_of(stage, SHARES)
@@ -128,7 +140,7 @@ def train_in_all_ways(name: str, stage: int, folder: Path) -> list[int]:
     owned = [sum(flat.layout.size(r) for flat in optimizer._engine.flats) for r in range(4)]
     optimizer.apply_plan(replace(plan, shares=OTHER_SHARES))
     train_beside(oracle, model, optimizer, range(6, 10))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.load_state_dict(optimizer.state_dict())
     whole = optimizer.full_state_dict(0)
     poplar.save_checkpoint(folder, optimizer)
     optimizer.release()
@@ -152,11 +164,13 @@ def train_in_all_ways(name: str, stage: int, folder: Path) -> list[int]:
     return owned
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", CLASSES)
 def test_state_and_parameters_equal_one_process(
     ranks: Pool, name: str, stage: int, tmp_path: Path
 ) -> None:
+    if stage == 3 and not name.startswith(BLOCKWISE):
+        pytest.skip("refused: see below")
     owned = ranks.run(train_in_all_ways, name, stage, tmp_path / "saved")[0]
     if stage:
         largest = max(parameter.numel() for parameter in build().parameters())
