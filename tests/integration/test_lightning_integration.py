@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import bitsandbytes
 import lightning.pytorch as pl
 import pytest
 import ranks as pool
 import torch
+import torchao.optim
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from subset import choose
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import poplar
 from poplar.integrations.lightning import PoplarMonitor, PoplarStrategy, to_lightning_checkpoint
 from poplar.integrations.lightning.batches import EvenBatchSampler
+from poplar.integrations.lightning.configuration import OptimizerRecipe
 from poplar.monitoring import JsonLines
 
 SAMPLES, GLOBAL_BATCH, WIDTH = 46, 8, 32
@@ -151,6 +154,25 @@ def test_losses_and_logged_values_are_those_of_one_process(ranks, tmp_path, stag
     _, *reports = map(json.loads, (tmp_path / "progress.jsonl").read_text().splitlines())
     assert [report["step"] for report in reports] == [8, 16, 20]
     assert reports[-1]["loss"] == pytest.approx(module.losses[-1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.Muon, {"ns_steps": 3}),
+        (torch.optim.Adafactor, {"d": 2.0}),
+        (bitsandbytes.optim.AdamW, {"optim_bits": 8, "min_8bit_size": 8192}),
+        (bitsandbytes.optim.PagedAdamW8bit, {}),
+        (torchao.optim.AdamW8bit, {"block_size": 512}),
+    ],
+)
+def test_options_of_an_optimizer_are_found_where_its_class_keeps_them(cls, options):
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    given = cls([{"params": [parameter]}], lr=0.5, **options)
+    recipe = OptimizerRecipe.of(given)
+    assert recipe.options == {"lr": 0.5, **options}
+    assert recipe.groups == [{"params": [parameter]}]
+    recipe.optimizer_class(recipe.groups, **recipe.options)
 
 
 def train_by_length(folder: Path, lengths: list[int]) -> list[float]:

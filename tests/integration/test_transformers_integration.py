@@ -121,6 +121,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "in the order of the dataset": {"args": {"train_sampling_strategy": "sequential"}},
     "token counts": {"args": {"include_num_input_tokens_seen": "non_padding"}},
     "plain SGD": {"args": {"optim": "sgd", "max_grad_norm": 0.0}},
+    "8-bit optimizer": {"args": {"optim": "adamw_8bit"}},
+    "Adafactor": {"args": {"optim": "adafactor"}},
     "a mean over labels": {"model": lambda model: MeanForCausalLM(model.config)},
     "wide tail": {"args": {"num_train_epochs": 2, "max_steps": -1}, "samples": 55},
 }
@@ -302,6 +304,8 @@ def test_stop_resume_evaluate_predict_save_load(three, tmp_path, stage):
 @pytest.mark.parametrize("stage", PLANS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_train_with_equal_losses(three, tmp_path, feature, stage):
+    if (feature, stage) == ("Adafactor", 3):
+        pytest.skip("needs whole tensors")
     here = three.run(train_with_feature, feature, PLANS[stage], str(tmp_path))
     fresh_state()
     torch._dynamo.reset()

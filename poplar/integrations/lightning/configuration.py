@@ -141,6 +141,12 @@ class OptimizerRecipe:
             for name, value in defaults.items()
             if (name in known and value != known[name].default) or (takes_any and name not in known)
         }
+        kept = _kept_options(optimizer)
+        options |= {
+            name: kept[name]
+            for name in known.keys() & kept.keys() - defaults.keys()
+            if kept[name] != known[name].default
+        }
         groups = [
             {
                 name: value
@@ -150,6 +156,14 @@ class OptimizerRecipe:
             for group in optimizer.param_groups
         ]
         return OptimizerRecipe(type(optimizer), options, groups)
+
+
+def _kept_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Options that a class keeps as attributes, as torchao does, or in `args`, as bitsandbytes."""
+    args = dict(vars(optimizer.args)) if hasattr(optimizer, "args") else {}
+    if type(optimizer).__name__.endswith("bit"):  # which does not take its own number
+        args.pop("optim_bits", None)
+    return {**args, **{key: value for key, value in vars(optimizer).items() if key != "args"}}
 
 
 def check_configured(optimizers: Iterable[Any]) -> torch.optim.Optimizer:

@@ -53,6 +53,7 @@ from poplar.system.devices import describe
 from poplar.tuning.autotune import OPTIONS, tune
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
+from poplar.zero.optimizers.granularity import Granularity
 from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.steps.step_result import StepResult
 
@@ -80,7 +81,7 @@ class PoplarStrategy(DDPStrategy):
             None: as they are.
         lengths: of the samples of the training dataset, as for `HeteroBatchSampler` and
             `poplar.autotune`. Each micro-batch is then collated on its own.
-        units, communicator, allow_forward_state, on_nonfinite, timeout: as for
+        units, communicator, allow_forward_state, granularity, on_nonfinite, timeout: as for
             `HeteroZeroOptimizer`.
         process_group_backend: for `init_process_group`; None: by the device.
         tuning: further keyword arguments of `poplar.autotune`, such as `seconds` and `cache`.
@@ -100,6 +101,7 @@ class PoplarStrategy(DDPStrategy):
         units: Any = None,
         communicator: Any = "auto",
         allow_forward_state: bool = False,
+        granularity: Granularity | None = None,
         on_nonfinite: OnNonFinite = "raise",
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -126,7 +128,11 @@ class PoplarStrategy(DDPStrategy):
         self._lengths = lengths
         self._waits = timeout
         self._compute_dtype = compute_dtype
-        self._engine_options = {"units": units, "allow_forward_state": allow_forward_state}
+        self._engine_options = {
+            "units": units,
+            "allow_forward_state": allow_forward_state,
+            "granularity": granularity,
+        }
         self._training_options = {
             "communicator": communicator,
             "on_nonfinite": on_nonfinite,
