@@ -132,11 +132,16 @@ def _attempt_of_rank(
 
 def largest(width: int, limits: Sequence[int], shares: tuple[float, ...]) -> tuple[int, int]:
     """The most blocks that train, and the bytes of their base."""
-    low, high, found = 0, 2, 0
+    # A fifth more than a byte for two elements: scales, and what else a rank stores of a block.
+    block = LAYERS * width * width * 0.6
+    high = max(
+        2, int(min(limit / share for limit, share in zip(limits, shares, strict=True)) / block)
+    )
+    low, found = 0, 0
     while size := trains(high, width, limits, shares):
-        low, high, found = high, 2 * high, size
-    while high - low > max(1, low // 32):
-        middle = (low + high) // 2
+        low, high, found = high, high + max(1, high // 8), size
+    while high - low > max(1, high // 32):
+        middle = (low + high) // 2 if low else high - max(1, high // 8)
         if size := trains(middle, width, limits, shares):
             low, found = middle, size
         else:

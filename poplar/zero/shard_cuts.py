@@ -7,7 +7,6 @@ up for in the next ones, so that over the model it has its share but for one par
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter
@@ -39,22 +38,24 @@ def _nearest_layout(
 ) -> Layout:
     """The layout with the least sum of squared differences from the wanted sizes.
 
-    Only the points on both sides of each wanted boundary are candidates. Searched rank by rank: the
-    best way to have given away all elements before a point.
+    A boundary is one of the two points around the wanted one. Searched rank by rank: the best way
+    to have given away all elements before a point.
     """
-    points = {0, flat.numel}
-    for boundary in accumulate(wanted):
-        points.update(flat.cuts_around(boundary))
-    cuts = sorted(points)
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))]
-    best += [(float("inf"), (0,))] * (len(cuts) - 1)
-    for size, owns in zip(wanted, may_own, strict=True):
-        best = [
-            min(
-                (cost + (size - (cuts[end] - cuts[start])) ** 2, (*offsets, cuts[end]))
-                for start, (cost, offsets) in enumerate(best[: end + 1])
-                if owns or start == end
-            )
-            for end in range(len(cuts))
-        ]
-    return Layout(best[-1][1])
+    last = max(rank for rank, owns in enumerate(may_own) if owns)
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    boundary = 0.0
+    for rank, (size, owns) in enumerate(zip(wanted, may_own, strict=True)):
+        boundary = max(boundary, boundary + size) if rank < last else flat.numel
+        if owns:
+            best = {
+                end: min(
+                    (cost + (size - (end - start)) ** 2, (*offsets, end))
+                    for start, (cost, offsets) in best.items()
+                    if start <= end
+                )
+                for end in set(flat.cuts_around(boundary))
+                if end >= min(best)
+            }
+        else:
+            best = {end: (cost, (*offsets, end)) for end, (cost, offsets) in best.items()}
+    return Layout(min(found for end, found in best.items() if end == flat.numel)[1])

@@ -135,6 +135,8 @@ class Training:
         blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
         self.model = nn.Sequential(*blocks, nn.Linear(8, 1)).to(harness.device())
         for block in blocks:
+            codes = torch.ones(2048, dtype=torch.int8, device=harness.device())
+            block.codes = nn.Parameter(codes, requires_grad=False)  # sharded as bytes at stage 3
             block.register_forward_pre_hook(user_forward_hook)
         shares, micro_batches = (0.6, 0.4), ((2, 1), (1, 0))
         plan = Plan(stage=case.stage, global_batch=4, micro_batches=micro_batches, shares=shares)
