@@ -1,0 +1,265 @@
+"""The largest model that ranks with unequal memory train, with and without state in host memory.
+
+python benchmarks/largest_model.py --limits 8 4 2 2 --output rows.jsonl
+
+`RLIMIT_DATA` enforces the limits. What Poplar keeps in host memory is in shared memory, which does
+not count. Poplar trains plans of the planner at stage 3, FSDP2 equal shares, both in bf16 with fp32
+masters; one sample per rank, two steps. FSDP2 with its CPU offload is computed: CPU ranks have no
+device to offload from. It keeps all values, gradients and state on the host, so devices hold what
+one block needs, and the host's memory, here as large as that of all ranks together, limits it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import process_memory
+import torch
+from emulation import Ranks
+from head_to_head.clusters import Cluster, OpenCluster
+from head_to_head.workers import WorkerContext, Workers, WorkersFailed
+from rows import Column, Row, Target, new_console, new_parser, print_targets, table_of, write_rows
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from poplar import HeteroZeroOptimizer, Plan
+from poplar.planner.memory_shortfall import NoPlanFits
+from poplar.planner.search import HostState, search
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.optimizers.flat_adamw import FlatAdamW
+
+MIB = 2**20
+LAYERS = 4
+"""Matrices of a block."""
+FSDP2_STATE_BYTES = 16
+"""Per element: values, gradients and both moments in fp32."""
+HELD_BYTES = 4 * MIB
+"""What threads and the allocator take beside tensors."""
+WANTED = 1.5
+COLUMNS = (
+    *(Column(name, name) for name in ("limits", "engine", "blocks")),
+    Column("million parameters", lambda row: row["numel"] / 1e6, "{:.1f}"),
+    Column("state on host by rank", "host_state"),
+)
+
+
+class Block(nn.Module):
+    """Residual layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of a batch."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def model_of(blocks: int, width: int) -> nn.Sequential:
+    """A model on meta, so that each rank makes its share only."""
+    with torch.device("meta"):
+        return nn.Sequential(*(Block(width) for _ in range(blocks)))
+
+
+def plan_of(blocks: int, width: int, limits: Sequence[int], host_state: HostState) -> Plan | None:
+    """The planner's plan; None: none fits."""
+    devices = tuple(
+        DeviceProfile(
+            name=f"{limit // MIB} MiB",
+            memory_bytes=limit,
+            points=(BatchPoint(batch=1, seconds=0.01, activation_bytes=MIB),),
+            optimizer_seconds=0.01,
+            host_optimizer_seconds=0.1,
+            host_memory_bytes=10**12,
+            held_bytes=HELD_BYTES,
+        )
+        for limit in limits
+    )
+    rates = (1e-9,) * len(limits)
+    model = ModelProfile(
+        unit_numels=(LAYERS * width**2,) * blocks,
+        unit_names=tuple(map(str, range(blocks))),
+        param_bytes=2.0,
+        grad_bytes=2.0,
+        optimizer_bytes=12.0,
+    )
+    network = NetworkProfile(
+        reduce_scatter_seconds=0.01,
+        all_gather_seconds=0.01,
+        send_seconds_per_byte=rates,
+        receive_seconds_per_byte=rates,
+        receive_buffers="step",
+    )
+    cluster = ClusterProfile(devices=devices, model=model, network=network)
+    try:
+        return search(cluster, global_batch=len(limits), stages=[3], host_state=host_state)
+    except NoPlanFits:
+        return None
+
+
+def keep_host_memory_apart() -> None:
+    """Put what is in host memory into shared memory, which `RLIMIT_DATA` does not count."""
+    divide, state_of = FlatParameter.divide, FlatAdamW._state_of
+
+    def divided(flat: FlatParameter, *args: Any) -> None:
+        divide(flat, *args)
+        if flat.is_hosted:
+            flat.master.share_memory_()
+
+    def shared_state_of(inner: FlatAdamW, values: Tensor) -> dict[str, Any]:
+        state = state_of(inner, values)
+        for name in ("exp_avg", "exp_avg_sq") if values.is_shared() else ():
+            state[name].share_memory_()
+        return state
+
+    FlatParameter.divide, FlatAdamW._state_of = divided, shared_state_of  # type: ignore[method-assign]
+
+
+def train_poplar(blocks: int, width: int, plan: Plan) -> None:
+    """Two steps of a plan."""
+    optimizer = HeteroZeroOptimizer(
+        model_of(blocks, width),
+        torch.optim.AdamW,
+        plan=plan,
+        units=list(map(str, range(blocks))),
+        compute_dtype=torch.bfloat16,
+        communicator="process_group",
+        lr=1e-3,
+    )
+    for _ in range(2):
+        optimizer.train_step(lambda m, x: m(x).float().square().mean(), torch.randn(1, width))
+
+
+def train_fsdp2(blocks: int, width: int, _: None = None) -> None:
+    """Two steps with equal shares."""
+    model = model_of(blocks, width)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for _ in range(2):
+        model(torch.randn(1, width)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def attempt(
+    context: WorkerContext,
+    train: Callable[[int, int, Any], None],
+    blocks: int,
+    width: int,
+    limits: tuple[int, ...],
+    plan: Plan | None,
+) -> None:
+    """Train under the limit of this rank."""
+    keep_host_memory_apart()
+    warm_up = None if plan is None else Plan.even(context.size, context.size, 1, 3)
+    torch.manual_seed(context.rank)
+    train(2, width, warm_up)  # libraries allocate, threads start
+    process_memory.release_freed_memory()
+    allowed = process_memory.private_bytes() + limits[context.rank]
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.RLIM_INFINITY))
+    try:
+        train(blocks, width, plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+
+
+def trains(
+    train: Callable[..., None], blocks: int, width: int, limits: Sequence[int], plan: Plan | None
+) -> bool:
+    """Whether all ranks train the model."""
+    cluster = OpenCluster(Cluster(name="model", cores=(0,) * len(limits)), Ranks(()), None)
+    try:
+        with Workers(cluster, f"{blocks} blocks") as workers:
+            workers.call(attempt, train, blocks, width, tuple(limits), plan)
+    except WorkersFailed as error:
+        if not any(word in str(error).lower() for word in ("memory", "allocate", "bad_alloc")):
+            raise
+        return False
+    return True
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """The most blocks that fit, to about 3 %."""
+    low, high = 1, 8
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 32):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def main() -> None:
+    """Find the largest model of each engine."""
+    options = parse_options()
+    process_memory.prepare_rank_processes()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    resource.setrlimit(resource.RLIMIT_STACK, (MIB, resource.RLIM_INFINITY))  # threads' count
+    unit = options.largest * MIB // max(options.limits)
+    limits, width = [unit * limit for limit in options.limits], options.width
+    numel = LAYERS * width**2
+    case = {"limits": ":".join(map(str, options.limits)), "largest_mib": options.largest}
+    rows: list[Row] = []
+
+    def add(engine: str, blocks: int, plan: Plan | None = None) -> None:
+        parts = " ".join(f"{part:.0%}" for part in plan.host_state) if plan is not None else ""
+        found = {"blocks": blocks, "numel": numel * blocks, "host_state": parts}
+        rows.append(Row.of("largest model", {**case, "width": width, "engine": engine}, found))
+
+    def planned_and_trains(blocks: int, host_state: HostState) -> bool:
+        plan = plan_of(blocks, width, limits, host_state)
+        return plan is not None and trains(train_poplar, blocks, width, limits, plan)
+
+    add("FSDP2", largest(lambda blocks: trains(train_fsdp2, blocks, width, limits, None)))
+    offloaded = sum(limits) // (FSDP2_STATE_BYTES * numel)
+    add("FSDP2, all offloaded (computed)", offloaded)
+    choices: tuple[tuple[str, HostState], ...] = (
+        ("Poplar", "never"),
+        ("Poplar, state on the host", "auto"),
+    )
+    for engine, host_state in choices:
+        blocks = largest(lambda blocks, how=host_state: planned_and_trains(blocks, how))
+        add(engine, blocks, plan_of(blocks, width, limits, host_state))
+    console = new_console()
+    console.print(table_of(rows, COLUMNS))
+    ratio = rows[3]["numel"] / rows[2]["numel"]
+    what = "largest model with state on the host over without"
+    target = Target(case=rows[0]["limits"], what=what, value=ratio, wanted=WANTED, at_most=False)
+    print_targets([target], console)
+    if options.output:
+        write_rows(options.output, rows)
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = new_parser(__doc__, quick="matrices of width 256, at most 64 MiB on a rank")
+    parser.add_argument("--limits", type=int, nargs="+", default=[8, 4, 2, 2], help="memory ratios")
+    parser.add_argument("--largest", type=int, default=320, help="MiB of the largest rank")
+    parser.add_argument("--width", type=int, default=512, help="of the matrices")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.width, options.largest = 256, 64
+    return options
+
+
+if __name__ == "__main__":
+    main()
