@@ -34,9 +34,11 @@ class Training:
         shares: tuple[float, ...] = SHARES[0],
         *,
         recompute: bool = False,
+        host_state: tuple[float, ...] = (),
         **options: Any,
     ) -> None:
         plan = Plan.manual(MICRO_BATCHES, stage=stage, passes=PASSES, shares=shares)
+        plan = replace(plan, host_state=host_state)
         first = sum(plan.samples(other) for other in range(own.rank))
         last = first + plan.samples(own.rank)
         self.batch = {

@@ -29,6 +29,8 @@ MEASURING = {
     "gpu_unequal": "--device cpu --case tiny_ranks --percent 50 50 --stage 1 --rounds 1 "
     "--seconds 0.5 --speed-seconds 0.2 --turn-seconds 0.1",
     "host_overhead": "--models llama-1.1b --ranks 4 --stages 3 --layers 2 --rounds 1 --steps 1",
+    "largest_base": "--limits 2 1 --largest 48 --width 512",
+    "largest_model": "--limits 2 1 --largest 24 --width 256",
     "memory": "--models convolutional --stages 3 --batches 1",
     "paper": "--quick --clusters A --models bert-large --stages 1",
     "per_tensor": "--quick",
@@ -40,7 +42,7 @@ MEASURING = {
 """Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
 SLOW = {
     *("allreduce", "checkpoint", "convergence", "gpu_unequal"),
-    *("host_overhead", "memory", "prediction", "train"),
+    *("host_overhead", "largest_base", "largest_model", "memory", "prediction", "train"),
 }
 """Only with --full: they start ranks or profile. Tests of their parts run always, and so does
 host_overhead.py in test_host_overhead_benchmark.py."""
