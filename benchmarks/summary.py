@@ -1,4 +1,5 @@
-"""The README's table: Poplar over the fastest peer of each ZeRO stage, with ranges over runs.
+"""The README's table: Poplar's part of the sum of speeds, then its speed over an equal split
+(`balance`) and over the fastest peer of each ZeRO stage, with ranges over runs.
 
 python benchmarks/summary.py
 
@@ -18,7 +19,7 @@ from rows import NOTHING, Row, markdown_table, read_rows
 
 ROWS = Path(__file__).parent / "results/train.jsonl"
 STAGES = (0, 1, 2, 3)
-FACTORS = ("balance", "transport", "engine")
+FACTORS = ("transport", "engine")
 
 Cases = dict[str, dict[int, list[Row]]]
 """Rows of Poplar's plan by cluster and stage, one per run."""
@@ -44,7 +45,7 @@ def speedup(rows: Sequence[Row]) -> str:
 
 
 def factor(rows: Sequence[Row], name: str) -> str:
-    """The lowest and the highest value of one of `FACTORS`, over runs and stages."""
+    """The lowest and the highest value of a factor of the speed-up, over runs and stages."""
     values = [row[name] for row in rows if row[name] is not None]
     return f"{min(values):.2f}–{max(values):.2f}x" if values else NOTHING
 
@@ -58,14 +59,14 @@ def fraction_of_sum(rows: Sequence[Row]) -> str:
 def markdown(cases: Cases) -> Iterator[str]:
     """The table, line by line."""
     by_stage = [f"stage {stage}" for stage in STAGES]
-    headings = ["ranks", "runs", *by_stage, *FACTORS, "of the sum of speeds"]
+    headings = ["ranks", "runs", "of the sum of speeds", "balance", *by_stage, *FACTORS]
     lines = []
     for cluster, stages in sorted(cases.items()):
         rows = [row for rows in stages.values() for row in rows]
         runs = str(len({row["run"] for row in rows}))
         speedups = [speedup(stages[stage]) for stage in STAGES]
-        factors = [factor(rows, name) for name in FACTORS]
-        lines.append([cluster, runs, *speedups, *factors, fraction_of_sum(rows)])
+        balance, *factors = (factor(rows, name) for name in ("balance", *FACTORS))
+        lines.append([cluster, runs, fraction_of_sum(rows), balance, *speedups, *factors])
     return markdown_table(headings, lines)
 
 
