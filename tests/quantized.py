@@ -30,7 +30,7 @@ def base_of(kind: str) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=WORDS,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=32,

@@ -205,6 +205,8 @@ class OpaqueBytes:
         self._replaced: tuple[Tensor, list[Tensor]] | None = None
         self._versions: tuple[int, ...] | None = ()
         """Of the holders when they were attached; None while they are detached."""
+        self._is_lost = False
+        """A forward has replaced the data of a holder."""
 
     def packed_bytes(self) -> Tensor:
         """All bytes, in new memory on this rank's device."""
@@ -253,7 +255,16 @@ class OpaqueBytes:
         (self.values, self._views), self._replaced = self._replaced, None
 
     def attach_parameters(self) -> None:
-        """Make the tensors views of `values`."""
+        """Make the tensors views of `values`.
+
+        Raises:
+            RuntimeError: a forward had replaced one of them, maybe with attributes of it.
+        """
+        if self._is_lost:
+            raise RuntimeError(
+                f"a forward has replaced a frozen tensor of unit {self.name!r} ({self.names[0]}, "
+                "...) while it was sharded; build the model and the optimizer again"
+            )
         for tensor, present, _ in self._classes:
             tensor.__class__ = present
         for tensor, view in zip(self.holders, self._views, strict=True):
@@ -268,8 +279,13 @@ class OpaqueBytes:
         """
         if self._versions is None:
             return
-        now = tuple(tensor._version for tensor in self.holders)
-        written = self._versions not in ((), now) and not self.has_lasting_values
+        written = False
+        if self._versions and not self.has_lasting_values:
+            both = zip(self.holders, self._views, strict=True)
+            self._is_lost = any(tensor.data_ptr() != view.data_ptr() for tensor, view in both)
+            written = self._is_lost or self._versions != tuple(
+                tensor._version for tensor in self.holders
+            )
         self._versions = None
         for tensor, placeholder in zip(self.holders, self._placeholders, strict=True):
             tensor.data = placeholder
@@ -278,7 +294,8 @@ class OpaqueBytes:
         if written:
             raise RuntimeError(
                 f"a forward wrote to a frozen tensor of unit {self.name!r} ({self.names[0]}, ...), "
-                "but at stage 3 it is sharded and the new values are lost; use stage 2"
+                "but at stage 3 it is sharded and the new values are lost; use stage 2. (On some "
+                "CPUs bitsandbytes rewrites 4-bit weights in evaluation mode; use evaluate())"
             )
 
 

@@ -272,6 +272,29 @@ def test_a_forward_that_writes_to_a_sharded_frozen_tensor_stops_all_ranks() -> N
         assert "wrote to a frozen tensor" in str(failure)
 
 
+class Replacing(WithIntegers):
+    """As 4-bit layers of bitsandbytes in evaluation mode on some CPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.weight.data = self.weight.data + 1
+        return super().forward(x)
+
+
+def train_after_a_forward_that_replaced_weights() -> None:
+    plan = plan_of(3)
+    optimizer = optimizer_of(model := build(Replacing).eval(), plan)
+    with harness.catching() as caught, torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    assert "wrote to a frozen tensor" in caught[0].message
+    optimizer.train_step(loss_of, own_part(plan))
+
+
+def test_no_training_goes_on_after_a_forward_has_replaced_a_sharded_frozen_tensor() -> None:
+    for failure in harness.one_off(3, train_after_a_forward_that_replaced_weights):
+        assert "build the model and the optimizer again" in str(failure)
+
+
 def refuse(kind: str) -> str:
     model = build(WithWrapper)
     if kind == "trained":
