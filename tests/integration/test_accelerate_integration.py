@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from accelerate import Accelerator
@@ -39,12 +40,14 @@ def a_scheduler(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
 
 
-def prepared(plan: poplar.Plan | None, accelerator: Accelerator, **options: Any) -> Any:
+def prepared(
+    plan: poplar.Plan | None, accelerator: Accelerator, cls: Any = torch.optim.AdamW, **options: Any
+) -> Any:
     loader = DataLoader(a_dataset(), batch_size=2, shuffle=True)
     return prepare(
         accelerator,
         a_model(),
-        torch.optim.AdamW,
+        cls,
         loader,
         loss_fn=loss_fn,
         plan=plan,
@@ -72,22 +75,22 @@ def run_loop(accelerator: Accelerator, parts: Any, save_at: int, folder: str) ->
     return norms
 
 
-def train_and_resume(plan: poplar.Plan, folder: str, save_at: int) -> Any:
+def train_and_resume(plan: poplar.Plan, folder: str, save_at: int, cls: Any) -> Any:
     as_launched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    norms = run_loop(accelerator, prepared(plan, accelerator), save_at, folder)
+    norms = run_loop(accelerator, prepared(plan, accelerator, cls), save_at, folder)
     fresh_state()
     again = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    parts = prepared(plan, again)
+    parts = prepared(plan, again, cls)
     again.load_state(folder)
     resumed = run_loop(again, parts, 0, folder)
     means = again.gather_for_metrics(torch.tensor([float(again.process_index)])).tolist()
     return norms, resumed, means, [group["lr"] for group in parts.optimizer.param_groups]
 
 
-def train_alone() -> tuple[list[float], float]:
+def train_alone(cls: Any) -> tuple[list[float], float]:
     model, dataset = a_model(), a_dataset()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = cls(model.parameters(), lr=0.05)
     scheduler = a_scheduler(optimizer)
     whole = poplar.Plan.even(1, global_batch=BATCH, micro_batch=BATCH, stage=0)
     sampler = HeteroBatchSampler(len(dataset), whole, rank=0)
@@ -102,30 +105,37 @@ def train_alone() -> tuple[list[float], float]:
     return norms, scheduler.get_last_lr()[0]
 
 
-@pytest.mark.parametrize("save_at", [3, 5])
-@pytest.mark.parametrize("stage", PLANS)
-def test_the_loop_equals_one_process_and_resumes(three, tmp_path, stage, save_at):
-    expected, rate = train_alone()
-    folder = str(tmp_path / "state")
-    for norms, resumed, means, rates in three.run(train_and_resume, PLANS[stage], folder, save_at):
+@pytest.mark.parametrize(
+    ("stage", "save_at", "cls"),
+    [
+        *((stage, save_at, torch.optim.AdamW) for stage in PLANS for save_at in (3, 5)),
+        (2, 3, torch.optim.Adafactor),
+        (3, 3, bitsandbytes.optim.AdamW8bit),
+    ],
+)
+def test_the_loop_equals_one_process_and_resumes(three, tmp_path, stage, save_at, cls):
+    expected, rate = train_alone(cls)
+    arguments = PLANS[stage], str(tmp_path / "state"), save_at, cls
+    for norms, resumed, means, rates in three.run(train_and_resume, *arguments):
         torch.testing.assert_close(norms, expected, rtol=1e-4, atol=1e-5)
         assert resumed == norms[save_at:], "the same bits after load_state"
         assert means == [0.0, 1.0, 2.0]
         assert rates == [pytest.approx(rate)]
 
 
-def train_under_a_measured_plan() -> Any:
+def train_under_a_measured_plan(cls: Any) -> Any:
     as_launched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     tuning = {"seconds": 2.0, "cache": False, "verify": False, "progress": False}
     engine = {"on_nonfinite": "skip", "allow_forward_state": True}  # not options of AdamW
-    parts = prepared(None, accelerator, tuning=tuning, **engine)
+    parts = prepared(None, accelerator, cls, tuning=tuning, **engine)
     return parts.optimizer.plan.global_batch, run_loop(accelerator, parts, 0, "unused")
 
 
-def test_without_a_plan_the_ranks_are_measured(three):
-    expected, _ = train_alone()
-    for global_batch, norms in three.run(train_under_a_measured_plan):
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_without_a_plan_the_ranks_are_measured(three, cls):
+    expected, _ = train_alone(cls)
+    for global_batch, norms in three.run(train_under_a_measured_plan, cls):
         assert global_batch == BATCH
         torch.testing.assert_close(norms, expected, rtol=1e-4, atol=1e-5)
 
