@@ -92,7 +92,8 @@ def train(rounds: int, size: str, path: str) -> None:
     plan = Plan(
         stage=STAGE, global_batch=samples, micro_batches=((samples // 2,),) * 2, shares=SHARES
     )
-    tokens = torch.randint(256, (samples // 2, config.context + 1))
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(256, (samples // 2, config.context + 1), generator=generator)
     batch = {"input": tokens[:, :-1], "target": tokens[:, 1:]}
     optimizers = {name: build(name, Llama(config), plan) for name in CLASSES}
     seconds: dict[str, list[float]] = {name: [] for name in CLASSES}
@@ -124,12 +125,11 @@ def build(name: str, model: Llama, plan: Plan) -> HeteroZeroOptimizer:
     cls, options = CLASSES[name]
     groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
     if "has_muon" in options:
-        inside = {id(p) for block in model.blocks for p in block.parameters() if p.dim() == 2}
-        kinds = [
-            [p for p in model.parameters() if (id(p) in inside) is own] for own in (True, False)
-        ]
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        known = {id(p) for p in matrices}
+        rest = [p for p in model.parameters() if id(p) not in known]
         muon = {"optimizer_class": torch.optim.Muon, "lr": 1e-3}
-        groups = [{"params": kinds[0], **muon}, {"params": kinds[1]}]
+        groups = [{"params": matrices, **muon}, {"params": rest}]
     return HeteroZeroOptimizer(model, cls, plan=plan, params=groups, lr=1e-3)
 
 

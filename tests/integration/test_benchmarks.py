@@ -32,6 +32,7 @@ MEASURING = {
     "largest_base": "--limits 2 1 --largest 48 --width 512",
     "largest_model": "--limits 2 1 --largest 24 --width 256",
     "memory": "--models convolutional --stages 3 --batches 1",
+    "optimizers": "--quick --rounds 1",
     "paper": "--quick --clusters A --models bert-large --stages 1",
     "per_tensor": "--quick",
     "prediction": "--quick --clusters 2:1 --models encoder --stages 1 --seconds 2 --steps 1",
@@ -42,7 +43,8 @@ MEASURING = {
 """Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
 SLOW = {
     *("allreduce", "checkpoint", "convergence", "gpu_unequal"),
-    *("host_overhead", "largest_base", "largest_model", "memory", "prediction", "train"),
+    *("host_overhead", "largest_base", "largest_model", "memory", "optimizers"),
+    *("prediction", "train"),
 }
 """Only with --full: they start ranks or profile. Tests of their parts run always, and so does
 host_overhead.py in test_host_overhead_benchmark.py."""
@@ -51,6 +53,7 @@ SHOWING = {
     "convergence": "--show convergence.jsonl",
     "gpu_step": "--show h100/overhead.jsonl",
     "gpu_unequal": "--show h100/unequal.jsonl",
+    "optimizers": "--show optimizers.jsonl",
     "pairs": "",
     "per_tensor": "--show per_tensor.jsonl --markdown",
     "per_tensor_measured": "",
