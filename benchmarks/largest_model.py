@@ -225,9 +225,14 @@ def main() -> None:
         found = {"blocks": blocks, "numel": numel * blocks, "host_state": parts}
         rows.append(Row.of("largest model", {**case, "width": width, "engine": engine}, found))
 
-    def planned_and_trains(blocks: int, host_state: HostState) -> bool:
-        plan = plan_of(blocks, width, limits, host_state)
-        return plan is not None and trains(train_poplar, blocks, width, limits, plan)
+    def largest_planned(host_state: HostState) -> tuple[int, Plan | None]:
+        """The largest model with a plan, of those that train, and its plan."""
+        blocks = largest(lambda number: plan_of(number, width, limits, host_state) is not None)
+        while not trains(
+            train_poplar, blocks, width, limits, plan := plan_of(blocks, width, limits, host_state)
+        ):
+            blocks -= max(1, blocks // 32)
+        return blocks, plan
 
     add("FSDP2", largest(lambda blocks: trains(train_fsdp2, blocks, width, limits, None)))
     offloaded = sum(limits) // (FSDP2_STATE_BYTES * numel)
@@ -237,8 +242,7 @@ def main() -> None:
         ("Poplar, state on the host", "auto"),
     )
     for engine, host_state in choices:
-        blocks = largest(lambda blocks, how=host_state: planned_and_trains(blocks, how))
-        add(engine, blocks, plan_of(blocks, width, limits, host_state))
+        add(engine, *largest_planned(host_state))
     console = new_console()
     console.print(table_of(rows, COLUMNS))
     ratio = rows[3]["numel"] / rows[2]["numel"]
