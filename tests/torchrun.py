@@ -132,6 +132,7 @@ def _run_alone(command: Sequence[str]) -> None:
     gc.freeze()  # tuning collects garbage often, and what was imported is none
     if command[0] == "-m":
         sys.argv = list(command[1:])
+        sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(command)

@@ -201,6 +201,11 @@ def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) 
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("there is no process group; launch the script with torchrun")
+    if accelerator.num_processes != dist.get_world_size():
+        raise ValueError(
+            f"the Accelerator counts {accelerator.num_processes} process, but there are "
+            f"{dist.get_world_size()} ranks; on ranks without GPU use Accelerator(cpu=True)"
+        )
     plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
     if any(getattr(accelerator.state, name, None) is not None for name in plugins):
         raise ValueError(

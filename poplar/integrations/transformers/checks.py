@@ -37,8 +37,20 @@ OWNED_METHODS = (
     "_prepare_inputs",
 )
 """Methods that the mixin replaces or relies on."""
-KNOWN_CLASSES = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "_BaseTrainer", "BaseTrainer")
-"""Trainer classes whose own versions of these methods are known to be replaceable."""
+KNOWN_CLASSES = (
+    "transformers.Trainer",
+    "transformers.Seq2SeqTrainer",
+    "trl.SFTTrainer",
+    "trl._BaseTrainer",
+    "trl.BaseTrainer",
+    "llamafactory.CustomSeq2SeqTrainer",
+    "llamafactory.CustomTrainer",
+    "axolotl.AxolotlTrainer",
+    "axolotl.OptimizerMixin",
+    "axolotl.ActivationOffloadingMixin",
+    "axolotl.LayerOffloadingMixin",
+)
+"""Package and class of trainers whose own versions of these methods are known to be replaceable."""
 
 
 def check_trainer(trainer: Any, mixin: type) -> None:
@@ -64,6 +76,11 @@ def _of_arguments(args: Any) -> Iterator[str]:
             "a script without process group: launch it with torchrun, as "
             "`torchrun --nproc-per-node 2 script.py`"
         )
+    elif args.world_size != dist.get_world_size():
+        yield (
+            f"TrainingArguments that count {args.world_size} process of {dist.get_world_size()}: "
+            "on ranks without GPU pass use_cpu=True"
+        )
     if getattr(args, "deepspeed", None):
         yield "deepspeed=...: leave it out, PoplarArguments(stage=...) is ZeRO"
     if getattr(args, "fsdp", None):
@@ -78,8 +95,9 @@ def _of_arguments(args: Any) -> Iterator[str]:
     if args.n_gpu > 1:
         yield "several GPUs in one process: launch one process per GPU with torchrun"
     for name in sorted(vars(args)):
-        of_process_group = name in ("ddp_backend", "ddp_timeout")
-        if name.startswith("ddp_") and not of_process_group and getattr(args, name) is not None:
+        # Unused parameters are found anyway. LLaMA-Factory sets this one by itself.
+        harmless = name in ("ddp_backend", "ddp_timeout", "ddp_find_unused_parameters")
+        if name.startswith("ddp_") and not harmless and getattr(args, name) is not None:
             yield f"{name}=...: there is no DistributedDataParallel; leave it out"
     if str(getattr(args.optim, "value", args.optim)) not in OPTIMIZERS:
         yield (
@@ -105,8 +123,9 @@ def _of_arguments(args: Any) -> Iterator[str]:
             "dataloader_in_order=False: ranks would train on parts of different global batches; "
             "leave it out"
         )
-    if getattr(args, "activation_offloading", False):
-        yield "activation_offloading=True: use activation (gradient) checkpointing"
+    for name in ("activation_offloading", "layer_offloading"):
+        if getattr(args, name, False):
+            yield f"{name}={getattr(args, name)}: use gradient_checkpointing, or stage 3"
     yield from _of_accelerator_config(args.accelerator_config)
 
 
@@ -139,7 +158,9 @@ def _of_class(trainer_class: type, mixin: type) -> Iterator[str]:
     behind = bases[bases.index(mixin) + 1 :]
     for name in OWNED_METHODS:
         owner = next((cls for cls in behind if name in vars(cls)), None)
-        if owner is not None and owner.__name__ not in KNOWN_CLASSES:
+        if owner is None:
+            continue
+        if f"{owner.__module__.partition('.')[0]}.{owner.__name__}" not in KNOWN_CLASSES:
             yield (
                 f"{owner.__name__}.{name}, which it would replace: put what it does into "
                 "compute_loss, the data collator or a callback, or override it in a class in front "

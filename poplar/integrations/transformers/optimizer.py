@@ -19,7 +19,8 @@ class TrainerOptimizer(HeteroZeroOptimizer):
         params: param groups, as `Trainer.create_optimizer` forms them.
         owner: the model; not named `model`, which `Trainer` would take for the parameters.
         optimizer_class: the class of the update.
-        options: further arguments of `HeteroZeroOptimizer`.
+        engine: further arguments of `HeteroZeroOptimizer`.
+        **options: of `optimizer_class`; trainers read the learning rate among them.
     """
 
     # Keeps `Accelerator.prepare` from wrapping it, which would load its state dict.
@@ -37,11 +38,12 @@ class TrainerOptimizer(HeteroZeroOptimizer):
         *,
         owner: nn.Module,
         optimizer_class: OptimizerFactory,
-        options: Mapping[str, Any],
+        engine: Mapping[str, Any],
+        **options: Any,
     ) -> None:
         groups = [group for group in params if group["params"]]
-        super().__init__(owner, optimizer_class, params=groups, **options)
-        self._skips_nonfinite = options.get("on_nonfinite") == "skip"
+        super().__init__(owner, optimizer_class, params=groups, **engine, **options)
+        self._skips_nonfinite = engine.get("on_nonfinite") == "skip"
 
     def train_step(self, *args: Any, **kwargs: Any) -> StepResult:
         """As of the base class. Collective."""

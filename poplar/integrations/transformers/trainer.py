@@ -359,13 +359,20 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             {
                 "owner": self.model,
                 "optimizer_class": optimizer_class,
-                "options": engine | options,
+                "engine": engine,
+                **options,
             },
         )
         try:
-            return cast(TrainerOptimizer, super().create_optimizer(*args, **kwargs))
+            made = super().create_optimizer(*args, **kwargs)
         finally:
             self.optimizer_cls_and_kwargs = given
+        if not isinstance(made, TrainerOptimizer):
+            raise ValueError(
+                f"{type(self).__name__} has made its own optimizer ({type(made).__name__}), which "
+                "updates whole parameters; leave out the option that asks for it"
+            )
+        return made
 
     def _optimizer_class_and_options(self) -> tuple[Any, dict[str, Any]]:
         given = self.optimizer_cls_and_kwargs
