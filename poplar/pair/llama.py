@@ -146,9 +146,9 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """`tokens` [batch, length]."""
         channels = self.size.width // self.size.heads
-        with tokens.device:
-            rates = 10_000.0 ** (-torch.arange(0, channels, 2).float() / channels)
-            angles = torch.outer(torch.arange(tokens.shape[1]).float(), rates)
+        device = tokens.device
+        rates = 10_000.0 ** (-torch.arange(0, channels, 2, device=device).float() / channels)
+        angles = torch.outer(torch.arange(tokens.shape[1], device=device).float(), rates)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, angles.cos(), angles.sin())
