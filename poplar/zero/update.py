@@ -392,7 +392,7 @@ class ShardedUpdate:
         """What the state consists of if these settings replace those of the param groups."""
 
         def probe(group: int, shape: Sequence[int], device: torch.device) -> dict[str, Any]:
-            values = torch.zeros(tuple(shape), device=device)
+            values = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
             values.grad = torch.zeros_like(values)
             cls = self._classes[group]
             merged = {**self.param_groups[group], **settings[group], "params": [values]}

@@ -148,8 +148,10 @@ def _problem_of_parts(
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     shape, cut = ((128, 96), 6000) if block is None else ((3, block), block)
-    start = torch.randn(shape, generator=generator, device="cpu")
-    gradients = [torch.randn(shape, generator=generator, device="cpu") for _ in range(3)]
+    start = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    gradients = [
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)
+    ]
     problems: list[str] = []
 
     def after(part: Callable[[Tensor], Tensor]) -> Tensor:
@@ -181,7 +183,7 @@ def _problem_of_whole(
     factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device
 ) -> str | None:
     """Why not even whole parameters can be divided among ranks; None: they can."""
-    values = torch.ones(8, 8, device=device)
+    values = torch.ones(8, 8, dtype=torch.float32, device=device)
     optimizer = factory([{"params": [values]}], **options)
     settings = [_settings(optimizer)]
     for _ in range(3):
