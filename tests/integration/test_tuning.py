@@ -303,7 +303,10 @@ def test_profile_of_another_job_raises(ranks: Pool, measured):
         ({"model": wider}, "another model: measured 'Perceptron .*', here 'Perceptron "),
         ({"compute_dtype": torch.bfloat16}, "another compute dtype: measured 'as the model is'"),
         ({"reduce_dtype": torch.bfloat16}, "another reduce dtype: measured 'torch.float32'"),
-        ({"optimizer_class": torch.optim.SGD}, "another optimizer: measured .*AdamW.* here .*SGD.*"),
+        (
+            {"optimizer_class": torch.optim.SGD},
+            "another optimizer: measured .*AdamW.* here .*SGD.*",
+        ),
         ({"amsgrad": True}, "another optimizer: measured"),
         ({"profile": elsewhere}, "another device: measured 'Another 9000', here"),
     ]
