@@ -202,7 +202,7 @@ def needs(package: str, version: str) -> pytest.MarkDecorator:
     """CI does not install these: they ask for other versions of transformers."""
     return pytest.mark.skipif(
         util.find_spec(package) is None,
-        reason=f"needs {package} {version}; recipes/README.md says how to install it",
+        reason=f"needs {package} {version}; the README of the recipe says how to install it",
     )
 
 
