@@ -15,6 +15,7 @@ import os
 import select
 import stat
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
@@ -88,6 +89,8 @@ def _serve(program: str, kept: Sequence[int]) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ |= ENVIRONMENT
+    # The fork was made under this lock. Ranks that start processes of their own need it.
+    forkserver._forkserver._lock = threading.Lock()
     listener, alive = kept[:2]
     ready, _, _ = select.select([listener, alive], [], [])
     if listener in ready:  # else pytest has ended
