@@ -101,7 +101,8 @@ Schema = Mapping[str, CutValue | Any]
 def _gather_schemas(engine: Engine, update: ShardedUpdate) -> list[Schema]:
     """The schema of each run. Collective.
 
-    Ranks that own nothing of a run get it from those that do.
+    Ranks that own nothing of a run get it from those that do. Of a local flat parameter, ranks have
+    parts of different sizes, so each has its own.
     """
 
     def schema(run: ParameterRun) -> Schema:
@@ -115,9 +116,12 @@ def _gather_schemas(engine: Engine, update: ShardedUpdate) -> list[Schema]:
             for key, value in state.items()
         }
 
-    what = "moving optimizer state"
-    by_rank = engine.control.exchange_objects([schema(run) for run in update.runs], what=what)
-    return [next(filter(None, found), {}) for found in zip(*by_rank, strict=True)]
+    own = [schema(run) for run in update.runs]
+    by_rank = engine.control.exchange_objects(own, what="moving optimizer state")
+    return [
+        mine if run.flat.is_local else next(filter(None, found), {})
+        for run, mine, found in zip(update.runs, own, zip(*by_rank, strict=True), strict=True)
+    ]
 
 
 class _Entries:
