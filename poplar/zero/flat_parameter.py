@@ -57,7 +57,7 @@ class FlatParameter:
         dtype: torch.dtype,
         trained: bool,
         groups: Sequence[int],
-        steps: Sequence[int] = (),
+        steps: Sequence[int | None] = (),
         is_local: bool = False,
     ) -> None:
         self.name = name
@@ -67,9 +67,10 @@ class FlatParameter:
         self.trained = trained
         self.groups = tuple(groups)
         """Index of each parameter's param group in the optimizer, ascending; -1: in none."""
-        self.steps = tuple(steps) or (ALIGNMENT,) * len(parameters)
+        given = tuple(steps) or (None,) * len(parameters)
+        self.steps = tuple(ALIGNMENT if step is None else step for step in given)
         """Of each parameter, the elements between two points where it may be cut; 0: nowhere."""
-        self.separate = tuple(step != ALIGNMENT for step in self.steps)
+        self.separate = tuple(step is not None for step in given)
         """Which parameters, or parts, are updated as tensors of their own."""
         self.device = self.parameters[0].device
         self.offsets, self.numel = _aligned_offsets([p.numel() for p in self.parameters])

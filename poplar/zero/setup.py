@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.comm import Communicator, Control
-from poplar.comm.shard_layout import ALIGNMENT, Layout
+from poplar.comm.shard_layout import Layout
 from poplar.values.errors import agreed
 from poplar.values.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
@@ -472,7 +472,7 @@ def units_of(
             group = request.group_of.get(id(parameter), -1)
             dtype = _computing_dtype(parameter, compute_dtype)
             kind = factored.get(id(parameter))
-            step = ALIGNMENT
+            step = None
             if trained:
                 step = step_of(request.classes[group].granularity, parameter.numel())
             is_local = name in request.local

@@ -15,7 +15,6 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from poplar.comm.shard_layout import ALIGNMENT
 from poplar.step.units import MAX_FLAT_BYTES, MERGED_UNIT_BYTES, cut, merged
 from poplar.values.plan import Plan, UnitPlan
 from poplar.zero.flat_parameter import FlatParameter
@@ -71,8 +70,8 @@ class Member:
     dtype: torch.dtype
     kind: Callable[..., FlatParameter] | None = None
     """Makes a flat parameter of its own for it, because it is reduced in another way."""
-    step: int = ALIGNMENT
-    """Elements between two points where it may be cut; 0: nowhere."""
+    step: int | None = None
+    """Elements between two points where it may be cut; 0: nowhere; None: as any other."""
     is_local: bool = False
     """Every rank has another part of it, and maybe of another size."""
     memories: Sequence[Memory] = ()

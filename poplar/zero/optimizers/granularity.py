@@ -109,14 +109,16 @@ def problem_with(
     return _problem_of_parts(factory, options, device, block)
 
 
-def step_of(granularity: Granularity, numel: int) -> int:
-    """The elements between two points at which a parameter may be cut; `WHOLE`: it is not cut.
+def step_of(granularity: Granularity, numel: int) -> int | None:
+    """The elements between two points at which a parameter may be cut.
+
+    `WHOLE`: it is not cut. None: it may be cut like any other.
 
     Parts are multiples of a block and are quantised if the whole is, so each has the codes and
     scales that it has in the whole.
     """
     if granularity == "elements":
-        return ALIGNMENT
+        return None
     if granularity == "parameter":
         return WHOLE
     step = _block_step(granularity)

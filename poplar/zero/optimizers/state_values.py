@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from poplar.comm.shard_layout import ALIGNMENT
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.optimizers.granularity import WHOLE
 
 
 class StateValue(NamedTuple):
@@ -76,22 +76,22 @@ class StateLayouts:
         """What the state of a parameter consists of."""
         group, step, shape = (
             flat.groups[position],
-            flat.steps[position] if flat.separate[position] else ALIGNMENT,
+            flat.steps[position] if flat.separate[position] else None,
             flat.parameters[position].shape,
         )
         if (group, step, shape) not in self._found:
             self._found[group, step, shape] = self._layout(group, step, shape)
         return self._found[group, step, shape]
 
-    def _layout(self, group: int, step: int, shape: torch.Size) -> StateLayout:
-        if not step:
+    def _layout(self, group: int, step: int | None, shape: torch.Size) -> StateLayout:
+        if step == WHOLE:
             whole = taken_apart(self._probe(group, shape, self._device))
             return {
                 key: StateValue(value.shape if _has_dimensions(value) else None, value)
                 for key, value in whole.items()
             }
         # What has twice as many entries for twice as many elements is cut.
-        first = 1 if step == ALIGNMENT else step
+        first = 1 if step is None else step
         small, large = (taken_apart(self._probe(group, (first * n,), self._device)) for n in (1, 2))
         layout = {}
         for key, value in large.items():
