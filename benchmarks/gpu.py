@@ -46,6 +46,18 @@ STACK_SECONDS = 1.0
 """Time for the processes of a part to write their stacks after its limit."""
 
 
+def _abort(process: int, ends: float) -> None:
+    """Let Python write the stacks of a process into the log, and wait until it has, until `ends`.
+
+    One process after the other, or their stacks would be written into each other.
+    """
+    with contextlib.suppress(OSError):
+        os.kill(process, signal.SIGABRT)
+        stat = Path(f"/proc/{process}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < ends:
+            time.sleep(0.02)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The result of a part."""
@@ -148,10 +160,9 @@ def run(part: Part, folder: Path, seconds: float) -> Outcome:
             status = f"exit status {started.wait(seconds)}"
         except subprocess.TimeoutExpired:
             status = f"not over after {seconds:.0f} s"
-            for process in processes_of(started.pid):  # Python writes its stacks into the log
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGABRT)
-            time.sleep(STACK_SECONDS)
+            ends = time.monotonic() + STACK_SECONDS
+            for process in processes_of(started.pid):
+                _abort(process, ends)
         finally:
             with contextlib.suppress(ProcessLookupError):  # ends its ranks too
                 os.killpg(started.pid, signal.SIGKILL)
