@@ -9,6 +9,8 @@ what counts is what a rank stores and unshards. Stage 3, one sample per rank, tw
 from __future__ import annotations
 
 import argparse
+import copy
+import gc
 import os
 import resource
 import tempfile
@@ -74,19 +76,21 @@ def attempt(
 ) -> int:
     """Train two steps under the limit of this rank; returns the bytes of the base."""
     _train(nn.Sequential(Block(width)), width, shares)  # libraries allocate, threads start
-    torch.manual_seed(0)
-    made = []
-    for number in range(blocks):
-        made.append(Block(width))
-        mapped(made[-1], Path(to) / str(context.rank), number, write=True)
-    model = nn.Sequential(*made)
-    torch.manual_seed(context.rank)
-    frozen = [p for p in model.parameters() if is_opaque(p)]
-    size = sum(tensor.nbytes for p in frozen for tensor in component_tensors(p))
+    gc.collect()  # what it leaves must not count as free memory later
     process_memory.release_freed_memory()
     allowed = process_memory.private_bytes() + limit
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.RLIM_INFINITY))
     try:
+        torch.manual_seed(0)
+        made, first = [], Block(width)
+        for number in range(blocks):  # equal values in memory of their own
+            made.append(copy.deepcopy(first))
+            mapped(made[-1], Path(to) / str(context.rank), number, write=True)
+        del first
+        model = nn.Sequential(*made)
+        torch.manual_seed(context.rank)
+        frozen = [p for p in model.parameters() if is_opaque(p)]
+        size = sum(tensor.nbytes for p in frozen for tensor in component_tensors(p))
         _train(model, width, shares)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
