@@ -34,7 +34,8 @@ TRYING_PART = 0.7
 class Allocations(TorchDispatchMode):
     """Counts the operators that allocate memory on the device; one of them may run out of it.
 
-    Those of the update are left out: a rank that fails there stops all ranks, which ends the test.
+    Those of the closing of the step and of the update are left out: there a rank that fails stops
+    all ranks, which ends the test.
     """
 
     def __init__(self, device: torch.device, fails: int | None = None) -> None:
@@ -103,16 +104,16 @@ def attempt(
 ) -> tuple[Exception | None, Allocations]:
     """A step; rank 1 counts its allocations, of which number `fails` fails. Returns the error."""
     counted = Allocations(own.device, fails)
-    update = Step._update_parameters
+    close = Step.close
 
-    def uncounted_update(*arguments: Any) -> None:
+    def uncounted_close(*arguments: Any, **options: Any) -> Any:
         counted.is_active = False
-        update(*arguments)
+        return close(*arguments, **options)
 
     try:
         with (
             counted if own.rank == 1 else nullcontext(),
-            mock.patch.object(Step, "_update_parameters", uncounted_update),
+            mock.patch.object(Step, "close", uncounted_close),
         ):
             training.step()
     except Exception as error:

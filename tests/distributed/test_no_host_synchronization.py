@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.zero.checks.forward_state import FIRST_STEPS
 
 ANSWERS = {
     "aten::_local_scalar_dense",
@@ -157,11 +158,11 @@ def clip_and_step(stage: int, name: str, scaled: bool) -> bool:
     optimizer = HeteroZeroOptimizer(model, kind, plan=plan, process_group=harness.group(), lr=0.1)
     scaler = poplar.GradScaler(device.type, init_scale=8.0, enabled=scaled)
     batch = torch.randn(plan.global_batch, SIZE, device=device)
-    for step in range(3):
+    for step in range(FIRST_STEPS + 2):
         for micro_batch in optimizer.micro_batches(batch):
             scaler.scale(loss_of(model, micro_batch)).backward()
-        # The first step allocates memory and loads libraries.
-        with raise_on_synchronization() if step else nullcontext():
+        # In the first steps libraries are loaded and the ranks compare what their forwards wrote.
+        with raise_on_synchronization() if step >= FIRST_STEPS else nullcontext():
             scaler.unscale_(optimizer)
             optimizer.clip_grad_norm_(1e-3)
             scaler.step(optimizer)

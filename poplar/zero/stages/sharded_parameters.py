@@ -154,11 +154,12 @@ class ShardedParameters(ShardedGradients):
     def take_noted_writes(self) -> list[str]:
         noted, self._noted = self._noted, {}
         names = []
-        for flat, changed in noted.items():
+        for flat, on_device in noted.items():
+            changed = on_device.tolist()  # one read per flat parameter: each waits for the device
             for position, name in enumerate(flat.names):
                 start, stop = flat.owned_range(position)
                 first = (flat.offsets[position] - flat.owned[0] + start) // ALIGNMENT
-                if bool(changed[first : first - (start - stop) // ALIGNMENT].any()):
+                if any(changed[first : first - (start - stop) // ALIGNMENT]):
                     names.append(name)
         return names
 
