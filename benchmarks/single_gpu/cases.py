@@ -1,4 +1,4 @@
-"""What is trained: Llama models by size, and batches of random tokens on the device."""
+"""What is trained: Llama models by size, in full or as QLoRA, and batches of random tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from llama import SIZES, Llama, LlamaConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
+RANK = 16
+"""Of the adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,12 +22,19 @@ class Case:
     batch: int
     """Samples per step and rank, on average."""
     passes: int = 1
+    quantised: bool = False
+    """QLoRA: the blocks' matrices are frozen in 4 bits by bitsandbytes and have adapters."""
 
     def new_model(self, device: torch.device) -> Llama:
         """The same weights at every call with the same kind of device."""
         torch.manual_seed(0)
         with device:  # initialization on the host would take longer than the steps
-            return Llama(self.model)
+            model = Llama(self.model)
+            if self.quantised:
+                model.requires_grad_(False)
+                for block in model.blocks:
+                    _adapt(block, device)
+            return model
 
     def new_batch(self, samples: int, device: torch.device, seed: int = 0) -> Batch:
         """Random tokens, the same for the same seed and kind of device."""
@@ -33,6 +42,34 @@ class Case:
         shape = (samples, self.model.context + 1)
         tokens = torch.randint(self.model.vocabulary, shape, device=device, generator=generator)
         return {"input": tokens[:, :-1], "target": tokens[:, 1:]}
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer in 4 bits and its adapter in fp32."""
+
+    def __init__(self, layer: nn.Linear, device: torch.device) -> None:
+        super().__init__()
+        from bitsandbytes.nn import Linear4bit
+
+        sizes = layer.in_features, layer.out_features
+        self.frozen = Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16)
+        self.frozen.weight.data = layer.weight.data
+        self.frozen.to(device)  # quantises it
+        self.down = nn.Linear(sizes[0], RANK, bias=False)
+        self.up = nn.Linear(RANK, sizes[1], bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def _adapt(module: nn.Module, device: torch.device) -> None:
+    """Replace all linear layers inside."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, _Adapted(child, device))
+        else:
+            _adapt(child, device)
 
 
 _350M = LlamaConfig(width=1024, layers=24, heads=16, kv_heads=16, context=1024)
@@ -48,6 +85,8 @@ CASES = {
         Case(name="350M", model=_350M, batch=8),
         Case(name="350M x4", model=_350M, batch=16, passes=4),
         Case(name="1.1B", model=_1B, batch=4),
+        Case(name="tiny QLoRA", model=SIZES["tiny"], batch=2, quantised=True),
+        Case(name="1.1B QLoRA", model=_1B, batch=4, quantised=True),
         # Several ranks on one GPU.
         Case(
             name="narrow",

@@ -20,7 +20,8 @@ DTYPE = torch.bfloat16
 PLAIN, PEER = "plain autocast", "fsdp2"
 PEERS: dict[str, type[Engine]] = {PLAIN: Plain, "ddp": DDP, PEER: FSDP2}
 """By the name of the way in tables and rows."""
-OURS = {f"poplar {stage}": stage for stage in range(4)}
+ON_HOST = "poplar 1, state on the host"
+OURS = {**{f"poplar {stage}": stage for stage in range(4)}, ON_HOST: 1}
 """The ZeRO stage, by the name of the way."""
 WAYS = (*PEERS, *OURS)
 

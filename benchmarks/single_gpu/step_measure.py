@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from single_gpu.engines import (
     DTYPE,
     LEARNING_RATE,
     MAX_NORM,
+    ON_HOST,
     OURS,
     PEER,
     PLAIN,
@@ -115,6 +116,8 @@ def _steps(
     case: Case, way: str, device: torch.device, compiler: str, measured: Measured
 ) -> list[float]:
     plan = plan_of(case, OURS.get(way, 0))
+    if way == ON_HOST:
+        plan = replace(plan, host_state=(1.0,))
     engine = make_engine(way, compiled(case.new_model(device), compiler), plan)
     batches = [case.new_batch(case.batch, device, seed) for seed in range(BATCHES)]
     try:

@@ -7,7 +7,7 @@ from functools import partial
 
 from rows import Column, Row, Target
 
-from single_gpu.engines import OURS, PLAIN
+from single_gpu.engines import ON_HOST, OURS, PLAIN
 
 OVER_PLAIN = 1.02
 """At most, of plain autocast's time."""
@@ -53,7 +53,7 @@ def targets(rows: Sequence[Row]) -> Iterator[Target]:
             continue
         case = f"{row['size']}{', compiled' if row['compiled'] else ''}: {row['way']}"
         at_most = partial(Target, case=case, at_most=True)
-        if row["size"] in SIZES:
+        if row["size"] in SIZES and row["way"] != ON_HOST:
             yield at_most(what="time over plain", value=row["over_plain"], wanted=OVER_PLAIN)
             speed = row["over_fsdp2"]
             yield Target(case=case, what="speed over FSDP2", value=speed, wanted=OVER_FSDP2)

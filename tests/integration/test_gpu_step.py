@@ -27,7 +27,7 @@ def test_all_ways_are_measured_and_agree(tmp_path):
     options = ["--device", "cpu", "--sizes", "tiny x2", "--modes", "eager", "--rounds", "1"]
     done = torchrun.run([gpu_step.__file__, *options, "--output", output])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("4 of 4 targets met\n7 of 7 ways measured\n")
+    assert done.stdout.endswith("5 of 5 targets met\n8 of 8 ways measured\n")
     rows = read_rows(output, gpu_step.BENCHMARK)
     assert [row["way"] for row in rows] == list(WAYS)
     for row in rows:
@@ -55,7 +55,7 @@ def test_hang_is_reported_and_is_a_row_of_each_way(monkeypatch, capsys, tmp_path
         gpu_step.main()
     printed = capsys.readouterr().out
     assert printed.startswith("350M, eager: 1 round\n")
-    assert printed.endswith("0 of 8 targets met\n[stacks]\n0 of 56 ways measured\n")
+    assert printed.endswith("0 of 8 targets met\n[stacks]\n0 of 64 ways measured\n")
     rows = read_rows(output, gpu_step.BENCHMARK)
     assert [row["way"] for row in rows] == list(WAYS)
     assert {(row["size"], row["failed"]) for row in rows} == {("350M", "the rank ended with: hang")}
