@@ -46,7 +46,9 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         returned = func._schema.returns
-        if self.is_active and returned and all(one.alias_info is None for one in returned):
+        # Collectives return the tensors that they were given.
+        may_allocate = returned and func.namespace != "c10d"
+        if self.is_active and may_allocate and all(one.alias_info is None for one in returned):
             self.count += self._allocated(result)
             if self.count == self._fails:
                 self.has_failed, self._fails = True, None
