@@ -5,7 +5,7 @@ beside the plan's prediction, and the targets for it. A hang ends with the stack
 
     python benchmarks/gpu_step.py --output rows.jsonl
     python benchmarks/gpu_step.py --sizes 350M --modes eager --rounds 5
-    python benchmarks/gpu_step.py --show benchmarks/results/h100/overhead.jsonl
+    python benchmarks/gpu_step.py --show benchmarks/results/h200/step.jsonl
     python benchmarks/gpu_step.py --device cpu --sizes tiny --compiler eager   # a test of the code
 """
 

@@ -7,7 +7,7 @@ memory. A hang is reported with the stacks and NCCL's flight record of every ran
 
     python benchmarks/gpu_unequal.py --nccl site/nvidia/nccl --output rows.jsonl
     python benchmarks/gpu_unequal.py --transports staged --percent 60 40
-    python benchmarks/gpu_unequal.py --show benchmarks/results/h100/unequal.jsonl
+    python benchmarks/gpu_unequal.py --show benchmarks/results/h200/unequal.jsonl
     python benchmarks/gpu_unequal.py --device cpu --case "tiny ranks" --seconds 8
 
 On the CPU, percentages are of the cores: ranks that share a core are slower.

@@ -51,8 +51,8 @@ host_overhead.py in test_host_overhead_benchmark.py."""
 SHOWING = {
     "allreduce": "--show allreduce.jsonl",
     "convergence": "--show convergence.jsonl",
-    "gpu_step": "--show h100/overhead.jsonl",
-    "gpu_unequal": "--show h100/unequal.jsonl",
+    "gpu_step": "--show h200/step.jsonl",
+    "gpu_unequal": "--show h200/unequal.jsonl",
     "optimizers": "--show optimizers.jsonl",
     "pairs": "",
     "per_tensor": "--show per_tensor.jsonl --markdown",
