@@ -31,6 +31,9 @@ from poplar.zero.opaque_parameter import SMALL_BYTES, component_tensors, is_opaq
 MIB = 2**20
 LAYERS = 4
 """Frozen matrices of a block."""
+ADAPTER_BYTES = 8192
+"""From this size on, freed memory is returned to the system, as that of the adapters is when they
+are sharded."""
 WANTED = 1.8
 COLUMNS = (
     *(Column(name, name) for name in ("limits", "shares", "blocks")),
@@ -85,6 +88,8 @@ def attempt(
         made, first = [], Block(width)
         for number in range(blocks):  # equal values in memory of their own
             made.append(copy.deepcopy(first))
+            for layer in made[-1].frozen:  # the copy of a layer would have its scales twice
+                layer.quant_state = layer.weight.quant_state
             mapped(made[-1], Path(to) / str(context.rank), number, write=True)
         del first
         model = nn.Sequential(*made)
@@ -157,7 +162,7 @@ def main() -> None:
     """Find the largest base with even shares, and with shares by memory."""
     options = parse_options()
     process_memory.prepare_rank_processes()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(ADAPTER_BYTES), "OMP_NUM_THREADS": "1"}
     resource.setrlimit(resource.RLIMIT_STACK, (MIB, resource.RLIM_INFINITY))  # threads' count
     unit = options.largest * MIB // max(options.limits)
     limits, rows = [unit * limit for limit in options.limits], []
@@ -184,8 +189,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = new_parser(__doc__, quick="matrices of width 512, at most 64 MiB on a rank")
     parser.add_argument("--limits", type=int, nargs="+", default=[8, 4, 2, 2], help="memory ratios")
-    parser.add_argument("--largest", type=int, default=320, help="MiB of the largest rank")
-    parser.add_argument("--width", type=int, default=1024, help="of the matrices")
+    parser.add_argument("--largest", type=int, default=960, help="MiB of the largest rank")
+    parser.add_argument("--width", type=int, default=2560, help="of the matrices")
     options = parser.parse_args(arguments)
     if options.quick:
         options.width, options.largest = 512, 64
