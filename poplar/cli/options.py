@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from poplar.planner.search import FACTORED, HOST_STATE, POLICIES, RECOMPUTE
+from poplar.planner.search import FACTORED, HOST_STATE, LEAVE_OUT, POLICIES, RECOMPUTE
 from poplar.values.plan import STRATEGIES
 
 _STAGES = range(len(STRATEGIES))
@@ -101,6 +101,15 @@ HostStates = Annotated[
         parser=one_of(HOST_STATE),
         help="auto: ranks may keep optimizer state in host memory, if that was measured; never: "
         "they do not.",
+    ),
+]
+LeavingOut = Annotated[
+    str,
+    typer.Option(
+        "--leave-out",
+        metavar="WHEN",
+        parser=one_of(LEAVE_OUT),
+        help="auto: ranks that slow the others down may be left out; never: all ranks take part.",
     ),
 ]
 Recomputation = Annotated[

@@ -15,6 +15,7 @@ from poplar.cli.options import (
     Factors,
     GlobalBatch,
     HostStates,
+    LeavingOut,
     MaxMicroBatch,
     Policy,
     ProfileFile,
@@ -54,6 +55,7 @@ def plan(
     recompute: Recomputation = "auto",
     factored: Factors = "auto",
     host_state: HostStates = "auto",
+    leave_out: LeavingOut = "never",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write the plan to.")
     ] = None,
@@ -90,7 +92,11 @@ def plan(
         profile = ClusterProfile.from_json(cluster)
         within = math.inf if compare else CLOSE
         by_stage = alternatives(
-            profile, global_batch=global_batch, policy=policy, **request, within=within
+            profile,
+            global_batch=global_batch,
+            policy=policy,
+            **{**request, "leave_out": leave_out},
+            within=within,
         )
         chosen = by_stage[0]
         document: dict[str, Any] = {"plan": chosen.to_dict()}

@@ -112,6 +112,21 @@ class CollectiveCosts:
         return cls(reduce_scatter=reduce, all_gather=gather)
 
 
+def rate_seconds(network: NetworkProfile) -> tuple[float, float]:
+    """A reduce-scatter and an all-gather under even shares by the rates alone. Only ratios matter.
+
+    Both are 0 for one rank, and if the rates were not measured.
+    """
+    sending, receiving = network.send_seconds_per_byte, network.receive_seconds_per_byte
+    even = (1.0 / len(sending),) * len(sending)
+    reduce_levels = _levels(network, leaving=sending, arriving=receiving)
+    gather_levels = _levels(network, leaving=receiving, arriving=sending)
+    return (
+        CollectiveCost(0.0, reduce_levels, network.hosts).seconds(even),
+        CollectiveCost(0.0, gather_levels, network.hosts).seconds(even),
+    )
+
+
 def _with_latency(cost: CollectiveCost, buffers: int, latency: float) -> CollectiveCost:
     """The cost with the latency of a buffer, of so many that were measured."""
     n = len(cost.levels[0])

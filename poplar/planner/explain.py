@@ -12,15 +12,22 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from poplar.planner import what_if
+from poplar.planner.active_ranks import active_part, without_ranks
 from poplar.planner.cost_model import costs_of
 from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
-from poplar.planner.prediction import Bound, Prediction, bound_of, predict
+from poplar.planner.prediction import (
+    Bound,
+    Prediction,
+    bound_of,
+    predict,
+    unmeasured_batches,
+)
 from poplar.planner.search import ALL_STAGES, Factored, HostState, Recompute, search
 from poplar.planner.simple_plans import PREFERENCE
-from poplar.planner.uncertainty import unmeasured_batches
 from poplar.planner.what_if import Change, Changed, DeviceGroup, device_groups, with_equal_devices
 from poplar.values.formatting import (
     format_bytes,
@@ -40,6 +47,8 @@ WORTH_IT, NOT_WORTH_IT, NEEDED = "worth it", "not worth it", "needed"
 
 _SCHEMA_VERSION = 2
 _MORE_MEMORY, _FASTER_DEVICE = 0.25, 1.25
+_MOST_DOUBLINGS = 8
+"""Of the speed of a link or a device that is left out."""
 _SHORTEST_STEP = 1e-12
 _GAP = 4
 """Measured batches more than this factor apart leave a gap in the profile; twice is usual."""
@@ -76,6 +85,32 @@ class Contribution:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """Why a plan leaves ranks out, and what would change that."""
+
+    ranks: tuple[int, ...]
+    device: str
+    with_them: float | None
+    """Fraction by which samples per second change with these ranks; None: no plan fits then."""
+    bound: str
+    """What bounds the step with them, as a sentence; empty if no plan fits."""
+    remedies: tuple[Change, ...]
+    """The smallest changes of their links or devices tried with which a plan uses them."""
+
+    def __str__(self) -> str:
+        one = len(self.ranks) == 1
+        text = (
+            f"{format_ranks(self.ranks)} ({self.device}) {'is' if one else 'are'} left out: with "
+        )
+        text += "it" if one else "them"
+        if self.with_them is None:
+            return f"{text} no plan fits"
+        text += f" {format_signed_percent(self.with_them)}, bound by {self.bound}"
+        remedies = " or ".join(f"{change.what}s {change.amount}" for change in self.remedies)
+        return text + (f"; worth it with {remedies}" if remedies else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
     """Why a plan takes as long as it does, what would change that, and what planning gains."""
 
@@ -98,6 +133,8 @@ class Explanation:
     """One per group of devices, least valuable first; empty for a single rank."""
     uncertainties: tuple[str, ...] = ()
     """What the search left open, and where the plan relies on pass times that were not measured."""
+    left_out: tuple[LeftOut, ...] = ()
+    """One per group of devices that the plan leaves out."""
 
     def sentences(self) -> list[str]:
         """What concerns the whole plan, as text."""
@@ -110,6 +147,7 @@ class Explanation:
             gain = f"{format_signed_percent(self.over_even)}, {error}: {self.verdict}"
         return [
             *sentences,
+            *map(str, self.left_out),
             f"over an even plan: {gain}",
             *(f"uncertain: {one}" for one in self.uncertainties),
         ]
@@ -170,6 +208,10 @@ def explain(
     prediction = predict(cluster, plan)
     even = fastest(cluster, policy="even")
     over_even = None if even is None else _gain(_step_seconds(even), prediction.step_seconds)
+    left_out = tuple(_reasons(cluster, plan, fastest))
+    numbers, gap = plan.active_ranks, (plan.prediction or {}).get("optimality_gap") or 0.0
+    cluster, plan = active_part(cluster, plan)
+    own = predict(cluster, plan)
     groups = device_groups(cluster)
     equal = with_equal_devices(cluster, groups)
     step, noise = prediction.step_seconds, NOISE
@@ -181,20 +223,61 @@ def explain(
         noise = max(NOISE, (best.prediction or {})["optimality_gap"] or 0.0)
     changes = [one for one in _changes(equal, groups, least, fastest) if one.gain > noise]
     contributions = _contributions(equal, groups, least, fastest, error)
+
+    def numbered(one: Any) -> Any:
+        return replace(one, ranks=tuple(numbers[rank] for rank in one.ranks))
+
     return Explanation(
         step_seconds=prediction.step_seconds,
         error=error,
-        bound=bound_of(costs_of(cluster, plan), plan, prediction),
+        bound=bound_of(costs_of(cluster, plan), plan, own, numbers),
         faster_plan=gain if (gain := _gain(step, least)) > noise else 0.0,
         over_even=over_even,
         verdict=_verdict(over_even, error),
-        changes=tuple(sorted(changes, key=lambda one: -one.gain)),
-        contributions=tuple(sorted(contributions, key=_least_valuable_first)),
+        changes=tuple(map(numbered, sorted(changes, key=lambda one: -one.gain))),
+        contributions=tuple(map(numbered, sorted(contributions, key=_least_valuable_first))),
         uncertainties=(
-            *_left_open(cluster, plan, prediction),
-            *_gaps_in_the_profile(cluster, plan),
+            *_left_open(cluster, plan.stage, own, gap, numbers),
+            *_gaps_in_the_profile(cluster, plan, numbers),
         ),
+        left_out=left_out,
     )
+
+
+def _reasons(cluster: ClusterProfile, plan: Plan, fastest: _FastestPlan) -> Iterator[LeftOut]:
+    """For each group of ranks that the plan leaves out, the fastest plan that has them, too."""
+    least = predict(cluster, plan).step_seconds
+    for group in device_groups(cluster):
+        ranks = tuple(rank for rank in group.ranks if rank in plan.left_out)
+        if not ranks:
+            continue
+        others = tuple(rank for rank in plan.left_out if rank not in ranks)
+        left = [rank for rank in range(cluster.world_size) if rank not in others]
+        own = DeviceGroup(group.device, tuple(map(left.index, ranks)))
+        beside = without_ranks(cluster, others)
+        found = fastest(beside)
+        yield LeftOut(
+            ranks=ranks,
+            device=group.device,
+            with_them=None if found is None else _gain(least, _step_seconds(found)),
+            bound="" if found is None else predict(cluster, found.beside(others)).bound,
+            remedies=tuple(
+                replace(change, ranks=ranks)
+                for changed in (what_if.faster_links, what_if.faster_devices)
+                for change in _smallest_factor(partial(changed, beside, own), least, fastest)
+            ),
+        )
+
+
+def _smallest_factor(
+    changed: Callable[[float], Changed], least: float, fastest: _FastestPlan
+) -> Iterator[Change]:
+    """The change by the smallest power of 2 that makes a step shorter than `least`; or nothing."""
+    for doublings in range(1, _MOST_DOUBLINGS + 1):
+        change = _with_gain(changed(2.0**doublings), least, fastest)
+        if change.gain > NOISE:
+            yield change
+            return
 
 
 def _changes(
@@ -260,23 +343,26 @@ def _least_valuable_first(contribution: Contribution) -> float:
     return math.inf if contribution.without is None else -contribution.without
 
 
-def _left_open(cluster: ClusterProfile, plan: Plan, prediction: Prediction) -> Iterator[str]:
+def _left_open(
+    cluster: ClusterProfile, stage: int, prediction: Prediction, gap: float, numbers: Sequence[int]
+) -> Iterator[str]:
     """What made the search hard, if it ended before it was close to a proof."""
-    gap = (plan.prediction or {}).get("optimality_gap") or 0.0
     if gap <= NOISE:
         return
     limits = [device.memory_bytes * (1.0 - cluster.memory_reserve) for device in cluster.devices]
     used = list(map(operator.truediv, prediction.memory_bytes, limits))
     rank = used.index(max(used))
     yield (
-        f"the search ended before it could rule out a plan of stage {plan.stage} that is up to "
+        f"the search ended before it could rule out a plan of stage {stage} that is up to "
         f"{format_percent(gap)} faster: samples and state compete for memory, most of all on rank "
-        f"{rank} ({cluster.devices[rank].name}), which needs "
+        f"{numbers[rank]} ({cluster.devices[rank].name}), which needs "
         f"{format_bytes(prediction.memory_bytes[rank])} of {format_bytes(limits[rank])}"
     )
 
 
-def _gaps_in_the_profile(cluster: ClusterProfile, plan: Plan) -> Iterable[str]:
+def _gaps_in_the_profile(
+    cluster: ClusterProfile, plan: Plan, numbers: Sequence[int]
+) -> Iterable[str]:
     """One sentence per device name and gap for batches of the plan that are far from measured."""
     sentences: dict[tuple[str, int, int], str] = {}
     for rank, batches in enumerate(unmeasured_batches(cluster, plan)):
@@ -287,8 +373,8 @@ def _gaps_in_the_profile(cluster: ClusterProfile, plan: Plan) -> Iterable[str]:
             low, high = measured[above - 1], measured[above]
             if high > _GAP * max(1, low):
                 sentence = (
-                    f"rank {rank} ({device.name}) runs {batch} samples, but nothing was measured "
-                    f"between {low} and {high}"
+                    f"rank {numbers[rank]} ({device.name}) runs {batch} samples, but nothing was "
+                    f"measured between {low} and {high}"
                 )
                 sentences.setdefault((device.name, low, high), sentence)
     return sentences.values()

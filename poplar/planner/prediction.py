@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from poplar.planner.active_ranks import active_part
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import DoesNotFit, shortfall_of
@@ -71,12 +73,15 @@ def memory_needed(cluster: ClusterProfile, plan: Plan) -> tuple[int, ...]:
         ValueError: see `costs_of`.
         DoesNotFit: a micro-batch larger than the largest that was measured.
     """
-    return _memory_needed(costs_of(cluster, plan), plan)
+    part, own = active_part(cluster, plan)
+    needed = _memory_needed(costs_of(part, own), own, plan.active_ranks)
+    return plan.by_rank(needed, 0)
 
 
-def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
-    for rank, (device, passes) in enumerate(
-        zip(costs.cluster.devices, plan.micro_batches, strict=True)
+def _memory_needed(costs: StageCosts, plan: Plan, numbers: Sequence[int]) -> tuple[int, ...]:
+    """What a plan without left-out ranks needs; `numbers` are the names of its ranks."""
+    for rank, device, passes in zip(
+        numbers, costs.cluster.devices, plan.micro_batches, strict=True
     ):
         if (largest := max(passes, default=0)) > device.max_batch:
             raise DoesNotFit(
@@ -85,6 +90,21 @@ def _memory_needed(costs: StageCosts, plan: Plan) -> tuple[int, ...]:
                 "with a larger max_batch"
             )
     return tuple(map(math.ceil, costs.needed_bytes(plan.micro_batches, plan.shares)))
+
+
+def unmeasured_batches(cluster: ClusterProfile, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """By rank, the micro-batch sizes of the plan that are not points of the rank's curve.
+
+    Empty for a rank that recomputes units: its curve lies between two measured ones.
+    """
+    return tuple(
+        ()
+        if plan.recomputed_units(rank)
+        else tuple(sorted(set(sizes) - {point.batch for point in device.points} - {0}))
+        for rank, (sizes, device) in enumerate(
+            zip(plan.micro_batches, cluster.devices, strict=True)
+        )
+    )
 
 
 def fits(cluster: ClusterProfile, plan: Plan) -> bool:
@@ -104,8 +124,10 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
             measured.
         ValueError: see `costs_of`.
     """
+    numbers, whole = plan.active_ranks, plan
+    cluster, plan = active_part(cluster, plan)
     costs = costs_of(cluster, plan)
-    memory = _memory_needed(costs, plan)
+    memory = _memory_needed(costs, plan, numbers)
     owned = costs.owned(plan.shares)
     missing = shortfall_of(costs, plan.micro_batches, plan.shares)
     if missing is not None:
@@ -139,7 +161,14 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
             for passes, update in zip(compute, optimizer, strict=True)
         ),
     )
-    return dataclasses.replace(prediction, bound=bound_of(costs, plan, prediction).sentence)
+    return dataclasses.replace(
+        prediction,
+        bound=bound_of(costs, plan, prediction, numbers).sentence,
+        compute_seconds=whole.by_rank(prediction.compute_seconds, 0.0),
+        optimizer_seconds=whole.by_rank(prediction.optimizer_seconds, 0.0),
+        memory_bytes=whole.by_rank(prediction.memory_bytes, 0),
+        busy_fraction=whole.by_rank(prediction.busy_fraction, 0.0),
+    )
 
 
 def describe(
@@ -152,7 +181,7 @@ def describe(
     prediction = dataclasses.replace(predict(cluster, plan), optimality_gap=optimality_gap)
     return dataclasses.replace(
         plan,
-        transport=plan.transport or cluster.network.transport,
+        transport=plan.transport or active_part(cluster, plan)[0].network.transport,
         prediction={
             **prediction.to_dict(),
             "devices": [device.name for device in cluster.devices],
@@ -162,20 +191,29 @@ def describe(
     )
 
 
-def bound_of(costs: StageCosts, plan: Plan, prediction: Prediction) -> Bound:
-    """What bounds a predicted step: compute, the network, or the memory of a rank."""
+def bound_of(
+    costs: StageCosts, plan: Plan, prediction: Prediction, numbers: Sequence[int]
+) -> Bound:
+    """What bounds a predicted step: compute, the network, or the memory of a rank.
+
+    Args:
+        costs: of the active ranks.
+        plan: of the active ranks alone.
+        prediction: of that plan.
+        numbers: the number of each active rank, for the result.
+    """
     step, busy = prediction.step_seconds, prediction.busy_fraction
     communication = prediction.communication_seconds / step if step else 0.0
     busiest = busy.index(max(busy))
     if communication <= busy[busiest]:
-        sentence = f"rank {busiest}'s compute ({format_percent(busy[busiest])} busy)"
+        sentence = f"rank {numbers[busiest]}'s compute ({format_percent(busy[busiest])} busy)"
         if on_host := costs.cluster.devices[busiest].state_on_host:
             update = format_percent(prediction.optimizer_seconds[busiest] / step)
             sentence += (
                 f", of which the update takes {update}, with {format_percent(on_host)} of the "
                 "optimizer state in host memory"
             )
-        return Bound("compute", busiest, sentence)
+        return Bound("compute", numbers[busiest], sentence)
     passes = max(map(len, plan.micro_batches))
     owned = costs.owned(plan.shares)
     if costs.synchronizes_every_pass and passes > 1:
@@ -186,12 +224,13 @@ def bound_of(costs: StageCosts, plan: Plan, prediction: Prediction) -> Bound:
             is_useful = costs.pass_seconds(rank, largest + 1) <= _MAX_SLOWDOWN * latest
             if is_useful and not memory.fits(Caps(0, largest + 1), owned[rank]):
                 sentence = (
-                    f"rank {rank}'s memory: it holds no more than {largest} samples at a time, so "
-                    f"ranks synchronize {passes} times a step ({format_percent(communication)} of "
-                    "it is communication)"
+                    f"rank {numbers[rank]}'s memory: it holds no more than {largest} samples at "
+                    f"a time, so ranks synchronize {passes} times a step "
+                    f"({format_percent(communication)} of it is communication)"
                 )
-                return Bound("memory", rank, sentence)
+                return Bound("memory", numbers[rank], sentence)
     slowest = _slowest_link(costs.cluster.network)
+    slowest = None if slowest is None else numbers[slowest]
     which = "" if slowest is None else f", rank {slowest}'s link is the slowest"
     sentence = f"communication ({format_percent(communication)} of the step{which})"
     return Bound("network", slowest, sentence)

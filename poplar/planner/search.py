@@ -8,11 +8,13 @@ are rounded to simple ones (`simple_plans`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
+from poplar.planner.active_ranks import active_sets, without_ranks
 from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, costs_of, hosting
@@ -24,6 +26,7 @@ from poplar.planner.prediction import describe
 from poplar.planner.recomputed_units import fastest_plan_with_recomputation, memory_may_bind
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
+from poplar.planner.what_if import device_groups
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile
 
@@ -47,6 +50,11 @@ FACTORED: tuple[str, ...] = get_args(Factored)
 HostState = Literal["auto", "never"]
 """Whether a plan may keep optimizer state in host memory."""
 HOST_STATE: tuple[str, ...] = get_args(HostState)
+LeaveOut = Literal["auto", "never"]
+"""Whether a plan may leave ranks out."""
+LEAVE_OUT: tuple[str, ...] = get_args(LeaveOut)
+_MOST_SETS = 24
+"""Sets of active ranks that are searched, at most, beside that of all ranks."""
 
 
 def search(
@@ -60,6 +68,7 @@ def search(
     recompute: Recompute = "auto",
     factored: Factored = "auto",
     host_state: HostState = "auto",
+    leave_out: LeaveOut = "never",
 ) -> Plan:
     """The fastest plan that fits in memory, with its prediction.
 
@@ -79,6 +88,9 @@ def search(
         host_state: "auto": with policy "exact", ranks keep optimizer state in host memory if no
             plan fits otherwise, or if that makes the step faster, and if it was measured
             (`Plan.host_state`); "never": they do not.
+        leave_out: "auto": with policy "exact", ranks are left out if that makes the step faster by
+            more than `preference`, or if no plan fits otherwise (`Plan.left_out`); "never": all
+            ranks take part.
 
     Returns:
         The same plan for the same arguments. Of equally fast plans, the one that needs less memory,
@@ -99,6 +111,7 @@ def search(
         recompute=recompute,
         factored=factored,
         host_state=host_state,
+        leave_out=leave_out,
     )[0]
 
 
@@ -113,6 +126,7 @@ def alternatives(
     recompute: Recompute = "auto",
     factored: Factored = "auto",
     host_state: HostState = "auto",
+    leave_out: LeaveOut = "never",
     within: float = CLOSE,
 ) -> tuple[Plan, ...]:
     """A plan of every stage at which one fits, in the order in which `search` prefers them.
@@ -137,6 +151,8 @@ def alternatives(
         raise ValueError(f"factored must be one of {', '.join(FACTORED)}, got {factored!r}")
     if host_state not in HOST_STATE:
         raise ValueError(f"host_state must be one of {', '.join(HOST_STATE)}, got {host_state!r}")
+    if leave_out not in LEAVE_OUT:
+        raise ValueError(f"leave_out must be one of {', '.join(LEAVE_OUT)}, got {leave_out!r}")
     request = Request(
         global_batch,
         min(max_micro_batch or global_batch, global_batch),
@@ -145,11 +161,43 @@ def alternatives(
         may_recompute=policy == "exact" and recompute == "auto",
         may_host=policy == "exact" and host_state == "auto",
     )
+    chosen = _checked_stages(stages)
+    may_factor = policy == "exact" and factored == "auto"
+
+    def by_stage(cluster: ClusterProfile, fastest: float = math.inf) -> list[Plan]:
+        return _by_stage(cluster, request, chosen, fastest, within=within, may_factor=may_factor)
+
+    if policy == "exact" and leave_out == "auto" and cluster.world_size > 1:
+        found = _on_fastest_ranks(cluster, request, by_stage, may_factor=may_factor)
+    else:
+        found = by_stage(cluster)
+    return tuple(sorted(found, key=partial(_sort_key, preference)))
+
+
+def _by_stage(
+    cluster: ClusterProfile,
+    request: Request,
+    stages: Sequence[int],
+    fastest: float,
+    *,
+    within: float,
+    may_factor: bool,
+) -> list[Plan]:
+    """A plan of every stage at which one fits, on all ranks of the cluster.
+
+    Args:
+        fastest: seconds of the best known plan.
+        within: as for `alternatives`.
+        may_factor: plans may have factored layers.
+
+    Raises:
+        NoPlanFits: no plan fits at any of the stages.
+        ValueError: the global batch needs too many passes.
+    """
     _check_passes(cluster, request)
     found: list[Plan] = []
-    fastest = math.inf
     shortfalls: list[Shortfall] = []
-    for stage in _checked_stages(stages):
+    for stage in stages:
         costs = StageCosts(cluster, stage)
         missing = request_shortfall(costs, request)
         if missing is not None:
@@ -157,20 +205,72 @@ def alternatives(
             continue
         asked = request._replace(below=within * fastest)
         plan, bound = _decide_with_host_state(asked, costs)
-        if policy == "exact" and factored == "auto":
+        if may_factor:
             hosted, parts = hosting(cluster, plan.host_state), plan.host_state
             plan = replace(plan, host_state=())
-            plan = with_factored_layers(hosted, plan, partial(_decide, asked), preference)
+            decide = partial(_decide, asked)
+            plan = with_factored_layers(hosted, plan, decide, request.preference)
             plan = replace(plan, host_state=parts)
             bound = None if plan.factored else bound
         seconds = costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
         fastest = min(fastest, seconds)
         gap = None if bound is None else _optimality_gap(seconds, bound)
-        found.append(describe(cluster, plan, policy, gap))
+        found.append(describe(cluster, plan, request.policy, gap))
     if not found:
         suggest = partial(suggested_changes, cluster, request, stages, shortfalls)
         raise NoPlanFits(shortfalls, suggest)
-    return tuple(sorted(found, key=partial(_sort_key, preference)))
+    return found
+
+
+def _on_fastest_ranks(
+    cluster: ClusterProfile,
+    request: Request,
+    by_stage: Callable[..., list[Plan]],
+    *,
+    may_factor: bool,
+) -> list[Plan]:
+    """The best plan of each stage over sets of active ranks.
+
+    Args:
+        by_stage: the plans of a cluster, given the seconds of the best known one.
+        may_factor: plans may have factored layers.
+
+    Raises:
+        NoPlanFits: no plan fits on all ranks, nor on the ranks of a set that was tried.
+    """
+    best: dict[int, Plan] = {}
+    error: NoPlanFits | None = None
+    try:
+        best = {plan.stage: plan for plan in by_stage(cluster)}
+    except NoPlanFits as none_fits:
+        error = none_fits
+    groups = [group.ranks for group in device_groups(cluster)]
+    sets = active_sets(
+        cluster,
+        groups,
+        global_batch=request.global_batch,
+        max_micro_batch=request.max_micro_batch,
+        may_factor=may_factor,
+    )
+    for bound, left_out in sets[:_MOST_SETS]:
+        fastest = min(map(_step_seconds, best.values()), default=math.inf)
+        if (1.0 + request.preference) * bound >= fastest:
+            break
+        with suppress(ValueError):  # no plan fits, or it would need too many passes
+            for plan in by_stage(without_ranks(cluster, left_out), fastest):
+                known = best.get(plan.stage)
+                faster = (1.0 + request.preference) * _step_seconds(plan)
+                if known is None or faster < _step_seconds(known):
+                    gap = (plan.prediction or {})["optimality_gap"]
+                    best[plan.stage] = describe(cluster, plan.beside(left_out), request.policy, gap)
+    if not best:
+        assert error is not None
+        raise error
+    return list(best.values())
+
+
+def _step_seconds(plan: Plan) -> float:
+    return float((plan.prediction or {})["step_seconds"])
 
 
 def _decide(request: Request, costs: StageCosts) -> Decision:

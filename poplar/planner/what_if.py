@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
+from poplar.planner.active_ranks import of_ranks, without_ranks
+from poplar.planner.collective_costs import rate_seconds
 from poplar.planner.recomputed_curves import with_recomputed_parts
 from poplar.values.formatting import (
     format_bytes,
@@ -19,15 +22,13 @@ from poplar.values.formatting import (
     format_ranks,
     format_signed_percent,
 )
-from poplar.values.plan import STRATEGIES
-from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
 
 MAX_GROUPS = 12
 """What fits a table. With more groups, the tolerance is doubled until there are no more."""
 _MAX_UNEQUAL_RANKS = 32
 _TOLERANCES = [0.05 * 2**doublings for doublings in range(11)]
 """Largest relative difference within a group. Medians of one card differ by the first."""
-_NO_RESIDUALS = (0.0,) * len(STRATEGIES)
 
 
 class DeviceGroup(NamedTuple):
@@ -119,24 +120,6 @@ def with_equal_devices(cluster: ClusterProfile, groups: Sequence[DeviceGroup]) -
     return replace(cluster, devices=tuple(devices), network=links)
 
 
-def of_ranks(cluster: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
-    """The cluster with the devices and links of these ranks, in this order."""
-    network = cluster.network
-    links = replace(
-        network,
-        send_seconds_per_byte=tuple(network.send_seconds_per_byte[rank] for rank in ranks),
-        receive_seconds_per_byte=tuple(network.receive_seconds_per_byte[rank] for rank in ranks),
-        hosts=tuple(network.hosts[rank] for rank in ranks if network.hosts),
-        network_seconds_per_byte=tuple(
-            network.network_seconds_per_byte[rank]
-            for rank in ranks
-            if network.network_seconds_per_byte
-        ),
-    )
-    devices = tuple(cluster.devices[rank] for rank in ranks)
-    return replace(cluster, devices=devices, network=links)
-
-
 def _figures(cluster: ClusterProfile, rank: int) -> list[float]:
     """Memory, links, and seconds per sample of small, middle and large passes at each stage."""
     device, network = cluster.devices[rank], cluster.network
@@ -177,6 +160,27 @@ def faster_network(cluster: ClusterProfile) -> Changed:
     """Collectives in half the time."""
     faster = _with_collectives(cluster, 0.5)
     return Changed(faster, Change("network", "twice as fast"))
+
+
+def faster_links(cluster: ClusterProfile, group: DeviceGroup, factor: float) -> Changed:
+    """Links of a group `factor` times as fast."""
+    network = cluster.network
+
+    def faster(rates: Sequence[float]) -> tuple[float, ...]:
+        return tuple(
+            rate / factor if rank in group.ranks else rate for rank, rate in enumerate(rates)
+        )
+
+    changed = replace(
+        network,
+        send_seconds_per_byte=faster(network.send_seconds_per_byte),
+        receive_seconds_per_byte=faster(network.receive_seconds_per_byte),
+        network_seconds_per_byte=faster(network.network_seconds_per_byte),
+    )
+    both = zip(rate_seconds(changed), rate_seconds(network), strict=True)
+    changed = changed.times(*(after / before if before else 1.0 for after, before in both))
+    change = Change("link", f"{factor:g} times as fast", *group)
+    return Changed(replace(cluster, network=changed), change)
 
 
 def full_overlap(cluster: ClusterProfile) -> Changed:
@@ -231,24 +235,8 @@ def more_devices(cluster: ClusterProfile, group: DeviceGroup, copies: int) -> Ch
 
 
 def without(cluster: ClusterProfile, ranks: Collection[int]) -> Changed:
-    """The cluster without some ranks; at least one must be left.
-
-    The slowest link bounds a collective, and each of `n` ranks moves `(n - 1) / n` of the buffer. A
-    single rank has no collectives.
-    """
-    before = cluster.world_size
-    left = of_ranks(cluster, [rank for rank in range(before) if rank not in ranks])
-    scale = (1.0 - 1.0 / left.world_size) / (1.0 - 1.0 / before)
-    slowest = _slowest_rate(cluster.network)
-    if slowest:
-        scale *= _slowest_rate(left.network) / slowest
-    left = _with_collectives(left, scale)
-    if left.world_size == 1:
-        network = replace(
-            left.network, synchronization_seconds=_NO_RESIDUALS, step_seconds=_NO_RESIDUALS
-        )
-        left = replace(left, network=network)
-    return Changed(left, Change("without", format_ranks(tuple(ranks))))
+    """The cluster without some ranks; at least one must be left."""
+    return Changed(without_ranks(cluster, ranks), Change("without", format_ranks(tuple(ranks))))
 
 
 def with_slower_devices(cluster: ClusterProfile, factors: Sequence[float]) -> ClusterProfile:
@@ -272,17 +260,7 @@ def _with_devices(
 
 def _with_collectives(cluster: ClusterProfile, factor: float) -> ClusterProfile:
     """The cluster with collectives that take `factor` times as long."""
-    network = replace(
-        cluster.network,
-        reduce_scatter_seconds=factor * cluster.network.reduce_scatter_seconds,
-        all_gather_seconds=factor * cluster.network.all_gather_seconds,
-    )
-    return replace(cluster, network=network)
-
-
-def _slowest_rate(network: NetworkProfile) -> float:
-    """Seconds per byte."""
-    return max(*network.send_seconds_per_byte, *network.receive_seconds_per_byte)
+    return replace(cluster, network=cluster.network.times(factor, factor))
 
 
 def _slower(device: DeviceProfile, factor: float) -> DeviceProfile:
@@ -324,3 +302,36 @@ def _extended(device: DeviceProfile) -> DeviceProfile:
         bytes_after_unit=tuple(of_unit(unit, ended=True) for unit in units),
     )
     return replace(device, points=(*device.points, point))
+
+
+def at_worst(cluster: ClusterProfile) -> ClusterProfile:
+    """The cluster on which every unmeasured batch takes as long as the next larger measured one.
+
+    A pass never takes less time for more samples, so this is an upper bound. The best plan on it
+    uses measured batches, or batches that cost no more.
+    """
+    return replace(cluster, devices=tuple(map(_at_worst, cluster.devices)))
+
+
+def _at_worst(device: DeviceProfile) -> DeviceProfile:
+    fully = replace(device, points=device.recomputed_points or device.points)
+    recomputed = tuple(_stepped(fully)) if device.recomputed_points else ()
+    return replace(device, points=tuple(_stepped(device)), recomputed_points=recomputed)
+
+
+def _stepped(device: DeviceProfile) -> list[BatchPoint]:
+    """The points, and before each one a point of equal time right after its predecessor."""
+    points = []
+    for previous, batch in pairwise([0, *(point.batch for point in device.points)]):
+        for size in sorted({previous + 1, batch}):
+            during, after = device.unit_bytes(size)
+            points.append(
+                BatchPoint(
+                    batch=size,
+                    seconds=device.seconds(batch),
+                    activation_bytes=round(device.activation_bytes(size)),
+                    unit_bytes=tuple(map(round, during)),
+                    bytes_after_unit=tuple(map(round, after)),
+                )
+            )
+    return points

@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 
+from poplar.planner.active_ranks import active_part
 from poplar.planner.cost_model import costs_of
 from poplar.planner.prediction import predict
 from poplar.simulator.action_durations import ActionDurations, RankLoad
@@ -39,6 +40,8 @@ def simulate(cluster: ClusterProfile, plan: Plan) -> Timeline:
         ValueError: see `costs_of`.
     """
     predict(cluster, plan)  # raises if the plan cannot run
+    devices, whole = cluster.devices, plan
+    cluster, plan = active_part(cluster, plan)
     costs = costs_of(cluster, plan)
     durations = ActionDurations(costs, plan.shares)
     owned = costs.owned(plan.shares)
@@ -51,11 +54,11 @@ def simulate(cluster: ClusterProfile, plan: Plan) -> Timeline:
     waiting = {load: max(0.0, step - _covered(spans[load])) for load in simulated}
     return Timeline(
         stage=plan.stage,
-        devices=tuple(device.name for device in cluster.devices),
+        devices=tuple(device.name for device in devices),
         step_seconds=step,
-        spans=tuple(spans[load] for load in loads),
-        busy_seconds=tuple(simulated[load].busy for load in loads),
-        waiting_seconds=tuple(waiting[load] for load in loads),
+        spans=whole.by_rank([spans[load] for load in loads], ()),
+        busy_seconds=whole.by_rank([simulated[load].busy for load in loads], 0.0),
+        waiting_seconds=whole.by_rank([waiting[load] for load in loads], 0.0),
     )
 
 

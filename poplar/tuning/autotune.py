@@ -19,7 +19,7 @@ from torch import nn
 
 from poplar.comm import Group
 from poplar.planner.calibration import refine
-from poplar.planner.prediction import describe, fits, predict
+from poplar.planner.prediction import describe, fits, predict, unmeasured_batches
 from poplar.planner.search import (
     FACTORED,
     HOST_STATE,
@@ -31,7 +31,7 @@ from poplar.planner.search import (
     alternatives,
 )
 from poplar.planner.simple_plans import simplified
-from poplar.planner.uncertainty import at_worst, unmeasured_batches
+from poplar.planner.what_if import at_worst
 from poplar.profiler.batch_curves import with_measured
 from poplar.profiler.cluster_profiler import Profiler
 from poplar.profiler.job import Job, digest, is_count

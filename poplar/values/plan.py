@@ -12,11 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from poplar import _core
 from poplar.values import plan_table
-from poplar.values.formatting import format_layers
+from poplar.values.formatting import format_layers, format_ranks
 from poplar.values.schema import (
     Count,
     Document,
@@ -27,6 +27,8 @@ from poplar.values.schema import (
     check_fields,
     checked,
 )
+
+T = TypeVar("T")
 
 STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_parameters")
 """What is sharded, by stage: nothing, + optimizer state, + gradients, + parameters."""
@@ -128,6 +130,11 @@ class Plan(Document):
     it keeps in host memory, where the host's processor updates it. Saves device memory and takes
     time. Whole flat parameters are kept there: the first ones that have at least this part of the
     elements. Empty: no rank keeps any."""
+    left_out: Annotated[
+        tuple[Count, ...], Rule("all different", lambda ranks: len(set(ranks)) == len(ranks))
+    ] = ()
+    """Ranks without samples, passes and shares, which take no part in any collective of a step. The
+    other ranks are the active ones."""
     prediction: Mapping[str, Any] | None = field(default=None, compare=False)
     """The planner's prediction, as JSON values; ignored by equality, hash and digest."""
 
@@ -137,6 +144,7 @@ class Plan(Document):
             if self.prediction and name in self.prediction:
                 checked(annotation, self.prediction[name], f"Plan.prediction.{name}")
         object.__setattr__(self, "factored", tuple(sorted(self.factored)))
+        object.__setattr__(self, "left_out", tuple(sorted(self.left_out)))
         if not any(self.host_state):
             object.__setattr__(self, "host_state", ())
         elif len(self.host_state) != self.world_size:
@@ -172,7 +180,86 @@ class Plan(Document):
                     f"unit {unit.name!r} is recomputed on ranks {unit.recomputed_on}, but the plan "
                     f"has ranks 0 to {self.world_size - 1}"
                 )
+        self._check_left_out(shares)
         self._check_passes()
+
+    def _check_left_out(self, shares: Mapping[str, Sequence[float]]) -> None:
+        """Check that ranks that are left out have nothing; `shares` by their owner's name."""
+        if not self.active_ranks or max(self.left_out, default=0) >= self.world_size:
+            raise ValueError(
+                f"left_out has ranks {self.left_out}, but the plan has ranks 0 to "
+                f"{self.world_size - 1}, of which at least one is active"
+            )
+        for rank in self.left_out:
+            has = [f"a share of {owner}" for owner, own in shares.items() if own[rank]]
+            has += [f"passes {self.micro_batches[rank]}"] if self.micro_batches[rank] else []
+            has += ["state in host memory"] if self.part_on_host(rank) else []
+            has += ["recomputed units"] if self.recomputed_units(rank) else []
+            if has:
+                raise ValueError(
+                    f"rank {rank} is left out, but it has {', '.join(has)}; give it no passes and "
+                    "no share, or remove it from left_out"
+                )
+
+    @property
+    def active_ranks(self) -> tuple[int, ...]:
+        """The ranks that are not left out."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.left_out)
+
+    def by_rank(self, of_active: Sequence[T], of_left_out: T) -> tuple[T, ...]:
+        """Values of all ranks: those of the active ones, and one for all that are left out."""
+        return _spread_out(of_active, self.active_ranks, self.world_size, of_left_out)
+
+    def of_active_ranks(self) -> Plan:
+        """The plan of the active ranks alone, which are numbered from 0; without a prediction."""
+        if not self.left_out:
+            return self
+        active = self.active_ranks
+
+        def chosen(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(values[rank] for rank in active if values)
+
+        def of_unit(unit: UnitPlan) -> UnitPlan:
+            shares = None if unit.shares is None else chosen(unit.shares)
+            recomputed_on = tuple(map(active.index, unit.recomputed_on))
+            return replace(unit, shares=shares, recomputed_on=recomputed_on)
+
+        return replace(
+            self,
+            micro_batches=chosen(self.micro_batches),
+            shares=chosen(self.shares),
+            units=tuple(map(of_unit, self.units)),
+            host_state=chosen(self.host_state),
+            left_out=(),
+            prediction=None,
+        )
+
+    def beside(self, left_out: Sequence[int]) -> Plan:
+        """The plan in which these ranks are left out beside those of this plan, which leaves out
+        none: `of_active_ranks` of the result is this plan, without a prediction.
+        """
+        if not left_out:
+            return self
+        ranks = range(self.world_size + len(left_out))
+        active = [rank for rank in ranks if rank not in left_out]
+
+        def spread_out(values: Sequence[Any], missing: Any) -> tuple[Any, ...]:
+            return _spread_out(values, active, len(ranks), missing) if values else ()
+
+        def of_unit(unit: UnitPlan) -> UnitPlan:
+            shares = None if unit.shares is None else spread_out(unit.shares, 0.0)
+            recomputed_on = tuple(active[rank] for rank in unit.recomputed_on)
+            return replace(unit, shares=shares, recomputed_on=recomputed_on)
+
+        return replace(
+            self,
+            micro_batches=spread_out(self.micro_batches, ()),
+            shares=spread_out(self.shares, 0.0),
+            units=tuple(map(of_unit, self.units)),
+            host_state=spread_out(self.host_state, 0.0),
+            left_out=tuple(left_out),
+            prediction=None,
+        )
 
     @property
     def synchronizes_every_pass(self) -> bool:
@@ -182,11 +269,12 @@ class Plan(Document):
     def _check_passes(self) -> None:
         if not self.synchronizes_every_pass:
             return
-        counts = [len(passes) for passes in self.micro_batches]
-        for rank, count in enumerate(counts):
-            if count != counts[0]:
+        first, *others = self.active_ranks
+        for rank in others:
+            if self.passes(rank) != self.passes(first):
                 raise ValueError(
-                    f"rank {rank} has {count} passes and rank 0 has {counts[0]}, but at stage "
+                    f"rank {rank} has {self.passes(rank)} passes and rank {first} has "
+                    f"{self.passes(first)}, but at stage "
                     f"{self.stage} ranks synchronize at every pass and need the same number; add "
                     "passes of 0 samples in front"
                 )
@@ -437,7 +525,8 @@ class Plan(Document):
             for rank, own in enumerate(self.micro_batches)
         ]
         if self.synchronizes_every_pass:
-            parts = [[max(each) for each in zip(*parts, strict=True)]] * self.world_size
+            most = [max(each) for each in zip(*filter(None, parts), strict=True)]
+            parts = [most[: len(own)] for own in parts]
         micro_batches = []
         for own, counts in zip(self.micro_batches, parts, strict=True):
             cut = (spread(size, count) for size, count in zip(own, counts, strict=True))
@@ -463,9 +552,10 @@ class Plan(Document):
             recomputed=recomputed,
             host_state=self.host_state,
         )
+        left_out = f", without {format_ranks(self.left_out)}" if self.left_out else ""
         lines = [
             f"stage {self.stage} ({strategy}), global batch {self.global_batch}, "
-            f"{self.world_size} {ranks}",
+            f"{self.world_size} {ranks}{left_out}",
             *plan_table.lines(columns),
         ]
         if self.transport:
@@ -484,6 +574,12 @@ class Plan(Document):
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank}: this plan has ranks 0 to {self.world_size - 1}")
         return rank
+
+
+def _spread_out(values: Sequence[T], ranks: Sequence[int], size: int, missing: T) -> tuple[T, ...]:
+    """`size` values by rank: `values` on these ranks, and one on all others."""
+    by_rank = dict(zip(ranks, values, strict=True))
+    return tuple(by_rank.get(rank, missing) for rank in range(size))
 
 
 def spread(samples: int, passes: int) -> tuple[int, ...]:

@@ -394,6 +394,14 @@ class NetworkProfile:
         """The transport that was measured; None if there was no choice."""
         return self.transports[0][0] if self.transports else None
 
+    def times(self, reduce_scatter: float, all_gather: float) -> NetworkProfile:
+        """The network with collectives that take so many times as long."""
+        return dataclasses.replace(
+            self,
+            reduce_scatter_seconds=reduce_scatter * self.reduce_scatter_seconds,
+            all_gather_seconds=all_gather * self.all_gather_seconds,
+        )
+
     def with_residuals(self, stage: int, *, synchronization: float, step: float) -> NetworkProfile:
         """The network with these residuals of a stage."""
 

@@ -564,6 +564,11 @@ def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:
             f"the plan is for {plan.world_size} ranks, but the process group has {world_size}; "
             "make a plan for this group, or start as many processes as the plan has ranks"
         )
+    if plan.left_out:
+        raise ValueError(
+            f"the plan leaves out ranks {plan.left_out}, which the engine does not support yet; "
+            "start only the other ranks, with plan.of_active_ranks()"
+        )
     return plan.stage
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
-from poplar.planner.prediction import predict
+from poplar.planner.prediction import predict, unmeasured_batches
 from poplar.planner.search import search
-from poplar.planner.uncertainty import at_worst, unmeasured_batches
+from poplar.planner.what_if import at_worst
 from poplar.profiler.batch_curves import with_measured
 from poplar.tuning.autotune import ROUNDS
 from poplar.values.plan import Plan

@@ -1,0 +1,221 @@
+"""Plans that leave ranks out: adding a rank or a host never makes the predicted step longer."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from subset import choose
+
+from poplar.hardware.cluster_file import HostEntry
+from poplar.hardware.simulated_cluster import network_profile
+from poplar.planner.active_ranks import active_sets, without_ranks
+from poplar.planner.explain import explain
+from poplar.planner.prediction import predict
+from poplar.planner.search import NoPlanFits, search
+from poplar.planner.what_if import device_groups
+from poplar.simulator.step_simulation import simulate
+from poplar.values.plan import Plan, UnitPlan
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
+
+MODEL = ModelProfile(unit_numels=(1_000_000,) * 4, param_bytes=2.0)
+
+
+def device(speed: float, *, memory: int = 10**10, largest: int = 16, host: str = ""):
+    """Memory of 10 GB holds everything."""
+    batches = [batch for batch in (1, 2, 4, 8, 16) if batch <= largest]
+    return DeviceProfile(
+        name=f"{speed:g}",
+        memory_bytes=memory,
+        points=tuple(
+            BatchPoint(batch=b, seconds=(0.3 + b) / speed, activation_bytes=b * 10**6)
+            for b in batches
+        ),
+        optimizer_seconds=0.01 / speed,
+        host=host,
+    )
+
+
+def flat_cluster(speeds, rates, seconds_per_rate: float = 1.0) -> ClusterProfile:
+    """Ranks whose links take so many seconds for the whole model."""
+    n = len(speeds)
+    measured = seconds_per_rate * max(rates) * (n - 1) / n
+    network = NetworkProfile(
+        reduce_scatter_seconds=measured,
+        all_gather_seconds=measured,
+        send_seconds_per_byte=tuple(rates),
+        receive_seconds_per_byte=tuple(rates),
+    )
+    return ClusterProfile(devices=tuple(map(device, speeds)), model=MODEL, network=network)
+
+
+def random_flat_cluster(draw: random.Random) -> ClusterProfile:
+    ranks = draw.randint(2, 4)
+    kinds = [(draw.choice((1.0, 2.0, 4.0)), draw.choice((0.01, 0.1, 1.0, 30.0))) for _ in range(3)]
+    speeds, rates = zip(*(draw.choice(kinds) for _ in range(ranks)), strict=True)
+    return flat_cluster(speeds, rates)
+
+
+def host_entry(draw: random.Random, ranks: int) -> HostEntry:
+    link, network = draw.choice((1e8, 1e9)), draw.choice((1e6, 1e7, 1e8))
+    return random_host(ranks, link, network)
+
+
+def random_host(ranks: int, link: float, network: float):
+    """What `network_profile` reads of a host."""
+
+    @dataclasses.dataclass
+    class Host:
+        ranks: int
+        link_bytes_per_s: float
+        network_bytes_per_s: float
+
+    return Host(ranks, link, network)
+
+
+def random_hosts(draw: random.Random) -> ClusterProfile:
+    hosts = [host_entry(draw, draw.randint(1, 2)) for _ in range(draw.randint(2, 3))]
+    if sum(host.ranks for host in hosts) == len(hosts):
+        hosts[0].ranks = 2
+    devices = tuple(
+        device(draw.choice((1.0, 4.0)), host=str(number))
+        for number, host in enumerate(hosts)
+        for _ in range(host.ranks)
+    )
+    return ClusterProfile(devices=devices, model=MODEL, network=network_profile(hosts, MODEL))
+
+
+def step_seconds(cluster: ClusterProfile, **options) -> float:
+    plan = search(cluster, global_batch=12, preference=0.0, leave_out="auto", **options)
+    assert plan.prediction["step_seconds"] == pytest.approx(predict(cluster, plan).step_seconds)
+    return plan.prediction["step_seconds"]
+
+
+@pytest.mark.parametrize("make", [random_flat_cluster, random_hosts])
+@pytest.mark.parametrize("seed", range(choose(quick=3, full=150)))
+def test_another_rank_never_makes_the_step_longer(make, seed):
+    draw = random.Random(seed)
+    cluster = make(draw)
+    stages = (draw.choice((0, 1, 2, 3)),)
+    step = step_seconds(cluster, stages=stages)
+    hosts = cluster.network.hosts
+    removed = [(rank,) for rank in range(cluster.world_size)]
+    removed += [tuple(r for r, own in enumerate(hosts) if own == host) for host in set(hosts)]
+    for ranks in removed:
+        smaller = without_ranks(cluster, ranks)
+        assert step <= step_seconds(smaller, stages=stages) * (1.0 + 1e-9), ranks
+
+
+@pytest.mark.parametrize("seed", range(choose(quick=10, full=200)))
+def test_the_bound_of_a_set_is_below_its_fastest_plan(seed):
+    draw = random.Random(seed)
+    cluster = draw.choice((random_flat_cluster, random_hosts))(draw)
+    cluster = dataclasses.replace(cluster, overlap=draw.choice((0.0, 0.5, 1.0)))
+    groups = [group.ranks for group in device_groups(cluster)]
+    limits = {"global_batch": 12, "max_micro_batch": 12}
+    sets = active_sets(cluster, groups, **limits, may_factor=False)
+    assert sets == sorted(sets)
+    for bound, left_out in draw.sample(sets, min(len(sets), 2)):
+        found = search(without_ranks(cluster, left_out), global_batch=12, preference=0.0)
+        assert bound <= found.prediction["step_seconds"] * (1.0 + 1e-9)
+
+
+def test_a_rank_behind_a_slow_link_is_left_out_and_the_explanation_says_why():
+    cluster = flat_cluster((4.0, 4.0, 2.0), (0.01, 0.01, 30.0))
+    plan = search(cluster, global_batch=12, leave_out="auto")
+    assert plan.left_out == (2,)
+    alone = search(without_ranks(cluster, (2,)), global_batch=12)
+    assert plan.of_active_ranks() == alone
+    assert plan.prediction["step_seconds"] == alone.prediction["step_seconds"]
+    assert plan.prediction["devices"] == ["4", "4", "2"]
+    assert "3 ranks, without rank 2" in str(plan)
+    assert Plan.from_dict(plan.to_dict()) == plan
+    explanation = explain(cluster, plan)
+    (reason,) = explanation.left_out
+    assert reason.ranks == (2,)
+    assert reason.with_them < -0.5
+    link = next(change for change in reason.remedies if change.what == "link")
+    factor = float(link.amount.split()[0])
+    assert (
+        search(
+            flat_cluster((4.0, 4.0, 2.0), (0.01, 0.01, 30.0 / factor)),
+            global_batch=12,
+            leave_out="auto",
+        ).left_out
+        == ()
+    )
+    (sentence,) = [one for one in explanation.sentences() if "left out" in one]
+    assert "rank 2's link is the slowest" in sentence
+    assert f"worth it with links {factor:g} times as fast" in sentence
+
+
+def test_the_numbers_of_ranks_after_a_left_out_one_stay():
+    cluster = flat_cluster((2.0, 4.0, 1.0), (30.0, 0.01, 0.01))
+    plan = search(cluster, global_batch=12, leave_out="auto")
+    assert plan.left_out == (0,)
+    prediction = predict(cluster, plan)
+    assert prediction.memory_bytes[0] == 0 < min(prediction.memory_bytes[1:])
+    assert prediction.bound.startswith("rank 1's compute")
+    explanation = explain(cluster, plan)
+    assert explanation.bound.rank == 1
+    assert {one.ranks for one in explanation.contributions} == {(1,), (2,)}
+    timeline = simulate(cluster, plan)
+    assert timeline.busy_seconds[0] == 0.0 < timeline.busy_seconds[1]
+    assert timeline.step_seconds == pytest.approx(prediction.step_seconds, rel=0.05)
+
+
+def test_a_rank_without_memory_for_the_state_is_left_out():
+    cluster = flat_cluster((4.0, 4.0), (0.01, 0.01))
+    small = dataclasses.replace(cluster.devices[1], memory_bytes=10**6)
+    cluster = dataclasses.replace(cluster, devices=(cluster.devices[0], small))
+    with pytest.raises(NoPlanFits, match="without rank 1 at stage 0"):
+        search(cluster, global_batch=4, stages=(0,))
+    assert search(cluster, global_batch=4, stages=(0,), leave_out="auto").left_out == (1,)
+
+
+@pytest.mark.parametrize("policy", ["even", "paper"])
+def test_only_the_exact_policy_leaves_ranks_out(policy):
+    cluster = flat_cluster((4.0, 4.0, 2.0), (0.01, 0.01, 30.0))
+    assert search(cluster, global_batch=12, policy=policy, leave_out="auto").left_out == ()
+
+
+def test_the_plan_of_the_active_ranks_and_back():
+    plan = Plan(
+        stage=3,
+        global_batch=5,
+        micro_batches=((1, 1), (), (0, 3)),
+        shares=(0.25, 0.0, 0.75),
+        units=(UnitPlan("block", shares=(0.5, 0.0, 0.5), recomputed_on=(2,)),),
+        host_state=(0.0, 0.0, 0.5),
+        left_out=(1,),
+    )
+    own = plan.of_active_ranks()
+    assert own.micro_batches == ((1, 1), (0, 3))
+    assert own.shares == (0.25, 0.75)
+    assert own.units == (UnitPlan("block", shares=(0.5, 0.5), recomputed_on=(1,)),)
+    assert own.host_state == (0.0, 0.5)
+    assert own.beside(plan.left_out) == plan
+    smaller = plan.with_largest_batches({2: 1})
+    assert smaller.micro_batches == ((1, 0, 0, 1), (), (0, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"left_out": (0, 1)}, "at least one is active"),
+        ({"left_out": (2,)}, "the plan has ranks 0 to 1"),
+        ({"left_out": (1,), "shares": (0.5, 0.5)}, "rank 1 is left out, but it has a share"),
+        ({"left_out": (0,)}, r"rank 0 is left out, but it has a share of the plan, passes \(4,\)"),
+    ],
+)
+def test_a_rank_that_is_left_out_has_nothing(changes, message):
+    plan = {"stage": 1, "global_batch": 4, "micro_batches": ((4,), ()), "shares": (1.0, 0.0)}
+    with pytest.raises(ValueError, match=message):
+        Plan(**{**plan, **changes})
