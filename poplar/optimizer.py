@@ -82,6 +82,8 @@ from poplar.zero.weights.materialization import check_unused, move_to_meta
 
 if TYPE_CHECKING:
     from poplar.checkpoint.training_state import TrainingParts
+    from poplar.drift.speed_follower import SpeedFollower
+    from poplar.values.profile import ClusterProfile
 
 
 class HeteroZeroOptimizer(torch.optim.Optimizer):
@@ -121,9 +123,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     Collective methods, which every rank must call: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `load_state_dict`,
     `consolidate_state_dict`, `full_state_dict`, `save_model`, `apply_plan`, `full_gradients`,
-    `verify_replicas`, `release`. If a rank fails in one, all ranks raise. Either nothing has been
-    applied and training may continue, as after an error of `loss_fn`; or all ranks are stopped, and
-    every later call raises the cause, as after an error in the update itself.
+    `follow_drift`, `verify_replicas`, `release`. If a rank fails in one, all ranks raise. Either
+    nothing has been applied and training may continue, as after an error of `loss_fn`; or all ranks
+    are stopped, and every later call raises the cause, as after an error in the update itself.
 
     At stage 3, outside `full_parameters()`, `model.state_dict()` has a `ShardTensor` with this
     rank's part of each parameter, for `torch.distributed.checkpoint`; `torch.save` refuses it.
@@ -422,7 +424,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 break
             except MicroBatchesTooLarge as found:
                 again = partial(self._use_smaller_batches, found.batches)
-        state, waiting = engine.step, engine.strategy.waiting.step
+        state, timing = engine.step, engine.strategy.timing.step
         if not has_pre_hooks(self):
             state.hide_gradients()
         engine.finish_gradients()
@@ -441,8 +443,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             skipped=state.skipped if isinstance(state.skipped, bool) else state.skipped.read,
             losses=summary.losses,
             norm=norm,
+            rank_times=summary.times,
             stopwatch=stopwatch,
-            waiting_seconds=lambda: state.waited_to_open + waiting.seconds(),
+            waiting_seconds=lambda: state.waited_to_open + timing.waited_seconds(),
         )
 
     def micro_batches(
@@ -527,6 +530,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             raise_on_any_error(self._control, error, doing=doing, outcome=outcome)
         elif error is not None:
             raise error
+        self._step.report(summary)
         return result
 
     def _settings(
@@ -837,6 +841,62 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         check_plan_change(self._plan, plan, engine.units, engine.recomputation.blocks)
         if self._engine.has_gradients or self._engine.scheduler.active:
             raise RuntimeError("apply_plan() in the middle of a step; call it after step()")
+
+    @collective
+    def follow_drift(
+        self,
+        profile: ClusterProfile,
+        *,
+        replan: Literal["auto", "advise", "off"] = "advise",
+        steps: int | None = None,
+    ) -> SpeedFollower | None:
+        """Notice ranks that become slower or faster while training, and plan again. Collective.
+
+            tuned = poplar.tune(model, loss_fn, example_batch, global_batch=512, lr=3e-4)
+            optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=tuned.plan, lr=3e-4)
+            optimizer.follow_drift(tuned.profile)
+
+        From then on, every step compares the compute seconds of each rank with its profile, for the
+        samples and lengths of the step. If a speed has changed and another plan of the same stage
+        and global batch is faster by more than moving the state costs, the first rank logs one line
+        to the logger "poplar". Single slow steps and long samples are no change.
+
+        Args:
+            profile: of these ranks, the same on all of them.
+            replan: "advise": only report; the plan is `plan` of the result. "auto": apply the plan
+                after the step, as with `apply_plan`. "off": stop following.
+            steps: that are left to train; default: a plan must pay for itself within 1000.
+
+        Returns:
+            What it has found so far; None if it is off.
+
+        Raises:
+            ValueError: the optimizer has no plan, the profile is of other ranks, or ranks differ.
+        """
+        from poplar.drift.speed_follower import SpeedFollower
+        from poplar.planner.prediction import predict
+
+        def checked() -> tuple[ClusterProfile, str, int | None]:
+            check_choice("replan", replan, Literal["auto", "advise", "off"])
+            if self._plan is None:
+                raise ValueError("follow_drift() needs an optimizer that was built with a plan")
+            predict(profile, self._plan)  # raises if it is of other ranks or another model
+            return profile, replan, steps
+
+        arguments = exchange_results(self._control, checked, what="follow_drift()")
+        if any(other != arguments[0] for other in arguments):
+            raise agreed(
+                ValueError(
+                    "the ranks passed different arguments to follow_drift(); pass the profile of "
+                    "the first rank, and the same replan and steps, on all ranks"
+                )
+            )
+        follower = None
+        if replan != "off":
+            device, applies = self._engine.trained[0].device, replan == "auto"
+            follower = SpeedFollower(self, profile, device, applies=applies, steps=steps)
+        self._step.follow_speeds(follower)
+        return follower
 
     # Saving.
 

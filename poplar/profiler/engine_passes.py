@@ -166,7 +166,7 @@ class EnginePasses(Passes):
                 self.model.zero_grad()
         self._end_round(failed=error is not None)
         synchronize(self.device)
-        waited = self.engine.strategy.waiting.step.seconds()
+        waited = self.engine.strategy.timing.step.waited_seconds()
         self._seconds = max(0.0, perf_counter() - began - waited)
         if error is not None:
             raise error

@@ -67,6 +67,16 @@ def throttle_reason(device: torch.device) -> str:
     return "" if isinstance(known, str) else "; ".join(known.slowdowns())
 
 
+def slowdown_reasons(device: torch.device) -> str:
+    """What may slow the device down at this moment, permanent limits too; empty if unknown."""
+    if checked_kind(device) == "cpu":
+        return _quota_note()
+    known = _nvml(device)
+    if isinstance(known, str):
+        return ""
+    return "; ".join((*known.slowdowns(), *known.clock_settings(), *known.other_processes()))
+
+
 def memory_available(device: torch.device, ranks_on_host: int) -> int:
     """Bytes that this rank may use, including what it holds already.
 
@@ -125,12 +135,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _describe_cpu() -> DeviceInfo:
-    total, free, quota = (
-        host_limits.total_memory(),
-        host_limits.free_memory(),
-        host_limits.processor_quota(),
-    )
-    notes = [] if quota is None else [f"limited to {quota:.3g} cores by a CPU quota"]
+    total, free = host_limits.total_memory(), host_limits.free_memory()
+    notes = [note for note in [_quota_note()] if note]
     if total is None or free is None:
         notes.append("the system does not report its memory")
     return DeviceInfo(
@@ -142,6 +148,11 @@ def _describe_cpu() -> DeviceInfo:
         others_bytes=max(0, (total or 0) - (free or 0) - host_limits.resident_memory()),
         notes=tuple(notes),
     )
+
+
+def _quota_note() -> str:
+    quota = host_limits.processor_quota()
+    return "" if quota is None else f"limited to {quota:.3g} cores by a CPU quota"
 
 
 def _describe_cuda(device: torch.device) -> DeviceInfo:

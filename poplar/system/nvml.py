@@ -69,6 +69,11 @@ class NvmlDevice:
         """Permanent reasons why the device runs below its clock rate."""
         return self._reasons(_SETTINGS)
 
+    def other_processes(self) -> tuple[str, ...]:
+        """That other programs compute on the device, if they do."""
+        others = len(self._ask("nvmlDeviceGetComputeRunningProcesses", self.handle) or []) - 1
+        return (f"{others} other process(es) compute on it",) if others > 0 else ()
+
     def links(self) -> tuple[str, ...]:
         """Links of the device, such as "NVLink 4 x18", "PCIe 4 x8 (of x16)"."""
         return (*self._nvlinks(), *self._pcie())

@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
@@ -26,6 +26,7 @@ from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.gradient_norm import combine_norm, fill_norm_row, gather_rows, norm_rows
 from poplar.zero.passes.collective_order import LeaderFailed
 from poplar.zero.steps.step_settings import UPDATES, StepSettings
+from poplar.zero.streams import PassWork, RankTimes, with_communication
 
 T = TypeVar("T")
 
@@ -67,8 +68,10 @@ class StepSummary:
     """Norm of the accumulated gradient (any loss scale included), one float64 on the device."""
     unused: dict[FlatParameter, set[int]]
     """Positions of parameters that got a gradient on no rank."""
-    waited: tuple[float, ...]
-    """By rank, seconds spent waiting for other ranks; NaN if unknown."""
+    times: tuple[RankTimes, ...]
+    """By rank."""
+    wants_to_agree: bool
+    """A rank wants all ranks to agree on something after the step."""
     checksums: Tensor
     """By rank, the checksum of its replicas; int64 on the device, 0 if none was given."""
     has_hooks: bool
@@ -79,9 +82,10 @@ class StepSummary:
     @property
     def waiting_on(self) -> int | None:
         """The rank that waited least: the others waited for it. None if that is unknown."""
-        if any(math.isnan(seconds) for seconds in self.waited):
+        waited = [rank.waiting_seconds for rank in self.times]
+        if any(map(math.isnan, waited)):
             return None
-        return min(range(len(self.waited)), key=self.waited.__getitem__)
+        return min(range(len(waited)), key=waited.__getitem__)
 
 
 class MicroBatchesTooLarge(Exception):
@@ -212,7 +216,8 @@ def close_step(
     flats: Sequence[FlatParameter],
     *,
     loss: Tensor | float,
-    waited: float,
+    times: RankTimes,
+    wants_to_agree: bool,
     norm_type: float,
     settings: StepSettings,
     error: BaseException | None,
@@ -227,6 +232,8 @@ def close_step(
 
     Args:
         loss: this rank's part of the weighted loss.
+        times: of this rank, in the latest step that is known.
+        wants_to_agree: this rank wants to agree with all ranks after the step.
         norm_type: type of the gradient norm to compute.
         settings: of this rank, which must be equal on all ranks.
         error: why this rank could not finish its passes, if it could not.
@@ -249,26 +256,34 @@ def close_step(
     if settings.tensors:
         rows[comm.group.rank, _SETTINGS] = settings.checksum(rows.device)
     pending = gather_rows(comm, rows, what="the loss and the gradient norm")
-    outcome = [_failure(error), waited, float(too_large), float(may_run_again)]
-    outcome += [float(settings.has_hooks), settings.digest]
+    outcome = [_failure(error), float(too_large), float(may_run_again)]
+    outcome += [float(settings.has_hooks), settings.digest, float(wants_to_agree)]
+    outcome += [times.compute_seconds, times.waiting_seconds, *times.work]
     head = torch.tensor(outcome, dtype=torch.float64, device="cpu")
     used = torch.tensor(_used(flats), dtype=torch.float64, device="cpu")
     received = control.exchange(torch.cat([head, used]), what="closing a step")()
     pending.wait()
     if any(bool(values[0]) for values in received):
-        _raise_if_too_large([values[:4].tolist() for values in received])
+        _raise_if_too_large([values[:3].tolist() for values in received])
         raise_on_all_ranks(control, error, doing="a step")
-    if any(values[5] != received[0][5] for values in received):
+    if any(values[4] != received[0][4] for values in received):
         reject_different_settings(control, settings.by_name())
     return StepSummary(
         losses=rows[:, _LOSS].view(torch.float64),
         norm_type=norm_type,
         norm=combine_norm(rows, norm_type),
         unused=_unused(flats, [values[len(head) :].tolist() for values in received]),
-        waited=tuple(float(values[1]) for values in received),
+        times=_times(values[6 : len(head)].tolist() for values in received),
+        wants_to_agree=any(bool(values[5]) for values in received),
         checksums=rows[:, _CHECKSUM],
-        has_hooks=any(bool(values[4]) for values in received),
+        has_hooks=any(bool(values[3]) for values in received),
         settings=rows[:, _SETTINGS] if settings.tensors else None,
+    )
+
+
+def _times(received: Iterable[Sequence[float]]) -> tuple[RankTimes, ...]:
+    return with_communication(
+        [RankTimes(compute, waited, work=PassWork(*work)) for compute, waited, *work in received]
     )
 
 
@@ -321,7 +336,7 @@ def _raise_if_too_large(outcomes: Sequence[Sequence[float]]) -> None:
     All ranks decide alike, because they decide from the same values.
     """
     batches = {}
-    for rank, (failed, _, too_large, may_run_again) in enumerate(outcomes):
+    for rank, (failed, too_large, may_run_again) in enumerate(outcomes):
         if not may_run_again or (failed == Failure.OWN and too_large < 2):
             return
         if failed == Failure.OWN:

@@ -24,12 +24,14 @@ activations do not split their blocks.
 
 from __future__ import annotations
 
+import math
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -177,58 +179,155 @@ def streams_of(device: torch.device, *, waits_on_stream: bool) -> Streams:
     return DeviceStreams(device) if device.type == "cuda" and waits_on_stream else Streams()
 
 
-class StepWaiting:
-    """The waits of one step."""
+class ComputeSpan:
+    """A part of a step in which this rank computes, apart from its waits."""
+
+    def __init__(self, step: StepTiming, mark: Callable[[], Any]) -> None:
+        self._step, self._mark = step, mark
+        self._before, self._after = mark(), None
+        self._waited, self._stalls = step.host_seconds, len(step.stalls)
+
+    def stop(self) -> ComputeSpan:
+        """The part ends here."""
+        self._after = self._mark()
+        self._waited = self._step.host_seconds - self._waited
+        self._inside = self._step.stalls[self._stalls :]
+        return self
+
+    @property
+    def end(self) -> Any:
+        """The mark at its end."""
+        return self._after
+
+    def seconds(self) -> float:
+        """Seconds without the waits inside."""
+        stalled = sum(_seconds_between(*stall) for stall in self._inside)
+        return max(0.0, _seconds_between(self._before, self._after) - stalled - self._waited)
+
+
+def _seconds_between(before: Any, after: Any) -> float:
+    """Between two times of the host, or two events that the device has passed."""
+    if isinstance(before, float):
+        return float(after - before)
+    return float(before.elapsed_time(after)) / 1e3
+
+
+class PassWork(NamedTuple):
+    """What passes compute, if a profile is followed."""
+
+    expected_seconds: float = 0.0
+    """By the profile."""
+    samples: float = 0.0
+    elements: float = 0.0
+    """Of the tensors of their micro-batches."""
+
+
+class RankTimes(NamedTuple):
+    """What one rank did in one step. On GPUs, in the latest one that its device had finished."""
+
+    compute_seconds: float
+    """In forward and backward, without waits; NaN if unknown."""
+    waiting_seconds: float
+    """For other ranks, until the last one is ready; NaN if unknown."""
+    communication_seconds: float = 0.0
+    """Exposed: the least that any rank has waited, because no rank waits for the slowest one."""
+    work: PassWork = PassWork()
+
+    def after(self, seconds: float) -> RankTimes:
+        """The same after so many more seconds of waiting."""
+        return self._replace(waiting_seconds=self.waiting_seconds + seconds)
+
+
+def with_communication(times: Sequence[RankTimes]) -> tuple[RankTimes, ...]:
+    """The times of all ranks, of whose waits the part that all of them have is communication."""
+    least = min(rank.waiting_seconds for rank in times)
+    return tuple(
+        rank._replace(waiting_seconds=rank.waiting_seconds - least, communication_seconds=least)
+        for rank in times
+    )
+
+
+class StepTiming:
+    """The passes and waits of one step."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._stalls: list[tuple[Any, Any]] = []
+        self.host_seconds = 0.0
+        """Seconds that the host has waited."""
+        self.stalls: list[tuple[Any, Any]] = []
+        """Waits of a stream, each between two events."""
+        self._spans: list[ComputeSpan] = []
+        self._work = PassWork()
 
     def add(self, seconds: float) -> None:
         """Add a wait of the host."""
-        self._seconds += seconds
+        self.host_seconds += seconds
 
     def add_stall(self, before: Any, after: Any) -> None:
         """Add a wait of a stream, between two events."""
-        self._stalls.append((before, after))
+        self.stalls.append((before, after))
+
+    def add_span(self, span: ComputeSpan) -> None:
+        """Add a part in which this rank computed."""
+        self._spans.append(span)
+
+    def add_work(self, work: PassWork) -> None:
+        """Add what a pass computes."""
+        self._work = PassWork(*map(operator.add, self._work, work))
 
     @property
-    def has_stalls(self) -> bool:
-        """Whether a stream has waited."""
-        return bool(self._stalls)
+    def _last_events(self) -> list[Any]:
+        """What the device passes last: after a wait, and after a pass."""
+        ends = [after for _, after in self.stalls[-1:]] + [span.end for span in self._spans[-1:]]
+        return [end for end in ends if not isinstance(end, float)]
+
+    @property
+    def has_events(self) -> bool:
+        """Whether the device has anything to pass."""
+        return bool(self._last_events)
 
     @property
     def is_known(self) -> bool:
-        """Whether the device has passed all waits."""
-        return not self._stalls or bool(self._stalls[-1][1].query())
+        """Whether the device has passed all of them."""
+        return all(event.query() for event in self._last_events)
 
-    def seconds(self) -> float:
-        """Seconds waited. Synchronizes with the device unless `is_known`."""
-        if self._stalls:
-            self._stalls[-1][1].synchronize()
-            milliseconds = sum(before.elapsed_time(after) for before, after in self._stalls)
-            self._seconds, self._stalls = self._seconds + milliseconds / 1e3, []
-        return self._seconds
+    def waited_seconds(self) -> float:
+        """Seconds waited so far. Synchronizes with the device unless `is_known`."""
+        for event in self._last_events:
+            event.synchronize()
+        return self.host_seconds + sum(_seconds_between(*stall) for stall in self.stalls)
+
+    def times(self) -> RankTimes:
+        """The times so far. Synchronizes with the device unless `is_known`."""
+        waited = self.waited_seconds()
+        return RankTimes(sum(span.seconds() for span in self._spans), waited, work=self._work)
 
 
-class WaitingTime:
-    """The waits of the current step, and what is known of earlier ones.
+class Timing:
+    """The passes and waits of the current step, and what is known of earlier ones.
 
     A wait that blocks the host is timed by the host's clock. A wait that blocks a stream is the
-    time between two events around it, which is known when the device has passed them.
+    time between two events around it, which is known when the device has passed them. The same
+    holds for passes.
     """
 
     def __init__(self, streams: Streams, trace: Trace) -> None:
         self._streams, self._trace = streams, trace
-        self.step = StepWaiting()
-        self._unread: deque[StepWaiting] = deque()
-        self._latest = float("nan")
+        self.step = StepTiming()
+        self._unread: deque[StepTiming] = deque()
+        self._latest = RankTimes(math.nan, math.nan)
 
     def begin_step(self) -> None:
-        """Start to count the waits of the next step. It may be called several times before it."""
-        if self.step.has_stalls:
+        """Start to time the next step. It may be called several times before it."""
+        if self.step.has_events:
             self._unread.append(self.step)
-        self.step = StepWaiting()
+        self.step = StepTiming()
+
+    def start_span(self) -> ComputeSpan:
+        """This rank computes from here on, until `stop()` of the result. Add it to a step then."""
+        return ComputeSpan(self.step, self._mark)
+
+    def _mark(self) -> Any:
+        return self._streams.timestamp() if self._streams.asynchronous else time.perf_counter()
 
     def wait_for(self, work: Work, what: str) -> None:
         """Wait for a collective before the compute stream continues."""
@@ -246,15 +345,15 @@ class WaitingTime:
             yield
         self.step.add_stall(before, self._streams.timestamp())
 
-    def latest(self) -> float:
-        """Seconds waited in the latest step that is known without a synchronization.
+    def latest(self) -> RankTimes:
+        """The times of the latest step that is known without a synchronization.
 
         That is the current step if waits block the host. On a device it is an earlier one; NaN if
         the device has finished none.
         """
         if not self._streams.asynchronous:
             self._unread.clear()
-            return self.step.seconds()
+            return self.step.times()
         while self._unread and self._unread[0].is_known:
-            self._latest = self._unread.popleft().seconds()
+            self._latest = self._unread.popleft().times()
         return self._latest

@@ -22,7 +22,7 @@ from poplar.system.trace import Trace
 from poplar.zero.factors.capture import CapturingForward
 from poplar.zero.factors.parameter import FactoredParameter, RowReduction
 from poplar.zero.stages.reduction import Reductions
-from poplar.zero.streams import Streams, WaitingTime
+from poplar.zero.streams import Streams, Timing
 
 CPU = torch.device("cpu")
 
@@ -302,7 +302,7 @@ def fail() -> Any:
 def test_a_deferred_reduction_is_sent_before_a_later_one_is_waited_for():
     """All ranks must get there for the later one too, so nothing is waited for longer."""
     events: list[str] = []
-    reductions = Reductions(WaitingTime(Streams(), Trace()))
+    reductions = Reductions(Timing(Streams(), Trace()))
 
     def issue(name: str) -> Any:
         events.append(f"send {name}")

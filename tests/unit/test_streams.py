@@ -7,6 +7,7 @@ vector clock, so a test can tell whether an operation is certain to be over when
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import weakref
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.steps.step_result import StepResult, Stopwatch
-from poplar.zero.streams import DeviceClock, DeviceStreams, Streams, WaitingTime
+from poplar.zero.streams import DeviceClock, DeviceStreams, Streams, Timing
 from poplar.zero.unit import Unit
 
 Clock = dict[str, int]
@@ -441,48 +442,48 @@ def streams() -> TimedStreams:
 
 
 def test_waits_of_a_device_are_read_when_it_has_passed_them(streams: TimedStreams) -> None:
-    waiting = WaitingTime(streams, Trace())
+    timing = Timing(streams, Trace())
     for milliseconds in (30.0, 50.0):
-        with waiting.stall("a collective"):
+        with timing.stall("a collective"):
             streams.time += milliseconds
         streams.time += 100.0
-        waiting.begin_step()
-        waiting.begin_step()  # at the end of a step and at the start of the next
-    assert waiting.latest() != waiting.latest()  # NaN: the device is still in the first step
+        timing.begin_step()
+        timing.begin_step()  # at the end of a step and at the start of the next
+    assert math.isnan(timing.latest().waiting_seconds)  # the device is still in the first step
     Event.reached = 100.0
-    assert waiting.latest() == pytest.approx(0.030)
+    assert timing.latest().waiting_seconds == pytest.approx(0.030)
     Event.reached = 1000.0
-    assert waiting.latest() == pytest.approx(0.050)
+    assert timing.latest().waiting_seconds == pytest.approx(0.050)
 
 
 def test_latest_wait_is_that_of_a_step_and_not_of_the_reset_after_it(
     streams: TimedStreams,
 ) -> None:
-    waiting = WaitingTime(streams, Trace())
-    reductions = StreamReductions(waiting, streams)
-    strategy = mock.Mock(waiting=waiting, reductions=reductions)
+    timing = Timing(streams, Trace())
+    reductions = StreamReductions(timing, streams)
+    strategy = mock.Mock(timing=timing, reductions=reductions)
     for _ in range(2):
         Strategy.begin_step(strategy)
         reductions.start(lambda: mock.Mock(wait=lambda: 0.0))
-        with waiting.stall("a collective"):
+        with timing.stall("a collective"):
             streams.time += 30.0
         streams.time += 100.0
         reductions.finish()
         Strategy.begin_step(strategy)  # when the step has been applied
     Strategy.begin_step(strategy)
     Event.reached = 1000.0
-    assert waiting.latest() == pytest.approx(0.030)
+    assert timing.latest().waiting_seconds == pytest.approx(0.030)
 
 
 def test_waits_of_the_current_step_can_be_read_with_a_synchronization(
     streams: TimedStreams,
 ) -> None:
-    waiting = WaitingTime(streams, Trace())
-    with waiting.stall("a collective"):
+    timing = Timing(streams, Trace())
+    with timing.stall("a collective"):
         streams.time += 20.0
-    step = waiting.step
-    waiting.begin_step()
-    assert step.seconds() == step.seconds() == pytest.approx(0.020)
+    step = timing.step
+    timing.begin_step()
+    assert step.waited_seconds() == step.waited_seconds() == pytest.approx(0.020)
 
 
 def test_spans_of_a_device_have_its_times(streams: TimedStreams) -> None:

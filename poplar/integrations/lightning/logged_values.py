@@ -164,13 +164,13 @@ class RunningStep:
     def passes_done(self) -> None:
         """Called after the last pass, before the update, which drops the state of the step."""
         engine = self._parts.engine
-        self._state, self._waiting = engine.step, engine.strategy.waiting.step
+        self._state, self._timing = engine.step, engine.strategy.timing.step
 
     def finish(self, device: torch.device) -> tuple[Tensor, StepResult]:
         """Log the values of the step; returns the loss of the global batch. Collective."""
         self._stopwatch.stop()
         loss = self._log.finish(self._parts.engine.control, device)
-        state, waiting = self._state, self._waiting
+        state, timing = self._state, self._timing
         result = StepResult(
             samples=state.samples,
             waiting_on=None,
@@ -178,7 +178,7 @@ class RunningStep:
             losses=loss.reshape(1),
             norm=None,
             stopwatch=self._stopwatch,
-            waiting_seconds=lambda: state.waited_to_open + waiting.seconds(),
+            waiting_seconds=lambda: state.waited_to_open + timing.waited_seconds(),
         )
         return loss, result
 

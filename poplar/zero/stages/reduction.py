@@ -19,7 +19,7 @@ from torch import Tensor
 
 from poplar.comm import Work
 from poplar.system.out_of_memory import is_out_of_memory
-from poplar.zero.streams import Streams, WaitingTime
+from poplar.zero.streams import Streams, Timing
 
 
 class Held(Protocol):
@@ -40,10 +40,10 @@ class Deferred(Held, Protocol):
 class Reductions:
     """Reductions whose waits block the host, oldest first."""
 
-    def __init__(self, waiting: WaitingTime) -> None:
+    def __init__(self, timing: Timing) -> None:
         self.limit = 2
         """Maximum number of concurrent reductions; each holds a bucket and received slices."""
-        self._waiting = waiting
+        self._timing = timing
         self._issued: deque[tuple[Work, Held | None]] = deque()
         self._deferred: deque[tuple[int, Deferred]] = deque()
         """With the number of reductions that were started before."""
@@ -79,7 +79,7 @@ class Reductions:
     def finish_following(self, works: Sequence[Work], what: str) -> None:
         """Wait for collectives that were issued when a reduction had been waited for."""
         for work in works:
-            self._waiting.wait_for(work, what)
+            self._timing.wait_for(work, what)
 
     def buckets(self) -> list[Held]:
         """The buckets that are held now."""
@@ -91,7 +91,7 @@ class Reductions:
             self._send_deferred(before=self._finished + 1)
             work, bucket = self._issued.popleft()
             try:
-                self._waiting.wait_for(work, "reductions")
+                self._timing.wait_for(work, "reductions")
             except Exception as error:
                 if is_out_of_memory(error):  # it is waited for again
                     self._issued.appendleft((work, bucket))
@@ -113,8 +113,8 @@ class StreamReductions(Reductions):
     runs out in the sum, it is repeated before the next one is issued; what was issued stays issued.
     """
 
-    def __init__(self, waiting: WaitingTime, streams: Streams) -> None:
-        super().__init__(waiting)
+    def __init__(self, timing: Timing, streams: Streams) -> None:
+        super().__init__(timing)
         self._streams = streams
         self._unsummed: deque[tuple[Work, Held | None]] = deque()
         self._buckets: deque[tuple[Held, Any]] = deque()
@@ -128,7 +128,7 @@ class StreamReductions(Reductions):
                 with self._streams.reduction():
                     self._sum_oldest()
             _, event = self._buckets.popleft()
-            with self._waiting.stall("reductions"):
+            with self._timing.stall("reductions"):
                 self._streams.wait_for_reduction(event)
 
     def start(self, issue: Callable[[], Work], bucket: Held | None = None) -> None:
@@ -149,7 +149,7 @@ class StreamReductions(Reductions):
             return
         with self._streams.reduction():
             self._sum_all_but(0)
-        with self._waiting.stall("reductions"):
+        with self._timing.stall("reductions"):
             self._streams.wait_for_reduction(self._streams.record_reduction())
         self._buckets.clear()
         self._outstanding = False
@@ -159,7 +159,7 @@ class StreamReductions(Reductions):
         with self._streams.reduction():
             for work in works:
                 work.wait()
-        with self._waiting.stall(what):
+        with self._timing.stall(what):
             self._streams.wait_for_reduction(self._streams.record_reduction())
 
     def buckets(self) -> list[Held]:
@@ -183,8 +183,8 @@ class StreamReductions(Reductions):
         return [bucket for _, bucket in self._unsummed if bucket is not None]
 
 
-def reductions_on(streams: Streams, waiting: WaitingTime) -> Reductions:
+def reductions_on(streams: Streams, timing: Timing) -> Reductions:
     """The reductions of a device and transport."""
     if streams.asynchronous:
-        return StreamReductions(waiting, streams)
-    return Reductions(waiting)
+        return StreamReductions(timing, streams)
+    return Reductions(timing)

@@ -27,7 +27,7 @@ from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.shard_cuts import layouts_under
 from poplar.zero.stages.reduction import reductions_on
-from poplar.zero.streams import DeviceClock, WaitingTime, streams_of
+from poplar.zero.streams import DeviceClock, Timing, streams_of
 from poplar.zero.unit import Unit
 
 Layouts = dict[FlatParameter, Layout]
@@ -54,8 +54,8 @@ class Strategy(ABC):
         self.streams = streams_of(device, waits_on_stream=comm.waits_on_stream)
         if self.streams.asynchronous:
             comm.group.trace.use_clock(DeviceClock(self.streams))
-        self.waiting = WaitingTime(self.streams, comm.group.trace)
-        self.reductions = reductions_on(self.streams, self.waiting)
+        self.timing = Timing(self.streams, comm.group.trace)
+        self.reductions = reductions_on(self.streams, self.timing)
         self.updates_agree = True
         """Equal gradients give equal bits on all ranks, because they run the same kernels."""
         self.persistent: frozenset[Unit] = frozenset()
@@ -224,7 +224,7 @@ class Strategy(ABC):
     def begin_step(self) -> None:
         """Reset the state of a step. All ranks have left the previous step by now."""
         self.reductions.finish()  # of a step that was closed with an error; its waits count there
-        self.waiting.begin_step()
+        self.timing.begin_step()
         self.comm.trim()
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
@@ -288,7 +288,7 @@ class Strategy(ABC):
 
     def wait(self, pending: Work, what: str) -> None:
         """Wait for a collective before the compute stream continues."""
-        self.waiting.wait_for(pending, what)
+        self.timing.wait_for(pending, what)
 
 
 def _copy_overlap(target: Tensor, target_start: int, source: Tensor, source_start: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,9 +42,30 @@ from poplar.zero.micro_batches import MicroBatch, OpenedStep
 from poplar.zero.steps.nonfinite import IssuedStep, NonFiniteSteps, OnNonFinite, differ
 from poplar.zero.steps.step_settings import StepSettings
 from poplar.zero.steps.step_state import EarlyForward, Phase
+from poplar.zero.streams import PassWork, RankTimes
 from poplar.zero.update import ShardedUpdate
 
 _NOT_EARLY = EarlyForward()
+
+
+class SpeedFollower(Protocol):
+    """What the times of the ranks are reported to."""
+
+    @property
+    def wants_to_agree(self) -> bool:
+        """All ranks are to agree on something after the next step."""
+
+    def work(self, micro_batch: MicroBatch) -> PassWork:
+        """What a pass of this rank computes."""
+
+    def add(self, times: Sequence[RankTimes], *, step: int, agree: bool) -> None:
+        """A step has been applied. Collective if the ranks are to agree.
+
+        Args:
+            times: by rank, of the latest step that is known.
+            step: its number.
+            agree: a rank wanted to agree when the step was closed.
+        """
 
 
 class Step:
@@ -67,6 +88,17 @@ class Step:
         self._rank = engine.comm.group.rank
         self._trace = engine.comm.group.trace
         self._loop: weakref.ref[MicroBatchLoop] | None = None
+        self._follower: SpeedFollower | None = None
+
+    def follow_speeds(self, follower: SpeedFollower | None) -> None:
+        """Report the times of later steps to `follower`. Each rank has one, or none has."""
+        self._follower = follower
+
+    def report(self, summary: StepSummary) -> None:
+        """Report the times of a step that has been applied. Collective if a rank asked for it."""
+        if self._follower is not None:
+            step, agree = self._update.updates, summary.wants_to_agree
+            self._follower.add(summary.times, step=step, agree=agree)
 
     # Open.
 
@@ -81,10 +113,10 @@ class Step:
         can_run = opened.first_pass == 0 if pass_is_open else engine.forwards_are_local
         if opened.first_pass is None or not can_run:
             return EarlyForward(pass_is_open=pass_is_open)
-        began = self._trace.now()
+        began, computing = self._trace.now(), engine.strategy.timing.start_span()
         with engine.hooks.without_backward():
             forward.compute_early(opened.first)
-        return EarlyForward(began, pass_is_open)
+        return EarlyForward(began, pass_is_open, computing.stop())
 
     def start(self, opened: OpenedStep, early: EarlyForward = _NOT_EARLY) -> list[MicroBatch]:
         """Wait for the sizes of all ranks; returns this rank's micro-batches. Collective."""
@@ -102,6 +134,8 @@ class Step:
             raise
         if not early.pass_is_open:
             self._engine.begin_step()
+        if early.computed is not None:
+            self._engine.strategy.timing.step.add_span(early.computed)
         self._engine.step.open(sizes)
         return micro_batches
 
@@ -218,7 +252,10 @@ class Step:
             opened = self._engine.begin_pass(
                 weight=micro_batch.weight, leader=micro_batch.leader, last=micro_batch.last
             )
-        state.begin_pass(micro_batch if opened else None, began)
+        timing = self._engine.strategy.timing
+        state.begin_pass(micro_batch if opened else None, began, timing.start_span())
+        if self._follower is not None and micro_batch.samples:
+            timing.step.add_work(self._follower.work(micro_batch))
         return opened
 
     def end_pass(self, *, failed: bool = False) -> None:
@@ -227,6 +264,8 @@ class Step:
         micro_batch = state.end_pass()
         if micro_batch is not None:
             self._engine.end_pass(failed=failed)
+            if state.computing is not None and micro_batch.samples:
+                self._engine.strategy.timing.step.add_span(state.computing.stop())
             what = f"a pass of {micro_batch.samples} samples"
             self._trace.add("pass", what, state.pass_began)
 
@@ -401,7 +440,8 @@ class Step:
                 engine.control,
                 engine.trained,
                 loss=state.loss,
-                waited=state.waited_to_open + engine.strategy.waiting.latest(),
+                times=engine.strategy.timing.latest().after(state.waited_to_open),
+                wants_to_agree=self._follower is not None and self._follower.wants_to_agree,
                 norm_type=settings.norm_type,
                 settings=settings,
                 error=error,

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from poplar.comm import Group
-from poplar.zero.streams import Streams
+from poplar.zero.streams import RankTimes, Streams
 
 
 class Stopwatch:
@@ -46,7 +46,8 @@ class Stopwatch:
 
 
 class StepResult:
-    """The outcome of one `train_step`; equal on all ranks, except for the times.
+    """The outcome of one `train_step`; equal on all ranks, except for `seconds` and
+    `waiting_seconds`.
 
     `loss`, `grad_norm`, `skipped`, `seconds` and `waiting_seconds` wait for the device when they
     are first read, and raise `CollectiveTimeout` if it is not done at the deadline. A loop that
@@ -58,6 +59,9 @@ class StepResult:
     waiting_on: int | None
     """The rank that waited least: the slowest one, for which the others waited. On GPUs, in the
     latest step that all devices had finished; None if there is none."""
+    rank_times: tuple[RankTimes, ...]
+    """By rank, its seconds of compute, communication and waiting. On GPUs, in the latest step that
+    its device had finished. Not known (empty) in Lightning."""
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class StepResult:
         skipped: bool | Callable[[], bool],
         losses: Tensor,
         norm: Tensor | None,
+        rank_times: tuple[RankTimes, ...] = (),
         stopwatch: Stopwatch,
         waiting_seconds: Callable[[], float],
     ) -> None:
@@ -77,11 +82,12 @@ class StepResult:
             skipped: whether no rank has stepped; a function if the device decides it.
             losses: by rank, its part of the weighted loss.
             norm: norm of the full gradient; None if it was not computed.
+            rank_times: by rank.
             stopwatch: the time of the step.
             waiting_seconds: returns the part of it that this rank has waited.
         """
         self.samples, self.waiting_on, self._skipped = samples, waiting_on, skipped
-        self._losses, self._norm = losses, norm
+        self._losses, self._norm, self.rank_times = losses, norm, rank_times
         self._stopwatch, self._waiting_seconds = stopwatch, waiting_seconds
 
     @cached_property
@@ -134,4 +140,13 @@ class StepResult:
         return f"StepResult({values})"
 
 
-_VALUES = ("loss", "grad_norm", "samples", "seconds", "waiting_seconds", "waiting_on", "skipped")
+_VALUES = (
+    "loss",
+    "grad_norm",
+    "samples",
+    "seconds",
+    "waiting_seconds",
+    "waiting_on",
+    "rank_times",
+    "skipped",
+)

@@ -11,6 +11,7 @@ from torch import Tensor
 from poplar.zero.agreement import StepSizes, StepSummary
 from poplar.zero.micro_batches import MicroBatch
 from poplar.zero.steps.step_settings import StepSettings
+from poplar.zero.streams import ComputeSpan
 
 if TYPE_CHECKING:
     from poplar.zero.steps.nonfinite import DeviceFlag
@@ -41,6 +42,8 @@ class EarlyForward:
     """Its start, in the trace; None: it has not run."""
     pass_is_open: bool = False
     """On all ranks the first pass is open, whose weight is not known yet."""
+    computed: ComputeSpan | None = None
+    """What it has computed."""
 
 
 @dataclass(eq=False)
@@ -58,6 +61,8 @@ class StepState:
     """The input of the pass that is open now."""
     pass_began: Any = None
     """Its start, in the trace."""
+    computing: ComputeSpan | None = None
+    """What it computes."""
     too_large: int = 0
     """Samples of the micro-batch in which this rank ran out of memory; 0 if it has not."""
     summary: StepSummary | None = None
@@ -95,9 +100,11 @@ class StepState:
         """No code of the user reads `.grad` before the update."""
         self.gradients_are_hidden = True
 
-    def begin_pass(self, micro_batch: MicroBatch | None, began: Any) -> None:
+    def begin_pass(
+        self, micro_batch: MicroBatch | None, began: Any, computing: ComputeSpan
+    ) -> None:
         """A pass has been opened; None: it has nothing to issue."""
-        self.open_micro_batch, self.pass_began = micro_batch, began
+        self.open_micro_batch, self.pass_began, self.computing = micro_batch, began, computing
 
     def end_pass(self) -> MicroBatch | None:
         """The open pass ends; returns its input."""

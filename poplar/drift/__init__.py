@@ -1,0 +1,1 @@
+"""Drift: ranks whose speed changes while they train, and plans that follow it."""

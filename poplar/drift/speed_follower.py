@@ -1,0 +1,154 @@
+"""Follows the speeds of the ranks of one optimizer, and changes or suggests its plan."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from poplar.data import pytree
+from poplar.drift.replanning import Replan, Replanner
+from poplar.drift.speed_levels import Row
+from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.system.devices import slowdown_reasons
+from poplar.values.formatting import format_signed_percent
+from poplar.values.plan import Plan
+from poplar.values.profile import ClusterProfile
+from poplar.zero.micro_batches import MicroBatch
+from poplar.zero.streams import PassWork, RankTimes
+
+if TYPE_CHECKING:
+    from poplar.optimizer import HeteroZeroOptimizer
+
+UNKNOWN_STEPS = 1000
+"""Steps in which a new plan must pay for itself, if it is not known how many are left."""
+_MOST_RANKS = 4
+_MOST_BATCHES = 16
+
+_LOGGER = logging.getLogger("poplar")
+
+
+class SpeedFollower:
+    """Made by `HeteroZeroOptimizer.follow_drift`, which documents it.
+
+    The first rank alone estimates speeds and searches, because the bits of logarithms differ
+    between processors. All ranks learn in the next step that it has found a plan, and then get it.
+    """
+
+    plan: Plan | None = None
+    """The latest plan that was found to be faster; None if there has been none. Equal on all
+    ranks."""
+
+    def __init__(
+        self,
+        optimizer: HeteroZeroOptimizer,
+        profile: ClusterProfile,
+        device: torch.device,
+        *,
+        applies: bool,
+        steps: int | None,
+    ) -> None:
+        """
+        Args:
+            optimizer: whose steps it follows.
+            profile: of its ranks.
+            device: of this rank.
+            applies: faster plans are applied.
+            steps: that are left to train; None: unknown.
+        """
+        self._optimizer = weakref.ref(optimizer)
+        self._control, self._device = optimizer.control, device
+        self._rank = self._control.group.rank
+        self._profile, self._applies = profile, applies
+        self._replanner = Replanner(profile)
+        self._steps_left = UNKNOWN_STEPS if steps is None else steps
+        self._counts_down = steps is not None
+        self._found: Replan | None = None
+        self._costs: tuple[Plan, StageCosts] | None = None
+        self.messages: list[str] = []
+        """What was reported so far, equal on all ranks."""
+
+    @property
+    def slowdowns(self) -> tuple[float, ...]:
+        """By rank, how many times slower it is than its profile. Known on the first rank only."""
+        return self._replanner.slowdowns
+
+    @property
+    def wants_to_agree(self) -> bool:
+        """This rank has found a plan."""
+        return self._found is not None
+
+    def work(self, micro_batch: MicroBatch) -> PassWork:
+        """What a pass of this rank computes."""
+        plan = self._current_plan()
+        if self._costs is None or self._costs[0] is not plan:
+            self._costs = plan, costs_of(self._profile, plan)
+        expected = self._costs[1].pass_seconds(self._rank, micro_batch.samples)
+        elements = sum(tensor.numel() for tensor in pytree.tensors(micro_batch.batch))
+        return PassWork(expected, float(micro_batch.samples), float(elements))
+
+    def add(self, times: Sequence[RankTimes], *, step: int, agree: bool) -> None:
+        """Add a step that has been applied. Collective if a rank has found a plan.
+
+        Args:
+            times: by rank, of the latest step that is known.
+            step: its number.
+            agree: a rank had found a plan when the step was closed.
+        """
+        if self._counts_down:
+            self._steps_left = max(0, self._steps_left - 1)
+        if agree:
+            self._agree(step)
+        elif self._rank == 0:
+            rows = list(map(_row, times))
+            left = self._steps_left
+            self._found = self._replanner.add(rows, self._current_plan(), steps_left=left)
+
+    def _agree(self, step: int) -> None:
+        """Report the plan of the first rank, and apply it if that was asked for. Collective."""
+        mine = self._found, slowdown_reasons(self._device)
+        received = self._control.exchange_objects(mine, what="a plan for changed speeds")
+        self._found, found = None, received[0][0]
+        if found is None:
+            return
+        self.plan = found.plan
+        message = f"step {step}: {_message(found, [reason for _, reason in received])}"
+        optimizer = self._optimizer()
+        if self._applies and optimizer is not None:
+            optimizer.apply_plan(found.plan)
+        else:
+            message += " with optimizer.apply_plan() of this plan"
+        self.messages.append(message)
+        if self._rank == 0:
+            _LOGGER.warning(message)
+
+    def _current_plan(self) -> Plan:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        plan = optimizer.plan
+        assert plan is not None
+        return plan
+
+
+def _row(times: RankTimes) -> Row:
+    work = times.work
+    length = max(work.elements, 1.0) / max(work.samples, 1.0)
+    return Row(times.compute_seconds, work.expected_seconds, length)
+
+
+def _message(found: Replan, reasons: Sequence[str]) -> str:
+    """`rank 2 is 1.9x slower (power cap); new batches 12,12,5; +38 %`."""
+    changes = []
+    for rank, factor in found.slowdowns.items():
+        is_slower = factor > 1.0
+        because = f" ({reasons[rank]})" if is_slower and reasons[rank] else ""
+        times = f"{max(factor, 1.0 / factor):.2g}x {'slower' if is_slower else 'faster'}"
+        changes.append(f"rank {rank} is {times}{because}")
+    more = f" and {len(changes) - _MOST_RANKS} more" if len(changes) > _MOST_RANKS else ""
+    shown = ", ".join(changes[:_MOST_RANKS]) or "the speeds of the ranks have changed"
+    samples = [str(found.plan.samples(rank)) for rank in range(found.plan.world_size)]
+    batches = ",".join([*samples[:_MOST_BATCHES], "..."] if samples[_MOST_BATCHES:] else samples)
+    return f"{shown}{more}; new batches {batches}; {format_signed_percent(found.gain)}"

@@ -1,0 +1,126 @@
+"""Speeds that change on simulated ranks: what is noticed, when, and what is planned then."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from records import cluster
+
+from poplar.drift.replanning import WARM_UP, Replan, Replanner
+from poplar.drift.speed_levels import Row, SpeedLevels
+from poplar.planner.cost_model import costs_of
+from poplar.planner.prediction import predict
+from poplar.planner.search import search
+from poplar.planner.what_if import with_slower_devices
+from poplar.values.plan import Plan
+
+JITTER = 0.1
+SPIKES = 0.02
+LENGTHS = 4.0
+SPEEDS = (100.0, 100.0, 50.0, 50.0)
+PROFILE = cluster(SPEEDS, ("one", "two", "three", "four"))
+
+Changes = Sequence[tuple[int, int, float]]
+"""Step, rank, and how many times slower than its profile it is from then on."""
+
+
+def steps(noise: random.Random, changes: Changes, number: int) -> Iterator[list[float]]:
+    """By step and rank, measured seconds over expected ones, without the effect of lengths."""
+    slower = [1.0] * len(SPEEDS)
+    for step in range(number):
+        for at, rank, factor in changes:
+            if at == step:
+                slower[rank] = factor
+        yield [
+            factor * math.exp(noise.gauss(0.0, JITTER)) * (5.0 if noise.random() < SPIKES else 1.0)
+            for factor in slower
+        ]
+
+
+def row(noise: random.Random, ratio: float, expected: float) -> Row:
+    """Samples of random length, whose seconds grow a little faster than their length."""
+    length = LENGTHS ** noise.uniform(-0.5, 0.5)
+    return Row(ratio * expected * length**1.1, expected, 512.0 * length)
+
+
+def replans(seed: int, changes: Changes, number: int, stage: int) -> list[tuple[int, Replan]]:
+    """The plans that are found in so many steps, each of which is applied after the next step."""
+    noise = random.Random(seed)
+    plan = search(PROFILE, global_batch=96, stages=(stage,))
+    replanner = Replanner(PROFILE)
+    found: list[tuple[int, Replan]] = []
+    new: Replan | None = None
+    for step, ratios in enumerate(steps(noise, changes, number)):
+        costs = costs_of(PROFILE, plan)
+        rows = []
+        for rank, ratio in enumerate(ratios):
+            expected = sum(costs.pass_seconds(rank, size) for size in plan.micro_batches[rank])
+            rows.append(row(noise, ratio, expected))
+        if new is not None:
+            plan = new.plan
+        new = replanner.add(rows, plan, steps_left=1000)
+        if new is not None:
+            found.append((step, new))
+    return found
+
+
+def found_within(events: int, factor: float, after: int) -> int:
+    """In how many events a slower rank is noticed within so many steps."""
+    found = 0
+    for event in range(events):
+        noise = random.Random(f"{factor} {event}")
+        start, rank = noise.randrange(40, 80), noise.randrange(len(SPEEDS))
+        levels = SpeedLevels(len(SPEEDS))
+        noticed = False
+        for step, ratios in enumerate(steps(noise, [(start, rank, factor)], start + after)):
+            rows = [row(noise, ratio, 0.2) for ratio in ratios]
+            if step < WARM_UP:
+                levels.add_lengths(rows)
+                continue
+            changed = levels.add(rows)
+            noticed |= step >= start and rank in changed
+        found += noticed
+    return found
+
+
+def test_slower_ranks_are_noticed_within_20_steps():
+    found = {factor: found_within(67, factor, after=20) for factor in (2.0, 1.3, 1.15)}
+    assert found[2.0] == found[1.3] == 67, found
+    assert sum(found.values()) >= 0.99 * 3 * 67, found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_jitter_spikes_and_lengths_are_no_reason_for_a_new_plan(stage):
+    assert replans(stage, [], 1000, stage) == []
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_plan_follows_a_slower_rank_and_its_recovery(stage):
+    slowed, recovered = replans(stage, [(60, 2, 2.0), (120, 2, 1.0)], 180, stage)
+    assert 60 < slowed[0] <= 80
+    assert 120 < recovered[0] <= 140
+    assert list(slowed[1].slowdowns) == [2] == list(recovered[1].slowdowns)
+    assert slowed[1].slowdowns[2] == pytest.approx(2.0, rel=0.15)
+    assert recovered[1].slowdowns[2] == pytest.approx(0.5, rel=0.15)
+    now = with_slower_devices(PROFILE, (1.0, 1.0, 2.0, 1.0))
+    best = predict(now, search(now, global_batch=96, stages=(stage,))).step_seconds
+    assert predict(now, slowed[1].plan).step_seconds < 1.1 * best
+    assert slowed[1].gain > 0.3
+
+
+def test_a_slowdown_that_all_ranks_share_changes_no_plan():
+    assert replans(1, [(60, rank, 1.5) for rank in range(4)], 160, stage=1) == []
+
+
+def test_a_change_does_not_pay_in_the_last_steps():
+    replanner = Replanner(PROFILE)
+    plan = Plan.proportional(SPEEDS, 96, 1, 20)
+    noise = random.Random(0)
+    found = [
+        replanner.add([row(noise, ratio, 0.2) for ratio in ratios], plan, steps_left=0)
+        for ratios in steps(noise, [(40, 0, 2.0)], 80)
+    ]
+    assert not any(found)
