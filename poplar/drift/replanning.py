@@ -47,7 +47,7 @@ class Replanner:
         self._left_of_warm_up = WARM_UP
         self._planned: Sequence[float] = self._speeds.levels
         """The levels of the current plan, or of the last one that was found."""
-        self._searched = self._planned
+        self._searched: Sequence[float] = self._planned
         """The last levels at which a plan was searched for."""
 
     @property

@@ -19,7 +19,7 @@ CLIP = 2.0
 """Standard deviations of a residual that count at most."""
 ALLOWANCE = 0.3
 """Standard deviations per step that are no change. With `CLIP` and `THRESHOLD`, 1.15x is found
-within 20 steps at 10 % jitter: see `tests/unit/test_drift.py`."""
+within 20 steps at 10 % jitter: see `tests/unit/test_speed_changes.py`."""
 THRESHOLD = 6.0
 """Standard deviations in sum that are a change."""
 WINDOW = 64

@@ -26,6 +26,7 @@ import ranks as harness
 import torch
 import torch.distributed as dist
 from ranks import Pool
+from records import cluster
 from subset import choose
 from torch import Tensor, nn
 from training import STAGES
@@ -182,6 +183,7 @@ class Training:
         # Made here, because an error in what is no collective call is of one rank alone.
         self.state = self.optimizer.state_dict()
         self.other_plan = replace(self.plan, shares=(0.3, 0.7))
+        self.profile = cluster((2.0, 1.0), ("fast", "slow"))
         self.manager = poplar.CheckpointManager(folder, self.optimizer)
         if self.case.method == "full_gradients":
             self.run_passes()
@@ -234,6 +236,7 @@ METHODS: dict[str, Callable[[Training, Path], object]] = {
     "full_gradients": lambda t, _: t.optimizer.full_gradients(),
     "verify_replicas": lambda t, _: t.optimizer.verify_replicas(),
     "apply_plan": lambda t, _: t.optimizer.apply_plan(t.other_plan),
+    "follow_drift": lambda t, _: t.optimizer.follow_drift(t.profile),
     "full_state_dict": lambda t, _: t.optimizer.full_state_dict(1),
     "consolidate_state_dict": lambda t, _: t.optimizer.consolidate_state_dict(1),
     "load_state_dict": lambda t, _: t.optimizer.load_state_dict(t.state),

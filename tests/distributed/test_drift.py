@@ -1,0 +1,141 @@
+"""A rank that becomes slower in mid-run gets fewer samples, and the losses do not change."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from statistics import median
+
+import pytest
+import ranks as harness
+import torch
+from ranks import Pool
+from records import cluster
+from torch import Tensor, nn
+
+from poplar import HeteroZeroOptimizer, Plan
+from poplar.values.profile import BatchPoint, ClusterProfile, ModelProfile
+
+RANKS, GLOBAL_BATCH = 3, 12
+SECONDS = 0.004
+"""Of a sample."""
+SLOW = range(32, 64)
+"""Steps in which rank 1 is slower."""
+FACTOR = 2.5
+STEPS = 96
+
+
+def profile() -> ClusterProfile:
+    """Three equal ranks."""
+    made = cluster((1.0 / SECONDS,) * RANKS, ("device",) * RANKS)
+    points = tuple(
+        BatchPoint(batch=batch, seconds=SECONDS * batch, activation_bytes=1024 * batch)
+        for batch in (1, GLOBAL_BATCH)
+    )
+    devices = tuple(
+        replace(device, points=points, optimizer_seconds=1e-4) for device in made.devices
+    )
+    network = replace(made.network, reduce_scatter_seconds=1e-4, all_gather_seconds=1e-4)
+    model = ModelProfile(unit_numels=(64, 64, 64, 9))
+    return replace(made, devices=devices, network=network, model=model)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    samples: list[int]
+    """Of rank 1, by step."""
+    messages: list[str]
+    rank_times: list[tuple[float, ...]]
+    """By step, the compute seconds of all ranks."""
+
+
+def train(stage: int, *, disturbed: bool, open_form: bool, replan: str = "auto") -> Outcome:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 1))
+    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, stage)
+    group = harness.group()
+    optimizer = HeteroZeroOptimizer(
+        model.to(harness.device()), torch.optim.AdamW, plan=plan, process_group=group, lr=1e-2
+    )
+    follower = optimizer.follow_drift(profile(), replan=replan) if disturbed else None
+    rank, outcome = harness.rank(), Outcome([], [], [], [])
+    for step in range(STEPS):
+        slower = FACTOR if rank == 1 and step in SLOW else 1.0
+
+        def loss_fn(model: nn.Module, batch: Tensor, slower: float = slower) -> Tensor:
+            if disturbed:
+                time.sleep(SECONDS * slower * len(batch))
+            return model(batch).square().mean()
+
+        current = optimizer.plan
+        assert current is not None
+        whole = torch.randn(GLOBAL_BATCH, 8, generator=torch.Generator().manual_seed(step))
+        start = current.offset(rank)
+        batch = whole[start : start + current.samples(rank)].to(harness.device())
+        outcome.samples.append(current.samples(1))
+        if open_form:
+            parts = []
+            for micro_batch in optimizer.micro_batches(batch):
+                loss = loss_fn(model, micro_batch)
+                loss.backward()
+                parts.append(loss.detach() * len(micro_batch) / GLOBAL_BATCH)
+            total = torch.stack(parts).sum()
+            torch.distributed.all_reduce(total, group=group)
+            outcome.losses.append(float(total))
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            result = optimizer.train_step(loss_fn, batch)
+            outcome.losses.append(result.loss)
+            outcome.rank_times.append(tuple(times.compute_seconds for times in result.rank_times))
+    if follower is not None:
+        outcome.messages.extend(follower.messages)
+    return outcome
+
+
+@pytest.mark.parametrize(("stage", "open_form"), [(0, False), (1, True), (3, False)])
+def test_plan_follows_a_slower_rank_with_the_same_losses(
+    ranks: Pool, stage: int, open_form: bool
+) -> None:
+    alone = ranks.run(train, stage, disturbed=False, open_form=open_form, ranks=RANKS)[0]
+    outcomes = ranks.run(train, stage, disturbed=True, open_form=open_form, ranks=RANKS)
+    first = outcomes[0]
+    assert first.losses == pytest.approx(alone.losses, rel=1e-4)
+    assert all(other.messages == first.messages for other in outcomes)
+    assert all(other.samples == first.samples for other in outcomes)
+    assert first.samples[SLOW.stop] < 4
+    assert first.samples[-1] > first.samples[SLOW.stop]
+    assert any("rank 1 is 2." in message for message in first.messages)
+
+
+def test_advice_changes_no_plan_and_all_ranks_know_all_times(ranks: Pool) -> None:
+    outcomes = ranks.run(train, 2, disturbed=True, open_form=False, replan="advise", ranks=RANKS)
+    assert all(outcome.samples == [4] * STEPS for outcome in outcomes)
+    assert all(outcome.rank_times == outcomes[0].rank_times for outcome in outcomes)
+    assert all(outcome.messages == outcomes[0].messages for outcome in outcomes)
+    assert "rank 1 is 2." in outcomes[0].messages[0]
+    slow = [outcomes[0].rank_times[step] for step in SLOW]
+    medians = [median(seconds) for seconds in zip(*slow, strict=True)]
+    assert medians[1] == max(medians)
+
+
+def follow_in_vain(*, with_plan: bool) -> None:
+    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1) if with_plan else None
+    stage = None if with_plan else 1
+    model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=plan, stage=stage, process_group=group, lr=1e-2
+    )
+    optimizer.follow_drift(profile(), steps=harness.rank())
+
+
+@pytest.mark.parametrize(
+    ("with_plan", "message"),
+    [(True, "the ranks passed different arguments"), (False, "needs an optimizer that was built")],
+)
+def test_wrong_arguments_are_refused_on_all_ranks(
+    ranks: Pool, with_plan: bool, message: str
+) -> None:
+    failures = ranks.run_expecting_errors(follow_in_vain, with_plan=with_plan, ranks=RANKS)
+    assert all(message in failure.message for failure in failures)
