@@ -1,4 +1,4 @@
-"""The command line: `doctor`, `profile`, `plan`, `simulate`, `verify`, `report`, `checkpoint`.
+"""The command line: `poplar --help` lists the commands.
 
 An application on top of the library: it may start process groups, choose devices and print. Alone
 it is one rank; under `torchrun -m poplar` every rank runs the command and rank 0 prints.

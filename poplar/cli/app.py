@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from poplar.cli import checkpoint, pair, plan, profile, simulate
+from poplar.cli import checkpoint, pair, plan, profile, simulate, watch
 from poplar.cli.options import AsJson, Debug, Device, Function, PlanFile, RunFile
 from poplar.cli.output import command_output
 from poplar.values.plan import Plan
@@ -42,6 +42,7 @@ app.command()(profile.profile)
 app.command()(plan.plan)
 app.command()(simulate.simulate)
 app.command()(pair.pair)
+app.command()(watch.watch)
 
 
 @app.command()

@@ -25,7 +25,7 @@ LAYERS = (
     {"zero", "checkpoint"},
     {"optimizer", "drift"},
     {"profiler"},
-    {"tuning", "programmes", "monitoring", "doctor"},
+    {"tuning", "programmes", "monitoring", "doctor", "watch"},
     {"cli", "pair", "integrations", "__main__"},
 )
 """Packages and top-level modules, from the bottom up. Imports point down or stay within a layer.
@@ -54,6 +54,7 @@ WITHOUT_TORCH = (
     "programmes.graph",
     "programmes.rules",
     "programmes.search",
+    "watch",
 )
 
 MODULES = {

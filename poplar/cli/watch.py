@@ -1,0 +1,86 @@
+"""`poplar watch`: how long each rank of a job waits, for which rank, and what a plan would gain."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from poplar.cli.options import Debug
+from poplar.cli.output import command_output
+from poplar.values.formatting import format_percent, format_seconds
+from poplar.watch.job import run
+from poplar.watch.records import read_records
+from poplar.watch.verdict import Verdict, judge
+
+NOTHING_RECORDED = (
+    "poplar watch: no steps were recorded. A job is recorded from its second optimizer step on, in "
+    "Python processes that use torch.distributed."
+)
+
+
+def watch(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="As in: -- torchrun train.py")
+    ],
+    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two tables.")] = 10.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the summary here.")
+    ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option("--folder", help="An empty folder that all hosts of the job share."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Watch a job: which rank waits for which, why, and what unequal batches would gain.
+
+    The job is a script with DDP, FSDP2, DeepSpeed or Poplar, unchanged. Tables go to stderr. The
+    exit code is that of the job. On several hosts, give each `poplar watch` the same --folder.
+    """
+    with command_output(as_json=False, debug=debug), tempfile.TemporaryDirectory() as name:
+        console, folder = Console(stderr=True, highlight=False), (records or Path(name)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        if old := sorted(folder.glob("rank-*.jsonl")):
+            raise ValueError(
+                f"--folder {folder} has {old[0].name} of another job; give an empty one"
+            )
+
+        def look() -> None:
+            verdict = judge(read_records(folder))
+            if verdict is not None:
+                console.print(table_of(verdict))
+
+        status = run(command, folder, every, look)
+        verdict = judge(read_records(folder))
+        if verdict is None:
+            print(NOTHING_RECORDED, file=sys.stderr)
+        else:
+            console.print(table_of(verdict))
+            console.print(*verdict.sentences(), sep="\n", markup=False)
+            if json_file is not None:
+                text = json.dumps(verdict.to_dict(), indent=2)
+                json_file.write_text(text + "\n", encoding="utf-8")
+    raise typer.Exit(status)
+
+
+def table_of(verdict: Verdict) -> Table:
+    """What each rank does in a step."""
+    table = Table(title=f"{verdict.engine}, {verdict.steps} steps", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("rank", "step", "compute", "input", "optimizer", "network", "waiting", "for"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for time in verdict.ranks:
+        waiting = sum(time.waiting)
+        late = max(range(len(time.waiting)), key=time.waiting.__getitem__)
+        parts = (time.compute, time.input, time.optimizer, time.network, waiting)
+        cells = (format_percent(seconds / time.step) for seconds in parts)
+        on = f"rank {verdict.ranks[late].rank}" if waiting else ""
+        table.add_row(str(time.rank), format_seconds(time.step), *cells, on)
+    return table

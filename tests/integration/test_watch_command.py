@@ -1,0 +1,66 @@
+"""`poplar watch` on a job that knows nothing of it: two ranks of DDP."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import typer
+
+from poplar.cli.watch import watch
+
+JOB = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+rank = 0 if (child := os.fork()) else 1
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+
+
+class Samples:
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, place):
+        if rank == 1:
+            time.sleep(0.03)
+        return torch.full((4,), float(place))
+
+
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+for batch in DataLoader(Samples(), batch_size=4):
+    model(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.barrier()
+if rank == 0:
+    os.waitpid(child, 0)
+    sys.exit(3)
+"""
+
+
+def test_slow_input_of_a_rank_is_found_and_the_exit_status_is_that_of_the_job(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    (tmp_path / "job.py").write_text(JOB)
+    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "store")]
+    summary = tmp_path / "summary.json"
+    with pytest.raises(typer.Exit) as end:
+        watch(command, every=100.0, json_file=summary)
+    assert end.value.exit_code == 3
+    verdict = json.loads(summary.read_text())
+    assert (verdict["cause"], verdict["waiting_rank"], verdict["waiting_on"]) == (
+        "input pipeline",
+        0,
+        [1],
+    )
+    assert {rank["samples"] for rank in verdict["ranks"]} == {4}
+    assert verdict["ranks"][1]["input"] >= 4 * 0.03
+    assert verdict["sentences"][0] in " ".join(capsys.readouterr().err.split())

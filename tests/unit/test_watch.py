@@ -1,0 +1,161 @@
+"""`poplar watch`: what is concluded from the records of ranks, and what is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from poplar.watch.job import run
+from poplar.watch.records import RankRecord, StepRecord, Wait, align_clocks, read_records
+from poplar.watch.verdict import COMPUTE, INPUT, NETWORK, judge
+
+STEPS, SAMPLES = 40, 12
+
+
+def records(compute, *, data=None, network=0.01, offsets=None, jitter=0.0, engine="DDP"):
+    """Ranks that begin together and meet in one all-reduce, then update for 5 ms.
+
+    By rank: seconds of compute and of input, and by how much its clock is ahead.
+    """
+    ranks = len(compute)
+    data, offsets = data or [0.0] * ranks, offsets or [0.0] * ranks
+    steps, begin = [[] for _ in compute], 100.0
+    for number in range(STEPS):
+        late = [jitter * ((number + rank) % 2) for rank in range(ranks)]
+        issued = [begin + a + b + c for a, b, c in zip(compute, data, late, strict=True)]
+        end = max(issued) + network
+        for rank, ahead in enumerate(offsets):
+            wait = Wait(
+                key="all", issued=issued[rank] + ahead, begin=issued[rank] + ahead, end=end + ahead
+            )
+            step = StepRecord(
+                number=number,
+                begin=begin + ahead,
+                end=end + 0.005 + ahead,
+                samples=SAMPLES,
+                data=data[rank],
+                optimizer=0.005,
+                waits=(wait,),
+            )
+            steps[rank].append(step)
+        begin = end + 0.005
+    return [
+        RankRecord(
+            rank=rank,
+            host="a",
+            clock=f"{ahead}",
+            engine=engine,
+            device="CPU",
+            steps=tuple(steps[rank]),
+        )
+        for rank, ahead in enumerate(offsets)
+    ]
+
+
+def test_slow_rank_is_named_with_the_gain_of_the_best_batches():
+    verdict = judge(records([0.1, 0.2, 0.2]))
+    assert (verdict.cause, verdict.waiting_rank, verdict.advised) == (COMPUTE, 0, True)
+    step = 0.2 + 0.01 + 0.005
+    assert verdict.waiting_fraction == pytest.approx(0.1 / step)
+    # 36 samples at 120 + 60 + 60 samples/s take 0.15 s, and the rest stays.
+    assert verdict.batches == (18, 9, 9)
+    assert verdict.gain == pytest.approx(step / (0.15 + 0.015))
+    assert verdict.gain_spread == pytest.approx(0.0, abs=1e-6)
+    text = "\n".join(verdict.sentences())
+    assert "47% of rank 0's time is waiting for rank" in text
+    assert 'Plan.manual("18,9,9", stage=0)' in text
+    assert "1.30x +- 0.00" in text
+
+
+def test_times_of_a_rank_add_up_to_its_step():
+    for time in judge(records([0.1, 0.2], data=[0.02, 0.01])).ranks:
+        parts = time.compute + time.input + time.optimizer + time.network + sum(time.waiting)
+        assert parts == pytest.approx(time.step)
+
+
+def test_slow_input_is_named_and_no_plan_is_advised():
+    verdict = judge(records([0.1, 0.1], data=[0.0, 0.3]))
+    assert (verdict.cause, verdict.waiting_on, verdict.advised) == (INPUT, (1,), False)
+    assert "A batch there takes 0.3 s" in verdict.sentences()[0]
+
+
+def test_slow_link_is_named_as_the_network():
+    verdict = judge(records([0.1, 0.11], network=0.3))
+    assert (verdict.cause, verdict.advised) == (NETWORK, False)
+    assert "the network is slow" in verdict.sentences()[0]
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.05])
+def test_equal_ranks_get_no_advice(jitter):
+    verdict = judge(records([0.1, 0.1], jitter=jitter))
+    assert (verdict.cause, verdict.advised) == (None, False)
+    assert "No rank is slower" in verdict.sentences()[0]
+
+
+def test_clocks_of_hosts_are_aligned_by_the_ends_of_collectives():
+    ahead = records([0.1, 0.2, 0.2], offsets=[0.0, 1234.5, -7.25])
+    aligned, together = judge(align_clocks(ahead)), judge(records([0.1, 0.2, 0.2]))
+    assert aligned.batches == together.batches
+    assert aligned.waiting_fraction == pytest.approx(together.waiting_fraction)
+    assert aligned.gain == pytest.approx(together.gain)
+
+
+def test_an_evaluation_between_two_steps_does_not_count():
+    ranks = records([0.1, 0.2])
+    longer = replace(ranks[0].steps[5], begin=ranks[0].steps[5].begin - 60.0)
+    ranks[0] = replace(ranks[0], steps=(*ranks[0].steps[:5], longer, *ranks[0].steps[6:]))
+    assert judge(ranks).ranks == judge(records([0.1, 0.2])).ranks
+
+
+def test_ranks_without_a_common_step_have_no_verdict():
+    first, second = records([0.1, 0.2])
+    assert judge([]) is None
+    assert judge([first, replace(second, steps=())]) is None
+
+
+def test_records_are_read_while_a_line_is_being_written(tmp_path):
+    header = {
+        "rank": 0,
+        "world_size": 1,
+        "host": "a",
+        "boot": "b",
+        "engine": "DDP",
+        "device": "CPU",
+    }
+    step = {
+        "k": 7, "t": [1_000_000, 3_000_000], "n": 4, "data": 500_000, "optimizer": 0,
+        "waits": [["0/0", 1_500_000, 2_000_000, 2_500_000]],
+    }  # fmt: skip
+    text = "\n".join(json.dumps(line, separators=(",", ":")) for line in (header, step, step))
+    (tmp_path / "rank-0.jsonl").write_text(text[:-5])
+    (rank,) = read_records(tmp_path)
+    assert rank.steps == (
+        StepRecord(
+            number=7, begin=1.0, end=3.0, samples=4, data=0.5, optimizer=0.0,
+            waits=(Wait(key="0/0", issued=1.5, begin=2.0, end=2.5),),
+        ),
+    )  # fmt: skip
+
+
+def test_the_exit_status_is_that_of_the_job(tmp_path):
+    def status(program):
+        return run([sys.executable, "-S", "-c", program], tmp_path, 60.0, lambda: None)
+
+    assert status("raise SystemExit(3)") == 3
+    assert status("import os; os.kill(os.getpid(), 9)") == 137
+    with pytest.raises(ValueError, match="cannot start 'no-such-program'"):
+        run(["no-such-program"], tmp_path, 1.0, lambda: None)
+
+
+def test_a_hidden_sitecustomize_still_runs_and_torch_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['HIDDEN'] = 'ran'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program = """
+import os, sys
+assert os.environ["HIDDEN"] == "ran" and "_poplar_watch_recorder" in sys.modules
+assert not {"torch", "poplar"} & sys.modules.keys()
+"""
+    assert run([sys.executable, "-c", program], tmp_path, 60.0, lambda: None) == 0
