@@ -183,10 +183,16 @@ class Placement(ABC):
 class QuotaPlacement(Placement):
     """A control group with a quota."""
 
+    hierarchy: Hierarchy
     group: Path
+    period_us: int
 
     def apply(self) -> None:
         (self.group / "cgroup.procs").write_text(str(os.getpid()))
+
+    def change(self, fraction: float) -> None:
+        """Give the processes of this group another fraction of a core."""
+        self.hierarchy.limit(self.group, round(fraction * self.period_us), self.period_us)
 
 
 @dataclass(frozen=True)
@@ -226,6 +232,17 @@ class Ranks:
                 f"rank {rank} could not enter {self.placements[rank]}: {error}; its "
                 "EmulatedCluster must still be open in the process that created it"
             ) from error
+
+    def change(self, rank: int, fraction: float) -> None:
+        """Give `rank` another fraction of a core from now on, from any process.
+
+        Raises:
+            ValueError: the ranks share cores and have no quotas.
+        """
+        placement = self.placements[rank]
+        if not isinstance(placement, QuotaPlacement):
+            raise ValueError(f"rank {rank} has no quota; use EmulatedCluster.quotas")
+        placement.change(fraction)
 
 
 class EmulatedCluster(AbstractContextManager[Ranks]):
@@ -304,7 +321,7 @@ class EmulatedCluster(AbstractContextManager[Ranks]):
             name = _group_name(rank, serial)
             self._groups.append(hierarchy.make(name, quota_us, self._period_us))
         self._guard = _start_guard(self._groups)
-        return tuple(map(QuotaPlacement, self._groups))
+        return tuple(QuotaPlacement(hierarchy, group, self._period_us) for group in self._groups)
 
     def __exit__(
         self,

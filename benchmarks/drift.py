@@ -1,0 +1,272 @@
+"""A rank that becomes slower in mid-run, and recovers: with and without plans that follow it.
+
+CPU ranks under quotas train a Llama. In mid-run the quota of one rank is divided by a factor, and
+restored later. The same steps run with `follow_drift(replan="auto")` and without, on the same
+global batches, so their losses must agree. The part of the sum of speeds is throughput over the sum
+of the speeds at which the ranks compute in the same steps (`StepResult.rank_times`).
+
+    python benchmarks/drift.py --quick
+    python benchmarks/drift.py --stages 0 1 2 3 --factors 2 1.3 --output rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import torch
+import torch.distributed as dist
+from emulation import EmulatedCluster, Ranks
+from launch import run_ranks
+from llama import SIZES, Llama, next_byte_loss
+from rows import (
+    Column,
+    Row,
+    Target,
+    new_console,
+    new_parser,
+    print_targets,
+    read_rows,
+    table_of,
+    write_rows,
+)
+
+from poplar import HeteroZeroOptimizer, Plan, profile_cluster, search
+from poplar.values.profile import ClusterProfile
+
+QUOTAS = (0.4, 0.4, 0.4)
+CHANGED = 1
+"""The rank whose quota changes."""
+GLOBAL_BATCH = 48
+NOTICED, REACHED, LEAST_PART = 20, 20, 0.9
+"""Steps to notice a change, steps until the throughput is reached, and its part of the sum."""
+LEARNING_RATE = 1e-3
+COLUMNS = (
+    Column("stage", "stage"),
+    Column("factor", "factor"),
+    Column("steps to plan", "steps_to_plan"),
+    Column("to recover", "steps_to_recover"),
+    Column("batches", "batches"),
+    Column("samples/s before", "before", "{:.1f}"),
+    Column("slow, fixed plan", "slow_fixed", "{:.1f}"),
+    Column("slow, followed", "slow_followed", "{:.1f}"),
+    Column("gain", "gain", "{:.2f}"),
+    Column("part of sum before", "part_before", "{:.2f}"),
+    Column("slow", "part_slow", "{:.2f}"),
+    Column("after", "part_after", "{:.2f}"),
+    Column("loss difference", "loss_difference", "{:.1e}"),
+)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps until the rank becomes slower, until it recovers, and until the end."""
+
+    slow_at: int
+    recovers_at: int
+    steps: int
+    measured: int
+    """Last steps of each part, of which the throughput is measured."""
+
+
+FULL = Schedule(slow_at=45, recovers_at=100, steps=155, measured=15)
+QUICK = Schedule(slow_at=30, recovers_at=55, steps=80, measured=8)
+
+
+def main() -> None:
+    """Measure all cases, or show saved rows."""
+    options = parse_options()
+    console = new_console()
+    if options.show:
+        rows = read_rows(options.show, "drift")
+    else:
+        os.environ["OMP_NUM_THREADS"] = "1"  # more threads would share the rank's quota
+        rows = []
+        for stage in options.stages:
+            rows += measure(stage, options.factors, quick=options.quick)
+    if options.output:
+        write_rows(options.output, rows)
+    console.print(table_of(rows, COLUMNS))
+    for row in rows:
+        for line in row["messages"]:
+            console.print(f"  stage {row['stage']}, {row['factor']}x: {line}")
+    print_targets(targets(rows), console)
+
+
+def measure(stage: int, factors: Sequence[float], *, quick: bool) -> list[Row]:
+    """One row per factor."""
+    schedule = QUICK if quick else FULL
+    with tempfile.TemporaryDirectory() as folder, EmulatedCluster.quotas(QUOTAS) as ranks:
+        path = Path(folder, "found.json")
+        run_ranks(train_all, len(QUOTAS), ranks, stage, factors, schedule, quick, str(path))
+        found = json.loads(path.read_text("utf-8"))
+    case = {"stage": stage, "quotas": QUOTAS, "changed_rank": CHANGED, "quick": quick}
+    return [
+        Row.of("drift", {**case, "factor": factor}, figures)
+        for factor, figures in zip(factors, found, strict=True)
+    ]
+
+
+def train_all(
+    ranks: Ranks,
+    stage: int,
+    factors: Sequence[float],
+    schedule: Schedule,
+    quick: bool,
+    path: str,
+) -> None:
+    """All factors of a stage on one profile. Collective; the first rank writes the figures."""
+    torch.set_num_threads(1)
+    ranks.enter(dist.get_rank())
+    size = "tiny" if quick else "demo"
+    batch = whole_batch(0, size)
+    example = {name: tensor[:4] for name, tensor in batch.items()}
+    profile = profile_cluster(
+        Llama(SIZES[size]),
+        next_byte_loss,
+        example,
+        stages=(stage,),
+        max_batch=GLOBAL_BATCH,
+        seconds=5 if quick else 12,
+        cache=False,
+        lr=LEARNING_RATE,
+    )
+    plan = search(profile, global_batch=GLOBAL_BATCH, stages=(stage,))
+    figures = []
+    for factor in factors:
+        runs = [
+            train(ranks, profile, plan, factor, schedule, size, follows=follows)
+            for follows in (False, True)
+        ]
+        figures.append(compared(*runs, schedule))
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(figures), encoding="utf-8")
+
+
+def whole_batch(step: int, size: str) -> dict[str, torch.Tensor]:
+    """The global batch of a step."""
+    config = SIZES[size]
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(256, (GLOBAL_BATCH, config.context + 1), generator=generator)
+    return {"input": tokens[:, :-1], "target": tokens[:, 1:]}
+
+
+def train(
+    ranks: Ranks,
+    profile: ClusterProfile,
+    plan: Plan,
+    factor: float,
+    schedule: Schedule,
+    size: str,
+    *,
+    follows: bool,
+) -> dict[str, Any]:
+    """Train all steps; returns what each took, the losses and the messages. Collective."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    optimizer = HeteroZeroOptimizer(
+        Llama(SIZES[size]), torch.optim.AdamW, plan=plan, lr=LEARNING_RATE
+    )
+    follower = optimizer.follow_drift(profile, replan="auto") if follows else None
+    found: dict[str, Any] = {"seconds": [], "speeds": [], "losses": [], "samples": []}
+    for step in range(schedule.steps):
+        if step in (schedule.slow_at, schedule.recovers_at) and rank == 0:
+            slower = factor if step == schedule.slow_at else 1.0
+            ranks.change(CHANGED, QUOTAS[CHANGED] / slower)
+        whole, current = whole_batch(step, size), optimizer.plan
+        assert current is not None
+        first = current.offset(rank)
+        part = {name: each[first : first + current.samples(rank)] for name, each in whole.items()}
+        dist.barrier()
+        began = time.perf_counter()
+        result = optimizer.train_step(next_byte_loss, part)
+        dist.barrier()
+        found["seconds"].append(time.perf_counter() - began)
+        found["losses"].append(result.loss)
+        found["samples"].append([current.samples(each) for each in range(current.world_size)])
+        found["speeds"].append(
+            sum(
+                current.samples(each) / times.compute_seconds
+                for each, times in enumerate(result.rank_times)
+                if times.compute_seconds > 0.0
+            )
+        )
+    found["messages"] = [] if follower is None else follower.messages
+    optimizer.release()
+    return found
+
+
+def compared(fixed: dict[str, Any], followed: dict[str, Any], schedule: Schedule) -> dict[str, Any]:
+    """The figures of two runs of the same steps."""
+    ends = (schedule.slow_at, schedule.recovers_at, schedule.steps)
+    parts = [slice(end - schedule.measured, end) for end in ends]
+
+    def throughput(run: dict[str, Any], part: slice) -> float:
+        return GLOBAL_BATCH / median(run["seconds"][part])
+
+    def of_sum(part: slice) -> float:
+        return throughput(followed, part) / median(followed["speeds"][part])
+
+    before, slow, after = parts
+    differences = zip(fixed["losses"], followed["losses"], strict=True)
+    return {
+        "steps_to_plan": steps_until_change(followed["samples"], *ends[:2]),
+        "steps_to_recover": steps_until_change(followed["samples"], *ends[1:]),
+        "batches": [followed["samples"][end - 1] for end in ends],
+        "before": throughput(followed, before),
+        "slow_fixed": throughput(fixed, slow),
+        "slow_followed": throughput(followed, slow),
+        "gain": throughput(followed, slow) / throughput(fixed, slow),
+        "part_before": of_sum(before),
+        "part_slow": of_sum(slow),
+        "part_after": of_sum(after),
+        "loss_difference": max(abs(one - other) / other for one, other in differences),
+        "messages": followed["messages"],
+    }
+
+
+def steps_until_change(samples: Sequence[Sequence[int]], start: int, stop: int) -> int | None:
+    """Steps from `start` until the changed rank has another batch; None: it has not."""
+    before = samples[start][CHANGED]
+    changed = (step for step in range(start, stop) if samples[step][CHANGED] != before)
+    return next((step - start for step in changed), None)
+
+
+def targets(rows: Sequence[Row]) -> Iterator[Target]:
+    """How soon a plan follows, what it reaches, and that losses do not change."""
+    for row in rows:
+        case = f"stage {row['stage']}, {row['factor']:g}x"
+        for name in ("steps_to_plan", "steps_to_recover"):
+            value, most = row[name], NOTICED + REACHED
+            yield Target(case=case, what=name, value=value, wanted=most, at_most=True)
+        value = row["part_slow"] / row["part_before"]
+        what = "part of the sum of speeds, of that before"
+        yield Target(case=case, what=what, value=value, wanted=LEAST_PART)
+        value = row["loss_difference"]
+        yield Target(case=case, what="loss difference", value=value, wanted=1e-4, at_most=True)
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = new_parser(__doc__, show=True, quick="a tiny model and fewer steps at stage 1")
+    several = {"nargs": "+"}
+    parser.add_argument("--stages", type=int, choices=range(4), default=None, **several)
+    parser.add_argument("--factors", type=float, default=None, **several)
+    options = parser.parse_args(arguments)
+    options.stages = options.stages or ([1] if options.quick else [0, 1, 2, 3])
+    options.factors = options.factors or ([2.0] if options.quick else [2.0, 1.3])
+    return options
+
+
+if __name__ == "__main__":
+    main()
