@@ -26,6 +26,7 @@ MEASURING = {
     "--sizes 4KiB --dtypes fp32 --shares --rounds 1",
     "checkpoint": "--quick",
     "convergence": "--steps 3",
+    "drift": "--quick",
     "gpu_unequal": "--device cpu --case tiny_ranks --percent 50 50 --stage 1 --rounds 1 "
     "--seconds 0.5 --speed-seconds 0.2 --turn-seconds 0.1",
     "host_overhead": "--models llama-1.1b --ranks 4 --stages 3 --layers 2 --rounds 1 --steps 1",
@@ -42,7 +43,7 @@ MEASURING = {
 }
 """Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
 SLOW = {
-    *("allreduce", "checkpoint", "convergence", "gpu_unequal"),
+    *("allreduce", "checkpoint", "convergence", "drift", "gpu_unequal"),
     *("host_overhead", "largest_base", "largest_model", "memory", "optimizers"),
     *("prediction", "train"),
 }

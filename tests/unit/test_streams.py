@@ -33,7 +33,15 @@ from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.steps.step_result import StepResult, Stopwatch
-from poplar.zero.streams import DeviceClock, DeviceStreams, Streams, Timing
+from poplar.zero.streams import (
+    DeviceClock,
+    DeviceStreams,
+    PassWork,
+    RankTimes,
+    Streams,
+    Timing,
+    with_communication,
+)
 from poplar.zero.unit import Unit
 
 Clock = dict[str, int]
@@ -484,6 +492,40 @@ def test_waits_of_the_current_step_can_be_read_with_a_synchronization(
     step = timing.step
     timing.begin_step()
     assert step.waited_seconds() == step.waited_seconds() == pytest.approx(0.020)
+
+
+def test_compute_seconds_of_a_device_exclude_its_waits_and_are_known_when_it_is_done(
+    streams: TimedStreams,
+) -> None:
+    timing = Timing(streams, Trace())
+    early = timing.start_span()  # the first forward, before the step begins
+    streams.time += 5.0
+    early.stop()
+    streams.time += 100.0  # for the other ranks to open the step
+    timing.begin_step()
+    timing.step.add_span(early)
+    span = timing.start_span()
+    streams.time += 30.0
+    with timing.stall("a collective"):
+        streams.time += 7.0
+    timing.step.add_span(span.stop())
+    with timing.stall("a reduction"):
+        streams.time += 2.0
+    timing.step.add_work(PassWork(0.03, 4.0, 64.0))
+    timing.begin_step()
+    Event.reached = streams.time - 1.0
+    assert math.isnan(timing.latest().compute_seconds)
+    Event.reached = streams.time
+    known = timing.latest()
+    assert known.compute_seconds == pytest.approx(0.035)
+    assert known.waiting_seconds == pytest.approx(0.009)
+    assert known.work == PassWork(0.03, 4.0, 64.0)
+
+
+def test_what_all_ranks_wait_is_communication() -> None:
+    times = with_communication([RankTimes(1.0, 0.5), RankTimes(1.2, 0.2), RankTimes(0.7, 0.9)])
+    assert [rank.communication_seconds for rank in times] == [0.2] * 3
+    assert [rank.waiting_seconds for rank in times] == pytest.approx([0.3, 0.0, 0.7])
 
 
 def test_spans_of_a_device_have_its_times(streams: TimedStreams) -> None:
