@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from emulation import EmulatedCluster, Ranks
 from launch import run_ranks
-from llama import SIZES, Llama, next_byte_loss
+from llama import SIZES, Llama, LlamaConfig, next_byte_loss
 from rows import (
     Column,
     Row,
@@ -47,7 +47,7 @@ from poplar.values.profile import ClusterProfile
 QUOTAS = (0.4, 0.4, 0.4)
 CHANGED = 1
 """The rank whose quota changes."""
-GLOBAL_BATCH = 48
+GLOBAL_BATCH, CONTEXT = 48, 64
 NOTICED, REACHED, LEAST_PART = 20, 20, 0.9
 """Steps to notice a change, steps until the throughput is reached, and its part of the sum."""
 LEARNING_RATE = 1e-3
@@ -128,11 +128,11 @@ def train_all(
     """All factors of a stage on one profile. Collective; the first rank writes the figures."""
     torch.set_num_threads(1)
     ranks.enter(dist.get_rank())
-    size = "tiny" if quick else "demo"
-    batch = whole_batch(0, size)
+    config = replace(SIZES["tiny" if quick else "demo"], context=CONTEXT)
+    batch = whole_batch(0, config)
     example = {name: tensor[:4] for name, tensor in batch.items()}
     profile = profile_cluster(
-        Llama(SIZES[size]),
+        Llama(config),
         next_byte_loss,
         example,
         stages=(stage,),
@@ -145,7 +145,7 @@ def train_all(
     figures = []
     for factor in factors:
         runs = [
-            train(ranks, profile, plan, factor, schedule, size, follows=follows)
+            train(ranks, profile, plan, factor, schedule, config, follows=follows)
             for follows in (False, True)
         ]
         figures.append(compared(*runs, schedule))
@@ -153,9 +153,8 @@ def train_all(
         Path(path).write_text(json.dumps(figures), encoding="utf-8")
 
 
-def whole_batch(step: int, size: str) -> dict[str, torch.Tensor]:
+def whole_batch(step: int, config: LlamaConfig) -> dict[str, torch.Tensor]:
     """The global batch of a step."""
-    config = SIZES[size]
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(256, (GLOBAL_BATCH, config.context + 1), generator=generator)
     return {"input": tokens[:, :-1], "target": tokens[:, 1:]}
@@ -167,23 +166,21 @@ def train(
     plan: Plan,
     factor: float,
     schedule: Schedule,
-    size: str,
+    config: LlamaConfig,
     *,
     follows: bool,
 ) -> dict[str, Any]:
     """Train all steps; returns what each took, the losses and the messages. Collective."""
     torch.manual_seed(0)
     rank = dist.get_rank()
-    optimizer = HeteroZeroOptimizer(
-        Llama(SIZES[size]), torch.optim.AdamW, plan=plan, lr=LEARNING_RATE
-    )
+    optimizer = HeteroZeroOptimizer(Llama(config), torch.optim.AdamW, plan=plan, lr=LEARNING_RATE)
     follower = optimizer.follow_drift(profile, replan="auto") if follows else None
     found: dict[str, Any] = {"seconds": [], "speeds": [], "losses": [], "samples": []}
     for step in range(schedule.steps):
         if step in (schedule.slow_at, schedule.recovers_at) and rank == 0:
             slower = factor if step == schedule.slow_at else 1.0
             ranks.change(CHANGED, QUOTAS[CHANGED] / slower)
-        whole, current = whole_batch(step, size), optimizer.plan
+        whole, current = whole_batch(step, config), optimizer.plan
         assert current is not None
         first = current.offset(rank)
         part = {name: each[first : first + current.samples(rank)] for name, each in whole.items()}

@@ -260,6 +260,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
             self._splitter = BatchSplitter(plan, every_pass)
             self._largest_batches: dict[int, int] = {}
+            self._follower: SpeedFollower | None = None
             self._default_scaler = (
                 GradScaler(request.device.type) if dtype is torch.float16 else None
             )
@@ -891,12 +892,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                     "the first rank, and the same replan and steps, on all ranks"
                 )
             )
-        follower = None
+        self._follower = None
         if replan != "off":
             device, applies = self._engine.trained[0].device, replan == "auto"
-            follower = SpeedFollower(self, profile, device, applies=applies, steps=steps)
-        self._step.follow_speeds(follower)
-        return follower
+            self._follower = SpeedFollower(self, profile, device, applies=applies, steps=steps)
+        self._step.follow_speeds(self._follower)
+        return self._follower
 
     # Saving.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from types import MappingProxyType
 
 from poplar.drift.speed_levels import Row, SpeedLevels
 from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
@@ -55,13 +56,21 @@ class Replanner:
         """By rank, how many times slower it is than its profile."""
         return tuple(map(math.exp, self._speeds.levels))
 
-    def add(self, rows: Sequence[Row], plan: Plan, *, steps_left: float) -> Replan | None:
+    def add(
+        self,
+        rows: Sequence[Row],
+        plan: Plan,
+        *,
+        steps_left: float,
+        largest_batches: Mapping[int, int] = MappingProxyType({}),
+    ) -> Replan | None:
         """Add one step of all ranks.
 
         Args:
             rows: by rank.
             plan: the current plan.
             steps_left: steps in which a new plan pays for itself.
+            largest_batches: by rank, the largest micro-batch that fits, where it is known.
 
         Returns:
             A faster plan, if there is one and a speed has changed.
@@ -80,7 +89,9 @@ class Replanner:
         ]
         if max(map(_distance, levels, self._searched)) < LEAST_CHANGE / 2:
             return None
-        found = self._faster_plan(plan, levels, steps_left)
+        profile = self._profile.with_largest_batches(largest_batches)
+        cluster = with_slower_devices(profile, list(map(math.exp, levels)))
+        found = self._faster_plan(plan, cluster, levels, steps_left)
         self._searched = levels
         if found is not None:
             self._planned = levels
@@ -103,9 +114,10 @@ class Replanner:
         )
         return shared, list(certain)
 
-    def _faster_plan(self, plan: Plan, levels: Sequence[float], steps_left: float) -> Replan | None:
-        """The best plan at these levels, if it pays."""
-        cluster = with_slower_devices(self._profile, list(map(math.exp, levels)))
+    def _faster_plan(
+        self, plan: Plan, cluster: ClusterProfile, levels: Sequence[float], steps_left: float
+    ) -> Replan | None:
+        """The best plan on a cluster with these levels, if it pays."""
         try:
             found = search(
                 cluster,

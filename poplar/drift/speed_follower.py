@@ -103,9 +103,13 @@ class SpeedFollower:
         if agree:
             self._agree(step)
         elif self._rank == 0:
-            rows = list(map(_row, times))
-            left = self._steps_left
-            self._found = self._replanner.add(rows, self._current_plan(), steps_left=left)
+            optimizer = self._current_optimizer()
+            self._found = self._replanner.add(
+                list(map(_row, times)),
+                self._current_plan(),
+                steps_left=self._steps_left,
+                largest_batches=optimizer.largest_batches,
+            )
 
     def _agree(self, step: int) -> None:
         """Report the plan of the first rank, and apply it if that was asked for. Collective."""
@@ -116,9 +120,8 @@ class SpeedFollower:
             return
         self.plan = found.plan
         message = f"step {step}: {_message(found, [reason for _, reason in received])}"
-        optimizer = self._optimizer()
-        if self._applies and optimizer is not None:
-            optimizer.apply_plan(found.plan)
+        if self._applies:
+            self._current_optimizer().apply_plan(found.plan)
         else:
             message += " with optimizer.apply_plan() of this plan"
         self.messages.append(message)
@@ -126,11 +129,14 @@ class SpeedFollower:
             _LOGGER.warning(message)
 
     def _current_plan(self) -> Plan:
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        plan = optimizer.plan
-        assert plan is not None
+        plan = self._current_optimizer().plan
+        assert plan is not None, "follow_drift() has refused an optimizer without a plan"
         return plan
+
+    def _current_optimizer(self) -> HeteroZeroOptimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it calls this object"
+        return optimizer
 
 
 def _row(times: RankTimes) -> Row:
