@@ -50,7 +50,7 @@ CHANGED = 1
 GLOBAL_BATCH, CONTEXT = 48, 64
 NOTICED, REACHED, LEAST_PART = 20, 20, 0.9
 """Steps to notice a change, steps until the throughput is reached, and its part of the sum."""
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-4
 COLUMNS = (
     Column("stage", "stage"),
     Column("factor", "factor"),

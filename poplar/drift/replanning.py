@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from types import MappingProxyType
 
 from poplar.drift.speed_levels import Row, SpeedLevels
@@ -106,7 +105,8 @@ class Replanner:
         errors = self._speeds.errors
         changes = list(map(operator.sub, self._speeds.levels, self._planned))
         known = [change for change, error in zip(changes, errors, strict=True) if error < math.inf]
-        shared = median(known) if known else 0.0
+        # No mean of two: if half of the ranks are slower, it is the change of none of them.
+        shared = sorted(known, key=abs)[(len(known) - 1) // 2] if known else 0.0
         beside = [change - shared for change in changes]
         certain = (
             math.copysign(max(0.0, abs(change) - CERTAINTY * error), change)
