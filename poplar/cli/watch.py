@@ -34,6 +34,9 @@ def watch(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the summary here.")
     ] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a report here.")
+    ] = None,
     records: Annotated[
         Path | None,
         typer.Option("--folder", help="An empty folder that all hosts of the job share."),
@@ -68,6 +71,10 @@ def watch(
             if json_file is not None:
                 text = json.dumps(verdict.to_dict(), indent=2)
                 json_file.write_text(text + "\n", encoding="utf-8")
+            if html_file is not None:
+                from poplar.monitoring.report import write_page
+
+                write_page(html_file, "watch.html", verdict=verdict)
     raise typer.Exit(status)
 
 

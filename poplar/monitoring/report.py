@@ -1,12 +1,12 @@
-"""The report of a recorded run: one HTML file that loads nothing."""
+"""Reports as one HTML file that loads nothing: of a recorded run, and pages in its style."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import poplar
 from poplar.monitoring.activity import ACTIVITIES, seconds_by_activity, stretches
@@ -36,8 +36,31 @@ def write_report(record: RunRecord, path_html: str | Path) -> None:
     Raises:
         ImportError: matplotlib or jinja2 is not installed; says how to install it.
     """
-    try:
+    with _says_what_to_install():
         page = _render(record, _draw(record))
+    _write(path_html, page)
+
+
+def write_page(path_html: str | Path, template: str, **values: Any) -> None:
+    """Write a page of a template in the style of reports.
+
+    Args:
+        path_html: the file to write; its folder is created if missing.
+        template: its name in `templates/`.
+        values: what the template names.
+
+    Raises:
+        ImportError: jinja2 is not installed; says how to install it.
+    """
+    with _says_what_to_install():
+        page = _page(template, **values)
+    _write(path_html, page)
+
+
+@contextmanager
+def _says_what_to_install() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("matplotlib", "jinja2"):
@@ -46,17 +69,16 @@ def write_report(record: RunRecord, path_html: str | Path) -> None:
             f"reports need {package}, which is not installed; pip install 'poplar-zero[report]'"
         ) from error
 
+
+def _write(path_html: str | Path, page: str) -> None:
     path = Path(path_html)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
 
 
-def _render(record: RunRecord, figures: Mapping[str, Figure]) -> str:
-    """The page; its text is escaped, and a section whose figure is missing is left out."""
+def _page(template: str, **values: Any) -> str:
+    """The page; its text is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
-    from poplar.monitoring.style import to_svg
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -66,8 +88,18 @@ def _render(record: RunRecord, figures: Mapping[str, Figure]) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(_FILTERS)
+    return environment.get_template(template).render(version=poplar.__version__, **values)
+
+
+def _render(record: RunRecord, figures: Mapping[str, Figure]) -> str:
+    """The report; a section whose figure is missing is left out."""
+    from markupsafe import Markup
+
+    from poplar.monitoring.style import to_svg
+
     prediction = prediction_of(record.profile, record.chosen.plan)
-    return environment.get_template("report.html").render(
+    return _page(
+        "report.html",
         record=record,
         pictures={name: Markup(to_svg(figure, name)) for name, figure in figures.items()},
         predicted=prediction,
@@ -76,7 +108,6 @@ def _render(record: RunRecord, figures: Mapping[str, Figure]) -> str:
         about_losses=_compared_losses(record),
         notes=_notes(record.profile),
         facts=_facts(record.profile),
-        version=poplar.__version__,
     )
 
 

@@ -79,6 +79,10 @@ class _HostClock:
 
     mark = staticmethod(time.perf_counter)
 
+    def is_exposed(self) -> bool:
+        """Whether what the calling thread waits for now keeps it from computing."""
+        return True
+
     def is_passed(self, mark: Any) -> bool:
         return True
 
@@ -93,10 +97,15 @@ class _DeviceClock:
     """Marks are events of the current stream, converted to the clock of the host."""
 
     def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
-        self._origin = self.mark()
+        self._cuda, self._compute = cuda, cuda.current_stream()
+        self._origin = cuda.Event(enable_timing=True)
+        self._origin.record()
         self._origin.synchronize()  # once
         self._seconds = time.perf_counter()
+
+    def is_exposed(self) -> bool:
+        """Streams of their own wait for collectives while the compute stream goes on."""
+        return bool(self._cuda.current_stream() == self._compute)
 
     def mark(self) -> Any:
         if self._cuda.is_current_stream_capturing():
@@ -121,7 +130,7 @@ class _Step:
 
     def __init__(self, number: int, begin: Any) -> None:
         self.number, self.begin, self.end = number, begin, begin
-        self.samples = self.backwards = 0
+        self.samples = 0
         self.data: list[tuple[Any, Any]] = []
         self.optimizer: list[tuple[Any, Any]] = []
         self.waits: list[tuple[str, Any, Any, Any]] = []
@@ -130,7 +139,7 @@ class _Step:
     def line(self, clock: Any) -> str:
         """The step as JSON; all marks have been passed."""
         micros: Any = lambda mark: round(1e6 * clock.seconds(mark))  # noqa: E731
-        waits = [(key, *map(micros, marks)) for key, *marks in self.waits[:MOST_WAITS]]
+        waits = [(self._key(key), *map(micros, marks)) for key, *marks in self.waits[:MOST_WAITS]]
         updates = [tuple(map(micros, marks)) for marks in self.optimizer]
         waited = sum(end - begin for _, _, begin, end in waits if _within(begin, updates))
         values = {
@@ -142,6 +151,11 @@ class _Step:
             "waits": waits,
         }
         return json.dumps(values, separators=(",", ":")) + "\n"
+
+    def _key(self, key: str) -> str:
+        """Ranks may have different numbers of passes, of which the last ones meet."""
+        name, _, number = key.rpartition("/")
+        return f"{name}/{int(number) - self.calls[name]}" if name == "backward" else key
 
 
 def _within(time: float, spans: list[tuple[Any, ...]]) -> bool:
@@ -177,6 +191,7 @@ class Recorder:
             if hasattr(c10d.ProcessGroup, name):
                 self._replace(c10d.ProcessGroup, name, self._collective)
         self._replace(c10d.Work, "wait", self._wait)
+        self._replace(torch.cuda.Stream, "wait_event", self._wait_event)
         self._replace(torch.distributed, "_broadcast_coalesced", self._broadcast)
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(loader._BaseDataLoaderIter, "__next__", self._next)
@@ -194,9 +209,7 @@ class Recorder:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._records():
                 return method(group, *args, **kwargs)
-            name, issued = group.group_name, self._clock.mark()
-            key = f"{name}/{self._step.calls[name]}"
-            self._step.calls[name] += 1
+            key, issued = self._next_key(group.group_name), self._clock.mark()
             work = method(group, *args, **kwargs)
             if work is None:  # it is complete, or the stream waits for it
                 self._add(key, issued, issued)
@@ -221,16 +234,27 @@ class Recorder:
 
         return wait
 
+    def _wait_event(self, method: Any) -> Any:
+        """FSDP2 issues collectives on streams of its own, for whose events the compute waits."""
+
+        def wait_event(stream: Any, event: Any) -> None:
+            if not self._records() or stream != self._torch.cuda.current_stream():
+                return method(stream, event)
+            begin = self._clock.mark()
+            method(stream, event)
+            return self._add(self._next_key("event"), begin, begin)
+
+        return wait_event
+
     def _broadcast(self, function: Any) -> Any:
         """DDP broadcasts buffers before a forward, in C++."""
 
         def broadcast(*args: Any, **kwargs: Any) -> Any:
             if not self._records():
                 return function(*args, **kwargs)
-            begin, key = self._clock.mark(), f"buffers/{self._step.calls['buffers']}"
-            self._step.calls["buffers"] += 1
+            begin = self._clock.mark()
             result = function(*args, **kwargs)
-            self._add(key, begin, begin)
+            self._add(self._next_key("buffers"), begin, begin)
             return result
 
         return broadcast
@@ -258,8 +282,7 @@ class Recorder:
                 self._in_backward = False
                 hook.remove()
                 if computed and len(step.waits) == waits:
-                    step.backwards += 1
-                    self._add(f"backward/{step.backwards}", computed[0], computed[0])
+                    self._add(self._next_key("backward"), computed[0], computed[0])
 
         return backward
 
@@ -296,9 +319,7 @@ class Recorder:
         def add(trace: Any, kind: str, what: str, start: Any) -> None:
             method(trace, kind, what, start)
             if kind == "wait" and isinstance(start, float) and self._records():
-                key = f"{what}/{self._step.calls[what]}"
-                self._step.calls[what] += 1
-                self._add(key, start, start)
+                self._add(self._next_key(what), start, start)
 
         return add
 
@@ -311,9 +332,17 @@ class Recorder:
         thread = threading.get_ident()
         return thread == self._main or thread not in threading._active  # type: ignore[attr-defined]
 
+    def _next_key(self, name: str) -> str:
+        """The i-th call of a name in a step is the same collective on all ranks."""
+        number = self._step.calls[name]
+        self._step.calls[name] += 1
+        return f"{name}/{number}"
+
     def _add(self, key: str, issued: Any, begin: Any) -> None:
         """Record a wait until now; waits inside it were part of it."""
         waits = self._step.waits
+        if not self._clock.is_exposed():
+            return
         if isinstance(begin, float):
             while waits and waits[-1][2] >= begin:
                 waits.pop()
@@ -382,15 +411,14 @@ class Recorder:
             self._flushed = time.perf_counter()
 
     def _about(self, rank: int) -> dict[str, Any]:
-        modules, calls = sys.modules, "".join(self._closed[0].calls)
-        engine = "DDP"
+        modules, engine = sys.modules, "DDP"
         if self._knows_poplar or "poplar.integrations.unequal_passes" in modules:
             engine = "Poplar"
         elif "deepspeed" in modules:
             engine = "DeepSpeed"
         elif "transformers.trainer" in modules:
             engine = "Trainer"
-        elif calls and "torch.distributed.fsdp" in modules:
+        elif "torch.distributed.fsdp" in modules and not self._closed[0].calls["backward"]:
             engine = "FSDP2"
         cuda = isinstance(self._clock, _DeviceClock)
         return {

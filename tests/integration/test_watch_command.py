@@ -53,7 +53,7 @@ def test_slow_input_of_a_rank_is_found_and_the_exit_status_is_that_of_the_job(
     command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "store")]
     summary = tmp_path / "summary.json"
     with pytest.raises(typer.Exit) as end:
-        watch(command, every=100.0, json_file=summary)
+        watch(command, every=100.0, json_file=summary, html_file=tmp_path / "report.html")
     assert end.value.exit_code == 3
     verdict = json.loads(summary.read_text())
     assert (verdict["cause"], verdict["waiting_rank"], verdict["waiting_on"]) == (
@@ -63,4 +63,5 @@ def test_slow_input_of_a_rank_is_found_and_the_exit_status_is_that_of_the_job(
     )
     assert {rank["samples"] for rank in verdict["ranks"]} == {4}
     assert verdict["ranks"][1]["input"] >= 4 * 0.03
+    assert verdict["sentences"][0] in (tmp_path / "report.html").read_text().replace("&#39;", "'")
     assert verdict["sentences"][0] in " ".join(capsys.readouterr().err.split())
