@@ -142,6 +142,7 @@ def equal_step(engine: str) -> Any:
     """A step as a script without Poplar has it."""
     model = new_model()
     if engine == "deepspeed":
+        os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "DS_ACCELERATOR": "cpu"}
         import deepspeed
 
         config = {

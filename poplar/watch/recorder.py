@@ -237,12 +237,13 @@ class Recorder:
     def _wait_event(self, method: Any) -> Any:
         """FSDP2 issues collectives on streams of its own, for whose events the compute waits."""
 
-        def wait_event(stream: Any, event: Any) -> None:
+        def wait_event(stream: Any, event: Any) -> Any:
             if not self._records() or stream != self._torch.cuda.current_stream():
                 return method(stream, event)
             begin = self._clock.mark()
             method(stream, event)
-            return self._add(self._next_key("event"), begin, begin)
+            self._add(self._next_key("event"), begin, begin)
+            return None
 
         return wait_event
 

@@ -40,12 +40,13 @@ MEASURING = {
     "search": "--quick --rounds 1",
     "train": "--quick --clusters 1:1:1 --size tiny --context 16 --samples 2 --stages 1 "
     "--policies even --peers ddp --steps 3",
+    "watched_jobs": "--quick",
 }
 """Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
 SLOW = {
     *("allreduce", "checkpoint", "convergence", "drift", "gpu_unequal"),
     *("host_overhead", "largest_base", "largest_model", "memory", "optimizers"),
-    *("prediction", "train"),
+    *("prediction", "train", "watched_jobs"),
 }
 """Only with --full: they start ranks or profile. Tests of their parts run always, and so does
 host_overhead.py in test_host_overhead_benchmark.py."""
