@@ -42,6 +42,7 @@ from poplar.zero.checks import model_checks
 from poplar.zero.checks.model_structure import ModelStructure
 from poplar.zero.checks.step_checks import StepChecks
 from poplar.zero.collective_calls import CollectiveCalls, collective, new_group
+from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import (
     HeldMemory,
@@ -66,8 +67,12 @@ from poplar.zero.setup import (
     Request,
     agree_on_request,
     build_engine,
+    changed_request,
+    changes_units,
     check_choice,
     check_request,
+    compare_identities,
+    units_of,
 )
 from poplar.zero.steps.evaluation import Evaluation
 from poplar.zero.steps.nonfinite import OnNonFinite
@@ -76,7 +81,7 @@ from poplar.zero.steps.step_hooks import has_hooks, has_pre_hooks, run_post_hook
 from poplar.zero.steps.step_result import StepResult, Stopwatch
 from poplar.zero.steps.step_settings import StepSettings
 from poplar.zero.steps.step_state import Phase
-from poplar.zero.unit import check_plan_change
+from poplar.zero.unit import Unit, check_unit_names
 from poplar.zero.weights.initial_values import Weights
 from poplar.zero.weights.materialization import check_unused, move_to_meta
 
@@ -264,31 +269,38 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._default_scaler = (
                 GradScaler(request.device.type) if dtype is torch.float16 else None
             )
-            self._engine, self._update = build_engine(
+            engine, self._update = build_engine(
                 request, comm, self._control, dtype, _weak_method(self._check_model)
             )
             # With all settings of their classes, so that no defaults of another class are added.
             super().__init__(self._update.outer_groups(request.groups), {})
             self.defaults = dict(self._update.inners[0].defaults)
             self._settings_are_final = True
-            self._state = OptimizerState(self._engine, self._update)
+            self._request, self._compute_dtype = request, dtype
+            self._on_nonfinite = on_nonfinite
             self._checks = StepChecks(
                 model,
                 self._control,
                 looking=0 if plan is None else max(range(plan.world_size), key=plan.samples),
                 allow_forward_state=allow_forward_state,
-                reads=self._engine.values.are_readable,
-                flats=self._engine.flats,
-                strategy=self._engine.strategy,
+                reads=engine.values.are_readable,
+                flats=engine.flats,
+                strategy=engine.strategy,
             )
-            self._step = Step(self._engine, self._update, self._checks, on_nonfinite)
-            self.collective_calls = CollectiveCalls(self._group, self._step.stop)
             given = model.parameters() if params is None else _all_parameters(self.param_groups)
+            self._use_engine(engine)
+            self.collective_calls = CollectiveCalls(self._group, self._step.stop)
             self._structure = ModelStructure(model, self.param_groups, set(map(id, given)))
-            self._engine.add_changes(ModelState(self._engine, self._update).register())
-            self._unregister = model_checks.register_owner(
-                list(model.named_parameters()), self, self._engine.changes
-            )
+
+    def _use_engine(self, engine: Engine) -> None:
+        """Train by this engine, whose flat parameters the update and the checks have. Local."""
+        self._engine = engine
+        self._state = OptimizerState(engine, self._update)
+        self._step = Step(engine, self._update, self._checks, self._on_nonfinite)
+        engine.add_changes(ModelState(engine, self._update).register())
+        self._unregister = model_checks.register_owner(
+            list(self._model.named_parameters()), self, engine.changes
+        )
 
     @property
     def state(self) -> Any:
@@ -799,49 +811,68 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     @collective
     def apply_plan(self, plan: Plan) -> None:
-        """Change to another plan of the same stage. Collective, between steps.
+        """Change to another plan. Collective, between steps.
 
-        State is sent directly from its old owners to its new ones. The sets of persistent and of
-        recomputed units and the state in host memory may change; the transport and the factored
-        layers do not.
+        Batches, passes, shares, the stage, the sets of persistent and of recomputed units and the
+        state in host memory may change; the transport and the factored layers do not. Values,
+        optimizer state and step counts are sent directly from their old owners to their new ones,
+        one unit at a time. Another stage makes the engine anew: its next passes agree on the order
+        of collectives again.
 
         Args:
             plan: the new plan, the same on all ranks.
 
         Raises:
-            ValueError: the plan has another stage or world size, it gives units new shares of their
-                own, it factors other layers, or ranks pass different plans.
-            RuntimeError: called in the middle of a step.
+            ValueError: the plan has another world size or factors other layers, the optimizer class
+                does not support its stage, or ranks pass different plans.
+            RuntimeError: called in the middle of a step, or inside `full_parameters()`.
         """
-        from poplar.checkpoint.sharded_state import follow
+        from poplar.checkpoint.plan_change import follow_plan, replace_engine
 
-        def checked() -> str:
-            self._check_new_plan(plan)
-            return plan.digest()
+        prepared: list[tuple[Request, list[Unit]]] = []
 
-        digests = exchange_results(self._control, checked, what="apply_plan()")
-        if len(set(digests)) > 1:
-            raise agreed(
-                ValueError(
-                    f"the ranks passed different plans to apply_plan() (digests {digests}); pass "
-                    "the same plan"
-                )
-            )
-        follow(self._engine, self._update, plan)
-        self._engine.follow(plan)
-        self._plan = plan
-        self._splitter = replace(self._splitter, plan=plan)
+        def check() -> dict[str, str]:
+            prepared.append(self._prepared_change(plan))
+            return prepared[0][0].change_identity()
 
-    def _check_new_plan(self, plan: Plan) -> None:
-        if plan.stage != self._stage or plan.world_size != self._group.size:
-            raise ValueError(
-                f"apply_plan takes a plan of stage {self._stage} for {self._group.size} ranks, got "
-                f"stage {plan.stage} for {plan.world_size}; build a new optimizer for that"
-            )
-        engine = self._engine
-        check_plan_change(self._plan, plan, engine.units, engine.recomputation.blocks)
-        if self._engine.has_gradients or self._engine.scheduler.active:
+        compare_identities(exchange_results(self._control, check, what="apply_plan()"))
+        self._step.nonfinite.raise_if_found()
+        (request, units), old = prepared[0], self._engine
+        if units:
+            self._unregister()
+            check_step, dtype = _weak_method(self._check_model), self._compute_dtype
+            engine = replace_engine(old, self._update, request, units, dtype, check_step)
+            self._checks.follow(engine.flats, engine.strategy, reads=engine.values.are_readable)
+            follower = self._step.follower
+            self._use_engine(engine)
+            self._step.follow_speeds(follower)
+            self.collective_calls.stop_by(self._step.stop)
+        else:
+            follow_plan(old, self._update, plan)
+        self._request, self._stage, self._plan = request, request.stage, plan
+        every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
+        self._splitter = replace(self._splitter, plan=plan, synchronizes_every_pass=every_pass)
+
+    def _prepared_change(self, plan: Plan) -> tuple[Request, list[Unit]]:
+        """The request of another plan, and its units if they are not those of now. Local."""
+        engine, old = self._engine, self._request
+        if engine.has_gradients or engine.scheduler.active:
             raise RuntimeError("apply_plan() in the middle of a step; call it after step()")
+        if engine.values.present:
+            raise RuntimeError("apply_plan() inside full_parameters(); leave that context first")
+        request = changed_request(old, plan, self._group.size)
+        units: list[Unit] = []
+        if changes_units(old, request):
+            sharded = STRATEGY_CLASSES[request.stage].shards_parameters
+            if sharded and any(unit.opaque for unit in engine.units):
+                raise ValueError(
+                    "apply_plan cannot give units shares of their own if quantised parameters are "
+                    "sharded; leave these shares out, or build a new optimizer for this plan"
+                )
+            given = self._control, self._compute_dtype
+            units = units_of(request, *given, shards_parameters=sharded)
+        check_unit_names(plan, units or engine.units, request.unit_names)
+        return request, units
 
     @collective
     def follow_drift(

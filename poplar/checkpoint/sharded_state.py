@@ -1,216 +1,29 @@
-"""The sharded training state in another layout.
-
-`follow` moves it to other owners and other memory when the plan changes; `full_state_dict` collects
-it on one rank.
-"""
+"""The whole training state of a plain optimizer, collected on one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from poplar.checkpoint.moved_state import (
+    MovedState,
+    Segment,
+    gather_schemas,
+    moved_master,
+    state_of_runs,
+)
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.checkpoint.state_dicts.place import names_of
-from poplar.comm.shard_layout import Layout
 from poplar.values.errors import agreed
-from poplar.values.plan import Plan
 from poplar.zero.agreement import caught, raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
-from poplar.zero.optimizers.state_values import copy_value, scaled
-from poplar.zero.setup import compare_kernels, place_state
-from poplar.zero.unit import shares_by_unit
+from poplar.zero.optimizers.state_values import copy_value
 from poplar.zero.update import ParameterRun, ShardedUpdate
-
-
-def follow(engine: Engine, update: ShardedUpdate, plan: Plan) -> None:
-    """Move values and optimizer state to where a plan has them. Collective, between steps."""
-    schemas = _gather_schemas(engine, update)
-    was_hosted = {flat for flat in engine.trained if flat.is_hosted}
-    for flat, new in place_state(engine.strategy, engine.units, plan).items():
-        if new == flat.layout:
-            if flat.is_hosted is not (flat in was_hosted):
-                _move_state(update, flat)
-        elif flat.trained:
-            _reshard_trained(engine, update, flat, schemas, new)
-        else:
-            engine.strategy.change_layout(flat, new, None)
-    shares, unit_shares = plan.shares, shares_by_unit(plan)
-    for unit in engine.units:
-        for opaque in unit.opaque:
-            layout = Layout.from_shares(opaque.numel, unit_shares.get(unit.name, shares))
-            engine.strategy.change_opaque_layout(opaque, layout)
-    compare_kernels(engine, update, "apply_plan()")
-
-
-def _move_state(update: ShardedUpdate, flat: FlatParameter) -> None:
-    """Move the masters and the state of a flat parameter between device and host. Local."""
-    update.take_written_values(flat)
-    states = {run: update.state_of(run) for run in update.runs if run.flat is flat}
-    shapes = {
-        (run, key): update.whole_shape(run, run.first, key, value)
-        for run, state in states.items()
-        for key, value in state.items()
-    }
-
-    def moved(run: ParameterRun) -> dict[str, Any]:
-        cut = {key for key in states[run] if shapes[run, key] is not None}
-        others = {key: value for key, value in states[run].items() if key not in cut}
-        if not states[run] or run.tensor is None:
-            return {}
-        return update.new_state(run, run.tensor.shape, {k: states[run][k] for k in cut}, others)
-
-    flat.divide(flat.layout, flat.owned, flat.shard, flat.master if flat.has_masters else None)
-    update.rebind(flat, moved)
-
-
-def _reshard_trained(
-    engine: Engine,
-    update: ShardedUpdate,
-    flat: FlatParameter,
-    schemas: Sequence[Schema],
-    new: Layout,
-) -> None:
-    update.take_written_values(flat)
-    old = flat.layout
-    local_state_of = _reshard_state(engine, update, flat, schemas, old, new)
-    master = None
-    if flat.has_masters:
-        whole = flat.master.to(flat.device)
-        master = engine.comm.reshard(whole, old, new, what=f"moving unit {flat.name}")
-    engine.strategy.change_layout(flat, new, master)
-    update.rebind(flat, local_state_of)
-
-
-class CutValue(NamedTuple):
-    """A state value that is cut with its run."""
-
-    dtype: torch.dtype
-    entries: int
-    """Of the whole run."""
-
-
-Schema = Mapping[str, CutValue | Any]
-"""By name of a state value of a run, how it is cut, or what it is."""
-
-
-def _gather_schemas(engine: Engine, update: ShardedUpdate) -> list[Schema]:
-    """The schema of each run. Collective.
-
-    Ranks that own nothing of a run get it from those that do. Of a local flat parameter, ranks have
-    parts of different sizes, so each has its own.
-    """
-
-    def schema(run: ParameterRun) -> Schema:
-        if not (state := update.state_of(run)):
-            return {}
-        numel = run.stop - run.start
-        return {
-            key: CutValue(value.dtype, shape.numel() if run.is_separate else numel)
-            if (shape := update.whole_shape(run, run.first, key, value)) is not None
-            else value
-            for key, value in state.items()
-        }
-
-    own = [schema(run) for run in update.runs]
-    by_rank = engine.control.exchange_objects(own, what="moving optimizer state")
-    return [
-        mine if run.flat.is_local else next(filter(None, found), {})
-        for run, mine, found in zip(update.runs, own, zip(*by_rank, strict=True), strict=True)
-    ]
-
-
-class _Entries:
-    """The entries of one state value of a flat parameter, in the order of its runs.
-
-    Args:
-        counts: the entries of each run that has the value.
-    """
-
-    def __init__(self, counts: Mapping[ParameterRun, int]) -> None:
-        self.counts = counts
-
-    def of(self, run: ParameterRun, element: int) -> int:
-        """The entries of a run that belong to what is before an element."""
-        numel = run.stop - run.start
-        return scaled(min(max(element - run.start, 0), numel), numel, (self.counts[run],))
-
-    def before(self, element: int) -> int:
-        """All entries that belong to what is before an element."""
-        return sum(self.of(run, element) for run in self.counts)
-
-    def layout(self, layout: Layout) -> Layout:
-        """How the entries are divided if the elements have this layout."""
-        return Layout(tuple(self.before(offset) for offset in layout.offsets))
-
-    def places(self, run: ParameterRun, low: int, high: int) -> tuple[slice, slice]:
-        """The entries of a run for the elements `[low, high)`.
-
-        Returns:
-            Where they are among all entries for these elements, and among those of the run.
-        """
-        first, last = self.of(run, low), self.of(run, high)
-        base = self.before(max(low, run.start)) - self.before(low)
-        return slice(base, base + last - first), slice(first, last)
-
-
-def _reshard_state(
-    engine: Engine,
-    update: ShardedUpdate,
-    flat: FlatParameter,
-    schemas: Sequence[Schema],
-    old: Layout,
-    new: Layout,
-) -> Callable[[ParameterRun], dict[str, Any]]:
-    """Reshard the state of a flat parameter. Collective.
-
-    Returns:
-        A function from a run to the state of what this rank owns of it in the new layout.
-    """
-    rank = engine.comm.group.rank
-    table = {
-        run: schema for run, schema in zip(update.runs, schemas, strict=True) if run.flat is flat
-    }
-    kinds: dict[tuple[str, torch.dtype], dict[ParameterRun, int]] = {}
-    for run, schema in table.items():
-        for key, value in schema.items():
-            if isinstance(value, CutValue):
-                kinds.setdefault((key, value.dtype), {})[run] = value.entries
-    moved: dict[tuple[str, torch.dtype], tuple[_Entries, Tensor]] = {}
-    what = f"moving the state of {flat.name}"
-    for key, dtype in sorted(kinds, key=str):
-        entries = _Entries(kinds[key, dtype])
-        before, after = entries.layout(old), entries.layout(new)
-        shard = torch.zeros(before.size(rank), dtype=dtype, device=flat.device)
-        for run in entries.counts:
-            if (value := update.state_of(run).get(key)) is not None:
-                here, part = entries.places(run, *old.bounds(rank))
-                base = entries.of(run, run.first_owned)
-                shard[here] = value.reshape(-1)[part.start - base : part.stop - base]
-        if before != after:
-            sent = shard.view(torch.uint8) if dtype.itemsize == 1 else shard
-            shard = engine.comm.reshard(sent, before, after, what=what).view(dtype)
-        moved[key, dtype] = entries, shard
-    low, high = new.bounds(rank)
-
-    def local(run: ParameterRun) -> dict[str, Any]:
-        start, stop = max(run.start, low), min(run.stop, high)
-        if start >= stop or not table[run]:
-            return {}
-        cut, others = {}, {}
-        for key, value in table[run].items():
-            if isinstance(value, CutValue):
-                entries, shard = moved[key, value.dtype]
-                cut[key] = shard[entries.places(run, low, high)[0]]
-            else:
-                others[key] = value
-        return update.new_state(run, run.shape_of(stop - start), cut, others)
-
-    return local
 
 
 def full_state_dict(
@@ -251,15 +64,16 @@ def _collect(
         indices: index of each parameter in the param groups, by `id(parameter)`.
         to: the rank that gets it; others get an empty dict.
     """
-    schemas = _gather_schemas(engine, update)
+    schemas = gather_schemas(engine, update)
     state: dict[int, dict[str, Any]] = {}
     error: Exception | None = None  # the other ranks send until the end
     for flat in engine.trained:
         update.take_written_values(flat)
-        old = engine.strategy.state_layout(flat, to)
+        old = engine.strategy.state_layout(flat)
         new = old if flat.is_local else layout_on_rank(flat, to, engine.comm.group.size)
-        state_of = _reshard_state(engine, update, flat, schemas, old, new)
-        master = _collect_master(engine, flat, old, new)
+        segment = Segment.whole(flat, old, new)
+        state_of = state_of_runs(update, [MovedState(engine.comm, update, segment, schemas)])
+        master = moved_master(engine.comm, segment) if flat.has_masters else None
         if engine.comm.group.rank == to and error is None:
             add = partial(_add, state, update.runs, flat, state_of, master, indices)
             error = caught(add)
@@ -293,17 +107,6 @@ def _add(
                 key: _of_parameter(value, flat, position, start, run.stop - run.start)
                 for key, value in values.items()
             }
-
-
-def _collect_master(engine: Engine, flat: FlatParameter, old: Layout, new: Layout) -> Tensor | None:
-    """The fp32 values of a flat parameter, if there are other ones, in layout `new`. Collective."""
-    if not flat.has_masters:
-        return None
-    part = flat.intersect_owned(*old.bounds(engine.comm.group.rank))
-    own = (flat.master[part] if part is not None else flat.master[:0]).to(flat.device)
-    if old == new:
-        return own
-    return engine.comm.reshard(own, old, new, what=f"collecting the masters of {flat.name}")
 
 
 def _of_parameter(value: Any, flat: FlatParameter, position: int, start: int, numel: int) -> Any:

@@ -86,6 +86,10 @@ class CollectiveCalls:
         self._half_loaded = ""
         """The load that has failed on a rank after it had changed values."""
 
+    def stop_by(self, stop: Callable[[str, BaseException], None]) -> None:
+        """Stop all ranks by another function from now on."""
+        self._stop = stop
+
     def of_user(self, function: Callable[P, R], name: str) -> Callable[P, R]:
         """A function of the user, in which methods that all ranks call raise: other ranks may not
         run it, or run it more often.

@@ -217,6 +217,12 @@ class FlatParameter:
             return self.squares
         return ops.block_sums_of_squares(self.gradient[owned])
 
+    def free(self) -> None:
+        """Free values and masters, which another flat parameter has taken over."""
+        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.values = self.shard = self.master = nothing
+        self._views, self._replaced = [], None
+
     def packed_parameters(self) -> Tensor:
         """The values of the user's parameters as one flat tensor in fp32."""
         packed = torch.empty(self.numel, dtype=torch.float32, device=self.device)

@@ -7,7 +7,7 @@ unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -51,7 +51,7 @@ from poplar.zero.unit import (
     resolve_units,
     shares_by_unit,
 )
-from poplar.zero.update import ShardedUpdate
+from poplar.zero.update import ShardedUpdate, ToHost
 from poplar.zero.weights.initial_values import InitialValues, Weights
 
 Groups = list[dict[str, Any]]
@@ -121,6 +121,13 @@ class Request:
             "buffers": [
                 (name, tuple(b.shape), str(b.dtype)) for name, b in self.model.named_buffers()
             ],
+            _MULTIPLICATION: self._multiplication(),
+        }
+
+    def change_identity(self) -> dict[str, str]:
+        """What must be equal on all ranks of another plan during training."""
+        return {
+            "plan": _description(self.plan),
             _MULTIPLICATION: self._multiplication(),
         }
 
@@ -312,12 +319,7 @@ def agree_on_request(
     identity = {**request.identity(), **(also or {})}
     mine = (identity, _computes_bf16(request.device), request.device.type)
     received = control.exchange_objects(mine, what=BUILDING)
-    identities = [identity for identity, _, _ in received]
-    for key, expected in identities[0].items():
-        differing = [rank for rank, other in enumerate(identities) if other[key] != expected]
-        if differing:
-            found = identities[differing[0]][key]
-            raise agreed(ValueError(_mismatch_message(key, expected, found, differing)))
+    compare_identities([identity for identity, _, _ in received])
     devices = [device for _, _, device in received]
     if len(set(devices)) > 1:
         raise agreed(
@@ -342,6 +344,19 @@ def agree_on_request(
     return torch.float16 if lacking else torch.bfloat16
 
 
+def compare_identities(identities: Sequence[Mapping[str, Any]]) -> None:
+    """Raise on all ranks if what they have, by name, is not equal.
+
+    Raises:
+        ValueError: it differs.
+    """
+    for key, expected in identities[0].items():
+        differing = [rank for rank, other in enumerate(identities) if other[key] != expected]
+        if differing:
+            found = identities[differing[0]][key]
+            raise agreed(ValueError(_mismatch_message(key, expected, found, differing)))
+
+
 def build_engine(
     request: Request,
     comm: Communicator,
@@ -354,14 +369,13 @@ def build_engine(
     Args:
         check_step: as for `Engine`.
     """
-    strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
+    strategy = strategy_of(request, comm)
     _move_to_device(request, strategy)
     with request.values.real_tensors(request.device):
         sharded = strategy.shards_parameters
         units = units_of(request, control, compute_dtype, shards_parameters=sharded)
         check = partial(check_unit_names, request.plan, units, request.unit_names)
         run_on_all_ranks(control, check, doing=BUILDING)
-        shares, own_shares = _shares(request.plan, comm)
         flats = [flat for unit in units for flat in unit.flats]
         layouts = place_state(strategy, units, request.plan)
 
@@ -370,29 +384,82 @@ def build_engine(
 
         request.values.place(flats, strategy, allocate, control)
         for opaque in (opaque for unit in units for opaque in unit.opaque):
-            _place_opaque(opaque, own_shares.get(opaque.name, shares), comm, control)
+            packed = opaque.packed_bytes()
+            what = {f"the frozen tensors of unit {opaque.name}": packed}
+            replicate(what, comm, control, doing=BUILDING)
+            place_opaque(opaque, packed, request.plan, comm)
     _replicate_unmanaged(request, units, comm, control, compute_dtype)
+    engine = assemble_engine(request, units, strategy, control, compute_dtype, check_step)
+    hyper = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in request.groups
+    ]
+    update = ShardedUpdate(request.classes, engine.trained, hyper, host_copies(strategy))
+    compare_kernels(engine, update, BUILDING)
+    return engine, update
+
+
+def strategy_of(request: Request, comm: Communicator) -> Strategy:
+    """A new strategy of the stage."""
+    return STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
+
+
+def assemble_engine(
+    request: Request,
+    units: Sequence[Unit],
+    strategy: Strategy,
+    control: Control,
+    compute_dtype: torch.dtype | None,
+    check_step: Callable[[], None],
+) -> Engine:
+    """The engine of units that have their values. Local."""
     engine = Engine(
         request.model,
         units,
         strategy,
-        comm,
+        strategy.comm,
         control,
         blocks=request.unit_names,
         check_step=check_step,
     )
     engine.follow(request.plan)
     engine.add_changes(cast_inputs(request.model, compute_dtype, request.unit_names))
-    hyper = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for group in request.groups
-    ]
-    to_host = partial(
-        HostCopies, streams=strategy.streams, group=comm.group, what="the gradients of a step"
-    )
-    update = ShardedUpdate(request.classes, engine.trained, hyper, to_host)
-    compare_kernels(engine, update, BUILDING)
-    return engine, update
+    return engine
+
+
+def host_copies(strategy: Strategy) -> ToHost:
+    """How the update copies what the host reads in a step."""
+    group, what = strategy.comm.group, "the gradients of a step"
+    return partial(HostCopies, streams=strategy.streams, group=group, what=what)
+
+
+def changed_request(request: Request, plan: Plan, world_size: int) -> Request:
+    """The request of an optimizer that changes to another plan during training. Local.
+
+    Raises:
+        ValueError: the plan is for other ranks or factors other layers, or the optimizer class does
+            not support its stage or host state.
+    """
+    before = request.plan.factored if request.plan is not None else ()
+    if plan.factored != before:
+        raise ValueError(
+            f"apply_plan cannot change which layers are factored; got {list(plan.factored)}, now "
+            f"they are {list(before)}. Keep them (dataclasses.replace(plan, factored=...)), or "
+            "build a new optimizer for this plan"
+        )
+    strategy = STRATEGY_CLASSES[_stage_of(plan, None, world_size)]
+    if request.local and not strategy.allows_local:
+        raise ValueError(f"local parameters need stage 1, got stage {plan.stage}")
+    check_granularity(request.classes, strategy, request.local)
+    if plan.host_state:
+        _check_on_host(request.classes)
+    return replace(request, plan=plan, stage=plan.stage)
+
+
+def changes_units(old: Request, new: Request) -> bool:
+    """Whether another engine is needed: of another stage, or with units that may be cut anew."""
+    has_own_shares = [bool(shares_by_unit(request.plan)) for request in (old, new)]
+    return old.stage != new.stage or has_own_shares == [False, True]
 
 
 def place_state(strategy: Strategy, units: Sequence[Unit], plan: Plan | None) -> Layouts:
@@ -503,14 +570,12 @@ def _computing_dtype(parameter: nn.Parameter, compute_dtype: torch.dtype | None)
     return parameter.dtype if compute_dtype is None else compute_dtype
 
 
-def _place_opaque(
-    opaque: OpaqueBytes, shares: Sequence[float], comm: Communicator, control: Control
+def place_opaque(
+    opaque: OpaqueBytes, packed: Tensor, plan: Plan | None, comm: Communicator
 ) -> None:
-    """Keep this rank's share of the first rank's opaque tensors of a unit. Collective."""
-    packed = opaque.packed_bytes()
-    what = {f"the frozen tensors of unit {opaque.name}": packed}
-    replicate(what, comm, control, doing=BUILDING)
-    layout = Layout.from_shares(opaque.numel, shares)
+    """Keep this rank's share of the opaque tensors of a unit, whose bytes are `packed`. Local."""
+    shares, own_shares = _shares(plan, comm)
+    layout = Layout.from_shares(opaque.numel, own_shares.get(opaque.name, shares))
     low, high = layout.bounds(comm.group.rank)
     opaque.divide(layout, comm.share(packed[low:high].clone()))
     opaque.allocate()

@@ -322,34 +322,6 @@ def is_only_recomputed(unit: UnitPlan) -> bool:
     return bool(unit.recomputed_on) and not unit.persistent and unit.shares is None
 
 
-def check_plan_change(
-    old: Plan | None, new: Plan, units: Sequence[Unit], blocks: Sequence[str]
-) -> None:
-    """Check that the units can change to another plan during training.
-
-    Raises:
-        ValueError: a unit gets its own shares that it does not have now, or does not exist, or
-            other layers are factored.
-    """
-    factored = old.factored if old is not None else ()
-    if new.factored != factored:
-        raise ValueError(
-            f"apply_plan cannot change which layers are factored; got {list(new.factored)}, now "
-            f"they are {list(factored)}. Keep them (dataclasses.replace(plan, factored=...)), or "
-            "build a new optimizer for this plan"
-        )
-    before, after = shares_by_unit(old), shares_by_unit(new)
-    for name, shares in after.items():
-        if before.get(name) != shares:
-            raise ValueError(
-                f"unit {name!r}: apply_plan can change which units are persistent or "
-                f"recomputed, but not give a unit its own shares; got {shares}, now it has "
-                f"{before.get(name, 'none')}. Leave its shares out, or build a new optimizer for "
-                "this plan"
-            )
-    check_unit_names(new, units, blocks)
-
-
 def shares_by_unit(plan: Plan | None) -> Mapping[str, Shares]:
     """The shares of units that have their own, by unit name."""
     units = plan.units if plan is not None else ()

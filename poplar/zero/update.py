@@ -100,6 +100,10 @@ class ParameterRun:
             shape = self.shape_of(self.owned.stop - self.owned.start)
             self.tensor = self.flat.master[self.owned].view(shape)
 
+    def unbind(self) -> None:
+        """Drop the view of the master, whose memory another flat parameter replaces."""
+        self.owned = self.tensor = None
+
     def shape_of(self, numel: int) -> Sequence[int]:
         """The shape of the tensor if so many elements are owned."""
         whole = self.is_separate and numel == self.stop - self.start
@@ -491,6 +495,32 @@ class ShardedUpdate:
         first = next(place for place, run in enumerate(self.runs) if run.flat is flat)
         others = [run for run in self.runs if run.flat is not flat]
         self.runs = [*others[:first], *runs, *others[first:]]
+        self._set_states(runs, states)
+
+    def add_runs(
+        self, runs: Sequence[ParameterRun], states: Mapping[ParameterRun, dict[str, Any]]
+    ) -> None:
+        """Add runs of another flat parameter, which are bound, and their state."""
+        self.collected = None
+        self.runs = [*self.runs, *runs]
+        self._set_states(runs, states)
+
+    def drop_runs(self, flat: FlatParameter) -> None:
+        """Drop a flat parameter, whose runs other ones have replaced, and its state."""
+        for run in self.runs:
+            if run.flat is flat:
+                self._drop_state_of(run)
+                run.unbind()
+        self.runs = [run for run in self.runs if run.flat is not flat]
+        self._update_param_groups()
+
+    def copy_by(self, to_host: ToHost) -> None:
+        """Copy what the host reads in another way from now on."""
+        self._to_host = to_host
+
+    def _set_states(
+        self, runs: Sequence[ParameterRun], states: Mapping[ParameterRun, dict[str, Any]]
+    ) -> None:
         for run in runs:
             if run.tensor is not None and states.get(run):
                 self._set_state(run, states[run])

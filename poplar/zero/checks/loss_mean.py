@@ -89,14 +89,9 @@ class FirstLossCheck:
     One rank looks, without communication.
     """
 
-    def __init__(self, *, looks: bool, reads: bool = False) -> None:
-        """See the arguments.
-
-        Args:
-            looks: this is the rank that looks.
-            reads: it has the values of all parameters.
-        """
-        self._looks, self._reads = looks, reads
+    def __init__(self, *, looks: bool) -> None:
+        """`looks`: whether this is the rank that looks."""
+        self._looks, self._reads = looks, False
         self._loss_fn: LossFunction | None = None
         self._where = "to the loop over micro-batches, if it uses the model's own loss"
         self._first: RecordedLoss | None = None
@@ -105,6 +100,10 @@ class FirstLossCheck:
     def skip(self) -> None:
         """Look at nothing."""
         self._looks = False
+
+    def may_read(self, reads: bool) -> None:
+        """Whether this rank has the values of all parameters."""
+        self._reads = reads
 
     def expect(self, loss_fn: LossFunction, where: str) -> None:
         """Take the loss function of a loop that does not pass it, and where its weight belongs."""

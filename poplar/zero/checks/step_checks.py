@@ -51,13 +51,23 @@ class StepChecks:
         self._model, self._control = model, control
         self._batch_norms = [] if allow_forward_state else batch_norms(model)
         self._is_first = True
-        replicated = strategy is not None and strategy.replicates_state
+        self._allows_forward_state = allow_forward_state
         self.batches = FirstBatches(control, looks=looks)
-        self.loss = FirstLossCheck(looks=looks, reads=reads)
+        self.loss = FirstLossCheck(looks=looks)
+        self.follow(flats, strategy, reads=reads)
+
+    def follow(
+        self, flats: Sequence[FlatParameter], strategy: Strategy | None, *, reads: bool
+    ) -> None:
+        """Look at these parameters from now on, as from the first step on."""
+        self.loss.may_read(reads)
+        allowed, given = self._allows_forward_state, (self._model, self._control)
         self.forward_state = ForwardStateCheck(
-            model, control, allowed=allow_forward_state, flats=flats, strategy=strategy
+            *given, allowed=allowed, flats=flats, strategy=strategy
         )
-        self.replicas = ReplicaCheck([f for f in flats if replicated and f.trained], control)
+        replicated = strategy is not None and strategy.replicates_state
+        trained = [flat for flat in flats if replicated and flat.trained]
+        self.replicas = ReplicaCheck(trained, self._control)
 
     def expect_artificial_data(self) -> None:
         """Look at neither data, loss and state nor the mode of the model; for measurements."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from poplar.comm import Communicator, Work
 from poplar.comm.communicator import CallbackWork
 from poplar.comm.shard_layout import Layout
-from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.sharded_optimizer import LocalAccumulation
 from poplar.zero.stages.strategy import Layouts
 from poplar.zero.unit import Unit
@@ -38,11 +38,6 @@ class Replicated(LocalAccumulation):
         """Even for any shares: nothing is owned, the layouts only divide the reductions."""
         size = self.comm.group.size
         return super().layouts(dict.fromkeys(flats, (1.0 / size,) * size))
-
-    def state_layout(self, flat: FlatParameter, to: int) -> Layout:
-        if not self.updates_agree:
-            return flat.layout
-        return layout_on_rank(flat, to, self.comm.group.size)
 
     def change_layout(self, flat: FlatParameter, new: Layout, master: Tensor | None) -> None:
         raise AssertionError("the layout does not depend on the shares")

@@ -115,9 +115,9 @@ class Strategy(ABC):
                 yield flat
             missing -= numel
 
-    def state_layout(self, flat: FlatParameter, to: int) -> Layout:
-        """How optimizer state is divided, one owner per element: `to` if all ranks have it."""
-        return flat.layout
+    def state_layout(self, flat: FlatParameter) -> Layout | None:
+        """How optimizer state is divided; None: every rank has all of it, with the same bits."""
+        return flat.layout if not (self.replicates_state and self.updates_agree) else None
 
     def owned_part(self, layout: Layout, rank: int) -> tuple[int, int]:
         """Start and end of the part whose optimizer state `rank` holds."""

@@ -1,0 +1,241 @@
+"""A change of plan between two steps: the training state moves to where the new plan has it.
+
+If the stage and the units stay, `follow_plan` changes the engine. Else `replace_engine` makes
+another one of the same model, one unit at a time: a unit of the old engine is freed when the new
+ones have taken its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+
+from poplar.checkpoint.moved_state import (
+    MovedState,
+    Schemas,
+    Segment,
+    bounds,
+    gather_schemas,
+    moved_master,
+    part_of,
+    runs_after,
+    state_of_runs,
+    transfer,
+)
+from poplar.comm.shard_layout import Layout
+from poplar.values.plan import Plan
+from poplar.zero.engine import Engine
+from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.setup import (
+    Request,
+    assemble_engine,
+    compare_kernels,
+    host_copies,
+    place_opaque,
+    place_state,
+    strategy_of,
+)
+from poplar.zero.stages.strategy import Layouts, Strategy
+from poplar.zero.unit import Unit, shares_by_unit
+from poplar.zero.update import ShardedUpdate
+
+_DOING = "apply_plan()"
+
+
+def follow_plan(engine: Engine, update: ShardedUpdate, plan: Plan) -> None:
+    """Move the state to other owners and other memory. Collective, between steps."""
+    schemas = gather_schemas(engine, update)
+    was_hosted = {flat for flat in engine.trained if flat.is_hosted}
+    for flat, new in place_state(engine.strategy, engine.units, plan).items():
+        if flat.trained and (new != flat.layout or flat.is_hosted is not (flat in was_hosted)):
+            _move(engine, update, flat, schemas, new)
+        elif new != flat.layout:
+            engine.strategy.change_layout(flat, new, None)
+    shares, unit_shares = plan.shares, shares_by_unit(plan)
+    for unit in engine.units:
+        for opaque in unit.opaque:
+            layout = Layout.from_shares(opaque.numel, unit_shares.get(unit.name, shares))
+            engine.strategy.change_opaque_layout(opaque, layout)
+    compare_kernels(engine, update, _DOING)
+    engine.follow(plan)
+
+
+def _move(
+    engine: Engine, update: ShardedUpdate, flat: FlatParameter, schemas: Schemas, new: Layout
+) -> None:
+    update.take_written_values(flat)
+    whole = engine.strategy.replicates_state
+    segment = Segment.whole(flat, None if whole else flat.layout, None if whole else new)
+    state = MovedState(engine.comm, update, segment, schemas)
+    master = moved_master(engine.comm, segment) if flat.has_masters else None
+    if new == flat.layout:
+        flat.divide(new, flat.owned, flat.shard, master)
+    else:
+        engine.strategy.change_layout(flat, new, master)
+    update.rebind(flat, state_of_runs(update, [state]))
+
+
+def replace_engine(
+    old: Engine,
+    update: ShardedUpdate,
+    request: Request,
+    units: Sequence[Unit],
+    compute_dtype: torch.dtype | None,
+    check_step: Callable[[], None],
+) -> Engine:
+    """The engine of another plan, with the state of `old`. Collective, between steps.
+
+    Args:
+        old: it must not be used afterwards; its changes of the model have been removed.
+        update: of both engines.
+        request: with the new plan.
+        units: of the new plan, without values.
+        compute_dtype: as for `build_engine`.
+        check_step: as for `Engine`.
+    """
+    strategy = strategy_of(request, old.comm)
+    schemas = gather_schemas(old, update)
+    for flat in old.trained:
+        update.take_written_values(flat)
+    move = _EngineMove(old, update, strategy, schemas, place_state(strategy, units, request.plan))
+    for unit in units:
+        move.take(unit, request.plan)
+    move.finish()
+    update.copy_by(host_copies(strategy))
+    engine = assemble_engine(request, units, strategy, old.control, compute_dtype, check_step)
+    compare_kernels(engine, update, _DOING)
+    return engine
+
+
+class _EngineMove:
+    """Moves the units of one engine to those of another one."""
+
+    def __init__(
+        self,
+        old: Engine,
+        update: ShardedUpdate,
+        strategy: Strategy,
+        schemas: Schemas,
+        layouts: Layouts,
+    ) -> None:
+        """
+        Args:
+            strategy: of the new engine.
+            layouts: of its flat parameters.
+        """
+        self._old, self._update, self._strategy = old, update, strategy
+        self._schemas, self._layouts = schemas, layouts
+        self._comm, self._rank = old.comm, old.comm.group.rank
+        self._sharded = dict.fromkeys(old.strategy.sharded(old.units))
+        """Units of the old engine whose parameters are sharded still."""
+        self._stays_sharded = bool(self._sharded) and strategy.shards_parameters
+        self._home = {id(p): (f, n) for f in old.flats for n, p in enumerate(f.parameters)}
+        """The old flat parameter of a parameter, and its position there."""
+        self._left = {flat: len(flat.parameters) for flat in old.flats}
+        """How many parameters of an old flat parameter have not moved yet."""
+
+    def take(self, unit: Unit, plan: Plan | None) -> None:
+        """Move one unit of the new engine. Collective."""
+        if not self._stays_sharded:
+            self._unshard_sources(unit)
+        for flat in unit.flats:
+            self._take_flat(flat)
+        for opaque in unit.opaque:
+            place_opaque(opaque, opaque.packed_bytes(), plan, self._comm)
+
+    def finish(self) -> None:
+        """Move what is in no unit of the new engine. Collective."""
+        self._unshard(list(self._sharded) if not self._stays_sharded else [])
+        for flat in [*self._left]:
+            self._free(flat)
+
+    def _unshard_sources(self, unit: Unit) -> None:
+        """Give this rank all values of the old units that have parameters of a new one."""
+        wanted = {id(p) for flat in unit.flats for p in flat.parameters}
+        self._unshard(
+            [
+                source
+                for source in self._sharded
+                if any(id(p) in wanted for flat in source.flats for p in flat.parameters)
+            ]
+        )
+
+    def _unshard(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self._old.strategy.unshard(unit, in_step=False, lasting=True)
+            self._old.strategy.wait_for_unshard(unit)
+            del self._sharded[unit]
+
+    def _take_flat(self, flat: FlatParameter) -> None:
+        with torch.no_grad():
+            self._strategy.allocate(flat, self._layouts[flat])
+            segments = list(self._segments(flat))
+            if self._stays_sharded:
+                for segment in segments:
+                    self._reshard_values(flat, segment)
+            else:
+                for parameter, offset in zip(flat.parameters, flat.offsets, strict=True):
+                    values = parameter.detach().reshape(-1)
+                    self._strategy.write_initial_values(flat, offset, values)
+            if flat.trained:
+                self._take_state(flat, segments)
+            self._strategy.bind_parameters(flat)
+        for parameter in flat.parameters:
+            source, _ = self._home.get(id(parameter), (None, 0))
+            if source is not None:
+                self._left[source] -= 1
+                if not self._left[source]:
+                    self._free(source)
+
+    def _segments(self, flat: FlatParameter) -> Iterator[Segment]:
+        """What the new flat parameter has of old ones; nothing if it was in no unit."""
+        homes = [self._home[id(p)] for p in flat.parameters if id(p) in self._home]
+        follows = [
+            at > 0 and home == (homes[at - 1][0], homes[at - 1][1] + 1)
+            for at, home in enumerate(homes)
+        ]
+        starts = [at for at, one in enumerate(follows) if not one]
+        new = self._strategy.state_layout(flat)
+        for first, after in pairwise([*starts, len(homes)]):
+            source, position = homes[first]
+            start, source_start = flat.span(first)[0], source.span(position)[0]
+            numel = flat.span(after - 1)[1] - start
+            layouts = (
+                part_of(self._old.strategy.state_layout(source), source_start, numel),
+                part_of(new, start, numel),
+            )
+            yield Segment(source, source_start, start, numel, *layouts)
+
+    def _reshard_values(self, flat: FlatParameter, segment: Segment) -> None:
+        """Move the values of a segment, which both engines divide as the state."""
+        source, start = segment.source, segment.source_start
+        low, high = bounds(segment.old, segment.numel, self._rank)
+        part = source.intersect_owned(start + low, start + high)
+        own = source.shard[part] if part is not None else source.shard[:0]
+        what = f"moving the values of {source.name}"
+        moved = transfer(self._comm, own, segment.old, segment.new, what)
+        first, _ = bounds(segment.new, segment.numel, self._rank)
+        self._strategy.write_initial_values(flat, segment.target_start + first, moved)
+
+    def _take_state(self, flat: FlatParameter, segments: Sequence[Segment]) -> None:
+        moved = [
+            MovedState(self._comm, self._update, segment, self._schemas) for segment in segments
+        ]
+        for segment in segments if flat.has_masters else ():
+            masters, start = moved_master(self._comm, segment), segment.target_start
+            low, high = bounds(segment.new, segment.numel, self._rank)
+            part = flat.intersect_owned(start + low, start + high)
+            if part is not None:
+                flat.master[part].copy_(masters)
+        runs, state_of = runs_after(flat, moved), state_of_runs(self._update, moved)
+        self._update.add_runs(runs, {run: state_of(run) for run in runs})
+
+    def _free(self, flat: FlatParameter) -> None:
+        """Free an old flat parameter."""
+        del self._left[flat]
+        self._old.strategy.wait_for_readers(flat)
+        self._update.drop_runs(flat)
+        self._old.strategy.free_gradient(flat)
+        flat.free()
