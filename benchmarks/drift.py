@@ -79,7 +79,7 @@ class Schedule:
     """Last steps of each part, of which the throughput is measured."""
 
 
-FULL = Schedule(slow_at=45, recovers_at=100, steps=155, measured=15)
+FULL = Schedule(slow_at=35, recovers_at=75, steps=115, measured=12)
 QUICK = Schedule(slow_at=30, recovers_at=55, steps=80, measured=8)
 
 

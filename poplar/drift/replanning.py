@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from types import MappingProxyType
 
 from poplar.drift.speed_levels import Row, SpeedLevels
@@ -35,7 +36,7 @@ class Replan:
     """Predicted throughput over that of the plan before, minus 1."""
     slowdowns: dict[int, float]
     """By rank whose speed has changed since the last plan: how many times slower it is, relative
-    to the rank that has changed least."""
+    to most ranks."""
 
 
 class Replanner:
@@ -83,18 +84,29 @@ class Replanner:
         if max(certain) - min(certain) <= LEAST_CHANGE:
             return None
         levels = [
-            now if change else before + shared
-            for now, before, change in zip(self._speeds.levels, self._planned, certain, strict=True)
+            before + shared if error < math.inf and not change else now
+            for now, error, before, change in zip(
+                self._speeds.levels, self._speeds.errors, self._planned, certain, strict=True
+            )
         ]
         if max(map(_distance, levels, self._searched)) < LEAST_CHANGE / 2:
             return None
         profile = self._profile.with_largest_batches(largest_batches)
         cluster = with_slower_devices(profile, list(map(math.exp, levels)))
-        found = self._faster_plan(plan, cluster, levels, steps_left)
+        found = _faster_plan(cluster, plan, steps_left)
         self._searched = levels
-        if found is not None:
-            self._planned = levels
-        return found
+        if found is None:
+            return None
+        changes = list(map(operator.sub, levels, self._planned))
+        # If half of the ranks have changed, `shared` lies between two levels.
+        usual = min(changes, key=lambda change: (round(abs(change - shared), 2), abs(change)))
+        slowdowns = {
+            rank: math.exp(change - usual)
+            for rank, change in enumerate(changes)
+            if certain[rank] and abs(change - usual) > LEAST_CHANGE
+        }
+        self._planned = levels
+        return Replan(plan=found[0], gain=found[1], slowdowns=slowdowns)
 
     def _changes(self) -> tuple[float, list[float]]:
         """Changes of levels since the last plan.
@@ -105,8 +117,7 @@ class Replanner:
         errors = self._speeds.errors
         changes = list(map(operator.sub, self._speeds.levels, self._planned))
         known = [change for change, error in zip(changes, errors, strict=True) if error < math.inf]
-        # No mean of two: if half of the ranks are slower, it is the change of none of them.
-        shared = sorted(known, key=abs)[(len(known) - 1) // 2] if known else 0.0
+        shared = median(known) if known else 0.0
         beside = [change - shared for change in changes]
         certain = (
             math.copysign(max(0.0, abs(change) - CERTAINTY * error), change)
@@ -114,39 +125,28 @@ class Replanner:
         )
         return shared, list(certain)
 
-    def _faster_plan(
-        self, plan: Plan, cluster: ClusterProfile, levels: Sequence[float], steps_left: float
-    ) -> Replan | None:
-        """The best plan on a cluster with these levels, if it pays."""
-        try:
-            found = search(
-                cluster,
-                global_batch=plan.global_batch,
-                stages=(plan.stage,),
-                recompute="auto" if any(unit.recomputed_on for unit in plan.units) else "never",
-                factored="never",
-                host_state="auto" if plan.host_state else "never",
-            )
-            # A change of these needs a new engine.
-            found = replace(found, transport=plan.transport, factored=plan.factored)
-            now, then = (predict(cluster, each).step_seconds for each in (plan, found))
-        except (DoesNotFit, NoPlanFits):
-            return None
-        saved = steps_left * (now - then) - _moving_seconds(cluster, plan, found)
-        gain = now / then - 1.0
-        if gain < LEAST_GAIN or saved <= 0.0:
-            return None
-        changes = [now - before for now, before in zip(levels, self._planned, strict=True)]
-        shared = min(changes, key=abs)
-        return Replan(
-            plan=found,
-            gain=gain,
-            slowdowns={
-                rank: math.exp(change - shared)
-                for rank, change in enumerate(changes)
-                if abs(change - shared) > LEAST_CHANGE
-            },
+
+def _faster_plan(
+    cluster: ClusterProfile, plan: Plan, steps_left: float
+) -> tuple[Plan, float] | None:
+    """The best plan at this stage and its gain in throughput, if it pays."""
+    try:
+        found = search(
+            cluster,
+            global_batch=plan.global_batch,
+            stages=(plan.stage,),
+            recompute="auto" if any(unit.recomputed_on for unit in plan.units) else "never",
+            factored="never",
+            host_state="auto" if plan.host_state else "never",
         )
+        # `apply_plan` does not change these.
+        found = replace(found, transport=plan.transport, factored=plan.factored)
+        now, then = (predict(cluster, each).step_seconds for each in (plan, found))
+    except (DoesNotFit, NoPlanFits):
+        return None
+    gain = now / then - 1.0
+    saved = steps_left * (now - then) - _moving_seconds(cluster, plan, found)
+    return (found, gain) if gain >= LEAST_GAIN and saved > 0.0 else None
 
 
 def _distance(one: float, other: float) -> float:
