@@ -297,6 +297,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._engine = engine
         self._state = OptimizerState(engine, self._update)
         self._step = Step(engine, self._update, self._checks, self._on_nonfinite)
+        self._step.follow_speeds(self._follower)
         engine.add_changes(ModelState(engine, self._update).register())
         self._unregister = model_checks.register_owner(
             list(self._model.named_parameters()), self, engine.changes
@@ -843,9 +844,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             check_step, dtype = _weak_method(self._check_model), self._compute_dtype
             engine = replace_engine(old, self._update, request, units, dtype, check_step)
             self._checks.follow(engine.flats, engine.strategy, reads=engine.values.are_readable)
-            follower = self._step.follower
             self._use_engine(engine)
-            self._step.follow_speeds(follower)
             self.collective_calls.stop_by(self._step.stop)
         else:
             follow_plan(old, self._update, plan)

@@ -88,17 +88,17 @@ class Step:
         self._rank = engine.comm.group.rank
         self._trace = engine.comm.group.trace
         self._loop: weakref.ref[MicroBatchLoop] | None = None
-        self.follower: SpeedFollower | None = None
+        self._follower: SpeedFollower | None = None
 
     def follow_speeds(self, follower: SpeedFollower | None) -> None:
         """Report the times of later steps to `follower`. Each rank has one, or none has."""
-        self.follower = follower
+        self._follower = follower
 
     def report(self, summary: StepSummary) -> None:
         """Report the times of a step that has been applied. Collective if a rank asked for it."""
-        if self.follower is not None:
+        if self._follower is not None:
             step, agree = self._update.updates, summary.wants_to_agree
-            self.follower.add(summary.times, step=step, agree=agree)
+            self._follower.add(summary.times, step=step, agree=agree)
 
     # Open.
 
@@ -254,8 +254,8 @@ class Step:
             )
         timing = self._engine.strategy.timing
         state.begin_pass(micro_batch if opened else None, began, timing.start_span())
-        if self.follower is not None and micro_batch.samples:
-            timing.step.add_work(self.follower.work(micro_batch))
+        if self._follower is not None and micro_batch.samples:
+            timing.step.add_work(self._follower.work(micro_batch))
         return opened
 
     def end_pass(self, *, failed: bool = False) -> None:
@@ -441,7 +441,7 @@ class Step:
                 engine.trained,
                 loss=state.loss,
                 times=engine.strategy.timing.latest().after(state.waited_to_open),
-                wants_to_agree=self.follower is not None and self.follower.wants_to_agree,
+                wants_to_agree=self._follower is not None and self._follower.wants_to_agree,
                 norm_type=settings.norm_type,
                 settings=settings,
                 error=error,
