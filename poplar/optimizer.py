@@ -41,7 +41,13 @@ from poplar.zero.agreement import (
 from poplar.zero.checks import model_checks
 from poplar.zero.checks.model_structure import ModelStructure
 from poplar.zero.checks.step_checks import StepChecks
-from poplar.zero.collective_calls import CollectiveCalls, collective, new_group
+from poplar.zero.collective_calls import (
+    CollectiveCalls,
+    LeftOutCalls,
+    agreed_failures,
+    collective,
+    new_group,
+)
 from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import (
@@ -50,7 +56,8 @@ from poplar.zero.held_memory import (
     held_memory,
     smaller_batches_message,
 )
-from poplar.zero.micro_batch_loop import MicroBatchLoop
+from poplar.zero.left_out import LeftOutRanks
+from poplar.zero.micro_batch_loop import MicroBatchLoop, NoMicroBatches
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss, PassLoss
 from poplar.zero.micro_batches import (
     BatchSplitter,
@@ -72,6 +79,7 @@ from poplar.zero.setup import (
     check_choice,
     check_request,
     compare_identities,
+    settings_of,
     units_of,
 )
 from poplar.zero.steps.evaluation import Evaluation
@@ -131,6 +139,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     `follow_drift`, `verify_replicas`, `release`. If a rank fails in one, all ranks raise. Either
     nothing has been applied and training may continue, as after an error of `loss_fn`; or all ranks
     are stopped, and every later call raises the cause, as after an error in the update itself.
+
+    A rank that the plan leaves out (`Plan.left_out`, `is_active`) makes the same calls and gets the
+    same results, without a collective in any step: `micro_batches` yields nothing there, other
+    calls wait until the active ranks have made theirs, and `state_dict` has no state. Its model is
+    current inside `full_parameters()` alone.
 
     At stage 3, outside `full_parameters()`, `model.state_dict()` has a `ShardTensor` with this
     rank's part of each parameter, for `torch.distributed.checkpoint`; `torch.save` refuses it.
@@ -205,6 +218,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     # Makes a plain GradScaler call step() with its scale, so that step() can reject it.
     _step_supports_amp_scaling = True
     _state: Any = None
+    # See [Note: ranks that are left out] in `zero.left_out`.
+    _left_out: tuple[int, ...] = ()
+    _others: LeftOutRanks | None = None
 
     def __init__(
         self,
@@ -232,6 +248,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         def check() -> Request:
             check_choice("on_out_of_memory", on_out_of_memory, OnOutOfMemory)
             check_choice("on_nonfinite", on_nonfinite, OnNonFinite)
+            if isinstance(communicator, Communicator) and plan is not None and plan.left_out:
+                raise ValueError(
+                    "a communicator object is for all ranks, but the plan leaves some out; pass "
+                    "its name"
+                )
             return check_request(
                 model,
                 optimizer_class,
@@ -251,11 +272,24 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 local=_local,
             )
 
-        with new_group(process_group, timeout, BUILDING) as self._group:
+        building = ExitStack()
+        with new_group(process_group, timeout, BUILDING) as self._group, building:
             self._control = connect_control(self._group, communicator)
             request = run_on_all_ranks(self._control, check, doing=BUILDING)
             also = {"on_out_of_memory": on_out_of_memory, "on_nonfinite": on_nonfinite}
             dtype = agree_on_request(self._control, request, also=also)
+            others: LeftOutRanks | None = None
+            if plan is not None and plan.left_out:
+                others = LeftOutRanks(self._group, plan.left_out, model)
+                self._left_out, plan = plan.left_out, plan.of_active_ranks()
+                request = replace(request, plan=plan)
+                self._others, self._group = others, others.group
+                if not others.is_active:
+                    self._follow_active_ranks(request, others, dtype)
+                    return
+                self._control = connect_control(self._group, communicator)
+                calls = CollectiveCalls(others.whole, _nothing, others.announcements)
+                building.enter_context(calls.running(BUILDING))
             planned = plan.transport if plan is not None else None
             comm = connect(self._group, communicator, request.device, planned=planned)
             self._model = model
@@ -289,8 +323,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             )
             given = model.parameters() if params is None else _all_parameters(self.param_groups)
             self._use_engine(engine)
-            self.collective_calls = CollectiveCalls(self._group, self._step.stop)
+            self.collective_calls = CollectiveCalls(
+                self._group, self._step.stop, others.announcements if others is not None else None
+            )
             self._structure = ModelStructure(model, self.param_groups, set(map(id, given)))
+            self.collective_calls.announce(BUILDING)
 
     def _use_engine(self, engine: Engine) -> None:
         """Train by this engine, whose flat parameters the update and the checks have. Local."""
@@ -302,6 +339,35 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._unregister = model_checks.register_owner(
             list(self._model.named_parameters()), self, engine.changes
         )
+
+    def _follow_active_ranks(
+        self, request: Request, others: LeftOutRanks, dtype: torch.dtype | None
+    ) -> None:
+        """Be the optimizer of a rank that is left out, once the others have built theirs."""
+        assert others.announcements is not None
+        checks = {"evaluate()": _check_no_batches}
+        calls = LeftOutCalls(others.whole, others.announcements, checks)
+        with agreed_failures():
+            calls.call(BUILDING, _nothing)
+        others.prepare_model(request.model, request.device, dtype)
+        self._model, self._plan, self._stage = request.model, request.plan, request.stage
+        self._largest_batches, self._default_scaler = {}, None
+        super().__init__(settings_of(request), {})
+        self._settings_are_final = True
+        self._opt_called = True  # `train_step` calls no `step` here, of which schedulers would warn
+        self._state = defaultdict(dict)
+        missing: Any = _NoEngine(
+            f"rank {others.whole.rank} is left out by the plan, so it has no state and no current "
+            "parameters; call this on the active ranks only (optimizer.is_active)"
+        )
+        self._engine = self._update = self._step = self._checks = missing
+        self._unregister = _nothing
+        self.collective_calls = calls
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this rank trains; False: the plan leaves it out (`Plan.left_out`)."""
+        return self._others is None or self._others.is_active
 
     @property
     def state(self) -> Any:
@@ -481,6 +547,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             weight: as for `train_step`.
             loss: as for `train_step`.
         """
+        if not self.is_active:
+            return NoMicroBatches()
 
         def prepare() -> None:
             if weight is None and loss == "mean":
@@ -595,6 +663,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context for backwards outside `micro_batches` that are not the last of their step."""
+        if not self.is_active:
+            yield
+            return
         before = self._engine.hooks.set_requires_gradient_sync(False)
         try:
             yield
@@ -603,7 +674,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Like `no_sync`, without a context; as in FSDP2."""
-        self._engine.hooks.set_requires_gradient_sync(requires_gradient_sync)
+        if self.is_active:
+            self._engine.hooks.set_requires_gradient_sync(requires_gradient_sync)
 
     @collective
     @torch.no_grad()
@@ -708,7 +780,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             mark_present(parameter)
         self._state = defaultdict(dict)
         # All of them lead to the state, which must not live as long as this object.
-        released: Any = _ReleasedEngine()
+        released: Any = _NoEngine("this optimizer has released its model; build a new one")
         self._engine = self._update = self._step = self._checks = released
         self.collective_calls = released
 
@@ -721,7 +793,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     ) -> float:
         """Exact mean loss over the batches of all ranks, in eval mode. Collective.
 
-        Ranks may have different numbers of batches, or none.
+        Ranks may have different numbers of batches, or none; one that is left out must have none.
 
         Args:
             loss_fn: as for `train_step`; it returns a mean.
@@ -760,19 +832,31 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def _full_parameters(
         self, writeback: bool, modules: Sequence[str | nn.Module] | None
     ) -> Iterator[None]:
-        engine = self._engine
-        communicates = modules is not None or engine.strategy.shards_parameters
+        engine, others, name = self._engine, self._others, "full_parameters()"
+        if others is not None and not others.is_active:
+            calls: CollectiveCalls = self.collective_calls
+            names: Any = calls.call(name, _nothing)
+            others.share_values(self._model, names.splitlines())
+            yield
+            return
+        communicates = (
+            modules is not None or engine.strategy.shards_parameters or others is not None
+        )
 
         def running(*, begins: bool) -> AbstractContextManager[None]:
             if not communicates:
                 return nullcontext()
-            return self.collective_calls.running("full_parameters()", begins=begins)
+            return self.collective_calls.running(name, begins=begins)
 
         with ExitStack() as stack:
             with running(begins=True):
                 self._step.nonfinite.raise_if_found()
                 units = engine.values.agreed_units(modules) if communicates else engine.units
                 stack.enter_context(engine.values.unsharded(writeback=writeback, units=units))
+                if others is not None:
+                    names = self._readable_names(units, whole=modules is None)
+                    self.collective_calls.announce(name, "\n".join(names))
+                    others.share_values(self._model, names)
             try:
                 yield
             finally:
@@ -780,6 +864,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                     stack.close()
                     for flat in (flat for unit in units for flat in unit.trained if writeback):
                         self._update.refresh(flat)
+
+    def _readable_names(self, units: Sequence[Unit], *, whole: bool) -> list[str]:
+        """Names of the parameters of units and, of the whole model, of all others and buffers."""
+        if not whole:
+            return [name for unit in units for flat in unit.flats for name in flat.names]
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return [name for name, tensor in named if tensor.numel()]
 
     @property
     def control(self) -> Control:
@@ -789,7 +880,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan | None:
         """The current plan; None without one."""
-        return self._plan
+        return self._plan.beside(self._left_out) if self._plan is not None else None
 
     @property
     def largest_batches(self) -> dict[int, int]:
@@ -830,9 +921,16 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         from poplar.checkpoint.plan_change import follow_plan, replace_engine
 
+        left_out, plan = plan.left_out, plan.of_active_ranks()
+
         prepared: list[tuple[Request, list[Unit]]] = []
 
         def check() -> dict[str, str]:
+            if left_out != self._left_out:
+                raise ValueError(
+                    f"apply_plan takes a plan that leaves out the same ranks {self._left_out}, got "
+                    f"{left_out}; save a checkpoint and build a new optimizer for that"
+                )
             prepared.append(self._prepared_change(plan))
             return prepared[0][0].change_identity()
 
@@ -909,6 +1007,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         def checked() -> tuple[ClusterProfile, str, int | None]:
             check_choice("replan", replan, Literal["auto", "advise", "off"])
+            if self._left_out:
+                raise ValueError("follow_drift() does not support a plan that leaves ranks out")
             if self._plan is None:
                 raise ValueError("follow_drift() needs an optimizer that was built with a plan")
             predict(profile, self._plan)  # raises if it is of other ranks or another model
@@ -942,6 +1042,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         After `consolidate_state_dict(to)`, on rank `to` and until the next step or load, it is the
         whole state.
         """
+        if not self.is_active:
+            return super().state_dict()
         self._step.nonfinite.raise_here()
         if self._update.collected is not None:
             return collected_state_dict(self, self._update.collected)
@@ -996,10 +1098,18 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         from poplar.checkpoint.sharded_state import full_state_dict
 
         self._step.nonfinite.raise_if_found()
-        state = full_state_dict(self, self._engine, self._update, to)
+        state = full_state_dict(self, self._engine, self._update, self._active_number(to))
         if state is not None and self._default_scaler is not None:
             state["poplar"] = {"scaler": self._default_scaler.state_dict()}
         return state
+
+    def _active_number(self, rank: int) -> int:
+        """The number of an active rank in the group of the active ranks."""
+        if not self._left_out:
+            return rank
+        if rank in self._left_out:
+            raise agreed(ValueError(f"rank {rank} is left out by the plan, so it gets no state"))
+        return rank - sum(other < rank for other in self._left_out)
 
     def _training_parts(self) -> TrainingParts:
         """What the state of this optimizer consists of; `poplar.save_checkpoint` calls it."""
@@ -1194,11 +1304,29 @@ def _all_parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
     return (parameter for group in groups for parameter in group["params"])
 
 
-class _ReleasedEngine:
-    """Replaces the engine after `release`."""
+class _NoEngine:
+    """Replaces the engine after `release`, and on a rank that is left out."""
+
+    def __init__(self, why: str) -> None:
+        self.__dict__["why"] = why
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError("this optimizer has released its model; build a new one")
+        raise RuntimeError(self.why)
+
+
+def _check_no_batches(
+    _: object, loss_fn: LossFunction, loader: Iterable[Any], weight: Weight | None = None
+) -> None:
+    """Check, for `evaluate` on a rank that is left out, that it has no batches."""
+    if next(iter(loader), None) is not None:
+        raise ValueError(
+            "evaluate() on a rank that the plan leaves out, whose batches nobody evaluates; divide "
+            "the data among plan.active_ranks, and pass an empty loader here"
+        )
+
+
+def _nothing(*_: Any) -> None:
+    """Does nothing."""
 
 
 _STEP_INSIDE_LOOP = (

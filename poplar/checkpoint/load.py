@@ -10,9 +10,9 @@ flat parameter by flat parameter, each of which frees what was read of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,10 @@ from poplar.checkpoint.training_state import (
 )
 from poplar.values.errors import DamagedCheckpoint
 from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.collective_calls import ForAllRanks, LeftOutCalls
 from poplar.zero.optimizers.state_values import StateLayout
+
+R = TypeVar("R")
 
 
 def load_checkpoint(
@@ -72,13 +75,56 @@ def load_checkpoint(
             something, has a newer format, or contains an object of a class, see `weights_only`.
         RankFailed: another rank failed. Unless the message says so, nothing has changed.
     """
-    path, wanted = Path(os.path.abspath(folder)), dict(state or {})
-    doing = f"load_checkpoint({str(folder)!r})"
-    with optimizer.collective_calls.running("load_checkpoint()"):
-        load = _prepared(path, optimizer._training_parts(), wanted, weights_only, doing)
-        with optimizer.collective_calls.changing_values("load_checkpoint()"):
-            load.run(doing)
-    return load.values
+    wanted = dict(state or {})
+
+    def load() -> tuple[None, Load]:
+        return None, load_now(folder, optimizer, wanted, weights_only=weights_only)
+
+    return load_as("load_checkpoint()", optimizer, load, wanted)[1]
+
+
+def load_now(
+    folder: str | Path, optimizer: Checkpointed, wanted: Mapping[str, Any], *, weights_only: bool
+) -> Load:
+    """Load on the active ranks, as part of a call. Arguments as for `load_checkpoint`."""
+    path, doing = Path(os.path.abspath(folder)), f"load_checkpoint({str(folder)!r})"
+    load = _prepared(path, optimizer._training_parts(), wanted, weights_only, doing)
+    with optimizer.collective_calls.changing_values("load_checkpoint()"):
+        load.run(doing)
+    return load
+
+
+def load_as(
+    name: str,
+    optimizer: Checkpointed,
+    load: Callable[[], tuple[R, Load | None]],
+    wanted: Mapping[str, Any],
+) -> tuple[R, dict[str, Any]]:
+    """Load in a call with this name. Collective.
+
+    A rank that the plan leaves out loads nothing but the objects `wanted`.
+
+    Args:
+        name: of the call.
+        optimizer: as for `load_checkpoint`.
+        load: returns any result, and what has been loaded.
+        wanted: by name, objects with `load_state_dict`.
+
+    Returns:
+        The result, and by name the values that were saved and are no state of an object.
+    """
+    calls = optimizer.collective_calls
+
+    def run() -> ForAllRanks:
+        result, loaded = load()
+        return ForAllRanks((result, loaded and (loaded.values, loaded.object_states)))
+
+    result, found = calls.call(name, run).value
+    values, states = found or ({}, {})
+    if isinstance(calls, LeftOutCalls):
+        for key, state in states.items():
+            wanted[key].load_state_dict(state)
+    return result, values
 
 
 @torch.no_grad()
@@ -138,7 +184,7 @@ class Load:
                 "what it has as state="
             )
         self.values = {name: opened.value(stored) for name, stored in saved.items()}
-        self._object_states = {name: self.values.pop(name) for name in self._objects}
+        self.object_states = {name: self.values.pop(name) for name in self._objects}
         self._extra_states = {name: self._extra_state(name) for name in extra_states}
         own = f"{RANK}{parts.engine.control.group.rank}"
         manifest = opened.manifest
@@ -191,7 +237,7 @@ class Load:
         def load_all() -> None:
             before.update({name: obj.state_dict() for name, obj in self._objects.items()})
             for name, obj in self._objects.items():
-                obj.load_state_dict(self._object_states[name])
+                obj.load_state_dict(self.object_states[name])
 
         try:
             run_on_all_ranks(self.parts.engine.control, load_all, doing=doing)

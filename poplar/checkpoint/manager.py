@@ -7,11 +7,12 @@ import operator
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name, remove, replaced_name
-from poplar.checkpoint.load import load_checkpoint
+from poplar.checkpoint.load import Load, load_as, load_now
 from poplar.checkpoint.save import Saver
 from poplar.checkpoint.training_state import Checkpointed
 from poplar.zero.agreement import run_on_all_ranks
@@ -118,7 +119,6 @@ class CheckpointManager:
                 control, lambda: self._prune(pending.job), doing="removing checkpoints"
             )
 
-    @collective
     def load_latest(self, *, weights_only: bool = True) -> int | None:
         """Load the checkpoint with the highest step. Collective, between steps.
 
@@ -132,17 +132,22 @@ class CheckpointManager:
             DamagedCheckpoint: it is damaged. To go on from an earlier one, move its folder away.
             ValueError, RankFailed: as `load_checkpoint`.
         """
+        load = partial(self._load_latest, weights_only)
+        latest, values = load_as("load_latest()", self._optimizer, load, self._state)
+        if latest is not None:
+            self.values = values
+        return latest
+
+    def _load_latest(self, weights_only: bool) -> tuple[int | None, Load | None]:
+        """The step of the latest checkpoint, and what has been loaded of it."""
         self.wait()
         control = self._optimizer._training_parts().engine.control
         found = run_on_all_ranks(control, self._finished, doing="load_latest()")
         latest = control.exchange_objects(max(found, default=None), what="load_latest()")[0]
         if latest is None:
-            return None
+            return None, None
         path = found.get(latest, self.folder / _NAME.format(step=latest))
-        self.values = load_checkpoint(
-            path, self._optimizer, state=self._state, weights_only=weights_only
-        )
-        return latest
+        return latest, load_now(path, self._optimizer, self._state, weights_only=weights_only)
 
     def _clean(self) -> None:
         """Make the folder, and remove what is incomplete."""

@@ -76,9 +76,12 @@ def save_now(
     frozen: bool | None = None,
 ) -> None:
     """Save, and return when the checkpoint is complete. Arguments as for `Saver`."""
-    with optimizer.collective_calls.running("save_checkpoint()"):
+
+    def save() -> None:
         saver = Saver(optimizer, frozen=frozen)
         saver.start(folder, state=state, step=step, replaces=replaces).wait()
+
+    optimizer.collective_calls.call("save_checkpoint()", save)
 
 
 class Saver:

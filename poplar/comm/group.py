@@ -304,7 +304,7 @@ class Group:
             process_group=process_group,
             control_group=control_group,
             index=_next_index(process_group),
-            names=members,
+            names=tuple((self.names or range(self.size))[rank] for rank in members),
         )
 
     @classmethod

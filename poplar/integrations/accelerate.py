@@ -127,6 +127,7 @@ def prepare(
             optimizer_class=optimizer_class,
             **(tuned | dict(tuning or {})),
         )
+    plan.check_all_active("poplar.integrations.accelerate")
     if plan.global_batch != global_batch:
         raise ValueError(
             f"the plan has a global batch of {plan.global_batch}, but the loader and the "

@@ -268,6 +268,7 @@ class UnequalPasses:
         def checked() -> str:
             self._check_model()
             self._check_plan(plan)
+            plan.check_all_active(type(self).__name__)
             return plan.digest()
 
         digests = exchange_results(self._control, checked, what="building UnequalPasses")

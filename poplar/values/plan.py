@@ -206,6 +206,15 @@ class Plan(Document):
         """The ranks that are not left out."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.left_out)
 
+    def check_all_active(self, where: str) -> None:
+        """Raise ValueError if ranks are left out, which `where` does not support."""
+        if self.left_out:
+            raise ValueError(
+                f"{where} needs all ranks, but the plan leaves out {format_ranks(self.left_out)}; "
+                "plan with leave_out='never', or start only the other ranks with "
+                "plan.of_active_ranks()"
+            )
+
     def by_rank(self, of_active: Sequence[T], of_left_out: T) -> tuple[T, ...]:
         """Values of all ranks: those of the active ones, and one for all that are left out."""
         return _spread_out(of_active, self.active_ranks, self.world_size, of_left_out)

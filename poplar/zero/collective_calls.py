@@ -11,15 +11,19 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from poplar.comm import Group
-from poplar.values.errors import CollectiveTimeout, agreed, is_agreed, take_agreed
+from poplar.comm.announcements import Announcements
+from poplar.values.errors import CollectiveTimeout, RankFailed, agreed, is_agreed, take_agreed
+from poplar.zero.steps.step_result import StepResult
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,6 +31,13 @@ S = TypeVar("S")
 
 AGAIN = "make the call again on all ranks"
 """What to do after a call that leaves nothing behind has failed."""
+
+
+@dataclass(frozen=True)
+class ForAllRanks:
+    """A result that ranks that are left out get, too, whatever it is."""
+
+    value: Any
 
 
 class _Nesting(threading.local):
@@ -72,13 +83,19 @@ def _raising(stop: Callable[[BaseException], object]) -> Iterator[None]:
 class CollectiveCalls:
     """The collective calls of one optimizer, of which this rank runs one at a time."""
 
-    def __init__(self, group: Group, stop: Callable[[str, BaseException], object]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        stop: Callable[[str, BaseException], object],
+        announcements: Announcements | None = None,
+    ) -> None:
         """
         Args:
             group: the ranks.
             stop: stops all ranks, because of the call with this name and of its error.
+            announcements: where this rank announces its calls to ranks that are left out.
         """
-        self._group, self._stop = group, stop
+        self._group, self._stop, self._announcements = group, stop, announcements
         self._lock = threading.RLock()
         self._depth = 0
         self._function = ""
@@ -89,6 +106,23 @@ class CollectiveCalls:
     def stop_by(self, stop: Callable[[str, BaseException], None]) -> None:
         """Stop all ranks by another function from now on."""
         self._stop = stop
+
+    def call(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a function as a call with this name, and announce its result.
+
+        Raises:
+            Exception: as `running`, and what the function raises.
+        """
+        with self.running(name):
+            result = function(*args, **kwargs)
+            if self._depth == 1:
+                self.announce(name, result)
+        return result
+
+    def announce(self, name: str, result: Any = None, failure: str = "") -> None:
+        """Tell ranks that are left out, if there are any, of a call that is over."""
+        if self._announcements is not None:
+            self._announcements.send(lambda: (name, failure, _announced(result)))
 
     def of_user(self, function: Callable[P, R], name: str) -> Callable[P, R]:
         """A function of the user, in which methods that all ranks call raise: other ranks may not
@@ -144,7 +178,12 @@ class CollectiveCalls:
                     )
                 if is_first and begins:
                     self._check(name)
-                yield
+                try:
+                    yield
+                except Exception as error:
+                    if is_first and is_agreed(error):
+                        self.announce(name, failure=f"{type(error).__name__}: {error}")
+                    raise
         finally:
             self._depth -= 1
             self._lock.release()
@@ -160,6 +199,75 @@ class CollectiveCalls:
                     "a checkpoint on all ranks first"
                 )
             )
+
+
+class LeftOutCalls(CollectiveCalls):
+    """The calls of an optimizer on a rank that its plan leaves out.
+
+    The rank calls what the others call, and waits each time until they have done it. It gets the
+    result that is announced, or `RankFailed`. Nothing that it does stops the others.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        announcements: Announcements,
+        checks: Mapping[str, Callable[..., None]],
+    ) -> None:
+        """
+        Args:
+            group: all ranks.
+            announcements: of the active ranks.
+            checks: by name of a call, a function that checks its arguments on this rank.
+        """
+        super().__init__(group, lambda name, error: None)
+        self._rank, self._received, self._checks = group.rank, announcements, checks
+
+    def call(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The announced result of the active ranks' call, without running the function.
+
+        Raises:
+            RankFailed: it failed on the active ranks, or they made another call.
+            CollectiveTimeout: an active rank has been lost.
+        """
+        if name in self._checks:
+            self._checks[name](*args, **kwargs)
+        called, failure, result = self._received.next(name)
+        if failure:
+            raise RankFailed(f"the active ranks failed in {called}: {failure}")
+        if called != name:
+            raise RankFailed(
+                f"rank {self._rank}, which the plan leaves out, calls {name}, but the active ranks "
+                f"call {called}; make the same calls on all ranks"
+            )
+        return result  # type: ignore[no-any-return]
+
+    @contextmanager
+    def running(self, name: str, *, begins: bool = True) -> Iterator[None]:
+        """Raise: the call has no result that could be announced."""
+        raise RuntimeError(
+            f"rank {self._rank}: {name} on a rank that the plan leaves out, which has no values of "
+            "the training; call it on the active ranks only (optimizer.is_active)"
+        )
+        yield
+
+
+@contextmanager
+def agreed_failures() -> Iterator[None]:
+    """A context in which `RankFailed` was raised on all ranks."""
+    try:
+        yield
+    except RankFailed as error:
+        raise agreed(error)  # noqa: B904 (it is the same error)
+
+
+def _announced(result: Any) -> Any:
+    """What ranks that are left out get of a result: values, but no parts of the state."""
+    if isinstance(result, Tensor) and result.numel() == 1:
+        return result.detach().cpu()
+    if isinstance(result, StepResult):
+        return result.of_left_out()
+    return result if isinstance(result, (bool, int, float, str, ForAllRanks)) else None
 
 
 @contextmanager
@@ -213,8 +321,8 @@ def collective(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S
     name = f"{method.__name__}()"
 
     def collective_call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.collective_calls.running(name):
-            return method(self, *args, **kwargs)
+        calls: CollectiveCalls = self.collective_calls
+        return calls.call(name, method, self, *args, **kwargs)
 
     functools.update_wrapper(collective_call, method)
     collective_call.is_collective = True  # type: ignore[attr-defined]

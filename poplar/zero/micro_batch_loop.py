@@ -154,4 +154,15 @@ class MicroBatchLoop(Iterator[Any]):
         return self._rest
 
 
+class NoMicroBatches(MicroBatchLoop):
+    """The loop of a rank that the plan leaves out: nothing to iterate over, and nothing to end."""
+
+    def __init__(self) -> None:
+        super().__init__(None, list)  # type: ignore[arg-type]  # it has no passes
+        self._ended = True
+
+    def __enter__(self) -> NoMicroBatches:
+        return self
+
+
 _CAUSES = "an exception in its body, or break"

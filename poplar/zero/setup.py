@@ -245,6 +245,15 @@ def _device_for(
     return chosen
 
 
+def settings_of(request: Request) -> list[dict[str, Any]]:
+    """The param groups with all settings of their classes, for a rank without an update."""
+    settings = []
+    for cls, group in zip(request.classes, request.groups, strict=True):
+        (known,) = cls.factory([dict(group)], **cls.options).param_groups
+        settings.append({**known, **group})
+    return settings
+
+
 def _group_indices(model: nn.Module, groups: Groups) -> dict[int, int]:
     """Index of the param group of each trained parameter, by `id(parameter)`."""
     known = {id(parameter) for parameter in model.parameters()}
@@ -628,11 +637,6 @@ def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:
         raise ValueError(
             f"the plan is for {plan.world_size} ranks, but the process group has {world_size}; "
             "make a plan for this group, or start as many processes as the plan has ranks"
-        )
-    if plan.left_out:
-        raise ValueError(
-            f"the plan leaves out ranks {plan.left_out}, which the engine does not support yet; "
-            "start only the other ranks, with plan.of_active_ranks()"
         )
     return plan.stage
 

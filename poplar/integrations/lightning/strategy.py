@@ -296,6 +296,7 @@ class PoplarStrategy(DDPStrategy):
         return torch.float32 if dtypes == {torch.float32} else "auto"
 
     def _check_plan(self, plan: Plan) -> None:
+        plan.check_all_active("PoplarStrategy")
         loader = self._loader_of_user()
         if plan.world_size != self.world_size:
             raise ValueError(

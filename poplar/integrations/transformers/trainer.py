@@ -264,6 +264,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             self.tuned = self._tune(dataset, global_batch)
             self._plan, self._profile = self.tuned.plan, self.tuned.profile
             logger.info(f"{self._plan}")
+        self._plan.check_all_active("PoplarTrainer")
         return self._plan
 
     def _global_batch(self) -> int:

@@ -296,6 +296,7 @@ def _check_arguments(
 ) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"rank {group.rank}: plan must be a poplar.Plan, got {type(plan).__name__}")
+    plan.check_all_active("the verification")
     if plan.world_size != group.size:
         raise ValueError(
             f"rank {group.rank}: the plan is for {plan.world_size} ranks, but this process group "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -62,6 +63,8 @@ class StepResult:
     rank_times: tuple[RankTimes, ...]
     """By rank, its seconds of compute, communication and waiting. On GPUs, in the latest step that
     its device had finished. Not known (empty) in Lightning."""
+    left_out = False
+    """The plan leaves this rank out. Then the times are those of the first active rank."""
 
     def __init__(
         self,
@@ -128,12 +131,18 @@ class StepResult:
         self._stopwatch.wait()
         return self._waiting_seconds()
 
+    def of_left_out(self) -> StepResult:
+        """This result as a rank has it that the plan leaves out; waits for the device."""
+        copied = copy(self)
+        vars(copied).update(left_out=True)
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
         """The values, without the group and the device's events, which exist in this process only.
 
         Values that have been read are attributes, so a copy has nothing to wait for.
         """
-        return {name: getattr(self, name) for name in _VALUES}
+        return {name: getattr(self, name) for name in _KEPT}
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in _VALUES)
@@ -150,3 +159,4 @@ _VALUES = (
     "rank_times",
     "skipped",
 )
+_KEPT = (*_VALUES, "left_out")

@@ -1,0 +1,127 @@
+"""Messages of one rank to ranks that take no part in its collectives.
+
+They go through the store of the process group, so the sender never waits: each message is written
+by a thread of its own, which also computes it. A message may need values of a device that come
+later. Readers sleep between two looks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+import queue
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from poplar.comm.deadline import NoAnswer, wait_until
+from poplar.comm.failure_reports import StoreUnavailable, call_in_thread
+from poplar.comm.group import Group
+from poplar.values.errors import CollectiveTimeout
+
+MOST_KEPT = 4096
+"""Messages that a reader may be behind."""
+_LOOK_SECONDS = 0.02
+"""Between two looks of a reader. One look is a request to the store."""
+_EXIT_SECONDS = 5.0
+"""How long a sender that ends waits for readers to read its last message."""
+
+
+class Announcements:
+    """Numbered messages of the first active rank to the ranks that are left out."""
+
+    def __init__(self, group: Group, readers: tuple[int, ...]) -> None:
+        """
+        Args:
+            group: the sender and the readers, and any other ranks.
+            readers: their ranks.
+        """
+        self._group, self._readers = group, readers
+        self._store: Any = _get_process_group_store(group.process_group)
+        self._prefix = f"poplar/announcements/{group.process_group.group_name}/{group.index}"
+        self._number = 0
+        self._pending: list[queue.SimpleQueue[Any]] = []
+
+    def send(self, message: Callable[[], Any]) -> None:
+        """Send what a function returns, which is called in another thread; do not wait for it."""
+        if not self._number:
+            _SENDERS.append(self)
+        self._number += 1
+        number, store, prefix = self._number, self._store, self._prefix
+
+        def write() -> None:
+            store.set(f"{prefix}/{number}", pickle.dumps(message()))
+            store.delete_key(f"{prefix}/{number - MOST_KEPT}")
+
+        self._pending = [answer for answer in self._pending if answer.empty()]
+        self._pending.append(call_in_thread(write))
+
+    def next(self, what: str) -> Any:
+        """The next message; waits for it.
+
+        Args:
+            what: what the sender does meanwhile, for errors.
+
+        Raises:
+            CollectiveTimeout: it did not come before the deadline, or an active rank has failed.
+        """
+        self._number += 1
+        group, key = self._group, f"{self._prefix}/{self._number}"
+
+        def pause(seconds: float) -> None:
+            time.sleep(min(seconds, _LOOK_SECONDS))
+
+        try:
+            wait_until(lambda: self._store.check([key]), group.timeout, group.reports, pause)
+            message = pickle.loads(self._store.get(key))
+            self._store.set(self._seen_key(group.rank), str(self._number))
+        except Exception as error:
+            raise CollectiveTimeout(
+                f"rank {group.rank}, which the plan leaves out, waited for the active ranks in "
+                f"{what} (deadline {group.timeout.total_seconds():g} s). Cause: "
+                f"{self._cause(error)}"
+            ) from error
+        return message
+
+    def _cause(self, error: Exception) -> str:
+        """Why a wait failed: what the active ranks have reported, if they have."""
+        reports = self._group.reports
+        if not isinstance(error, NoAnswer):
+            return f"the ranks' store does not answer ({error}); rank 0 may have ended"
+        if reports is None or not reports.seen.is_set():
+            return str(error)
+        # So that the others do not take this rank for the one that failed.
+        reports.publish(f"rank {self._group.rank} waited for other ranks")
+        with suppress(StoreUnavailable):
+            found = reports.collect([r for r in range(self._group.size) if r != self._group.rank])
+            causes = [one for one in found.values() if one.is_cause] or list(found.values())
+            return "; ".join(dict.fromkeys(one.reason for one in causes))
+        return str(error)
+
+    def _seen_key(self, rank: int) -> str:
+        return f"{self._prefix}/read by {rank}"
+
+    def finish(self, deadline: float) -> None:
+        """Wait, as the sender, until the last message has been read. The store may end after it."""
+        with suppress(Exception):
+            for answer in self._pending:
+                answer.get(timeout=max(0.0, deadline - time.monotonic()))
+            keys = [self._seen_key(rank) for rank in self._readers]
+            last = str(self._number).encode()
+            while time.monotonic() < deadline and not all(
+                self._store.check([key]) and self._store.get(key) == last for key in keys
+            ):
+                time.sleep(_LOOK_SECONDS)
+
+
+_SENDERS: list[Announcements] = []
+
+
+@atexit.register
+def _finish_all() -> None:
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for sender in _SENDERS:
+        sender.finish(deadline)

@@ -1,0 +1,86 @@
+"""Ranks that a plan leaves out, beside those that train.
+
+[Note: ranks that are left out] The active ranks of a plan with `Plan.left_out` have process groups
+of their own and the plan of these ranks alone, so nothing in the engine knows of the others. A rank
+that is left out has no engine. It makes the same calls as the others, and waits in each until the
+first active rank has announced the result through the store. The active ranks never wait for it. So
+the loops of all ranks stay in step, and a step costs the active ranks nothing. Only
+`full_parameters` sends it values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from poplar.comm import Control, Group, connect
+from poplar.comm.announcements import Announcements
+from poplar.zero.checks.replica_check import replicate
+
+_DOING = "full_parameters()"
+
+
+class LeftOutRanks:
+    """The active ranks and those that are left out, as this rank sees them."""
+
+    announcements: Announcements | None = None
+    """On the first active rank, which sends them, and on ranks that are left out."""
+
+    def __init__(self, whole: Group, left_out: tuple[int, ...], model: nn.Module) -> None:
+        """Collective over all ranks.
+
+        Args:
+            whole: all ranks.
+            left_out: those that are left out.
+            model: before its parameters have been sharded.
+        """
+        first, *rest = (rank for rank in range(whole.size) if rank not in left_out)
+        self.whole, self.is_active = whole, whole.rank not in left_out
+        self.group = whole.split([[first, *rest], left_out])
+        """The active ranks, or on a rank that is left out those."""
+        values = whole.split([[first, *left_out], *([rest] if rest else [])])
+        self._has_values = not any(p.is_meta for p in model.parameters())
+        if whole.rank not in rest:
+            self.announcements = Announcements(whole, left_out)
+            self._values_group = values
+
+    def prepare_model(
+        self, model: nn.Module, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        """Give a model, on a rank that is left out, the device and dtype of the active ranks."""
+        if self._has_values:
+            for parameter in model.parameters():
+                computing = parameter.dtype if dtype is None else dtype
+                parameter.data = parameter.data.to(device, computing or parameter.dtype)
+            for buffer in model.buffers():
+                buffer.data = buffer.data.to(device)
+
+    @torch.no_grad()
+    def share_values(self, model: nn.Module, names: Sequence[str]) -> None:
+        """Copy values of the first active rank to the ranks that are left out. Collective for them.
+
+        Args:
+            model: whose parameters have values on the first active rank.
+            names: of its parameters and buffers.
+
+        Raises:
+            RuntimeError: on ranks that are left out, if their model is on `meta`.
+        """
+        if not self._has_values:
+            if self.is_active:
+                return
+            raise RuntimeError(
+                f"rank {self.whole.rank} is left out by the plan, and its model is on meta, so "
+                f"{_DOING} cannot give it values; call it on the active ranks only "
+                "(optimizer.is_active)"
+            )
+        if self.announcements is None:
+            return
+        known = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        tensors: dict[str, Tensor] = {name: known[name].data for name in names}
+        device = next(iter(tensors.values())).device
+        group = self._values_group
+        comm = connect(group, "process_group" if group.supports(device) else "auto", device)
+        replicate(tensors, comm, Control(group), doing=_DOING)

@@ -1,0 +1,176 @@
+"""Ranks that a plan leaves out cost the others nothing, and their loops stay in step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks as harness
+import torch
+import training
+from ranks import Failure, Pool, one_off
+from reference import Recipe
+from training import STAGES, Run, assert_exact, assert_raised, train_many
+
+import poplar
+from poplar import CollectiveTimeout, Plan
+from poplar.values.errors import RankFailed
+
+RECIPE = Recipe(max_norm=0.1, batches=(12, 12))
+TIMEOUT = timedelta(seconds=5)
+
+
+def plan_of(stage: int, left_out: int = 1) -> Plan:
+    active = Plan(
+        stage=stage,
+        global_batch=12,
+        micro_batches=((2, 3), (1, 1), (0, 5)),
+        shares=(0.6, 0.3, 0.1),
+    )
+    return active.beside((left_out,))
+
+
+@pytest.mark.parametrize("left_out", [1, 0])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_equals_one_process(ranks: Pool, stage: int, left_out: int) -> None:
+    """Losses, norms and full parameters are equal on all ranks, also on the one left out."""
+    runs = [
+        Run(RECIPE, plan_of(stage, left_out)),
+        Run(RECIPE, plan_of(stage, left_out), open_form=True),
+    ]
+    for made in zip(*ranks.run(train_many, runs), strict=True):
+        assert_exact(made, RECIPE)
+
+
+def result_of(stage: int) -> tuple[bool, int, float, Any]:
+    run = Run(RECIPE, plan_of(stage))
+    _, optimizer = training.prepare(run)
+    result = optimizer.train_step(training.loss_of(RECIPE), training.batch_of(run, 0))
+    state = optimizer.state_dict()
+    return result.left_out, result.samples, result.loss, len(state["state"])
+
+
+def test_the_result_says_which_rank_is_left_out(ranks: Pool) -> None:
+    left_out, samples, losses, states = zip(*ranks.run(result_of, 2), strict=True)
+    assert left_out == (False, True, False, False)
+    assert set(samples) == {12}
+    assert len(set(losses)) == 1
+    assert [bool(entries) for entries in states] == [True, False, True, True]
+
+
+def use_every_call(stage: int, folder: Path) -> dict[str, Any]:
+    run = Run(RECIPE, plan_of(stage))
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    loss = training.loss_of(RECIPE)
+    batch = training.on_device(RECIPE.part(0, 0, 4))
+    loader = [batch] if optimizer.is_active else []
+    found = {"loss": optimizer.evaluate(loss, loader), "plan": optimizer.plan}
+    schedule = RECIPE.scheduler(optimizer)
+    state: dict[str, Any] = {"step": 1, "schedule": schedule}
+    poplar.save_checkpoint(folder / "checkpoint", optimizer, state=state)
+    manager = poplar.CheckpointManager(folder / "all", optimizer, state=state)
+    manager.save(1)
+    optimizer.save_model(folder / "model.safetensors")
+    optimizer.consolidate_state_dict(to=2)
+    found["state"] = len(optimizer.full_state_dict(to=3) or ())
+    training.take_step(run, model, optimizer, 1)
+    after = training.whole_parameters(model, optimizer)
+    schedule.last_epoch = 5
+    given = {"schedule": schedule}
+    found["step"] = poplar.load_checkpoint(folder / "checkpoint", optimizer, state=given)["step"]
+    found["loaded"] = manager.load_latest(), manager.values["step"], schedule.last_epoch
+    training.take_step(run, model, optimizer, 1)
+    again = training.whole_parameters(model, optimizer)
+    optimizer.apply_plan(plan_of(stage).of_active_ranks().beside((1,)))
+    with harness.catching() as caught:
+        optimizer.apply_plan(plan_of(stage, left_out=0))
+    found["failure"] = caught[0]
+    found["equal"] = all(torch.equal(after[name], again[name]) for name in after)
+    with harness.catching() as caught:
+        optimizer.full_state_dict(to=1)
+    found["no state"] = caught[0]
+    optimizer.release()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_ranks_make_the_same_calls(ranks: Pool, stage: int, tmp_path: Path) -> None:
+    by_rank = ranks.run(use_every_call, stage, tmp_path)
+    assert len({found["loss"] for found in by_rank}) == 1
+    assert all(found["plan"] == plan_of(stage) and found["equal"] for found in by_rank)
+    assert all(found["step"] == 1 and found["loaded"] == (1, 1, 0) for found in by_rank)
+    assert [found["state"] > 0 for found in by_rank] == [False, False, False, True]
+    assert_raised([found["failure"] for found in by_rank], "leaves out the same ranks (1,)")
+    assert_raised([found["no state"] for found in by_rank], "rank 1 is left out")
+
+
+def fail_once(rank: int) -> tuple[Failure | None, float]:
+    """One active rank fails in its loss function; all go on with the next step."""
+    run = Run(RECIPE, plan_of(1))
+    _, optimizer = training.prepare(run)
+    loss = training.loss_of(RECIPE)
+
+    def failing(model, micro_batch):
+        if harness.rank() == rank:
+            raise OverflowError("planted")
+        return loss(model, micro_batch)
+
+    batch = training.batch_of(run, 0)
+    with harness.catching() as caught:
+        optimizer.train_step(failing, batch)
+    return (caught or [None])[0], optimizer.train_step(loss, batch).loss
+
+
+def test_a_failure_of_an_active_rank_is_raised_on_all_ranks(ranks: Pool) -> None:
+    failures, losses = zip(*ranks.run(fail_once, 2), strict=True)
+    assert_raised(failures, "planted")
+    assert failures[1].is_a(RankFailed)
+    assert len(set(losses)) == 1
+
+
+def lose(lost: int) -> Failure | list[float] | None:
+    """A rank is killed; the others take two more steps."""
+    run = Run(RECIPE, plan_of(2), engine={"timeout": TIMEOUT})
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    if harness.rank() == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    losses = []
+    with harness.catching() as caught:
+        for step in (0, 1):
+            losses.append(training.take_step(run, model, optimizer, step)[0])
+    return caught[0] if caught else losses
+
+
+def test_the_loss_of_a_rank_that_is_left_out_does_not_stop_the_others() -> None:
+    by_rank = one_off(4, lose, 1, lost=[1])
+    assert by_rank[0] == by_rank[2] == by_rank[3]
+    assert len(by_rank[0]) == 2
+
+
+def test_the_loss_of_an_active_rank_is_raised_on_all_others() -> None:
+    for rank, failure in enumerate(one_off(4, lose, 2, lost=[2])):
+        if rank != 2:
+            assert failure.is_a(CollectiveTimeout), failure
+            assert "rank(s) 2" in failure.message or "rank 2" in failure.message, failure
+
+
+def call_differently() -> str:
+    _, optimizer = training.prepare(Run(RECIPE, plan_of(0)))
+    with harness.catching() as caught:
+        if optimizer.is_active:
+            optimizer.verify_replicas()
+        else:
+            optimizer.release()
+    return caught[0].message if caught else ""
+
+
+def test_another_call_on_a_rank_that_is_left_out_is_an_error_there(ranks: Pool) -> None:
+    first, left_out, *others = ranks.run(call_differently)
+    assert {first, *others} == {""}
+    assert "calls release(), but the active ranks call verify_replicas()" in left_out
