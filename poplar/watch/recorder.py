@@ -175,7 +175,7 @@ class Recorder:
         self._clock: Any = None
         self._step: Any = None
         self._file: Any = None
-        self._stepped, self._depth, self._flushed = False, 0, 0.0
+        self._stepped, self._depth, self._written, self._flushed = False, 0, 0, 0.0
         self._issued: dict[int, tuple[str, Any]] = {}
         self._closed: deque[_Step] = deque()
         self._main = threading.get_ident()
@@ -397,15 +397,15 @@ class Recorder:
             rank = self._torch.distributed.get_rank()
             self._header = json.dumps(self._about(rank)) + "\n"
             self._file = open(os.path.join(self._folder, f"rank-{rank}.jsonl"), "w")  # noqa: SIM115
-            self._file.write(self._header)
+            self._written = self._file.write(self._header)
             atexit.register(self._file.close)
-        elif self._file.tell() > MOST_BYTES:
+        elif self._written > MOST_BYTES:
             self._file.seek(0)
             self._file.truncate()
-            self._file.write(self._header)
+            self._written = self._file.write(self._header)
         while self._closed and self._clock.is_passed(self._closed[0].end):
             step = self._closed.popleft()
-            self._file.write(step.line(self._clock))
+            self._written += self._file.write(step.line(self._clock))
             self._clock.move_to(step.end)
         if time.perf_counter() - self._flushed > FLUSH_SECONDS:
             self._file.flush()

@@ -139,9 +139,11 @@ def judge(ranks: Sequence[RankRecord]) -> Verdict | None:
     most, cause = times[waiting], None
     fraction = sum(most.waiting) / most.step
     late = [n for n, own in enumerate(most.waiting) if own >= LATE_PART * sum(most.waiting)]
-    if net[waiting] / most.step >= max(LEAST_WAITING, network):
+    slower = net[waiting] / most.step
+    if slower >= LEAST_WAITING:
         cause = _cause(most, times[max(late, key=most.waiting.__getitem__)])
-    elif network >= LEAST_NETWORK:
+    spread = pstdev([part for part, _ in parts])
+    if network >= max(LEAST_NETWORK, slower) and (cause != COMPUTE or gain - spread < LEAST_GAIN):
         cause, fraction = NETWORK, network
     return Verdict(
         steps=count,
@@ -153,7 +155,7 @@ def judge(ranks: Sequence[RankRecord]) -> Verdict | None:
         waiting_fraction=fraction,
         batches=batches,
         gain=gain,
-        gain_spread=pstdev([part for part, _ in parts]),
+        gain_spread=spread,
     )
 
 
