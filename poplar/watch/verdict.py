@@ -20,7 +20,7 @@ LEAST_WAITING, LEAST_NETWORK = 0.05, 0.25
 rank waits for this one: equal ranks also wait for each other, in turn."""
 LEAST_GAIN = 1.05
 LATE_PART = 0.2
-"""Part of a rank's waiting for another from which on that one is named."""
+"""Of the longest waiting of a rank: ranks that wait less are late."""
 PARTS = 8
 """Parts of the run whose gains are compared."""
 
@@ -66,7 +66,7 @@ class Verdict:
     """None: no rank is slower than the others."""
     waiting_rank: int
     waiting_on: tuple[int, ...]
-    """The ranks that it waits for."""
+    """The ranks that hardly wait: the others wait for them."""
     waiting_fraction: float
     """Of the waiting rank's time; of a step if the cause is the network."""
     batches: tuple[int, ...]
@@ -138,10 +138,10 @@ def judge(ranks: Sequence[RankRecord]) -> Verdict | None:
     waiting = max(range(len(times)), key=net.__getitem__)
     most, cause = times[waiting], None
     fraction = sum(most.waiting) / most.step
-    late = [n for n, own in enumerate(most.waiting) if own >= LATE_PART * sum(most.waiting)]
+    late = [time for time in times if sum(time.waiting) <= LATE_PART * sum(most.waiting)]
     slower = net[waiting] / most.step
-    if slower >= LEAST_WAITING:
-        cause = _cause(most, times[max(late, key=most.waiting.__getitem__)])
+    if slower >= LEAST_WAITING and late:
+        cause = _cause(most, max(late, key=lambda time: time.step - sum(time.waiting)))
     spread = pstdev([part for part, _ in parts])
     if network >= max(LEAST_NETWORK, slower) and (cause != COMPUTE or gain - spread < LEAST_GAIN):
         cause, fraction = NETWORK, network
@@ -151,7 +151,7 @@ def judge(ranks: Sequence[RankRecord]) -> Verdict | None:
         ranks=times,
         cause=cause,
         waiting_rank=most.rank,
-        waiting_on=tuple(times[place].rank for place in late),
+        waiting_on=tuple(time.rank for time in late),
         waiting_fraction=fraction,
         batches=batches,
         gain=gain,

@@ -65,9 +65,13 @@ def test_slow_rank_is_named_with_the_gain_of_the_best_batches():
     assert verdict.gain == pytest.approx(step / (0.15 + 0.015))
     assert verdict.gain_spread == pytest.approx(0.0, abs=1e-6)
     text = "\n".join(verdict.sentences())
-    assert "47% of rank 0's time is waiting for rank" in text
+    assert "47% of rank 0's time is waiting for ranks 1-2, whose compute" in text
     assert 'Plan.manual("18,9,9", stage=0)' in text
     assert "1.30x +- 0.00" in text
+
+
+def test_only_the_slowest_of_three_speeds_is_named():
+    assert judge(records([0.1, 0.2, 0.4])).waiting_on == (2,)
 
 
 def test_times_of_a_rank_add_up_to_its_step():
