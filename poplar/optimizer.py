@@ -284,10 +284,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 self._left_out, plan = plan.left_out, plan.of_active_ranks()
                 request = replace(request, plan=plan)
                 self._others, self._group = others, others.group
+                self._control = connect_control(self._group, communicator)
                 if not others.is_active:
                     self._follow_active_ranks(request, others, dtype)
                     return
-                self._control = connect_control(self._group, communicator)
                 calls = CollectiveCalls(others.whole, _nothing, others.announcements)
                 building.enter_context(calls.running(BUILDING))
             planned = plan.transport if plan is not None else None

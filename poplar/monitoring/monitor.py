@@ -49,7 +49,8 @@ class Monitor:
             raise ValueError(f"Monitor(every={every}); report every step or less often")
         self._optimizer, self._every, self._profile = optimizer, every, profile
         self._control = optimizer.control
-        self._loggers = tuple(loggers) if self._control.group.rank == 0 else ()
+        logs = self._control.group.rank == 0 and optimizer.is_active
+        self._loggers = tuple(loggers) if logs else ()
         self._sum_of_speeds = None if profile is None else _sum_of_speeds(profile)
         self._pending: list[StepResult] = []
         self._step = start_step

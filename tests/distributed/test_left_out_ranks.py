@@ -18,6 +18,7 @@ from training import STAGES, Run, assert_exact, assert_raised, train_many
 
 import poplar
 from poplar import CollectiveTimeout, Plan
+from poplar.monitoring import JsonLines, Monitor
 from poplar.values.errors import RankFailed
 
 RECIPE = Recipe(max_norm=0.1, batches=(12, 12))
@@ -90,6 +91,9 @@ def use_every_call(stage: int, folder: Path) -> dict[str, Any]:
     with harness.catching() as caught:
         optimizer.apply_plan(plan_of(stage, left_out=0))
     found["failure"] = caught[0]
+    monitor = Monitor(optimizer, [JsonLines(folder / "run.jsonl")])
+    monitor(optimizer.train_step(loss, training.batch_of(run, 0)))
+    monitor.close()
     found["equal"] = all(torch.equal(after[name], again[name]) for name in after)
     with harness.catching() as caught:
         optimizer.full_state_dict(to=1)
