@@ -27,6 +27,8 @@ SLOW = range(32, 64)
 """Steps in which rank 1 is slower."""
 FACTOR = 2.5
 STEPS = 96
+NEW_ENGINE = 20
+"""Step before which stage 0 becomes stage 1: the speeds are followed across the change."""
 
 
 def profile() -> ClusterProfile:
@@ -78,6 +80,8 @@ def train(stage: int, *, open_form: bool, replan: str) -> Outcome:
     if follower is not None:
         stack.enter_context(mock.patch.object(StepTiming, "times", measured))
     for step in range(STEPS):
+        if step == NEW_ENGINE and stage == 0:
+            optimizer.apply_plan(replace(plan, stage=1))
         current = optimizer.plan
         assert current is not None
         whole = torch.randn(GLOBAL_BATCH, 8, generator=torch.Generator().manual_seed(step))
