@@ -53,6 +53,7 @@ host_overhead.py in test_host_overhead_benchmark.py."""
 SHOWING = {
     "allreduce": "--show allreduce.jsonl",
     "convergence": "--show convergence.jsonl",
+    "drift": "--show drift.jsonl",
     "gpu_step": "--show h200/step.jsonl",
     "gpu_unequal": "--show h200/unequal.jsonl",
     "optimizers": "--show optimizers.jsonl",
