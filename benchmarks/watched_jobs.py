@@ -1,6 +1,7 @@
 """`poplar watch` on jobs whose cause is known: the rank, the cause, the gain and the overhead.
 
-Ranks have CPU quotas of 2:1:1, or one has a slow data set, or a slow link. Each job runs in turns,
+Ranks have CPU quotas of 2:1:1, or sleep for each sample in these proportions, which other programs
+do not disturb; or one has a slow data set, or a slow link. Each job runs in turns,
 with and without being watched. Then it runs with the batches of the verdict, through what the
 verdict advises, and the gain that it predicted is compared with the one that is reached.
 """
@@ -57,12 +58,17 @@ class Case:
 
     engine: str
     slow: str
-    """`compute`, `input pipeline` or `network`; what the verdict should say."""
+    """What the verdict should say: `compute` (also for `sleep`), `input pipeline` or `network`."""
 
     @property
     def ranks(self) -> int:
         """How many ranks it has."""
-        return len(QUOTAS) if self.slow == "compute" else 2
+        return len(QUOTAS) if self.is_unequal else 2
+
+    @property
+    def is_unequal(self) -> bool:
+        """Whether the ranks have unequal speeds, so that a plan gains something."""
+        return self.slow in ("compute", "sleep")
 
     def cluster(self) -> AbstractContextManager[Any]:
         """Where the ranks run."""
@@ -75,8 +81,11 @@ class Case:
 
 CASES = (
     *(Case(engine, "compute") for engine in ("ddp", "fsdp2", "deepspeed", "poplar")),
+    *(Case(engine, "sleep") for engine in ("ddp", "fsdp2", "poplar")),
     *(Case("ddp", slow) for slow in ("input pipeline", "network")),
 )
+SLEEP_SECONDS = tuple(0.8 / quota * 0.005 for quota in QUOTAS)
+"""By rank, per sample of a forward."""
 
 
 class Samples(Dataset[Tensor]):
@@ -94,14 +103,29 @@ class Samples(Dataset[Tensor]):
         return self._inputs[place]
 
 
-def new_model() -> nn.Module:
+class Sleep(nn.Module):
+    """Sleeps for each sample of a forward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns its input."""
+        time.sleep(self._seconds * len(x))
+        return x
+
+
+def new_model(case: Case) -> nn.Module:
     """The model, the same on every rank."""
     torch.manual_seed(0)
-    layers = (
+    sleeps = case.slow == "sleep"
+    layers = [
         nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-        for _ in range(LAYERS)
-    )
-    return nn.Sequential(*layers)
+        for _ in range(1 if sleeps else LAYERS)
+    ]
+    slow = [Sleep(SLEEP_SECONDS[dist.get_rank()])] if sleeps else []
+    return nn.Sequential(*layers, *slow)
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -125,10 +149,10 @@ def train(case: Case, cluster: Any, batches: Sequence[int] | None, steps: int, p
     )
     if batches is None and case.engine != "poplar":
         loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data))
-        step = equal_step(case.engine)
+        step = equal_step(case)
     else:
         loader = DataLoader(data, batch_sampler=poplar.HeteroBatchSampler(len(data), plan))
-        step = planned_step(case.engine, plan)
+        step = planned_step(case, plan)
     times = [time.perf_counter()]
     for batch in loader:
         step(batch)
@@ -138,9 +162,9 @@ def train(case: Case, cluster: Any, batches: Sequence[int] | None, steps: int, p
         Path(path).write_text(json.dumps(median(seconds[WARM_UP:])))
 
 
-def equal_step(engine: str) -> Any:
+def equal_step(case: Case) -> Any:
     """A step as a script without Poplar has it."""
-    model = new_model()
+    engine, model = case.engine, new_model(case)
     if engine == "deepspeed":
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "DS_ACCELERATOR": "cpu"}
         import deepspeed
@@ -178,13 +202,14 @@ def in_engine(engine: str, model: nn.Module) -> Any:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.children():
-        fully_shard(layer, mesh=mesh)
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def planned_step(engine: str, plan: poplar.Plan) -> Any:
+def planned_step(case: Case, plan: poplar.Plan) -> Any:
     """A step with the plan, through what the verdict advises."""
-    model = new_model()
+    engine, model = case.engine, new_model(case)
     if engine in ("poplar", "deepspeed"):
         ours = poplar.HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=1e-3)
         return lambda batch: ours.train_step(loss_of, batch)
@@ -216,7 +241,7 @@ def measure(case: Case, rounds: int, steps: int) -> Row:
             verdict = judge(read_records(folder))
             if verdict is None:
                 raise RuntimeError(f"{case}: no steps were recorded")
-            if case.slow == "compute":
+            if case.is_unequal:
                 predicted.append(verdict.gain)
                 planned = job_seconds(case, cluster, verdict.batches, steps)
                 reached.append(mean((plain[-1], watched[-1])) / planned)
@@ -300,7 +325,7 @@ def main() -> None:
         engines, slow = options.engines or [c.engine for c in CASES], options.slow
         cases = [c for c in installed(CASES) if c.engine in engines and c.slow in (slow or c.slow)]
         rows = []
-        for case in [CASES[4]] if options.quick else cases:
+        for case in [Case("ddp", "sleep")] if options.quick else cases:
             rounds, steps = (1, 8) if options.quick else (options.rounds, options.steps)
             rows.append(measure(case, rounds, steps))
             if options.output:

@@ -19,7 +19,7 @@ LEAST_WAITING, LEAST_NETWORK = 0.05, 0.25
 """Fractions of a rank's time below which there is no advice. Waiting counts beyond what the other
 rank waits for this one: equal ranks also wait for each other, in turn."""
 LEAST_GAIN = 1.05
-LATE_PART = 0.2
+LATE_PART = 0.5
 """Of the longest waiting of a rank: ranks that wait less are late."""
 PARTS = 8
 """Parts of the run whose gains are compared."""

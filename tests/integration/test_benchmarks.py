@@ -62,6 +62,7 @@ SHOWING = {
     "per_tensor_measured": "",
     "roofline_errors": "",
     "summary": "",
+    "watched_jobs": "--show watched_jobs.jsonl",
 }
 """Options of the scripts that print saved rows, or need none."""
 NO_ROWS = {"emulation", "gpu", "gpu_build", "gpu_ranks", "network", "results", "watchdog"}
