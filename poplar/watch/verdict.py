@@ -114,7 +114,7 @@ class Verdict:
             return [f"{found} A plan would give {gain}, too little to change anything."]
         line, guide = ADVICE[self.engine]
         batches = ",".join(map(str, self.batches))
-        stage = "0" if self.engine == "DDP" else "..."
+        stage = {"DDP": "0", "FSDP2": "3"}.get(self.engine, "...")  # of the others it is unknown
         return [
             f"{found} A plan would give {gain} here: change these two lines.",
             f'    plan = poplar.Plan.manual("{batches}", stage={stage})  # or autotune(...)',
