@@ -24,7 +24,7 @@ from poplar.values.errors import CollectiveTimeout
 
 MOST_KEPT = 4096
 """Messages that a reader may be behind."""
-_LOOK_SECONDS = 0.02
+_LOOK_SECONDS = 0.05
 """Between two looks of a reader. One look is a request to the store."""
 _EXIT_SECONDS = 5.0
 """How long a sender that ends waits for readers to read its last message."""
@@ -54,7 +54,8 @@ class Announcements:
 
         def write() -> None:
             store.set(f"{prefix}/{number}", pickle.dumps(message()))
-            store.delete_key(f"{prefix}/{number - MOST_KEPT}")
+            if number > MOST_KEPT:
+                store.delete_key(f"{prefix}/{number - MOST_KEPT}")
 
         self._pending = [answer for answer in self._pending if answer.empty()]
         self._pending.append(call_in_thread(write))
