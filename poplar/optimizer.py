@@ -6,6 +6,8 @@ updates. The ZeRO stages are in `poplar.zero`, the transports in `poplar.comm`.
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 import weakref
 from collections import defaultdict
@@ -68,6 +70,7 @@ from poplar.zero.micro_batches import (
     open_joint_pass,
 )
 from poplar.zero.optimizers.granularity import Granularity, OptimizerFactory
+from poplar.zero.plan_schedule import PlanSchedule
 from poplar.zero.setup import (
     BUILDING,
     STRATEGY_CLASSES,
@@ -97,6 +100,9 @@ if TYPE_CHECKING:
     from poplar.checkpoint.training_state import TrainingParts
     from poplar.drift.speed_follower import SpeedFollower
     from poplar.values.profile import ClusterProfile
+
+
+_LOGGER = logging.getLogger("poplar")
 
 
 class HeteroZeroOptimizer(torch.optim.Optimizer):
@@ -278,6 +284,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             request = run_on_all_ranks(self._control, check, doing=BUILDING)
             also = {"on_out_of_memory": on_out_of_memory, "on_nonfinite": on_nonfinite}
             dtype = agree_on_request(self._control, request, also=also)
+            self._schedule = PlanSchedule()
             others: LeftOutRanks | None = None
             if plan is not None and plan.left_out:
                 others = LeftOutRanks(self._group, plan.left_out, model)
@@ -428,6 +435,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             CollectiveTimeout: a rank did not take part in a collective before the deadline.
         """
         scaler = scaler if scaler is not None else self._default_scaler
+        self._begin_step()
 
         def prepare() -> None:
             nonlocal loss_fn
@@ -555,6 +563,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 self._checks.loss.watch_loop(self._model, batch)
 
         def start() -> list[MicroBatch]:
+            self._begin_step()
             return self._step.start(self._open_step(prepare, batch, weight, loss))
 
         return MicroBatchLoop(
@@ -602,6 +611,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             return result
         summary = self._step.apply(self.param_groups, self._settings(), error)
         self._update.copy_new_settings(self.param_groups)
+        if not self._schedule.in_step:  # of a loop without micro-batches
+            self._schedule.begin_step()
+            self._follow_schedule()
+        self._schedule.end_step()
         self._optimizer_step_code()
         error = caught(partial(run_post_hooks, self, closure))
         if summary.has_hooks:
@@ -806,7 +819,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         self._step.nonfinite.raise_if_found()
         own_loss = self.collective_calls.of_user(loss_fn, "loss_fn")
-        return Evaluation(self._engine, own_loss, weight).run(loader)
+        mean = Evaluation(self._engine, own_loss, weight).run(loader)
+        self._schedule.end_evaluation()
+        return mean
 
     def full_parameters(
         self, writeback: bool = False, *, modules: Sequence[str | nn.Module] | None = None
@@ -883,6 +898,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return self._plan.beside(self._left_out) if self._plan is not None else None
 
     @property
+    def pending_plan(self) -> Plan | None:
+        """The plan to which `apply_plan` changes at a later step; None if there is none."""
+        return self._schedule.latest
+
+    @property
     def largest_batches(self) -> dict[int, int]:
         """By rank, the largest micro-batch to which running out of memory has reduced it.
 
@@ -901,51 +921,95 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             predicted=None if predicted is None else int(predicted[self._group.rank]),
         )
 
+    @property
+    def steps(self) -> int:
+        """Steps that have begun: calls of `train_step` and loops of `micro_batches`.
+
+        In loops that use neither, calls of `step`.
+        """
+        return self._schedule.steps
+
     @collective
-    def apply_plan(self, plan: Plan) -> None:
-        """Change to another plan. Collective, between steps.
+    def apply_plan(self, plan: Plan, at_step: int | None = None) -> int:
+        """Change to another plan between two steps. Collective, between steps.
 
         Batches, passes, shares, the stage, the sets of persistent and of recomputed units and the
         state in host memory may change; the transport and the factored layers do not. Values,
         optimizer state and step counts are sent directly from their old owners to their new ones,
         one unit at a time. Another stage makes the engine anew: its next passes agree on the order
-        of collectives again.
+        of collectives again. The logger "poplar" reports the seconds, and `trace` has a span.
+
+        The `HeteroBatchSampler` from which the batches of the steps come follows at the same step,
+        and its global batches stay the same. `DataLoader` workers draw batches ahead, which belong
+        to the plan of now. So the plan takes effect after the batches that any rank has drawn. A
+        stream (`split_stream`) does not follow: split it again.
 
         Args:
             plan: the new plan, the same on all ranks.
+            at_step: the number of the step from which on the plan is in force, counted as `steps`;
+                default: the first possible one.
+
+        Returns:
+            That number. If it is `steps`, the next step's, the plan is in force now.
 
         Raises:
             ValueError: the plan has another world size or factors other layers, the optimizer class
-                does not support its stage, or ranks pass different plans.
+                does not support its stage, `at_step` is too early, or ranks pass different plans.
             RuntimeError: called in the middle of a step, or inside `full_parameters()`.
         """
-        from poplar.checkpoint.plan_change import follow_plan, replace_engine
 
-        left_out, plan = plan.left_out, plan.of_active_ranks()
-
-        prepared: list[tuple[Request, list[Unit]]] = []
-
-        def check() -> dict[str, str]:
-            if left_out != self._left_out:
+        def check() -> tuple[dict[str, Any], int]:
+            if plan.left_out != self._left_out:
                 raise ValueError(
                     f"apply_plan takes a plan that leaves out the same ranks {self._left_out}, got "
-                    f"{left_out}; save a checkpoint and build a new optimizer for that"
+                    f"{plan.left_out}; save a checkpoint and build a new optimizer for that"
                 )
-            prepared.append(self._prepared_change(plan))
-            return prepared[0][0].change_identity()
+            request, _ = self._prepared_change(plan.of_active_ranks())
+            given = {"argument at_step": at_step, "number of steps that have begun": self.steps}
+            return {**request.change_identity(), **given}, self._schedule.first_step(plan)
 
-        compare_identities(exchange_results(self._control, check, what="apply_plan()"))
+        received = exchange_results(self._control, check, what="apply_plan()")
+        compare_identities([identity for identity, _ in received])
+        by_rank = [first for _, first in received]
+        step = max(by_rank) if at_step is None else at_step
+        if step < max(by_rank):
+            raise agreed(
+                ValueError(
+                    f"apply_plan(at_step={step}): {self.steps} steps have begun, and batches of "
+                    f"the plan of now have been drawn up to the steps before {by_rank} by rank; "
+                    f"pass at_step={max(by_rank)} or later, or None for the first possible step"
+                )
+            )
+        self._schedule.add(step, plan)
+        self._follow_schedule()
+        return step
+
+    def _follow_schedule(self) -> None:
+        """Change to the plan of the next step, if it is another one. Collective then."""
+        while (plan := self._schedule.due()) is not None:
+            began = time.perf_counter()
+            self._change_plan(plan)
+            self._group.trace.add("optimizer", "the change to another plan", began)
+            if self._group.rank == 0:
+                seconds = time.perf_counter() - began
+                _LOGGER.info("step %d: changed to another plan in %.3f s", self.steps, seconds)
+
+    def _change_plan(self, plan: Plan) -> None:
+        """Change to another plan that has been checked on all ranks. Collective."""
+        from poplar.checkpoint.plan_change import follow_plan, replace_engine
+
+        plan = plan.of_active_ranks()
+        request, units = self._prepared_change(plan)
         self._step.nonfinite.raise_if_found()
-        (request, units), old = prepared[0], self._engine
         if units:
             self._unregister()
             check_step, dtype = _weak_method(self._check_model), self._compute_dtype
-            engine = replace_engine(old, self._update, request, units, dtype, check_step)
+            engine = replace_engine(self._engine, self._update, request, units, dtype, check_step)
             self._checks.follow(engine.flats, engine.strategy, reads=engine.values.are_readable)
             self._use_engine(engine)
             self.collective_calls.stop_by(self._step.stop)
         else:
-            follow_plan(old, self._update, plan)
+            follow_plan(self._engine, self._update, plan)
         self._request, self._stage, self._plan = request, request.stage, plan
         every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
         self._splitter = replace(self._splitter, plan=plan, synchronizes_every_pass=every_pass)
@@ -1218,7 +1282,21 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._checks.batches.look_at_lengths(batch)
 
         error = caught(check)
-        return self._splitter.open(self._control, batch, weight, loss, error)
+        version = self._schedule.version
+        return self._splitter.open(self._control, batch, weight, loss, error, version)
+
+    def _begin_step(self) -> None:
+        """Change to the plan of a step that begins, and count it. Collective if the plan changes.
+
+        Inside of another step, which raises when this one is opened, the plan stays.
+        """
+        engine = self._engine
+        if self._schedule.is_due and not (self._step.has_open_loop or engine.values.present):
+            engine.hooks.drop_implicit_pass()
+            if engine.has_gradients:  # which were not applied
+                engine.begin_step()
+            self._follow_schedule()
+        self._schedule.begin_step()
 
     def _check_before_step(self) -> None:
         if self._engine.values.has_unsharded:

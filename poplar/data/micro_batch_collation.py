@@ -100,6 +100,9 @@ class CollateMicroBatches:
     Each micro-batch is then padded to its own longest sample; otherwise all samples of the rank are
     padded to the longest one of them. `loss_fn` and `weight` get what `collate` returns.
 
+    After a change of the plan (`optimizer.apply_plan`), the micro-batches are collated by the
+    training step instead.
+
     Args:
         collate: makes a batch of a list of samples, such as Hugging Face's
             `DataCollatorWithPadding`, or `DataCollatorWithFlattening`, which packs them.
@@ -112,5 +115,6 @@ class CollateMicroBatches:
 
     def __call__(self, samples: Sequence[Any]) -> MicroBatches:
         planned = self._plan.samples(self._rank)  # 0: the only sample is a placeholder
-        sizes = self._plan.micro_batch_sizes(self._rank, len(samples)) if planned else ()
+        follows = len(samples) <= planned
+        sizes = self._plan.micro_batch_sizes(self._rank, len(samples)) if follows else ()
         return MicroBatches(samples, sizes, self._collate)

@@ -12,6 +12,7 @@ collate functions; the optimizer drops it.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import ref
@@ -42,6 +43,9 @@ class HeteroBatchSampler(Sampler[list[int]]):
     after an unfinished one repeats the same epoch from its start. `set_epoch` overrides both.
     `DataLoader` workers draw batches ahead of training, and how far ahead may differ between ranks.
     So a loop that leaves an epoch early should call `set_epoch` on every rank before the next.
+
+    `optimizer.apply_plan` also changes the plan of the sampler that has drawn the batches of the
+    optimizer, from a batch on that no rank has drawn. Global batches stay the same.
 
     Args:
         length: number of samples in the dataset.
@@ -102,6 +106,11 @@ class HeteroBatchSampler(Sampler[list[int]]):
         self._epoch = 0
         self._start = 0  # first step of an iteration of this epoch; not 0 after load_state_dict
         self._drawn = 0  # steps of this epoch that were drawn, including those before `_start`
+        self._drop_last = drop_last
+        self._taken = 0  # batches that an optimizer has taken
+        self._plans = [(0, plan)]  # each with the number of the first batch that it splits
+        self._ahead: deque[int] = deque()
+        """Of each batch that was drawn and not taken yet, the position of its plan."""
 
     @property
     def epoch(self) -> int:
@@ -132,18 +141,71 @@ class HeteroBatchSampler(Sampler[list[int]]):
         size = self._plan.global_batch
         order = self._order()
         self._drawn = self._start
-        for step in range(self._start, self._steps):
-            self._drawn = step + 1
-            _last_drawn = ref(self)
-            yield self._own_part(order[step * size : (step + 1) * size])
+        self.drop_ahead()  # of an unfinished iteration
+        try:
+            for step in range(self._start, self._steps):
+                self._drawn = step + 1
+                _last_drawn = ref(self)
+                number = self._taken + len(self._ahead)
+                used = max(at for at, (first, _) in enumerate(self._plans) if first <= number)
+                self._ahead.append(used)
+                global_batch = order[step * size : (step + 1) * size]
+                yield self._own_part(self._plans[used][1], global_batch)
+        except GeneratorExit:  # what was drawn ahead will not be trained
+            self.drop_ahead()
+            raise
 
-    def _own_part(self, global_batch: torch.Tensor) -> list[int]:
+    def _own_part(self, plan: Plan, global_batch: torch.Tensor) -> list[int]:
         """The samples of this rank in a global batch of these indices."""
-        if self._lengths is not None and self._plan.samples(self._rank):
-            dealt = deal(self._plan, self._lengths[global_batch].tolist())
+        if self._lengths is not None and plan.samples(self._rank):
+            dealt = deal(plan, self._lengths[global_batch].tolist())
             return global_batch[dealt[self._rank]].tolist()
-        first, stop = rank_slice(self._plan, self._rank, len(global_batch))
+        first, stop = rank_slice(plan, self._rank, len(global_batch))
         return global_batch[first:stop].tolist()
+
+    @property
+    def ahead(self) -> int:
+        """Batches that were drawn and that no optimizer has taken yet."""
+        return len(self._ahead)
+
+    def take(self) -> int:
+        """Note that an optimizer has taken the next batch; called by optimizers.
+
+        Returns:
+            How often the plan of the sampler had changed when the batch was drawn, plus 1; 0 if it
+            has drawn no such batch.
+        """
+        self._taken += 1
+        return self._ahead.popleft() + 1 if self._ahead else 0
+
+    def drop_ahead(self) -> None:
+        """Note that no optimizer will take the batches that were drawn."""
+        self._ahead.clear()
+
+    def check_plan(self, plan: Plan) -> None:
+        """Check that `follow` can change to a plan.
+
+        Raises:
+            ValueError: the plan has another global batch, or too many ranks with samples.
+        """
+        if plan.global_batch != self._plan.global_batch:
+            raise ValueError(
+                f"the plan has global batches of {plan.global_batch} samples, but the "
+                f"HeteroBatchSampler draws global batches of {self._plan.global_batch}; make a "
+                "plan for the same global batch"
+            )
+        if (tail := self._length % plan.global_batch) and not self._drop_last:
+            check_last_batch(tail, plan, f"the dataset has {self._length} samples")
+
+    def follow(self, plan: Plan, after: int) -> None:
+        """Split by another plan, once an optimizer has taken `after` more batches.
+
+        `optimizer.apply_plan` calls it. All of these batches may have been drawn already, but not
+        the next one.
+        """
+        first = self._taken + after
+        self._plans = [(start, one) for start, one in self._plans if start < first or not start]
+        self._plans.append((first, plan))
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`.
@@ -215,6 +277,11 @@ class HeteroBatchSampler(Sampler[list[int]]):
         return order
 
 
+def last_drawn() -> HeteroBatchSampler | None:
+    """The sampler of this process that has drawn a batch last."""
+    return None if _last_drawn is None else _last_drawn()
+
+
 def last_drawn_order() -> dict[str, Any]:
     """What decides the parts that the last used sampler of this process gives; equal on all ranks.
 
@@ -225,7 +292,7 @@ def last_drawn_order() -> dict[str, Any]:
     Returns:
         Names and values; empty if no sampler has drawn a batch.
     """
-    sampler = None if _last_drawn is None else _last_drawn()
+    sampler = last_drawn()
     if sampler is None:
         return {}
     return {

@@ -128,6 +128,11 @@ class SpeedFollower:
         if self._rank == 0:
             _LOGGER.warning(message)
 
+    def _changes_soon(self) -> bool:
+        """Whether a later step changes the plan, whose speeds are not known until then."""
+        optimizer = self._optimizer()
+        return optimizer is not None and optimizer.pending_plan is not None
+
     def _current_plan(self) -> Plan:
         plan = self._current_optimizer().plan
         assert plan is not None, "follow_drift() has refused an optimizer without a plan"

@@ -51,6 +51,8 @@ class StepSizes:
     total_weight: float
     kinds: tuple[int, ...]
     """By rank, the number of what its loss function returns and how its samples are weighted."""
+    versions: tuple[int, ...]
+    """By rank, `PlanSchedule.version` of its batch."""
     waited: float
     """Seconds that this rank has waited for them."""
     has_error: bool
@@ -177,7 +179,13 @@ def exchange_results(control: Control, work: Callable[[], T], *, what: str) -> l
 
 
 def open_step(
-    control: Control, *, samples: int, weight: float, kind: int, has_error: bool
+    control: Control,
+    *,
+    samples: int,
+    weight: float,
+    kind: int,
+    has_error: bool,
+    version: int = 0,
 ) -> Callable[[], StepSizes]:
     """Start to exchange sample counts and weights. Collective.
 
@@ -185,13 +193,14 @@ def open_step(
         samples: samples of this rank in the step.
         weight: total weight of this rank's samples: their number, or tokens.
         kind: number of what the loss function returns and of how samples are weighted.
+        version: `PlanSchedule.version` of the batch.
         has_error: this rank's input has an error.
 
     Returns:
         A function that waits for the other ranks and returns the sizes.
     """
     values = torch.tensor(
-        [float(has_error), samples, weight, kind], dtype=torch.float64, device="cpu"
+        [float(has_error), samples, weight, kind, version], dtype=torch.float64, device="cpu"
     )
     collect = control.exchange(values, what=OPENING)
 
@@ -203,6 +212,7 @@ def open_step(
             samples=tuple(int(values[1]) for values in received),
             total_weight=sum(float(values[2]) for values in received),
             kinds=tuple(int(values[3]) for values in received),
+            versions=tuple(int(values[4]) for values in received),
             waited=waited,
             has_error=any(bool(values[0]) for values in received),
         )

@@ -114,6 +114,7 @@ class BatchSplitter:
         weight: Weight | None,
         loss: Loss,
         error: Exception | None,
+        version: int = 0,
     ) -> OpenedStep:
         """Check and split a batch, and start to agree on the weights. Collective.
 
@@ -125,6 +126,7 @@ class BatchSplitter:
             weight: weight of a micro-batch; None: its number of samples.
             loss: what the loss function returns.
             error: why this rank cannot start a step, for another reason than its batch.
+            version: `PlanSchedule.version` of the batch.
         """
         rank = control.group.rank
         sizes: tuple[int, ...] = ()
@@ -155,6 +157,7 @@ class BatchSplitter:
             weight=sum(counts),
             kind=kind,
             has_error=error is not None,
+            version=version,
         )
         first = next((at for at, size in enumerate(sizes) if size), None) if error is None else None
         if first is None:
@@ -211,6 +214,7 @@ class BatchSplitter:
     def _check_sizes(self, step_sizes: StepSizes) -> None:
         """Check what the ranks have said, so that all of them raise the same error."""
         try:
+            _check_versions(step_sizes)
             self._check_samples(step_sizes)
             _check_kinds(step_sizes)
         except ValueError as error:
@@ -233,6 +237,18 @@ class BatchSplitter:
                 f"{step_sizes.total_weight}; at least one sample or token must count, and the sum "
                 "must be finite"
             )
+
+
+def _check_versions(step_sizes: StepSizes) -> None:
+    """Check that samplers split this global batch by the same plan on all ranks."""
+    known = {rank: version for rank, version in enumerate(step_sizes.versions) if version}
+    if len(set(known.values())) > 1:
+        changes = ", ".join(f"rank {rank}: {version - 1}" for rank, version in known.items())
+        raise ValueError(
+            "the ranks' batches were drawn under different plans, so they are not parts of one "
+            f"global batch (changes of the plan before the batch was drawn: {changes}); train each "
+            "batch that a loader yields once, in its order, on every rank"
+        )
 
 
 def _check_kinds(step_sizes: StepSizes) -> None:

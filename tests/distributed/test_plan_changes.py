@@ -5,24 +5,29 @@ Training across changes equals training in one process on the same global batche
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import models
 import pytest
 import ranks as harness
 import torch
 import training
 from models import ModelSpec
-from ranks import Pool
+from ranks import Failure, Pool
 from reference import Recipe, Trajectory
 from test_memory import live_bytes
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from training import STAGES, Run, assert_exact
 
-from poplar import HeteroZeroOptimizer, Plan, UnitPlan
+import poplar
+from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan, UnitPlan
 from poplar.checkpoint import plan_change
 from poplar.comm import Communicator, Work
 from poplar.comm.communicator import Splits
@@ -209,3 +214,134 @@ def test_change_moves_the_least_bytes_and_holds_one_more_unit(
         # 14 bytes of state per element, and the transport's buffer.
         assert each.above <= (14 + 4) * each.unit + 50_000, each
     assert sum(each.received for each in counted) > 0 or (before, after) == (0, 3)
+
+
+# With samplers and loaders
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    def __init__(self, samples: int) -> None:
+        self._data = models.data(samples, seed=7)
+
+    def __len__(self) -> int:
+        return len(self._data["tokens"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[index] for name, values in self._data.items()}
+
+
+SAMPLES = 64
+EPOCHS = 2
+
+
+def one_process() -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of plain torch on the same global batches."""
+    model = models.build(ModelSpec())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+    sampler = HeteroBatchSampler(SAMPLES, Plan.even(1, 12, 12, stage=0), seed=3, rank=0)
+    losses = []
+    for _ in range(EPOCHS):
+        for batch in DataLoader(Samples(SAMPLES), batch_sampler=sampler):
+            loss = models.mean_over_samples(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, dict(model.named_parameters())
+
+
+def loader_of(sampler: HeteroBatchSampler, workers: int) -> DataLoader[Any]:
+    # Ranks draw differently far ahead.
+    workers = workers and workers + harness.rank() % 2
+    # The processes of the pool are daemons, which must not have children otherwise.
+    multiprocessing.current_process()._config["daemon"] = False
+    return DataLoader(Samples(SAMPLES), batch_sampler=sampler, num_workers=workers)
+
+
+def step_on(optimizer: HeteroZeroOptimizer, batch: Any, *, open_form: bool) -> float | None:
+    if not open_form:
+        return float(optimizer.train_step(models.mean_over_samples, batch).loss)
+    for micro_batch in optimizer.micro_batches(batch):
+        models.mean_over_samples(optimizer._engine.model, micro_batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return None
+
+
+def train_with_loader(
+    plans: Sequence[Plan], workers: int, *, open_form: bool, resume_at: int, folder: str
+) -> tuple[list[float | None], list[int], dict[str, Tensor]]:
+    """Train two epochs, change the plan after steps 0, 3, 6, ..., and resume once."""
+
+    def start(plan: Plan) -> HeteroZeroOptimizer:
+        model = models.build(ModelSpec())
+        given: dict[str, Any] = {"lr": 1e-3, "eps": 1e-5, "process_group": harness.group()}
+        return HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, **given)
+
+    optimizer = start(plans[0])
+    sampler = HeteroBatchSampler(SAMPLES, plans[0], seed=3)
+    losses, changes, later, done = [], [], list(plans[1:]), 0
+    while sampler.epoch < EPOCHS and len(losses) < EPOCHS * len(sampler):
+        for batch in loader_of(sampler, workers):
+            losses.append(step_on(optimizer, batch, open_form=open_form))
+            done = len(losses) % len(sampler)
+            if len(losses) % 3 == 1 and later:
+                changes.append(optimizer.apply_plan(later.pop(0)) - optimizer.steps)
+            if len(losses) == resume_at:
+                break
+        if len(losses) == resume_at:
+            poplar.save_checkpoint(folder, optimizer)
+            state = sampler.state_dict(steps_done=done)
+            optimizer = start(plans[-1])
+            poplar.load_checkpoint(folder, optimizer)
+            sampler = HeteroBatchSampler(SAMPLES, plans[-1], seed=3)
+            sampler.load_state_dict(state)
+            later = [plans[0], plans[1]]
+    return losses, changes, training.whole_parameters(optimizer._engine.model, optimizer)
+
+
+@pytest.mark.parametrize(("workers", "open_form"), [(0, True), (1, False)])
+def test_sampler_follows_with_loader_workers_and_resuming(
+    ranks: Pool, tmp_path: Path, workers: int, open_form: bool
+) -> None:
+    plans = [plan_of(2), plan_of(3, 2, 2), plan_of(1, 3, 0), plan_of(0, 0, 1)]
+    given = {"open_form": open_form, "resume_at": 8, "folder": str(tmp_path / "saved")}
+    losses, parameters = one_process()
+    for own, changes, found in ranks.run(train_with_loader, plans, workers, **given):
+        assert (max(changes) > 0) == (workers > 0), changes
+        if not open_form:
+            torch.testing.assert_close(own, losses, rtol=1e-5, atol=0)
+        training.assert_close(found, parameters)
+
+
+def apply_early(plans: Sequence[Plan]) -> tuple[Failure, int, float, Failure]:
+    """Pass `at_step` for a batch that a worker has drawn; then train a batch twice."""
+    optimizer = HeteroZeroOptimizer(
+        models.build(ModelSpec()),
+        torch.optim.AdamW,
+        plan=plans[0],
+        process_group=harness.group(),
+        lr=1e-3,
+    )
+    batches = iter(loader_of(HeteroBatchSampler(SAMPLES, plans[0], seed=3), 1))
+    step_on(optimizer, next(batches), open_form=False)
+    with harness.catching() as early:
+        optimizer.apply_plan(plans[1], at_step=2)
+    at = optimizer.apply_plan(plans[1], at_step=5)
+    for _ in range(4):
+        loss = step_on(optimizer, next(batches), open_form=False)
+    old = optimizer.plan
+    with harness.catching() as wrong:
+        step_on(optimizer, models.part(models.data(12, seed=1), 0, 3), open_form=False)
+    assert (old, optimizer.plan) == (plans[0], plans[1])
+    return early[0], at, loss or 0.0, wrong[0]
+
+
+def test_change_before_drawn_batches_and_batch_of_another_plan_raise(ranks: Pool) -> None:
+    failures = ranks.run(apply_early, [plan_of(1, 0), plan_of(2, 2)])
+    # Workers draw 2 batches each ahead; odd ranks have 2 workers.
+    text = "up to the steps before [3, 5, 3, 5]"
+    training.assert_raised([early for early, *_ in failures], text, "at_step=5", kind=ValueError)
+    assert [at for _, at, *_ in failures] == [5] * 4
+    wrong = [failure for *_, failure in failures]
+    training.assert_raised(wrong, "but the plan gives this rank")

@@ -52,7 +52,7 @@ class Strategy(ABC):
         self.comm = comm
         self.codec = Codec(reduce_dtype)
         self.streams = streams_of(device, waits_on_stream=comm.waits_on_stream)
-        if self.streams.asynchronous:
+        if self.streams.asynchronous and comm.group.trace.clock is None:
             comm.group.trace.use_clock(DeviceClock(self.streams))
         self.timing = Timing(self.streams, comm.group.trace)
         self.reductions = reductions_on(self.streams, self.timing)

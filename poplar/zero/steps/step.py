@@ -212,6 +212,12 @@ class Step:
         self._engine.step.enter_user_loop()
         self._loop = weakref.ref(loop)
 
+    @property
+    def has_open_loop(self) -> bool:
+        """Whether a loop of the user goes on."""
+        loop = self._loop() if self._loop is not None else None
+        return loop is not None and loop.is_open
+
     def leave_user_loop(self, why: str) -> bool:
         """Abandon the step of a loop that is still open. Collective then.
 

@@ -1,0 +1,90 @@
+"""When an optimizer changes to other plans, together with the sampler of its batches.
+
+`DataLoader` workers draw batches ahead of training, so a change takes effect at a step whose batch
+no rank has drawn. The sampler numbers the batches as the optimizer numbers its steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from poplar.data.sampler import HeteroBatchSampler, last_drawn
+from poplar.values.plan import Plan
+
+
+class PlanSchedule:
+    """The steps of one optimizer on this rank, and the changes of its plan."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Steps that have begun."""
+        self.in_step = False
+        """A step has begun and not ended."""
+        self.version = 0
+        """How often the plan of the current batch had changed, plus 1; 0 if that is unknown."""
+        self._changes: list[tuple[int, Plan]] = []
+        self._sampler: weakref.ref[HeteroBatchSampler] | None = None
+
+    def first_step(self, plan: Plan) -> int:
+        """The first step at which this rank can follow another plan.
+
+        Raises:
+            ValueError: the sampler cannot split its global batches by the plan.
+        """
+        sampler = self._known_sampler() or self._next_sampler()
+        latest = self._changes[-1][0] if self._changes else 0
+        if sampler is None:
+            return max(self.steps, latest)
+        sampler.check_plan(plan)
+        return max(self.steps + sampler.ahead, latest)
+
+    def add(self, step: int, plan: Plan) -> None:
+        """Change to a plan at a step, at which all ranks can."""
+        self._changes = [change for change in self._changes if change[0] < step]
+        self._changes.append((step, plan))
+        sampler = self._known_sampler() or self._next_sampler()
+        if sampler is not None:
+            sampler.follow(plan, after=step - self.steps)
+
+    @property
+    def latest(self) -> Plan | None:
+        """The last plan to which a later step changes; None if there is none."""
+        return self._changes[-1][1] if self._changes else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step changes the plan."""
+        return bool(self._changes) and self._changes[0][0] <= self.steps
+
+    def due(self) -> Plan | None:
+        """The plan to which the next step changes, once; None if it keeps its plan."""
+        return self._changes.pop(0)[1] if self.is_due else None
+
+    def begin_step(self) -> None:
+        """Take the next batch of the sampler, if there is one."""
+        self.steps += 1
+        self.in_step = True
+        sampler = self._next_sampler()
+        self._sampler = None if sampler is None else weakref.ref(sampler)
+        self.version = 0 if sampler is None or not sampler.ahead else sampler.take()
+
+    def end_step(self) -> None:
+        """The step has been applied."""
+        self.in_step = False
+
+    def end_evaluation(self) -> None:
+        """What was drawn for an evaluation is trained by no step."""
+        sampler = last_drawn()
+        if sampler is not None and sampler is not self._known_sampler():
+            sampler.drop_ahead()
+
+    def _known_sampler(self) -> HeteroBatchSampler | None:
+        """The sampler of the last step."""
+        return None if self._sampler is None else self._sampler()
+
+    def _next_sampler(self) -> HeteroBatchSampler | None:
+        """The sampler of a step that begins: another one, if the known one has no batch for it."""
+        latest, known = last_drawn(), self._known_sampler()
+        if latest is not None and latest.ahead and (known is None or not known.ahead):
+            return latest
+        return known
