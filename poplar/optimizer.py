@@ -1057,7 +1057,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Args:
             profile: of these ranks, the same on all of them.
             replan: "advise": only report; the plan is `plan` of the result. "auto": apply the plan
-                after the step, as with `apply_plan`. "off": stop following.
+                by `apply_plan`, whose sampler follows. "off": stop following.
             steps: that are left to train; default: a plan must pay for itself within 1000.
 
         Returns:

@@ -15,8 +15,9 @@ import torch
 from ranks import Pool
 from records import cluster
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from poplar import HeteroZeroOptimizer, Plan
+from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
 from poplar.values.profile import BatchPoint, ClusterProfile, ModelProfile
 from poplar.zero.streams import RankTimes, StepTiming
 
@@ -79,14 +80,15 @@ def train(stage: int, *, open_form: bool, replan: str) -> Outcome:
     stack = ExitStack()
     if follower is not None:
         stack.enter_context(mock.patch.object(StepTiming, "times", measured))
+    data = torch.randn(GLOBAL_BATCH * STEPS, 8, generator=torch.Generator().manual_seed(0))
+    sampler = HeteroBatchSampler(len(data), plan, seed=0, rank=rank)
+    batches = iter(DataLoader(data, batch_sampler=sampler))
     for step in range(STEPS):
         if step == NEW_ENGINE and stage == 0:
             optimizer.apply_plan(replace(plan, stage=1))
         current = optimizer.plan
         assert current is not None
-        whole = torch.randn(GLOBAL_BATCH, 8, generator=torch.Generator().manual_seed(step))
-        start = current.offset(rank)
-        batch = whole[start : start + current.samples(rank)].to(harness.device())
+        batch = next(batches).to(harness.device())
         outcome.samples.append(current.samples(1))
         if open_form:
             parts = []
