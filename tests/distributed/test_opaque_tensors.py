@@ -226,6 +226,25 @@ def test_stage_3_stores_the_planned_share_of_frozen_tensors(ranks: Pool, kind: i
         assert second == pytest.approx((0.1, 0.1, 0.8)[rank] * whole, rel=0.05, abs=2000)
 
 
+def change_stages(kind: int) -> tuple[list[float], list[bool]]:
+    """Losses of a step at each stage, and whether the frozen tensors have kept their bits."""
+    model, plan = build(LAYERS[kind]), plan_of(2)
+    before = frozen_values(model)
+    optimizer, losses = optimizer_of(model, plan), []
+    for stage in (3, 1, 3, 0):
+        losses.append(float(optimizer.train_step(loss_of, own_part(plan)).loss))
+        optimizer.apply_plan(plan_of(stage))
+    return losses, list(map(torch.equal, before, frozen_values(model)))
+
+
+@pytest.mark.parametrize("kind", [0, 3])
+def test_frozen_tensors_keep_their_bits_through_stages(ranks: Pool, kind: int) -> None:
+    expected = reference(LAYERS[kind], steps=4)
+    for losses, unchanged in ranks.run(change_stages, kind, ranks=3):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-7)
+        assert all(unchanged)
+
+
 def use_while_sharded(kind: int) -> list[str]:
     model, plan = build(LAYERS[kind]), plan_of(3)
     optimizer = optimizer_of(model, plan)
