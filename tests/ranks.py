@@ -226,6 +226,8 @@ def separate_group() -> Iterator[dist.ProcessGroup]:
     name = mock.Mock(return_value=f"{size()} ranks, separate group {_separate_groups[size()]}")
     with mock.patch.object(distributed_c10d, "_process_group_name", name):
         group = dist.new_group(list(range(size())), use_local_synchronization=True)
+    # A rank that destroys the group at once would close connections that others still make.
+    dist.barrier(group)
     try:
         yield group
     finally:
