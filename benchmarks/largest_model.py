@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.planner.memory_shortfall import NoPlanFits
-from poplar.planner.search import HostState, search
+from poplar.planner.search import Choice, search
 from poplar.values.profile import (
     BatchPoint,
     ClusterProfile,
@@ -77,7 +77,7 @@ def model_of(blocks: int, width: int) -> nn.Sequential:
         return nn.Sequential(*(Block(width) for _ in range(blocks)))
 
 
-def plan_of(blocks: int, width: int, limits: Sequence[int], host_state: HostState) -> Plan | None:
+def plan_of(blocks: int, width: int, limits: Sequence[int], host_state: Choice) -> Plan | None:
     """The planner's plan; None: none fits."""
     devices = tuple(
         DeviceProfile(
@@ -228,7 +228,7 @@ def main() -> None:
         found = {"blocks": blocks, "numel": numel * blocks, "host_state": parts}
         rows.append(Row.of("largest model", {**case, "width": width, "engine": engine}, found))
 
-    def largest_planned(host_state: HostState) -> tuple[int, Plan | None]:
+    def largest_planned(host_state: Choice) -> tuple[int, Plan | None]:
         """The largest model with a plan, of those that train, and its plan."""
         blocks = largest(lambda number: plan_of(number, width, limits, host_state) is not None)
         while not trains(
@@ -238,7 +238,7 @@ def main() -> None:
         return blocks, plan
 
     add("FSDP2", largest(lambda blocks: trains(train_fsdp2, blocks, width, limits, None)))
-    choices: tuple[tuple[str, HostState], ...] = (
+    choices: tuple[tuple[str, Choice], ...] = (
         ("Poplar", "never"),
         ("Poplar, state on the host", "auto"),
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from poplar.planner.search import FACTORED, HOST_STATE, LEAVE_OUT, POLICIES, RECOMPUTE
+from poplar.planner.search import CHOICES, POLICIES
 from poplar.values.plan import STRATEGIES
 
 _STAGES = range(len(STRATEGIES))
@@ -54,6 +54,15 @@ def parse_stages(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
+def _choice(name: str, description: str, metavar: str = "WHEN") -> Any:
+    return typer.Option(
+        f"--{name.replace('_', '-')}",
+        metavar=metavar,
+        parser=one_of(CHOICES[name]),
+        help=description,
+    )
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 Device = Annotated[
@@ -86,47 +95,32 @@ Stages = Annotated[str, typer.Option(help="ZeRO stages: auto, or as in 1 or 0,2.
 MaxMicroBatch = Annotated[int | None, typer.Option(min=1, help="Most samples of one pass.")]
 Factors = Annotated[
     str,
-    typer.Option(
-        "--factored",
-        metavar="WHEN",
-        parser=one_of(FACTORED),
-        help="auto: linear layers may send factors instead of gradients; never: they do not.",
+    _choice(
+        "factored", "auto: linear layers may send factors instead of gradients; never: they do not."
     ),
 ]
 HostStates = Annotated[
     str,
-    typer.Option(
-        "--host-state",
-        metavar="WHEN",
-        parser=one_of(HOST_STATE),
-        help="auto: ranks may keep optimizer state in host memory, if that was measured; never: "
-        "they do not.",
+    _choice(
+        "host_state",
+        "auto: ranks may keep optimizer state in host memory, if that was measured; never: they do "
+        "not.",
     ),
 ]
 LeavingOut = Annotated[
     str,
-    typer.Option(
-        "--leave-out",
-        metavar="WHEN",
-        parser=one_of(LEAVE_OUT),
-        help="auto: ranks that slow the others down may be left out; never: all ranks take part.",
+    _choice(
+        "leave_out",
+        "auto: ranks that slow the others down may be left out; never: all ranks take part.",
     ),
 ]
 Recomputation = Annotated[
     str,
-    typer.Option(
-        "--recompute",
-        metavar="WHEN",
-        parser=one_of(RECOMPUTE),
-        help="auto: ranks may recompute activations, if that was measured; never: they do not.",
+    _choice(
+        "recompute",
+        "auto: ranks may recompute activations, if that was measured; never: they do not.",
     ),
 ]
 Policy = Annotated[
-    str,
-    typer.Option(
-        "--policy",
-        metavar="NAME",
-        parser=one_of(POLICIES),
-        help=f"How samples are assigned: {', '.join(POLICIES)}.",
-    ),
+    str, _choice("policy", f"How samples are assigned: {', '.join(POLICIES)}.", "NAME")
 ]

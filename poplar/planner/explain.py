@@ -26,7 +26,7 @@ from poplar.planner.prediction import (
     predict,
     unmeasured_batches,
 )
-from poplar.planner.search import ALL_STAGES, Factored, HostState, Recompute, search
+from poplar.planner.search import ALL_STAGES, search
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.what_if import Change, Changed, DeviceGroup, device_groups, with_equal_devices
 from poplar.values.formatting import (
@@ -167,9 +167,7 @@ def explain(
     stages: Sequence[int] = ALL_STAGES,
     max_micro_batch: int | None = None,
     error: float = PREDICTION_ERROR,
-    recompute: Recompute = "auto",
-    factored: Factored = "auto",
-    host_state: HostState = "auto",
+    **choices: Any,
 ) -> Explanation:
     """Find what bounds a plan, what would help most, and what each group of devices adds.
 
@@ -180,9 +178,7 @@ def explain(
         max_micro_batch: most samples of one pass in other plans; None: what was measured.
         error: relative error of a predicted step, from 0 to below 1. Smaller gains are not worth
             it.
-        recompute: whether other plans may recompute units, as for `search`.
-        factored: whether other plans may have factored layers, as for `search`.
-        host_state: whether other plans may keep state in host memory, as for `search`.
+        choices: `recompute`, `factored` and `host_state` of other plans, as for `search`.
 
     Raises:
         DoesNotFit: the plan needs more memory than there is, or batches that were not measured.
@@ -199,9 +195,7 @@ def explain(
                 stages=stages,
                 policy=policy,
                 max_micro_batch=max_micro_batch,
-                recompute=recompute,
-                factored=factored,
-                host_state=host_state,
+                **choices,
             )
         return None
 

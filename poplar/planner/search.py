@@ -41,18 +41,13 @@ CLOSE = 1.25
 """Times of the best plan's step within which plans of other stages are searched for."""
 MOST_PASSES = 10_000
 """Of a rank in a step; a plan lists each of them."""
-Recompute = Literal["auto", "never"]
-"""Whether a plan may recompute units in the backward."""
-RECOMPUTE: tuple[str, ...] = get_args(Recompute)
-Factored = Literal["auto", "never"]
-"""Whether a plan may send weight gradients of linear layers as factors."""
-FACTORED: tuple[str, ...] = get_args(Factored)
-HostState = Literal["auto", "never"]
-"""Whether a plan may keep optimizer state in host memory."""
-HOST_STATE: tuple[str, ...] = get_args(HostState)
-LeaveOut = Literal["auto", "never"]
-"""Whether a plan may leave ranks out."""
-LEAVE_OUT: tuple[str, ...] = get_args(LeaveOut)
+Choice = Literal["auto", "never"]
+"""Whether a plan may use one of the techniques that `search` chooses among."""
+CHOICES: Mapping[str, Collection[str]] = {
+    "policy": POLICIES,
+    **dict.fromkeys(("recompute", "factored", "host_state", "leave_out"), get_args(Choice)),
+}
+"""The arguments of `search` that are one of several words, with these."""
 _MOST_SETS = 24
 """Sets of active ranks that are searched, at most, beside that of all ranks."""
 
@@ -65,10 +60,10 @@ def search(
     policy: str = "exact",
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
-    recompute: Recompute = "auto",
-    factored: Factored = "auto",
-    host_state: HostState = "auto",
-    leave_out: LeaveOut = "never",
+    recompute: Choice = "auto",
+    factored: Choice = "auto",
+    host_state: Choice = "auto",
+    leave_out: Choice = "never",
 ) -> Plan:
     """The fastest plan that fits in memory, with its prediction.
 
@@ -123,10 +118,10 @@ def alternatives(
     policy: str = "exact",
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
-    recompute: Recompute = "auto",
-    factored: Factored = "auto",
-    host_state: HostState = "auto",
-    leave_out: LeaveOut = "never",
+    recompute: Choice = "auto",
+    factored: Choice = "auto",
+    host_state: Choice = "auto",
+    leave_out: Choice = "never",
     within: float = CLOSE,
 ) -> tuple[Plan, ...]:
     """A plan of every stage at which one fits, in the order in which `search` prefers them.
@@ -141,18 +136,12 @@ def alternatives(
     _check_at_least_one("global_batch", global_batch)
     if max_micro_batch is not None:
         _check_at_least_one("max_micro_batch", max_micro_batch)
-    if policy not in POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+    given = (policy, recompute, factored, host_state, leave_out)
+    for (name, known), chosen in zip(CHOICES.items(), given, strict=True):
+        if chosen not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {chosen!r}")
     if not (math.isfinite(preference) and preference >= 0.0):
         raise ValueError(f"preference must be finite and at least 0, got {preference}")
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
-    if factored not in FACTORED:
-        raise ValueError(f"factored must be one of {', '.join(FACTORED)}, got {factored!r}")
-    if host_state not in HOST_STATE:
-        raise ValueError(f"host_state must be one of {', '.join(HOST_STATE)}, got {host_state!r}")
-    if leave_out not in LEAVE_OUT:
-        raise ValueError(f"leave_out must be one of {', '.join(LEAVE_OUT)}, got {leave_out!r}")
     request = Request(
         global_batch,
         min(max_micro_batch or global_batch, global_batch),
@@ -161,11 +150,11 @@ def alternatives(
         may_recompute=policy == "exact" and recompute == "auto",
         may_host=policy == "exact" and host_state == "auto",
     )
-    chosen = _checked_stages(stages)
+    wanted = _checked_stages(stages)
     may_factor = policy == "exact" and factored == "auto"
 
     def by_stage(cluster: ClusterProfile, fastest: float = math.inf) -> list[Plan]:
-        return _by_stage(cluster, request, chosen, fastest, within=within, may_factor=may_factor)
+        return _by_stage(cluster, request, wanted, fastest, within=within, may_factor=may_factor)
 
     if policy == "exact" and leave_out == "auto" and cluster.world_size > 1:
         found = _on_fastest_ranks(cluster, request, by_stage, may_factor=may_factor)

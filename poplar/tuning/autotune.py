@@ -10,7 +10,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -20,19 +20,7 @@ from torch import nn
 from poplar.comm import Group
 from poplar.planner.calibration import refine
 from poplar.planner.prediction import describe, fits, predict, unmeasured_batches
-from poplar.planner.search import (
-    FACTORED,
-    HOST_STATE,
-    LEAVE_OUT,
-    POLICIES,
-    RECOMPUTE,
-    Factored,
-    HostState,
-    LeaveOut,
-    Recompute,
-    alternatives,
-    search,
-)
+from poplar.planner.search import CHOICES, Choice, alternatives, search
 from poplar.planner.simple_plans import simplified
 from poplar.planner.what_if import at_worst
 from poplar.profiler.batch_curves import with_measured
@@ -107,10 +95,10 @@ class TuningJob(Job):
 
     global_batch: int
     policy: str = "exact"
-    recompute: Recompute = "auto"
-    factored: Factored = "auto"
-    host_state: HostState = "auto"
-    leave_out: LeaveOut = "never"
+    recompute: Choice = "auto"
+    factored: Choice = "auto"
+    host_state: Choice = "auto"
+    leave_out: Choice = "never"
     profile: ClusterProfile | None = None
     verify: bool = True
     weight: Weight | None = None
@@ -119,7 +107,7 @@ class TuningJob(Job):
     def check(self) -> None:
         if not is_count(self.global_batch):
             raise ValueError(f"global_batch must be an integer above 0, got {self.global_batch!r}")
-        for name, known in _CHOICES.items():
+        for name, known in CHOICES.items():
             if (given := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={given!r} is not known; use one of {sorted(known)}")
         super().check()
@@ -128,7 +116,7 @@ class TuningJob(Job):
         return {
             **super().must_be_equal(),
             "global_batch": self.global_batch,
-            **{name: getattr(self, name) for name in _CHOICES},
+            **self.choices,
             "verify": bool(self.verify),
             "profile": None if self.profile is None else digest(self.profile.to_dict()),
         }
@@ -138,9 +126,18 @@ class TuningJob(Job):
         return PROFILE_PART * self.seconds
 
     @property
+    def choices(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in CHOICES}
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The arguments of the search, beside the profile."""
+        return {"global_batch": self.global_batch, "stages": self.stages, **self.choices}
+
+    @property
     def plan_key(self) -> str:
         """What the plan depends on beside the profile."""
-        return json.dumps([self.global_batch, *(getattr(self, name) for name in _CHOICES)])
+        return json.dumps([self.global_batch, *self.choices.values()])
 
     @property
     def weighs_samples(self) -> bool:
@@ -148,13 +145,6 @@ class TuningJob(Job):
         return self.weight is None and self.loss == "mean"
 
 
-_CHOICES: Mapping[str, Collection[str]] = {
-    "policy": POLICIES,
-    "recompute": RECOMPUTE,
-    "factored": FACTORED,
-    "host_state": HOST_STATE,
-    "leave_out": LEAVE_OUT,
-}
 OPTIONS = frozenset({"stage", *(each.name for each in fields(TuningJob))})
 """Names of the arguments of `autotune`, without the optimizer's."""
 
@@ -309,15 +299,8 @@ class Tuner:
         job = self.job
 
         def best() -> tuple[Plan, ...]:
-            plans = alternatives(
-                profile,
-                global_batch=job.global_batch,
-                stages=job.stages,
-                policy=job.policy,
-                recompute=job.recompute,
-                factored=job.factored,
-                host_state=job.host_state,
-            )[:CANDIDATES]
+            of_all_ranks = {**job.request, "leave_out": "never"}
+            plans = alternatives(profile, **of_all_ranks)[:CANDIDATES]
             simpler = [simplified(profile, plans[0], SIMPLER)] if job.policy == "exact" else []
             return tuple(dict.fromkeys([*plans, *simpler]))
 
@@ -482,15 +465,7 @@ class Tuner:
 
 def with_ranks_left_out(tuned: Tuned, job: TuningJob) -> Tuned:
     """The result with the plan of fewer ranks, if it is predicted to be clearly faster."""
-    found = search(
-        tuned.profile,
-        global_batch=job.global_batch,
-        stages=job.stages,
-        recompute=job.recompute,
-        factored=job.factored,
-        host_state=job.host_state,
-        leave_out="auto",
-    )
+    found = search(tuned.profile, **job.request)
     steps = [predict(tuned.profile, plan).step_seconds for plan in (found, tuned.plan)]
     is_faster = found.left_out and (1.0 + CLOSE) * steps[0] < steps[1]
     return replace(tuned, plan=found) if is_faster else tuned
