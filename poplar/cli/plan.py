@@ -25,6 +25,7 @@ from poplar.cli.options import (
 )
 from poplar.cli.output import Output, command_output
 from poplar.planner.explain import Explanation, explain
+from poplar.planner.prediction import predicted_seconds
 from poplar.planner.search import CLOSE, POLICIES, alternatives, plan_or_error
 from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
 from poplar.programmes.search.explanation import explain_programme
@@ -174,10 +175,10 @@ def _compare(output: Output, found: Mapping[str, Plan | ValueError], title: str)
         title: what the names are.
     """
     plans = {name: plan for name, plan in found.items() if isinstance(plan, Plan)}
-    best = min(map(_step_seconds, plans.values()), default=0.0)
+    best = min(map(predicted_seconds, plans.values()), default=0.0)
     rows = []
     for name, plan in plans.items():
-        prediction, seconds = plan.prediction or {}, _step_seconds(plan)
+        prediction, seconds = plan.prediction or {}, predicted_seconds(plan)
         rows.append(
             (
                 name,
@@ -194,10 +195,6 @@ def _compare(output: Output, found: Mapping[str, Plan | ValueError], title: str)
     for name, reason in found.items():
         if isinstance(reason, ValueError):
             output.show(f"{title} {name}: {reason}")
-
-
-def _step_seconds(plan: Plan) -> float:
-    return float((plan.prediction or {})["step_seconds"])
 
 
 def _explain(output: Output, explanation: Explanation) -> None:

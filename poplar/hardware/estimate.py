@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from poplar.hardware.simulated_cluster import SimulatedCluster
 from poplar.planner.active_ranks import active_part
-from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.cost_model import StageCosts, step_seconds_of
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import memory_needed, predict
 from poplar.values.plan import Plan
@@ -114,6 +114,4 @@ def sum_of_speeds(cluster: ClusterProfile, batches: Sequence[int]) -> float:
 def _step_seconds(simulated: SimulatedCluster, plan: Plan) -> list[float]:
     """Seconds of a step on each profile, even where the plan does not fit."""
     parts = (active_part(cluster, plan) for cluster in simulated.outlooks)
-    return [
-        costs_of(cluster, own).step_seconds(own.micro_batches, own.shares) for cluster, own in parts
-    ]
+    return [step_seconds_of(cluster, own) for cluster, own in parts]

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.cost_model import StageCosts, costs_of, step_seconds_of
 from poplar.planner.prediction import fits
 from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
@@ -221,10 +221,7 @@ def _at_speed_of(
 ) -> Observation:
     """The step of `seen`, which ran on `present` devices, as on those of `cluster`."""
     plan = seen.plan
-    wanted, took = (
-        costs_of(each, plan).step_seconds(plan.micro_batches, plan.shares)
-        for each in (cluster, present)
-    )
+    wanted, took = (step_seconds_of(each, plan) for each in (cluster, present))
     return replace(seen, step_seconds=seen.step_seconds * wanted / took)
 
 

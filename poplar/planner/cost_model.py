@@ -400,6 +400,11 @@ def hosting(cluster: ClusterProfile, parts: Sequence[float]) -> ClusterProfile:
     return replace(cluster, devices=tuple(devices))
 
 
+def step_seconds_of(cluster: ClusterProfile, plan: Plan) -> float:
+    """Seconds of a plan's step, whether it fits or not; errors are those of `costs_of`."""
+    return costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
+
+
 def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
     """The cost model of a plan's stage, units and state in host memory.
 

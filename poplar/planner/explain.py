@@ -24,6 +24,7 @@ from poplar.planner.prediction import (
     Prediction,
     bound_of,
     predict,
+    predicted_seconds,
     unmeasured_batches,
 )
 from poplar.planner.search import ALL_STAGES, search
@@ -201,7 +202,7 @@ def explain(
 
     prediction = predict(cluster, plan)
     even = fastest(cluster, policy="even")
-    over_even = None if even is None else _gain(_step_seconds(even), prediction.step_seconds)
+    over_even = None if even is None else _gain(predicted_seconds(even), prediction.step_seconds)
     left_out = tuple(_reasons(cluster, plan, fastest))
     numbers, gap = plan.active_ranks, (plan.prediction or {}).get("optimality_gap") or 0.0
     cluster, plan = active_part(cluster, plan)
@@ -213,7 +214,7 @@ def explain(
         step = predict(equal, plan).step_seconds
     least, best = step, fastest(equal)
     if best is not None:
-        least = min(step, _step_seconds(best))
+        least = min(step, predicted_seconds(best))
         noise = max(NOISE, (best.prediction or {})["optimality_gap"] or 0.0)
     changes = [one for one in _changes(equal, groups, least, fastest) if one.gain > noise]
     contributions = _contributions(equal, groups, least, fastest, error)
@@ -253,7 +254,7 @@ def _reasons(cluster: ClusterProfile, plan: Plan, fastest: _FastestPlan) -> Iter
         yield LeftOut(
             ranks=ranks,
             device=group.device,
-            with_them=None if found is None else _gain(least, _step_seconds(found)),
+            with_them=None if found is None else _gain(least, predicted_seconds(found)),
             bound="" if found is None else predict(cluster, found.beside(others)).bound,
             remedies=tuple(
                 replace(change, ranks=ranks)
@@ -297,7 +298,7 @@ def _with_gain(changed: Changed, step: float, fastest: _FastestPlan) -> Change:
     plan = fastest(changed.cluster)
     if plan is None:
         return changed.change
-    return replace(changed.change, gain=_gain(step, _step_seconds(plan)), stage=plan.stage)
+    return replace(changed.change, gain=_gain(step, predicted_seconds(plan)), stage=plan.stage)
 
 
 def _contributions(
@@ -313,13 +314,9 @@ def _contributions(
     for group in groups:
         ranks = group.ranks if len(groups) > 1 else group.ranks[-1:]
         plan = fastest(what_if.without(cluster, ranks).cluster)
-        gain = None if plan is None else _gain(step, _step_seconds(plan))
+        gain = None if plan is None else _gain(step, predicted_seconds(plan))
         verdict = _verdict(None if gain is None else -gain, error)
         yield Contribution(ranks=ranks, device=group.device, without=gain, verdict=verdict)
-
-
-def _step_seconds(plan: Plan) -> float:
-    return float((plan.prediction or {})["step_seconds"])
 
 
 def _gain(before: float, after: float) -> float:

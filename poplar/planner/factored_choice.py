@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from poplar.planner.branch_and_bound import Decision
-from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.cost_model import StageCosts, costs_of, step_seconds_of
 from poplar.planner.factored_costs import exchanges_of
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
@@ -37,11 +37,11 @@ def with_factored_layers(
     if names := worthwhile(cluster, even):
         faster = _with_faster_network(cluster, replace(even, factored=names))
         candidates.append(decide(StageCosts(faster, plan.stage)).plan)
-    best, limit = plan, _seconds(cluster, plan) / (1.0 + preference)
+    best, limit = plan, step_seconds_of(cluster, plan) / (1.0 + preference)
     for candidate in candidates:
         names = worthwhile(cluster, candidate)
         factored = replace(candidate, factored=names, prediction=None)
-        if names and (seconds := _seconds(cluster, factored)) < limit:
+        if names and (seconds := step_seconds_of(cluster, factored)) < limit:
             best, limit = factored, seconds
     return best
 
@@ -84,7 +84,3 @@ def _with_faster_network(cluster: ClusterProfile, plan: Plan) -> ClusterProfile:
         plan.stage, synchronization=costs.synchronization_residual, step=costs.step_residual
     )
     return replace(cluster, network=faster)
-
-
-def _seconds(cluster: ClusterProfile, plan: Plan) -> float:
-    return costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from poplar.planner.branch_and_bound import Decision
-from poplar.planner.cost_model import StageCosts, costs_of, hosting
+from poplar.planner.cost_model import StageCosts, costs_of, hosting, step_seconds_of
 from poplar.planner.memory_model import SLACK_BYTES
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile, DeviceProfile
@@ -52,7 +52,7 @@ def fastest_plan_with_host_state(
     """
     cluster, limit = costs.cluster, math.inf
     if plain is not None:
-        limit = _step_seconds(cluster, plain.plan) / (1.0 + preference)
+        limit = step_seconds_of(cluster, plain.plan) / (1.0 + preference)
     # No plan is faster than with the memory of all state on the host and the time of none.
     free = decide(_costs_at(costs, _at_no_cost(with_all_on_host(cluster))), limit)
     if free is None:
@@ -67,12 +67,12 @@ def fastest_plan_with_host_state(
         if found is not None:
             plan = _with_least_on_host(cluster, found.plan)
             lacking = [one or plan.part_on_host(rank) > 0.0 for rank, one in enumerate(lacking)]
-            seconds = _step_seconds(cluster, plan)
+            seconds = step_seconds_of(cluster, plan)
             if seconds < limit:
                 best, limit = Decision(plan), seconds
         if bound >= limit * (1.0 - _SETTLED) or not any(lacking):
             break
-    return best and best._replace(bound=min(bound, _step_seconds(cluster, best.plan)))
+    return best and best._replace(bound=min(bound, step_seconds_of(cluster, best.plan)))
 
 
 def _with_least_on_host(cluster: ClusterProfile, plan: Plan) -> Plan:
@@ -103,7 +103,3 @@ def _at_no_cost(cluster: ClusterProfile) -> ClusterProfile:
 
 def _costs_at(costs: StageCosts, cluster: ClusterProfile) -> StageCosts:
     return replace(costs, cluster=cluster)
-
-
-def _step_seconds(cluster: ClusterProfile, plan: Plan) -> float:
-    return costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)

@@ -116,6 +116,11 @@ def fits(cluster: ClusterProfile, plan: Plan) -> bool:
     return True
 
 
+def predicted_seconds(plan: Plan) -> float:
+    """The step seconds of the prediction that a plan of the search has."""
+    return float((plan.prediction or {})["step_seconds"])
+
+
 def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
     """Predict one step of a plan.
 

@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 
 from poplar.planner.branch_and_bound import Decision
-from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.cost_model import StageCosts, step_seconds_of
 from poplar.planner.memory_model import Caps, rank_memory
 from poplar.planner.memory_shortfall import Request, Shortfall, memory_shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units, unit_plans
@@ -65,7 +65,7 @@ def fastest_plan_with_recomputation(costs: StageCosts, request: Request) -> Deci
         best = fastest_plan_with_persistent_units(costs, request)
         if not _may_recompute(costs) or not memory_may_bind(costs, request):
             return best
-        limit = _step_seconds(costs, best.plan) / (1.0 + request.preference)
+        limit = step_seconds_of(costs.cluster, best.plan) / (1.0 + request.preference)
     bound = math.inf
     for part in (0.0, *_PARTS):
         # No plan is faster than with the memory of all recomputed units and the time of none.
@@ -78,7 +78,7 @@ def fastest_plan_with_recomputation(costs: StageCosts, request: Request) -> Deci
             assert least is not None
             bound = least
         plan = _with_fewest_units(costs, plan)
-        seconds = _step_seconds(costs, plan)
+        seconds = step_seconds_of(costs.cluster, plan)
         if seconds < limit:
             best, limit = Decision(plan, min(bound, seconds)), seconds
         if bound >= min(request.below, limit) * (1.0 - _SETTLED):
@@ -140,10 +140,6 @@ def _may_recompute(costs: StageCosts) -> bool:
     """Whether any units can be recomputed."""
     measured = any(device.recomputed_points for device in costs.cluster.devices)
     return measured and bool(costs.cluster.model.recomputable_units)
-
-
-def _step_seconds(costs: StageCosts, plan: Plan) -> float:
-    return costs_of(costs.cluster, plan).step_seconds(plan.micro_batches, plan.shares)
 
 
 def memory_may_bind(costs: StageCosts, request: Request) -> bool:

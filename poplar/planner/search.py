@@ -17,12 +17,12 @@ from typing import Any, Literal, get_args
 from poplar.planner.active_ranks import active_sets, without_ranks
 from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
-from poplar.planner.cost_model import StageCosts, costs_of, hosting
+from poplar.planner.cost_model import StageCosts, hosting, step_seconds_of
 from poplar.planner.factored_choice import with_factored_layers
 from poplar.planner.host_state import can_host, fastest_plan_with_host_state
 from poplar.planner.memory_shortfall import NoPlanFits, Request, Shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
-from poplar.planner.prediction import describe
+from poplar.planner.prediction import describe, predicted_seconds
 from poplar.planner.recomputed_units import fastest_plan_with_recomputation, memory_may_bind
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
@@ -201,7 +201,7 @@ def _by_stage(
             plan = with_factored_layers(hosted, plan, decide, request.preference)
             plan = replace(plan, host_state=parts)
             bound = None if plan.factored else bound
-        seconds = costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
+        seconds = step_seconds_of(cluster, plan)
         fastest = min(fastest, seconds)
         gap = None if bound is None else _optimality_gap(seconds, bound)
         found.append(describe(cluster, plan, request.policy, gap))
@@ -242,24 +242,20 @@ def _on_fastest_ranks(
         may_factor=may_factor,
     )
     for bound, left_out in sets[:_MOST_SETS]:
-        fastest = min(map(_step_seconds, best.values()), default=math.inf)
+        fastest = min(map(predicted_seconds, best.values()), default=math.inf)
         if (1.0 + request.preference) * bound >= fastest:
             break
         with suppress(ValueError):  # no plan fits, or it would need too many passes
             for plan in by_stage(without_ranks(cluster, left_out), fastest):
                 known = best.get(plan.stage)
-                faster = (1.0 + request.preference) * _step_seconds(plan)
-                if known is None or faster < _step_seconds(known):
+                faster = (1.0 + request.preference) * predicted_seconds(plan)
+                if known is None or faster < predicted_seconds(known):
                     gap = (plan.prediction or {})["optimality_gap"]
                     best[plan.stage] = describe(cluster, plan.beside(left_out), request.policy, gap)
     if not best:
         assert error is not None
         raise error
     return list(best.values())
-
-
-def _step_seconds(plan: Plan) -> float:
-    return float((plan.prediction or {})["step_seconds"])
 
 
 def _decide(request: Request, costs: StageCosts) -> Decision:

@@ -25,7 +25,44 @@ if TYPE_CHECKING:
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class FlatParameter:
+class UnshardedBuffer:
+    """A buffer whose values other memory may replace for a time."""
+
+    values: Tensor
+    """All values; at stage 3 without storage while sharded. Set by `use_values`."""
+    _views: list[Tensor]
+    _replaced: tuple[Tensor, list[Tensor]] | None = None
+    """`values` and its views, while lasting values replace them."""
+
+    def use_values(self, values: Tensor, *, lasting: bool) -> None:
+        """Set `values`, of which `attach_parameters` makes the user's tensors views.
+
+        Args:
+            values: as many elements as the buffer has; it may lose its memory afterwards.
+            lasting: its memory exists as long as one of these views. Each tensor then has a storage
+                of its own, so that savers do not take them for tied weights.
+        """
+        raise NotImplementedError
+
+    def use_lasting_values(self) -> None:
+        """Replace `values` by new memory until `drop_lasting_values`."""
+        with torch.inference_mode(False):
+            new = torch.empty_like(self.values)
+        self._replaced = self.values, self._views
+        self.use_values(new, lasting=True)
+
+    @property
+    def has_lasting_values(self) -> bool:
+        """Whether this is between `use_lasting_values` and `drop_lasting_values`."""
+        return self._replaced is not None
+
+    def drop_lasting_values(self) -> None:
+        """Use the `values` from before `use_lasting_values` again."""
+        assert self._replaced is not None
+        (self.values, self._views), self._replaced = self._replaced, None
+
+
+class FlatParameter(UnshardedBuffer):
     """A buffer for parameters of one dtype on one device, either all trained or all frozen.
 
     The strategy sets the layout, the owned part and the tensors below (`divide`,
@@ -36,9 +73,6 @@ class FlatParameter:
     """How the buffer is divided among ranks."""
     owned: tuple[int, int]
     """Start and end of the part whose optimizer state this rank holds."""
-    values: Tensor
-    """All parameter values, in `dtype`; at stage 3 without storage while sharded. Set by
-    `use_values`."""
     shard: Tensor
     """Values of the owned part, in `dtype`. A view of `values`, or at stage 3 the memory from which
     the transport sends: call `Strategy.wait_for_readers` before writing to it."""
@@ -87,9 +121,7 @@ class FlatParameter:
         self.drop_gradient()
         self._squares_version: int | None = None
         self._versions: tuple[int, ...] = ()
-        self._views: list[Tensor] = []
-        self._replaced: tuple[Tensor, list[Tensor]] | None = None
-        """`values` and its views, while lasting values replace them."""
+        self._views = []
         self._placeholder = [_placeholder(p.shape, dtype, self.device) for p in self.parameters]
         self._classes: list[tuple[type[nn.Parameter], type[nn.Parameter]]] = []
         """Of each parameter, with and without its values, once it has been detached."""
@@ -231,33 +263,9 @@ class FlatParameter:
         return packed
 
     def use_values(self, values: Tensor, *, lasting: bool) -> None:
-        """Set `values`, of which `attach_parameters` makes the user's parameters views.
-
-        Args:
-            values: `numel` elements; it may lose its memory afterwards.
-            lasting: its memory exists as long as one of these views. Each parameter then has a
-                storage of its own, so that savers do not take the parameters for tied weights.
-        """
         parts = zip(self.parameters, self.offsets, strict=True)
         views = [values[offset : offset + p.numel()].view(p.shape) for p, offset in parts]
         self.values, self._views = values, list(map(with_own_storage, views)) if lasting else views
-
-    def use_lasting_values(self) -> None:
-        """Replace `values` by new memory until `drop_lasting_values`."""
-        with torch.inference_mode(False):
-            new = torch.empty_like(self.values)
-        self._replaced = self.values, self._views
-        self.use_values(new, lasting=True)
-
-    @property
-    def has_lasting_values(self) -> bool:
-        """Whether this is between `use_lasting_values` and `drop_lasting_values`."""
-        return self._replaced is not None
-
-    def drop_lasting_values(self) -> None:
-        """Use the `values` from before `use_lasting_values` again."""
-        assert self._replaced is not None
-        (self.values, self._views), self._replaced = self._replaced, None
 
     def attach_parameters(self) -> None:
         """Make the user's parameters views of `values`."""

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.system.storage import with_own_storage
 from poplar.zero.absent_parameter import AbsentValues, classes_of, direct_access
-from poplar.zero.flat_parameter import PACKABLE
+from poplar.zero.flat_parameter import PACKABLE, UnshardedBuffer
 
 SMALL_BYTES = 1024
 """Memory up to this size stays on every rank: scalars, and tables that parameters may share."""
@@ -156,15 +156,13 @@ class AbsentBytes(AbsentValues):
         )
 
 
-class OpaqueBytes:
+class OpaqueBytes(UnshardedBuffer):
     """The opaque tensors of a unit in one buffer of bytes, of which each rank stores a share."""
 
     layout: Layout
     """How the buffer is divided, in bytes."""
     shard: Tensor
     """The bytes of this rank, where other ranks can read them."""
-    values: Tensor
-    """All bytes; without memory while they are sharded."""
     dtype = torch.uint8
     is_local = False
 
@@ -201,8 +199,7 @@ class OpaqueBytes:
             torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
             for tensor in self.holders
         ]
-        self._views: list[Tensor] = []
-        self._replaced: tuple[Tensor, list[Tensor]] | None = None
+        self._views = []
         self._versions: tuple[int, ...] | None = ()
         """Of the holders when they were attached; None while they are detached."""
         self._is_lost = False
@@ -229,30 +226,12 @@ class OpaqueBytes:
         values.untyped_storage().resize_(0)
 
     def use_values(self, values: Tensor, *, lasting: bool) -> None:
-        """As `FlatParameter.use_values`."""
         views = []
         for memory, offset, size in zip(self._memories, self._offsets, self._sizes, strict=True):
             for tensor in memory:
                 view = values[offset : offset + size].view(tensor.dtype).view(tensor.shape)
                 views.append(with_own_storage(view) if lasting else view)
         self.values, self._views = values, views
-
-    def use_lasting_values(self) -> None:
-        """As `FlatParameter.use_lasting_values`."""
-        with torch.inference_mode(False):
-            new = torch.empty_like(self.values)
-        self._replaced = self.values, self._views
-        self.use_values(new, lasting=True)
-
-    @property
-    def has_lasting_values(self) -> bool:
-        """As `FlatParameter.has_lasting_values`."""
-        return self._replaced is not None
-
-    def drop_lasting_values(self) -> None:
-        """As `FlatParameter.drop_lasting_values`."""
-        assert self._replaced is not None
-        (self.values, self._views), self._replaced = self._replaced, None
 
     def attach_parameters(self) -> None:
         """Make the tensors views of `values`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
 from poplar.comm import Control
 from poplar.values.errors import agreed
@@ -138,11 +138,6 @@ class UnshardedValues:
             yield
         finally:
             self._naming = False
-
-    def is_absent(self, tensor: Tensor) -> bool:
-        """Whether a parameter or buffer belongs to a unit that is sharded on this rank now."""
-        unit = self._unit_of.get(id(tensor))
-        return unit is not None and self.is_sharded(unit)
 
     @property
     def are_readable(self) -> bool:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,28 +31,14 @@ from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.optimizers.flat_adamw import FlatAdamW, can_round_to
 from poplar.zero.optimizers.optimizer_class import OptimizerClass
 from poplar.zero.optimizers.state_values import StateLayouts, copy_value, fill_state, taken_apart
+from poplar.zero.streams import HostCopies
+
+if TYPE_CHECKING:
+    from poplar.zero.steps.nonfinite import DeviceFlag
 
 
-class Copies(Protocol):
-    """Copies of tensors in host memory."""
-
-    def wait(self) -> list[Tensor]:
-        """Wait until they are complete."""
-        ...
-
-
-ToHost = Callable[[Sequence[Tensor]], Copies]
-"""Starts to copy tensors; those that are in host memory are their own copies."""
-
-
-class Flag(Protocol):
-    """What the device decides."""
-
-    def read(self) -> bool:
-        """Wait until it has."""
-        ...
-
-
+ToHost = Callable[[Sequence[Tensor]], HostCopies]
+"""Starts to copy tensors."""
 _PIECE = 1 << 22
 """Elements that `refresh` compares at once, which limits its temporary memory."""
 _FUSED = (FlatAdamW, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SGD)
@@ -145,7 +131,7 @@ class ShardedUpdate:
         """The whole state as a state dict, if it was collected here since it last changed."""
         self.updates = 0
         """Updates that have been applied, or skipped on all ranks, since state was loaded."""
-        self._undecided: Flag | None = None
+        self._undecided: DeviceFlag | None = None
         """Whether the device has skipped the last step, until that is read."""
         self._layouts: StateLayouts | None = None
         """Until the settings may have changed."""
@@ -315,7 +301,7 @@ class ShardedUpdate:
         """Keep the whole state that was collected on this rank, until it changes."""
         self.collected = state
 
-    def undo_if(self, skipped: Flag) -> None:
+    def undo_if(self, skipped: DeviceFlag) -> None:
         """The last step does not count if the flag is set. It is read before the state is."""
         self._undecided = skipped
 

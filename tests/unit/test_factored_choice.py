@@ -12,7 +12,7 @@ from torch import nn
 
 from poplar import Plan
 from poplar.planner.calibration import refine
-from poplar.planner.cost_model import costs_of
+from poplar.planner.cost_model import costs_of, step_seconds_of
 from poplar.planner.explain import explain
 from poplar.planner.factored_choice import worthwhile
 from poplar.planner.factored_costs import factored_traffic
@@ -79,7 +79,7 @@ def cluster(
 
 
 def step_seconds(profile: ClusterProfile, plan: Plan) -> float:
-    return costs_of(profile, plan).step_seconds(plan.micro_batches, plan.shares)
+    return step_seconds_of(profile, plan)
 
 
 @pytest.mark.parametrize("stage", range(4))

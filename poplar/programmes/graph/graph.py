@@ -123,11 +123,3 @@ class Graph:
     def batch(self) -> dict[str, Node]:
         """Nodes of the batch's tensors by their paths."""
         return {n.source: n for n in self.nodes.values() if n.operator == INPUT}
-
-    def consumers(self) -> dict[str, tuple[Node, ...]]:
-        """The nodes that read each node, each once."""
-        readers: dict[str, list[Node]] = {name: [] for name in self.nodes}
-        for node in self.nodes.values():
-            for name in dict.fromkeys(node.inputs):
-                readers[name].append(node)
-        return {name: tuple(nodes) for name, nodes in readers.items()}
