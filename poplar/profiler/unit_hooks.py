@@ -23,6 +23,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from poplar.zero.streams import seconds_between
+
 
 class TrainedUnit(NamedTuple):
     """The trained parameters of a unit; a frozen unit has none."""
@@ -218,11 +220,11 @@ class UnitClock:
         seen = [self._began[n] for n in blocks], [self._complete[n] for n in trained]
         if not self._units or None in seen[0] or None in seen[1]:
             return UnitFractions()
-        whole = _seconds_between(start, end)
-        reversal = min(_seconds_between(start, turn), whole)
+        whole = seconds_between(start, end)
+        reversal = min(seconds_between(start, turn), whole)
 
         def elapsed(mark: _Mark | None) -> float:
-            return 0.0 if mark is None else _seconds_between(start, mark)
+            return 0.0 if mark is None else seconds_between(start, mark)
 
         begins, ends = [0.0], [whole]
         for number in range(1, len(self._units)):
@@ -260,12 +262,3 @@ class UnitClock:
 
 _Mark = float | torch.cuda.Event
 """A time on the host, or an event on the device's stream."""
-
-
-def _seconds_between(before: _Mark, after: _Mark) -> float:
-    """Seconds, at least 0. The device must have finished the pass."""
-    if isinstance(before, torch.cuda.Event):
-        assert isinstance(after, torch.cuda.Event)
-        return max(0.0, float(before.elapsed_time(after)) / 1e3)
-    assert not isinstance(after, torch.cuda.Event)
-    return max(0.0, after - before)

@@ -201,11 +201,11 @@ class ComputeSpan:
 
     def seconds(self) -> float:
         """Seconds without the waits inside."""
-        stalled = sum(_seconds_between(*stall) for stall in self._inside)
-        return max(0.0, _seconds_between(self._before, self._after) - stalled - self._waited)
+        stalled = sum(seconds_between(*stall) for stall in self._inside)
+        return max(0.0, seconds_between(self._before, self._after) - stalled - self._waited)
 
 
-def _seconds_between(before: Any, after: Any) -> float:
+def seconds_between(before: Any, after: Any) -> float:
     """Between two times of the host, or two events that the device has passed."""
     if isinstance(before, float):
         return float(after - before)
@@ -294,7 +294,7 @@ class StepTiming:
         """Seconds waited so far. Synchronizes with the device unless `is_known`."""
         for event in self._last_events:
             event.synchronize()
-        return self.host_seconds + sum(_seconds_between(*stall) for stall in self.stalls)
+        return self.host_seconds + sum(seconds_between(*stall) for stall in self.stalls)
 
     def times(self) -> RankTimes:
         """The times so far. Synchronizes with the device unless `is_known`."""
