@@ -6,7 +6,12 @@ global batches, so their losses must agree. The part of the sum of speeds is thr
 of the speeds at which the ranks compute in the same steps (`StepResult.rank_times`).
 
     python benchmarks/drift.py --quick
-    python benchmarks/drift.py --stages 0 1 2 3 --factors 2 1.3 --output rows.jsonl
+    python benchmarks/drift.py --stages 0 1 2 3 --factors 2 1.3 1.15 --output rows.jsonl
+    python benchmarks/drift.py --overhead
+
+`--overhead` trains the same optimizer with and without `follow_drift`, in turns: rounds of a few
+steps without, with, with and without. Each four rounds give one ratio of seconds. It prints the
+median of the ratios, and the interval of 95 % of the medians of samples that are drawn from them.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
 import tempfile
 import time
@@ -66,6 +72,20 @@ COLUMNS = (
     Column("after", "part_after", "{:.2f}"),
     Column("loss difference", "loss_difference", "{:.1e}"),
 )
+OVERHEAD_COLUMNS = (
+    Column("stage", "stage"),
+    Column("model", "model"),
+    Column("ms per step", "milliseconds", "{:.1f}"),
+    Column("steps", "steps"),
+    Column("overhead, %", "overhead_percent", "{:+.2f}"),
+    Column("from", "from_percent", "{:+.2f}"),
+    Column("to", "to_percent", "{:+.2f}"),
+)
+MOST_OVERHEAD = 0.5
+"""Percent of a step."""
+OVERHEAD_CASES = (("tiny", 8, 12, 1), ("demo", 32, 2, 1))
+"""Model, global batch, steps per round, stage."""
+RESAMPLED = 2000
 
 
 @dataclass(frozen=True)
@@ -89,18 +109,24 @@ def main() -> None:
     console = new_console()
     if options.show:
         rows = read_rows(options.show, "drift")
+        overheads = read_rows(options.show, "drift_overhead")
+    elif options.overhead:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        rows, overheads = [], measure_overhead(options.seconds)
     else:
         os.environ["OMP_NUM_THREADS"] = "1"  # more threads would share the rank's quota
-        rows = []
+        rows, overheads = [], []
         for stage in options.stages:
             rows += measure(stage, options.factors, quick=options.quick)
     if options.output:
-        write_rows(options.output, rows)
-    console.print(table_of(rows, COLUMNS))
+        write_rows(options.output, [*rows, *overheads])
+    for part, columns in ((rows, COLUMNS), (overheads, OVERHEAD_COLUMNS)):
+        if part:
+            console.print(table_of(part, columns))
     for row in rows:
         for line in row["messages"]:
             console.print(f"  stage {row['stage']}, {row['factor']}x: {line}")
-    print_targets(targets(rows), console)
+    print_targets([*targets(rows), *overhead_targets(overheads)], console)
 
 
 def measure(stage: int, factors: Sequence[float], *, quick: bool) -> list[Row]:
@@ -239,6 +265,78 @@ def steps_until_change(samples: Sequence[Sequence[int]], start: int, stop: int) 
     return next((step - start for step in changed), None)
 
 
+def measure_overhead(seconds: float) -> list[Row]:
+    """One row per case, each measured for about so many seconds."""
+    rows = []
+    for model, global_batch, steps, stage in OVERHEAD_CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "found.json")
+            given = model, global_batch, steps, stage, seconds, str(path)
+            run_ranks(train_in_turns, 2, *given)
+            found = json.loads(path.read_text("utf-8"))
+        case = {"stage": stage, "model": model, "global_batch": global_batch, "ranks": 2}
+        rows.append(Row.of("drift_overhead", case, found))
+    return rows
+
+
+def train_in_turns(
+    model: str, global_batch: int, steps: int, stage: int, seconds: float, path: str
+) -> None:
+    """Train rounds with and without following. Collective; the first rank writes the figures."""
+    torch.set_num_threads(1)
+    config = replace(SIZES[model], context=CONTEXT)
+    batch = whole_batch(0, config)
+    profile = profile_cluster(
+        Llama(config),
+        next_byte_loss,
+        {name: tensor[:4] for name, tensor in batch.items()},
+        stages=(stage,),
+        max_batch=global_batch,
+        seconds=5,
+        cache=False,
+        lr=LEARNING_RATE,
+    )
+    plan = Plan.even(2, global_batch, global_batch // 2, stage)
+    optimizer = HeteroZeroOptimizer(Llama(config), torch.optim.AdamW, plan=plan, lr=LEARNING_RATE)
+    follower = optimizer.follow_drift(profile)  # "advise": the plan stays
+    own = slice(plan.offset(dist.get_rank()), plan.offset(dist.get_rank()) + global_batch // 2)
+    part = {name: tensor[own] for name, tensor in batch.items()}
+
+    def seconds_of_round(follows: bool) -> float:
+        # `follow_drift` would begin anew, and its first steps do less.
+        optimizer._step.follow_speeds(follower if follows else None)
+        began = time.perf_counter()
+        for _ in range(steps):
+            optimizer.train_step(next_byte_loss, part)
+        return time.perf_counter() - began
+
+    for _ in range(10):
+        seconds_of_round(follows=True)
+    needed = torch.tensor(4 * seconds_of_round(follows=True))
+    dist.broadcast(needed, 0)
+    times = [
+        [seconds_of_round(follows) for follows in (False, True, True, False)]
+        for _ in range(max(20, round(seconds / float(needed))))
+    ]
+    ratios = [(one + two) / (before + after) for before, one, two, after in times]
+    random.seed(0)
+    medians = sorted(median(random.choices(ratios, k=len(ratios))) for _ in range(RESAMPLED))
+    percents = [100.0 * (each - 1.0) for each in (median(ratios), medians[50], medians[-50])]
+    figures = dict(zip(("overhead_percent", "from_percent", "to_percent"), percents, strict=True))
+    milliseconds = 1e3 * median(first / steps for first, *_ in times)
+    if dist.get_rank() == 0:
+        figures |= {"milliseconds": milliseconds, "steps": 4 * steps * len(times)}
+        Path(path).write_text(json.dumps(figures), encoding="utf-8")
+
+
+def overhead_targets(rows: Sequence[Row]) -> Iterator[Target]:
+    """What following costs."""
+    for row in rows:
+        case, what = f"stage {row['stage']}, {row['model']}", "overhead of following, %"
+        value = row["overhead_percent"]
+        yield Target(case=case, what=what, value=value, wanted=MOST_OVERHEAD, at_most=True)
+
+
 def targets(rows: Sequence[Row]) -> Iterator[Target]:
     """How soon a plan follows, what it reaches, and that losses do not change."""
     for row in rows:
@@ -259,9 +357,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     several = {"nargs": "+"}
     parser.add_argument("--stages", type=int, choices=range(4), default=None, **several)
     parser.add_argument("--factors", type=float, default=None, **several)
+    parser.add_argument("--overhead", action="store_true", help="measure what following costs")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each case of --overhead")
     options = parser.parse_args(arguments)
     options.stages = options.stages or ([1] if options.quick else [0, 1, 2, 3])
-    options.factors = options.factors or ([2.0] if options.quick else [2.0, 1.3])
+    options.factors = options.factors or ([2.0] if options.quick else [2.0, 1.3, 1.15])
     return options
 
 

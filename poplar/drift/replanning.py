@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from itertools import accumulate
 from types import MappingProxyType
 
 from poplar.drift.speed_levels import Row, SpeedLevels
@@ -19,12 +19,14 @@ from poplar.values.profile import ClusterProfile
 
 LEAST_CHANGE = math.log(1.05)
 """Change of a rank's level, relative to other ranks, after which a plan is searched for."""
-CERTAINTY = 3.0
-"""Standard errors of a level that count as no change."""
+CERTAINTY = 5.5
+"""Standard errors of a level that count as no change. Among all periods of 40,000 steps of four
+ranks without a change, no mean is expected to be farther away."""
 LEAST_GAIN = 0.03
 """Part by which throughput must rise, so that plans do not alternate."""
 WARM_UP = 5
 """First steps, which count for nothing: ranks compile and allocate in them."""
+_ERROR_OF_MEDIAN = 1.2533
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +118,23 @@ class Replanner:
         """
         errors = self._speeds.errors
         changes = list(map(operator.sub, self._speeds.levels, self._planned))
-        known = [change for change, error in zip(changes, errors, strict=True) if error < math.inf]
-        shared = median(known) if known else 0.0
+        shared, shared_error = _weighted_median(changes, [error**-2.0 for error in errors])
         beside = [change - shared for change in changes]
         certain = (
-            math.copysign(max(0.0, abs(change) - CERTAINTY * error), change)
+            change if abs(change) > CERTAINTY * math.hypot(error, shared_error) else 0.0
             for change, error in zip(beside, errors, strict=True)
         )
         return shared, list(certain)
+
+
+def _weighted_median(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """The median of values whose variances are 1 / weight, and its standard error."""
+    if not any(weights):
+        return 0.0, math.inf
+    ordered = sorted(zip(values, weights, strict=True))
+    sums = list(accumulate(weight for _, weight in ordered))
+    at = next(at for at, total in enumerate(sums) if total >= sums[-1] / 2.0)
+    return ordered[at][0], _ERROR_OF_MEDIAN / math.sqrt(sums[-1])
 
 
 def _faster_plan(

@@ -1,43 +1,49 @@
 """How much slower each rank is than its profile, from measured steps; notices when that changes.
 
 Values in, values out. A residual is the logarithm of the measured compute seconds of a step over
-the expected ones, without the effect of the lengths of its samples. The level of a rank is the
-median of its residuals since its last change. Changes are found by a two-sided CUSUM of residuals
-that are clipped, so that no single slow step is a change.
+the expected ones, without the effect of the lengths of its samples. The level of a rank is the mean
+of its residuals since its last change. Changes are found by the ratio of likelihoods: of all ways
+to divide the residuals into earlier and later ones, the one whose two means differ most, relative
+to their standard error. Residuals that are far from their neighbours count as the neighbours do, so
+no single slow step is a change.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from statistics import fmean, median
 from typing import NamedTuple
 
-CLIP = 2.0
+CLIP = 3.0
 """Standard deviations of a residual that count at most."""
-ALLOWANCE = 0.3
-"""Standard deviations per step that are no change. With `CLIP` and `THRESHOLD`, 1.15x is found
-within 20 steps at 10 % jitter: see `tests/unit/test_speed_changes.py`."""
-THRESHOLD = 6.0
-"""Standard deviations in sum that are a change."""
-WINDOW = 64
+NEIGHBOURS = 7
+"""Latest residuals, whose median replaces one that is farther from it than `CLIP`."""
+NOTICED = 2.5
+"""Standard errors between two means that are a change. 1.15x at 10 % jitter is then noticed within
+20 steps in 99 % of events: see `tests/unit/test_speed_changes.py`. `replanning.CERTAINTY` decides
+about plans."""
+FORGOTTEN = 5.0
+"""Standard errors from which on the residuals before a change are dropped."""
+WINDOW = 96
 """Steps that a level rests on, at most."""
+LATEST = (4, 5, 6, 8, 10, 12, 15, 18, 22, 27, 33, 40, 48, 56, 66, 80)
+"""Numbers of steps since a change that are tried."""
 SETTLED = 8
-"""Steps after a change was found from which its level is known. The steps that showed the change
-are those with large residuals, so the level does not rest on them from then on."""
+"""Steps before and after a change from which on a level is known."""
 LEAST_DEVIATION = 0.02
 """Standard deviation of residuals that is assumed at least: speeds wander by a few percent."""
 FIRST_DEVIATION = 0.1
 """Standard deviation before it is known."""
-DIFFERENCES = 64
-"""Of successive residuals, that the standard deviation rests on, at most."""
+FIRST_COUNT = 20
+"""Differences of successive residuals that it counts for."""
 LEAST_DIFFERENCES = 20
-"""Of successive residuals, from which on it is known."""
-_PER_DIFFERENCE = 0.954
-"""Median absolute difference of two normal values, in standard deviations."""
-_ERROR_OF_MEDIAN = 1.2533
+"""Differences from which on the standard deviation is known."""
+MOST_DIFFERENCES = 200
+"""Differences that it rests on, about."""
 _MEMORY = 0.995
 """What a residual counts for the effect of lengths, relative to the next one."""
 _PRIOR_SPREAD = 0.1
@@ -66,19 +72,16 @@ class SpeedLevels:
         """Add a step whose lengths are those of the profile on average, and that counts no more."""
         self._lengths.add_reference([math.log(row.length) for row in rows if row.length > 0.0])
 
-    def add(self, rows: Sequence[Row]) -> list[int]:
-        """Add one step of all ranks; returns the ranks whose level changes in it."""
-        changed = []
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add one step of all ranks."""
         for rank, row in enumerate(rows):
             if not (row.compute_seconds > 0.0 and row.expected_seconds > 0.0):
                 continue
             ratio = math.log(row.compute_seconds / row.expected_seconds)
             known, length = self._ranks[rank], math.log(row.length)
             residual = ratio - self._lengths.effect(length)
-            if known.add(residual):
-                changed.append(rank)
+            known.add(residual)
             self._lengths.add(rank, length, residual - known.level, known.deviation)
-        return changed
 
     @property
     def levels(self) -> tuple[float, ...]:
@@ -97,52 +100,61 @@ class _RankLevel:
     def __init__(self) -> None:
         self.level = 0.0
         self.deviation = FIRST_DEVIATION
+        self._measured: deque[float] = deque(maxlen=NEIGHBOURS)
         self._residuals: deque[float] = deque(maxlen=WINDOW)
-        self._differences: deque[float] = deque(maxlen=DIFFERENCES)
-        self._sums = [0.0, 0.0]
-        """Of a slowdown and of a speed-up."""
-        self._counts = [0, 0]
-        """Steps since each sum was 0."""
-        self._steps = 0
-        """Since the last change was found."""
+        """Without those that are far from their neighbours."""
+        self._latest = 0
+        """Residuals that the level rests on."""
+        self._differences = 0
+        """That the deviation rests on."""
 
     @property
     def error(self) -> float:
         """Standard error of the level; infinite until it is known."""
-        count = len(self._residuals)
-        known = self._steps >= SETTLED and len(self._differences) >= LEAST_DIFFERENCES
-        return _ERROR_OF_MEDIAN * self.deviation / math.sqrt(count) if known else math.inf
+        known = self._latest >= SETTLED and self._differences >= LEAST_DIFFERENCES
+        return self.deviation / math.sqrt(self._latest) if known else math.inf
 
-    def add(self, residual: float) -> bool:
-        """Add a residual; returns whether the level changes."""
+    def add(self, residual: float) -> None:
+        """Add a residual."""
+        self._measured.append(residual)
+        usual = median(self._measured)
+        if abs(residual - usual) > CLIP * self.deviation:
+            residual = usual
         if self._residuals:
-            # Differences of successive steps do not contain the level.
-            self._differences.append(abs(residual - self._residuals[-1]))
-            if len(self._differences) >= LEAST_DIFFERENCES:
-                measured = median(self._differences) / _PER_DIFFERENCE
-                self.deviation = max(LEAST_DEVIATION, measured)
-        distance = (residual - self.level) / self.deviation if self._residuals else 0.0
+            self._add_difference(residual - self._residuals[-1])
         self._residuals.append(residual)
-        self._steps += 1
-        if self._steps == SETTLED:
-            self._keep_last(SETTLED)
-        clipped = min(max(distance, -CLIP), CLIP)
-        changed = False
-        for side, signed in enumerate((clipped, -clipped)):
-            total = self._sums[side] + signed - ALLOWANCE
-            self._sums[side] = max(0.0, total)
-            self._counts[side] = self._counts[side] + 1 if total > 0.0 else 0
-            if total > THRESHOLD:
-                self._keep_last(self._counts[side])
-                self._sums, self._counts, self._steps = [0.0, 0.0], [0, 0], 0
-                changed = True
-                break
-        self.level = median(self._residuals)
-        return changed
+        certainty, count = self._latest_change()
+        self._latest = count if certainty > NOTICED else len(self._residuals)
+        skipped = len(self._residuals) - self._latest
+        latest = list(islice(self._residuals, skipped, None))
+        if certainty > FORGOTTEN:
+            self._residuals = deque(latest, maxlen=WINDOW)
+        latest.sort()
+        usual, most = latest[(len(latest) - 1) // 2], CLIP * self.deviation
+        near = latest[bisect_left(latest, usual - most) : bisect_right(latest, usual + most)]
+        self.level = fmean(near)
 
-    def _keep_last(self, count: int) -> None:
-        skipped = max(0, len(self._residuals) - count)
-        self._residuals = deque(islice(self._residuals, skipped, None), maxlen=WINDOW)
+    def _add_difference(self, difference: float) -> None:
+        """Add a difference of successive residuals, which does not contain the level."""
+        self._differences = min(self._differences + 1, MOST_DIFFERENCES)
+        variance = self.deviation**2
+        measured = min(difference**2 / 2.0, CLIP**2 * variance)
+        variance += (measured - variance) / (self._differences + FIRST_COUNT)
+        self.deviation = max(LEAST_DEVIATION, math.sqrt(variance))
+
+    def _latest_change(self) -> tuple[float, int]:
+        """Standard errors between the means before and after a change, and the steps after it."""
+        sums = list(accumulate(reversed(self._residuals)))
+        number = len(sums)
+        found = 0.0, number
+        for count in LATEST:
+            before = number - count
+            if before < SETTLED:
+                break
+            distance = abs(sums[count - 1] / count - (sums[-1] - sums[count - 1]) / before)
+            errors = distance * math.sqrt(count * before / number) / self.deviation
+            found = max(found, (errors, count))
+        return found
 
 
 class _LengthEffect:
