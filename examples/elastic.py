@@ -6,8 +6,9 @@
         examples/elastic.py --folder /shared/run
 
 Run this command on every host. If a host is lost, torchrun starts the ranks of the others again.
-Each start makes a plan for the ranks that are there, loads the last checkpoint and continues with
-the same global batches. See docs/guides/elastic.md.
+Each start makes a plan for the ranks that are there, loads the last step from the memory of the
+hosts, or else the last checkpoint, and continues with the same global batches. See
+docs/guides/elastic.md.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import poplar
 from poplar import CheckpointManager, HeteroBatchSampler, HeteroZeroOptimizer, Plan
+from poplar.elastic.memory_checkpoints import MemoryCheckpoints
 
 Batch = dict[str, Tensor]
 
@@ -102,17 +104,19 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     # The sampler saves how many batches were drawn. Without workers that is the number of steps.
     sampler = HeteroBatchSampler(len(dataset), plan, seed=SEED)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=0)
-    checkpoints = CheckpointManager(
-        options.folder, optimizer, state={"sampler": sampler, "scheduler": scheduler}, keep=2
-    )
-    done = checkpoints.load_latest() or 0
+    state = {"sampler": sampler, "scheduler": scheduler}
+    memory = MemoryCheckpoints(optimizer, state=state, spare_shards=1)
+    checkpoints = CheckpointManager(options.folder, optimizer, state=state, keep=2)
+    done = memory.load_latest() or checkpoints.load_latest() or 0
 
     for step, batch in zip(range(done + 1, options.steps + 1), epochs(loader), strict=False):
         result = optimizer.train_step(loss_fn, batch, max_norm=1.0)
         scheduler.step()
         log(options.folder / "log.jsonl", plan, step, float(result.loss), batch)
+        memory.save(step)
         if step % options.save_every == 0 or step == options.steps:
             checkpoints.save(step)
+    memory.remove()
 
 
 def epochs(loader: DataLoader[Batch]) -> Iterator[Batch]:

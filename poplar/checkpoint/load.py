@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,7 +89,18 @@ def load_now(
 ) -> Load:
     """Load on the active ranks, as part of a call. Arguments as for `load_checkpoint`."""
     path, doing = Path(os.path.abspath(folder)), f"load_checkpoint({str(folder)!r})"
-    load = _prepared(path, optimizer._training_parts(), wanted, weights_only, doing)
+    open_checkpoint = partial(OpenedCheckpoint, path, weights_only=weights_only)
+    return load_opened(open_checkpoint, optimizer, wanted, doing)
+
+
+def load_opened(
+    open_checkpoint: Callable[[], OpenedCheckpoint],
+    optimizer: Checkpointed,
+    wanted: Mapping[str, Any],
+    doing: str,
+) -> Load:
+    """As `load_now`, what a function opens on each rank."""
+    load = _prepared(open_checkpoint, optimizer._training_parts(), wanted, doing)
     with optimizer.collective_calls.changing_values("load_checkpoint()"):
         load.run(doing)
     return load
@@ -130,17 +142,21 @@ def load_as(
 @torch.no_grad()
 @no_garbage_collection()
 def _prepared(
-    path: Path, parts: TrainingParts, wanted: Mapping[str, Any], weights_only: bool, doing: str
+    open_checkpoint: Callable[[], OpenedCheckpoint],
+    parts: TrainingParts,
+    wanted: Mapping[str, Any],
+    doing: str,
 ) -> Load:
     """What can be loaded; nothing has changed but the user's objects."""
     control = parts.engine.control
 
     def prepare() -> Load:
         check_idle(parts, "load_checkpoint()")
-        return Load(parts, OpenedCheckpoint(path, weights_only=weights_only), wanted)
+        return Load(parts, open_checkpoint(), wanted)
 
     load = run_on_all_ranks(control, prepare, doing=doing)
     run_on_all_ranks(control, load.verify, doing=doing)
+    load.collect()
     run_on_all_ranks(control, load.read_optimizer_state, doing=doing)
     load.optimizer_state.agree(control)
     load.set_objects(doing)
@@ -210,6 +226,10 @@ class Load:
             raise ValueError(
                 f"{self.opened.folder} is of another model: {name!r} has other buffers"
             )
+
+    def collect(self) -> None:
+        """Get what is to be read and is on other hosts. Collective."""
+        self.opened.collect(self.parts.engine.control, {**self._to_read, **self._values})
 
     def read_optimizer_state(self) -> None:
         """Read this rank's part of the optimizer state, which is not used yet. Local."""

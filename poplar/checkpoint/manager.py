@@ -90,7 +90,7 @@ class CheckpointManager:
         control = self._optimizer._training_parts().engine.control
 
         def prepare() -> int:
-            number = _checked(step)
+            number = checked_step(step)
             if control.group.rank == 0:
                 self._clean()
             return number
@@ -190,7 +190,7 @@ class CheckpointManager:
                 remove(old)
 
 
-def _checked(step: int) -> int:
+def checked_step(step: int) -> int:
     """The step as a plain number, which JSON has."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise TypeError(f"step must be a whole number, got {step!r}")

@@ -129,7 +129,7 @@ class Saver:
             frozen = _saves_base(parts, self._frozen)
             if rank == 0:
                 _make_folder(path, replaces)
-            return _content(parts, values, frozen)
+            return content_of(parts, values, frozen)
 
         pending: list[PendingSave] = []
         try:
@@ -147,7 +147,7 @@ class Saver:
                     values=values if self._staging is None else self._staging.copy(values),
                     metadata=agreement.metadata,
                     aliases=content.entries.aliases,
-                    manifest=_manifest(parts, content, step),
+                    manifest=manifest_of(parts, content, step),
                     plan=None if parts.plan is None else json.dumps(parts.plan.to_dict(), indent=2),
                     replaces=replaces,
                     timeout_seconds=control.group.timeout.total_seconds(),
@@ -175,17 +175,25 @@ def _saves_base(parts: TrainingParts, frozen: bool | None) -> bool:
     return saves_base(parts.engine.model, frozen)
 
 
-def _content(parts: TrainingParts, values: Mapping[str, Any], frozen: bool) -> Content:
+def content_of(
+    parts: TrainingParts,
+    values: Mapping[str, Any],
+    frozen: bool,
+    *,
+    rank: int | None = None,
+    every_rank: bool = False,
+) -> Content:
     """The training state, the random state of this rank and, on the first one, scaler and `state`.
 
-    Local.
+    Local. Further arguments are those of `saved_entries`.
     """
-    entries = saved_entries(parts, frozen=frozen)
-    rank, device = parts.engine.control.group.rank, parts.engine.flats[0].device
+    entries = saved_entries(parts, frozen=frozen, rank=rank, every_rank=every_rank)
+    rank = parts.engine.control.group.rank if rank is None else rank
+    device = parts.engine.flats[0].device
     own_buffers: dict[str, Tensor] = {}
     own = {"random": random_state(device), "buffers": own_buffers}
     extra: dict[str, Any] = {f"{RANK}{rank}": own}
-    if rank == 0:
+    if rank == 0 or every_rank:
         extra.update({STATE + name: value for name, value in values.items()})
         if parts.scaler is not None:
             extra[SCALER] = parts.scaler.state_dict()
@@ -219,7 +227,8 @@ def _make_folder(path: Path, replaces: bool) -> None:
     aside.mkdir(parents=True)
 
 
-def _manifest(parts: TrainingParts, content: Content, step: int | None) -> Manifest:
+def manifest_of(parts: TrainingParts, content: Content, step: int | None) -> Manifest:
+    """What describes this content, without its files."""
     import poplar
 
     engine = parts.engine

@@ -82,14 +82,19 @@ def model_values(parts: TrainingParts) -> dict[str, Any]:
     return found
 
 
-def saved_entries(parts: TrainingParts, *, frozen: bool) -> Entries:
+def saved_entries(
+    parts: TrainingParts, *, frozen: bool, rank: int | None = None, every_rank: bool = False
+) -> Entries:
     """This rank's part of model and optimizer. Views: nothing is copied or sent.
 
     Args:
         parts: of the training.
         frozen: the base of adapters, too.
+        rank: another rank, whose part this rank has, too.
+        every_rank: what all ranks have is part of each; default: of the first one.
     """
-    rank = parts.engine.comm.group.rank
+    rank = parts.engine.comm.group.rank if rank is None else rank
+    adds_common = every_rank or rank == 0
     shards = {
         id(place.parameter): place.saved_shard(stored_values(place.flat), place.flat.owned[0], rank)
         for place in places_of(parts.engine.flats)
@@ -107,10 +112,10 @@ def saved_entries(parts: TrainingParts, *, frozen: bool) -> Entries:
             aliases[f"model.{name}"] = f"model.{stored}"
         elif id(value) in shards:
             model[name] = shards[id(value)]
-        elif rank == 0:
+        elif adds_common:
             model[name] = value.detach() if isinstance(value, Tensor) else value
-    optim: dict[str, Any] = {"state": saved_optimizer_state(parts)}
-    if rank == 0:
+    optim: dict[str, Any] = {"state": saved_optimizer_state(parts, rank)}
+    if adds_common:
         optim["param_groups"] = saved_groups(parts)
     values, paths = flatten_state_dict({"model": model, "optim": optim})
     paths.update({alias: ("model", alias.removeprefix("model.")) for alias in aliases})
@@ -124,9 +129,8 @@ def saved_groups(parts: TrainingParts) -> list[dict[str, Any]]:
     return [{**group, "params": inside} for group, inside in zip(groups, names, strict=True)]
 
 
-def saved_optimizer_state(parts: TrainingParts) -> dict[str, dict[str, Any]]:
-    """By parameter, this rank's part of its optimizer state; views."""
-    rank = parts.engine.comm.group.rank
+def saved_optimizer_state(parts: TrainingParts, rank: int) -> dict[str, dict[str, Any]]:
+    """By parameter, a rank's part of its optimizer state; views."""
     found: dict[str, dict[str, Any]] = {}
     for run in parts.update.runs:
         if not (state := parts.update.state_of(run)):

@@ -103,6 +103,14 @@ class Control:
         objects: list[Any] = [pickle.loads(to_bytes(data)) for data in received]
         return objects
 
+    def send_and_receive(self, messages: Sequence[Message], *, what: str) -> None:
+        """Send tensors on the CPU to some ranks and receive from others, and wait for all of them.
+
+        Collective. Each message is known to both of its ranks; there is at most one of a size from
+        one rank to another.
+        """
+        self._send(messages, Channel.VALUES, next(self._exchanges), what).wait()
+
     def broadcast_integer(self, value: int) -> None:
         """Send one integer to every other rank without waiting.
 

@@ -23,7 +23,7 @@ LAYERS = (
     {"ops", "kernels", "system", "data"},
     {"comm", "planner", "simulator", "hardware"},
     {"zero", "checkpoint"},
-    {"optimizer", "drift"},
+    {"optimizer", "drift", "elastic"},
     {"profiler"},
     {"tuning", "programmes", "monitoring", "doctor", "watch"},
     {"cli", "pair", "integrations", "__main__"},

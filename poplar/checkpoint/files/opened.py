@@ -31,6 +31,7 @@ from poplar.checkpoint.files.metadata_file import METADATA, read_metadata
 from poplar.checkpoint.files.save_job import aside_name
 from poplar.checkpoint.files.stored_files import open_stored
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+from poplar.comm import Control
 from poplar.values.errors import DamagedCheckpoint
 
 PRIVATE = "poplar."
@@ -162,6 +163,9 @@ class OpenedCheckpoint:
                     self.folder / METADATA, f"the nested form of {name!r} ({error!r})"
                 ) from error
         return root
+
+    def collect(self, control: Control, targets: Mapping[str, Tensor]) -> None:
+        """Get what `read_into` will read and this rank cannot see: nothing here. Collective."""
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Read into the memory of tensors, by name, which may be `ShardTensor`s.

@@ -49,10 +49,10 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free it first
         self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         if pinned:
-            self._unpin = weakref.finalize(self, _pin(self._buffer))
+            self._unpin = weakref.finalize(self, pin(self._buffer))
 
 
-def _pin(memory: Tensor) -> Callable[[], None]:
+def pin(memory: Tensor) -> Callable[[], None]:
     """Pin memory, as much as there is: `pin_memory=True` takes the next power of two.
 
     Returns:
@@ -62,8 +62,9 @@ def _pin(memory: Tensor) -> Callable[[], None]:
     failure = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
     if failure:
         raise RuntimeError(
-            f"CUDA error {failure} while {memory.nbytes} bytes of host memory were pinned for an "
-            "asynchronous save; save with asynchronous=False"
+            f"CUDA error {failure} while {memory.nbytes} bytes of host memory were pinned for a "
+            "copy of the training state; free host memory, or save to a folder with "
+            "CheckpointManager(asynchronous=False)"
         )
 
     def unpin() -> None:

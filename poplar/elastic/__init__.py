@@ -1,0 +1,1 @@
+"""Training goes on from memory when ranks are lost or join."""

@@ -1,0 +1,223 @@
+"""`MemoryCheckpoints`: the training state of the last steps, in memory that outlives the ranks.
+
+[Note: what survives]
+torchrun ends all ranks when one fails, so state is kept in files in memory. After a step, each rank
+writes its part into one of two slots in turn. A rank that is killed while it writes loses this step
+only, and all ranks have the one before: a step needs all ranks, so none saves a step before all
+have saved the last one. If a host is lost, other hosts have its parts if there are spares.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from poplar.checkpoint.collection import no_garbage_collection
+from poplar.checkpoint.frozen_base import saves_base
+from poplar.checkpoint.load import Load, load_as, load_opened
+from poplar.checkpoint.manager import checked_step
+from poplar.checkpoint.save import content_of, manifest_of, state_of
+from poplar.checkpoint.training_state import Checkpointed, TrainingParts, check_idle
+from poplar.comm import Control
+from poplar.comm.host_topology import Hosts, host_id
+from poplar.comm.point_to_point import Message
+from poplar.elastic.agent_folder import agent_folder
+from poplar.elastic.memory_state import MemoryState, files_in, find, newest_whole, path_of
+from poplar.elastic.shard_file import START, Description, Mark, ShardFile, write_shard
+from poplar.zero.agreement import exchange_results
+from poplar.zero.collective_calls import CollectiveCalls, collective
+
+_LOADING = "MemoryCheckpoints.load_latest()"
+_SAVING = "MemoryCheckpoints.save()"
+
+
+class MemoryCheckpoints:
+    """Saves the training state in memory, and loads it after a restart.
+
+        memory = MemoryCheckpoints(optimizer, state={"sampler": sampler, "scheduler": scheduler})
+        step = memory.load_latest() or checkpoints.load_latest() or 0
+
+    `torchrun` starts all ranks again if one fails, or if hosts are lost or join. Ranks with another
+    plan, stage or number load what those before have saved, as they load a checkpoint. Files belong
+    to the agent of torchrun that started the rank, and last as long as it does. All methods but
+    `remove` are collective.
+
+    Args:
+        optimizer: whose training state is saved.
+        state: by name, objects as for `save_checkpoint`; read at every call.
+        spare_shards: on how many other hosts each rank's part is saved, too, so that as many hosts
+            may be lost; at most as many as there are. At stage 0 nothing is sent for it.
+        folder: in memory, for the ranks of this host; it must outlive them. Ranks with different
+            folders count as ranks of different hosts. Default: in `/dev/shm`.
+
+    Raises:
+        ValueError: `spare_shards` is less than 0.
+    """
+
+    def __init__(
+        self,
+        optimizer: Checkpointed,
+        *,
+        state: Mapping[str, Any] | None = None,
+        spare_shards: int = 0,
+        folder: str | Path | None = None,
+    ) -> None:
+        if spare_shards < 0:
+            raise ValueError(f"spare_shards must be at least 0, got {spare_shards}")
+        self.folder = agent_folder() if folder is None else Path(os.path.abspath(folder))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._optimizer, self._state = optimizer, state if state is not None else {}
+        self._spares = spare_shards
+        self._slots: _Slots | None = None
+
+    @property
+    def collective_calls(self) -> CollectiveCalls:
+        """Those of the optimizer."""
+        return self._optimizer.collective_calls
+
+    @collective
+    def save(self, step: int) -> None:
+        """Save the training state after `step` steps. Collective, between steps.
+
+        Args:
+            step: a whole number, at least 0, equal on all ranks.
+
+        Raises:
+            OSError: there is too little memory; says how much is needed.
+            RuntimeError: in the middle of a step.
+        """
+        parts = self._optimizer._training_parts()
+        check_idle(parts, _SAVING)
+        if self._slots is None or self._slots.control is not parts.engine.control:
+            self._slots = _Slots(parts.engine.control, self.folder, self._spares)
+        self._slots.save(parts, checked_step(step), self._state)
+
+    def load_latest(self) -> int | None:
+        """Load the newest step of which all parts are in memory on some host. Collective.
+
+        Returns:
+            The step; None if there is none. If parts of steps are in memory, a warning says which
+            are missing.
+
+        Raises:
+            ValueError, RankFailed: as `load_checkpoint`.
+        """
+        return load_as(_LOADING, self._optimizer, self._load, self._state)[0]
+
+    def remove(self) -> None:
+        """Free the memory on this host: training is over. Local."""
+        self._slots = None
+        _remove(self.folder)
+
+    def _load(self) -> tuple[int | None, Load | None]:
+        control = self._optimizer._training_parts().engine.control
+        rank = control.group.rank
+        found = exchange_results(control, lambda: find(self.folder), what=_LOADING)
+        whole, missing = newest_whole(found)
+        if whole is None:
+            if missing and rank == 0:
+                text = "the training state in memory is not whole: %s"
+                logging.getLogger("poplar").warning(text, missing)
+            _remove(self.folder)
+            return None, None
+
+        def described() -> dict[int, Description]:
+            """The parts that this rank serves."""
+            own = [owner for owner, server in whole.servers.items() if server == rank]
+            return {o: ShardFile(path_of(self.folder, whole.slot, o)).description() for o in own}
+
+        by_rank = exchange_results(control, described, what=_LOADING)
+        by_owner = dict(sorted((o, part) for own in by_rank for o, part in own.items()))
+        open_state = partial(MemoryState, self.folder, whole, rank, by_owner)
+        load = load_opened(open_state, self._optimizer, self._state, _LOADING)
+        _remove(self.folder, but=whole.slot)
+        return whole.step, load
+
+
+class _Slots:
+    """Two slots of files, which the ranks write in turn while they and their hosts stay."""
+
+    def __init__(self, control: Control, folder: Path, spares: int) -> None:
+        """Agree on the name of the files and on who has spares. Collective."""
+        self.control, self._folder = control, folder
+        own = (*host_id(), str(folder)), uuid4().hex
+        by_rank = control.exchange_objects(own, what=_SAVING)
+        hosts, self._tag = Hosts.of([host for host, _ in by_rank]), by_rank[0][1]
+        holders = [holders_of(hosts, owner, spares) for owner in range(control.group.size)]
+        self._holders = holders[control.group.rank]
+        self._held = [o for o, ranks in enumerate(holders) if control.group.rank in ranks]
+        self._has_spares = any(holders)
+        self._files: dict[int, tuple[ShardFile, ShardFile]] = {}
+        self._saves = 0
+
+    @no_garbage_collection()
+    def save(self, parts: TrainingParts, step: int, state: Mapping[str, Any]) -> None:
+        """Save a step into the slot that was not written last. Collective."""
+        rank, engine = self.control.group.rank, parts.engine
+        if self._saves == 1:  # once all ranks have saved a step, nothing older is needed
+            self.control.exchange(torch.zeros(1, device="cpu"), what=_SAVING)()
+            _remove(self._folder, but=self._tag)
+        has_all = engine.strategy.replicates_state
+        values = {name: state_of(value) for name, value in state.items()}
+        base = saves_base(engine.model, None)
+        for owner in (rank, *self._held) if has_all else (rank,):
+            content = content_of(parts, values, base, rank=owner, every_rank=True)
+            content.own_buffers.update(content.buffers)
+            entries, manifest = content.entries, manifest_of(parts, content, step)
+            described = Description({}, entries.values, entries.paths, entries.aliases, manifest)
+            write_shard(self._next_files(owner, parts), step, self.control.group.size, described)
+        if self._has_spares and not has_all:
+            self._send_spares(parts)
+        self._saves += 1
+
+    def _next_files(self, owner: int, parts: TrainingParts) -> tuple[ShardFile, ShardFile]:
+        """The files with a rank's part: the one to write now, and the one to write next."""
+        if owner not in self._files:
+            pinned = parts.engine.flats[0].device.type == "cuda"
+            paths = [path_of(self._folder, f"{self._tag}-{slot}", owner) for slot in (0, 1)]
+            first, second = (ShardFile(path, pinned=pinned) for path in paths)
+            self._files[owner] = first, second
+        first, second = self._files[owner]
+        return (second, first) if self._saves % 2 else (first, second)
+
+    def _send_spares(self, parts: TrainingParts) -> None:
+        """Copy what this rank has written to its holders. Collective."""
+        own = self._next_files(self.control.group.rank, parts)[0]
+        assert own.mark is not None
+        marks = self.control.exchange(torch.tensor(own.mark, device="cpu"), what=_SAVING)()
+        sent = own.bytes[START : own.mark.end]
+        messages = [Message(holder, sent, incoming=False) for holder in self._holders]
+        received = []
+        for owner in self._held:
+            mark = Mark(*marks[owner].tolist())
+            files = self._next_files(owner, parts)
+            for file in files:
+                file.reserve(mark.end)
+            files[0].begin()
+            messages.append(Message(owner, files[0].bytes[START : mark.end], incoming=True))
+            received.append((files[0], mark))
+        self.control.send_and_receive(messages, what=_SAVING)
+        for file, mark in received:
+            file.finish(mark)
+
+
+def holders_of(hosts: Hosts, owner: int, spares: int) -> list[int]:
+    """The ranks that have a spare of a rank's part: one on each of the next hosts."""
+    host = hosts.host_of(owner)
+    place = hosts.members[host].index(owner)
+    others = hosts.members[host + 1 :] + hosts.members[:host]
+    return [ranks[place % len(ranks)] for ranks in others[:spares]]
+
+
+def _remove(folder: Path, but: str = "-") -> None:
+    """Remove the files in a folder whose name does not start with `but`."""
+    for path in files_in(folder):
+        if not path.name.startswith(but):
+            path.unlink(missing_ok=True)

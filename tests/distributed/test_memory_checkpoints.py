@@ -1,0 +1,142 @@
+"""Training goes on from what ranks have saved in memory: with the same bits, and on other ranks."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import ranks as harness
+import torch
+from ranks import Pool
+from test_checkpoints import (
+    FOUR,
+    THREE,
+    OddModel,
+    assert_close_values,
+    build,
+    noisy_loss,
+    plan_of_three,
+    train,
+)
+from test_materialization import values_of
+from torch import Tensor
+from training import STAGES, whole_parameters
+
+from poplar.elastic.memory_checkpoints import MemoryCheckpoints
+from poplar.elastic.memory_state import find, path_of
+from poplar.elastic.shard_file import ShardFile
+
+
+def resume(stage: int, options: dict[str, Any], folder: str) -> None:
+    plan = plan_of_three(stage)
+    model, optimizer = build(plan, model_class=OddModel, **options)
+    torch.manual_seed(harness.rank())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    memory = MemoryCheckpoints(optimizer, state={"scheduler": scheduler}, folder=folder)
+    assert memory.load_latest() is None
+    for step in (1, 2, 3):
+        train(optimizer, step - 1, 1, noisy_loss)
+        scheduler.step()
+        model.extra = {"seen": step}
+        model.steps.fill_(harness.rank() + step)  # a buffer that differs between ranks
+        memory.save(step)
+    train(optimizer, 3, 2, noisy_loss)
+    expected, drawn = whole_parameters(model, optimizer), torch.rand(3)
+
+    model, optimizer = build(plan, seed=1, model_class=OddModel, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    memory = MemoryCheckpoints(optimizer, state={"scheduler": scheduler}, folder=folder)
+    assert memory.load_latest() == 3
+    assert scheduler.last_epoch == 3
+    assert model.extra == {"seen": 3}
+    assert set(model.steps.tolist()) == {harness.rank() + 3}
+    train(optimizer, 3, 2, noisy_loss)
+    found = whole_parameters(model, optimizer)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "options", [{}, {"compute_dtype": torch.bfloat16}, {"cls": torch.optim.SGD, "momentum": 0.9}]
+)
+def test_training_goes_on_with_the_same_bits(
+    ranks: Pool, stage: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks.run(resume, stage, options, str(tmp_path), ranks=3)
+
+
+def save_on_four_hosts(stage: int, folder: str, spares: int) -> dict[str, Tensor]:
+    """Three saved steps, and four that follow."""
+    model, optimizer = build(replace(FOUR, stage=stage))
+    own = f"{folder}/{harness.rank()}"
+    memory = MemoryCheckpoints(optimizer, spare_shards=spares, folder=own)
+    for step in (1, 2, 3):
+        train(optimizer, step - 1, 1)
+        memory.save(step)
+    train(optimizer, 3, 4)
+    return values_of(model, optimizer)
+
+
+def load_on_three_hosts(folder: str) -> dict[str, Tensor]:
+    """Saves again, too: the loss of another rank then costs nothing more."""
+    model, optimizer = build(THREE, seed=1)
+    own = f"{folder}/{harness.rank()}"
+    memory = MemoryCheckpoints(optimizer, spare_shards=1, folder=own)
+    assert memory.load_latest() == 3
+    for step in (4, 5):
+        train(optimizer, step - 1, 1)
+        memory.save(step)
+    assert len(list(Path(own).iterdir())) == 4  # two slots, of which each has a spare
+    train(optimizer, 5, 2)
+    return values_of(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_training_goes_on_without_a_host(ranks: Pool, stage: int, tmp_path: Path) -> None:
+    before = ranks.run(save_on_four_hosts, stage, str(tmp_path), 1)
+    shutil.rmtree(tmp_path / "1")
+    (tmp_path / "3").rename(tmp_path / "1")  # ranks have other numbers then
+    after = ranks.run(load_on_three_hosts, str(tmp_path), ranks=3)
+    assert_close_values(after[0], before[0])
+
+
+def load_nothing(folder: str) -> str:
+    _, optimizer = build(THREE, seed=1)
+    memory = MemoryCheckpoints(optimizer, folder=f"{folder}/{harness.rank()}")
+    with mock.patch.object(logging.getLogger("poplar"), "warning") as warning:
+        assert memory.load_latest() is None
+    assert not find(memory.folder)
+    return "".join(str(call.args) for call in warning.mock_calls)
+
+
+def test_missing_parts_are_named(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_on_four_hosts, 3, str(tmp_path), 0)
+    said = ranks.run(load_nothing, str(tmp_path), ranks=3)
+    assert "step 3 lacks the parts of ranks [3] of 4" in said[0]
+    assert said[1:] == ["", ""]
+
+
+def tear_last_step(folder: str) -> None:
+    """Rank 1 is killed while it writes step 3; the others have saved it."""
+    plan = plan_of_three(3)
+    _, optimizer = build(plan)
+    memory = MemoryCheckpoints(optimizer, folder=folder)
+    for step in (1, 2, 3):
+        train(optimizer, step - 1, 1)
+        memory.save(step)
+    for slot, owner, mark in find(memory.folder):
+        if owner == harness.rank() == 1 and mark.step == 3:
+            ShardFile(path_of(memory.folder, slot, owner)).begin()
+    _, optimizer = build(plan, seed=1)
+    assert MemoryCheckpoints(optimizer, folder=folder).load_latest() == 2
+
+
+def test_step_that_a_rank_has_not_saved_is_done_again(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(tear_last_step, str(tmp_path), ranks=3)

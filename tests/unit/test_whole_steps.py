@@ -1,0 +1,82 @@
+"""Which step in memory is whole, and on which hosts ranks have their spares."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from poplar.comm.host_topology import Hosts
+from poplar.elastic import agent_folder
+from poplar.elastic.memory_checkpoints import holders_of
+from poplar.elastic.memory_state import Found, Whole, find, newest_whole, path_of
+from poplar.elastic.shard_file import START, Mark, ShardFile
+
+
+def found(slot: str, owner: int, step: int, ranks: int = 2) -> Found:
+    return Found(slot, owner, Mark(step, ranks, START, START))
+
+
+def test_newest_step_with_all_parts_is_chosen():
+    first = [found("a-0", 0, 8), found("a-1", 0, 9), found("b-0", 0, 10, ranks=3)]
+    second = [found("a-0", 1, 8), found("a-1", 1, 7), found("b-0", 1, 10, ranks=3)]
+    assert newest_whole([first, second]) == (Whole(8, "a-0", {0: 0, 1: 1}), "")
+
+
+def test_parts_of_different_starts_are_not_mixed():
+    """They may have been cut by different plans."""
+    whole, missing = newest_whole([[found("a-0", 0, 9)], [found("b-0", 1, 9)]])
+    assert whole is None
+    assert missing == "step 9 lacks the parts of ranks [0] of 2"
+
+
+def test_nothing_is_missing_at_a_first_start():
+    assert newest_whole([[], []]) == (None, "")
+
+
+@pytest.mark.parametrize("spares", [1, 2, 3])
+def test_spares_are_on_other_hosts(spares: int):
+    hosts = Hosts(((0, 1, 2), (3,), (4, 5)))
+    for owner in range(6):
+        holders = holders_of(hosts, owner, spares)
+        on = {hosts.host_of(rank) for rank in holders}
+        assert len(on) == len(holders) == min(spares, 2)
+        assert hosts.host_of(owner) not in on
+
+
+def test_file_that_is_being_written_is_not_found(tmp_path: Path):
+    file = ShardFile(path_of(tmp_path, "a-0", 3))
+    file.reserve(4096)
+    assert find(tmp_path) == []
+    file.finish(Mark(5, 4, START, START))
+    assert find(tmp_path) == [found("a-0", 3, 5, ranks=4)]
+    file.begin()
+    file.bytes[START:] = torch.ones(1, dtype=torch.uint8)
+    assert find(tmp_path) == []
+    path_of(tmp_path, "a-1", 3).touch()  # its rank was killed before there was any room
+    assert find(tmp_path) == []
+
+
+def test_room_is_reserved_before_anything_is_written(tmp_path: Path):
+    file = ShardFile(tmp_path / "part")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch.object(os, "posix_fallocate", side_effect=full),
+        pytest.raises(OSError, match=r"takes 2.0 MiB, but .* are free; make /dev/shm larger"),
+    ):
+        file.reserve(2 << 20)
+
+
+def test_folders_of_agents_that_have_ended_are_removed(tmp_path: Path):
+    with mock.patch.object(agent_folder, "_ROOT", tmp_path):
+        own = agent_folder.agent_folder()
+        ended = own.with_name(own.name + "9")  # the same process number, started at another time
+        ended.mkdir()
+        other = tmp_path / "poplar-of-another-namespace"
+        other.mkdir()
+        assert agent_folder.agent_folder() == own
+    assert sorted(tmp_path.iterdir()) == sorted([own, other])
