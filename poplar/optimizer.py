@@ -1049,10 +1049,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=tuned.plan, lr=3e-4)
             optimizer.follow_drift(tuned.profile)
 
-        From then on, every step compares the compute seconds of each rank with its profile, for the
-        samples and lengths of the step. If a speed has changed and another plan of the same stage
-        and global batch is faster by more than moving the state costs, the first rank logs one line
-        to the logger "poplar". Single slow steps and long samples are no change.
+        From then on, every step, by `train_step` or `micro_batches`, compares the compute seconds
+        of each rank with its profile, for the samples and lengths of the step. If a speed has
+        changed and another plan of the same stage and global batch is faster by more than moving
+        the state costs, the first rank logs one line to the logger "poplar". Single slow steps and
+        long samples are no change.
 
         Args:
             profile: of these ranks, the same on all of them.

@@ -178,6 +178,11 @@ class HeteroBatchSampler(Sampler[list[int]]):
         self._taken += 1
         return self._ahead.popleft() + 1 if self._ahead else 0
 
+    def skip(self, batches: int) -> None:
+        """Note that no optimizer will take the first of the batches that were drawn."""
+        for _ in range(batches):
+            self._ahead.popleft()
+
     def drop_ahead(self) -> None:
         """Note that no optimizer will take the batches that were drawn."""
         self._ahead.clear()

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from poplar.integrations.versions import check_version
 
@@ -38,7 +38,7 @@ from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.integrations.planned_loader import PlannedLoader, unknown_order
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.tuning.autotune import OPTIONS, autotune
+from poplar.tuning.autotune import OPTIONS, tune
 from poplar.values.plan import Plan
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.optimizers.granularity import OptimizerFactory
@@ -70,6 +70,7 @@ def prepare(
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     params: Any = None,
     tuning: Mapping[str, Any] | None = None,
+    replan: Literal["auto", "advise", "off"] = "off",
     **options: Any,
 ) -> Prepared:
     """Plan, and build what the loop needs; in place of `accelerator.prepare`. Collective.
@@ -102,6 +103,7 @@ def prepare(
         scheduler: makes a scheduler from the optimizer.
         params: parameters or param groups; default: all of the model.
         tuning: arguments of `poplar.autotune`, such as `stage` or `memory_limit`.
+        replan: as for `HeteroZeroOptimizer.follow_drift`; not with `plan=`. The loader follows.
         **options: for `optimizer_class` and `HeteroZeroOptimizer`.
 
     Raises:
@@ -109,6 +111,12 @@ def prepare(
             global batch.
     """
     _check(accelerator, model, loader)
+    if plan is not None and replan != "off":
+        raise ValueError(
+            f"prepare(replan={replan!r}) compares steps with a profile, which plan= does not have; "
+            "leave out plan=, or call optimizer.follow_drift(profile)"
+        )
+    profile = None
     model = accelerator.prepare_model(model, evaluation_mode=True)  # autocast, but no DDP
     world_size, accumulated = accelerator.num_processes, accelerator.gradient_accumulation_steps
     global_batch = int(loader.batch_size or 0) * accumulated * world_size
@@ -117,16 +125,17 @@ def prepare(
     if plan is None:
         if loss_fn is None:
             raise ValueError("prepare() needs loss_fn= to make a plan, or plan=")
-        tuned = {k: v for k, v in options.items() if k not in _OF_THE_ENGINE_ONLY}
+        tuned_options = {k: v for k, v in options.items() if k not in _OF_THE_ENGINE_ONLY}
         example = send_to_device(next(iter(loader)), accelerator.device)
-        plan = autotune(
+        tuned = tune(
             model,
             loss_fn,
             example,
             global_batch=global_batch,
             optimizer_class=optimizer_class,
-            **(tuned | dict(tuning or {})),
+            **(tuned_options | dict(tuning or {})),
         )
+        plan, profile = tuned.plan, tuned.profile
     plan.check_all_active("poplar.integrations.accelerate")
     if plan.global_batch != global_batch:
         raise ValueError(
@@ -135,6 +144,8 @@ def prepare(
             f"{accumulated} accumulation steps x {world_size} ranks); change one of them"
         )
     optimizer = HeteroZeroOptimizer(model, optimizer_class, plan=plan, params=params, **options)
+    if profile is not None and replan != "off":
+        optimizer.follow_drift(profile, replan=replan)
     if loss_fn is not None:
         optimizer._expect_loss(loss_fn, "to micro_batches")
     accelerator.gradient_accumulation_steps = 1

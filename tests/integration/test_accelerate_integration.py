@@ -128,7 +128,7 @@ def train_under_a_measured_plan(cls: Any) -> Any:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     tuning = {"seconds": 2.0, "cache": False, "verify": False, "progress": False}
     engine = {"on_nonfinite": "skip", "allow_forward_state": True}  # not options of AdamW
-    parts = prepared(None, accelerator, cls, tuning=tuning, **engine)
+    parts = prepared(None, accelerator, cls, tuning=tuning, replan="auto", **engine)
     return parts.optimizer.plan.global_batch, run_loop(accelerator, parts, 0, "unused")
 
 
@@ -246,6 +246,8 @@ def use_wrongly(way: str) -> None:
     if way == "no plan":
         loader = DataLoader(a_dataset(), batch_size=2)
         prepare(accelerator, a_model(), torch.optim.AdamW, loader, lr=0.1)
+    if way == "no profile":
+        prepared(PLANS[1], accelerator, replan="auto")
     model, *_ = prepared(PLANS[1], accelerator)
     if way == "accumulate":
         with accelerator.accumulate(model):
@@ -268,6 +270,7 @@ def use_wrongly(way: str) -> None:
         ("prepared loader", "pass a plain torch DataLoader"),
         ("prepared model", "leave out accelerator.prepare for it"),
         ("no plan", "needs loss_fn= to make a plan"),
+        ("no profile", "compares steps with a profile"),
         ("accumulate", "use `for micro_batch in optimizer.micro_batches"),
         ("accumulation set later", "leave it at 1"),
         ("clip value", "use accelerator.clip_grad_norm_"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -131,13 +132,24 @@ def numbers(metrics: Any) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
+class ChangesPlan(pl.Callback):
+    """Reverses the batches of the ranks after the third step of the second epoch."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        optimizer = trainer.strategy.optimizer
+        if optimizer.steps == 8:
+            reverse = optimizer.plan.micro_batches[::-1]
+            optimizer.apply_plan(replace(optimizer.plan, micro_batches=reverse))
+
+
 def train(folder: Path, plan: Any) -> dict[str, Any]:
     """Lightning would divide each loss by 2, for the two batches of a step."""
     with environment():
         monitor = PoplarMonitor([JsonLines(folder / "progress.jsonl")], every=8)
-        run = on_ranks(folder, plan, callbacks=[monitor], accumulate_grad_batches=2)
+        run = on_ranks(folder, plan, callbacks=[monitor, ChangesPlan()], accumulate_grad_batches=2)
         module = model()
         run.fit(module, data(batch_size=1), data(45, batch_size=3, drop_last=False))
+        assert run.strategy.plan != plan
         return {"losses": module.losses, "logged": numbers(run.callback_metrics)}
 
 
@@ -377,7 +389,8 @@ def train_without_a_plan(folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     with environment():
         module = model()
-        strategy = PoplarStrategy(stage=2, cache=False, seconds=3, verify=False)
+        tuning = {"cache": False, "seconds": 3, "verify": False}
+        strategy = PoplarStrategy(stage=2, replan="auto", **tuning)
         run = on_ranks(folder, None, strategy=strategy, accumulate_grad_batches=3)
         run.fit(module, data(batch_size=1))
         return {"losses": module.losses, "plan": strategy.plan}

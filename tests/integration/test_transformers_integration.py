@@ -8,6 +8,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,18 +234,30 @@ def evaluated(trainer: Trainer) -> list[tuple[float, float]]:
     return [(entry["eval_loss"], entry["eval_margin"]) for entry in history if "eval_loss" in entry]
 
 
+class ChangesPlan(TrainerCallback):
+    """Changes the plan after the fourth step; the batches of the ranks are then reversed."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = kwargs["optimizer"]
+        if state.global_step == 4:
+            optimizer.apply_plan(
+                replace(optimizer.plan, micro_batches=optimizer.plan.micro_batches[::-1])
+            )
+
+
 def save_and_resume(plan: poplar.Plan, folder: str) -> Any:
-    """Train six steps; again from the third, in mid-epoch of the second. Returns the outcomes."""
+    """Train six steps; again from the third, in mid-epoch of the first. Returns the outcomes."""
     as_launched()
 
-    def trainer() -> PoplarTrainer:
+    def trainer(*callbacks: TrainerCallback) -> PoplarTrainer:
         return PoplarTrainer(
             model_of("llama"),
             arguments(folder, **(SAVING | SHARES)),
             data_collator=padded,
-            train_dataset=Sentences(24),
+            train_dataset=Sentences(60),
             eval_dataset=Fixed(),
             compute_metrics=metrics_of,
+            callbacks=list(callbacks),
             poplar=PoplarArguments(plan=plan),
         )
 
@@ -255,9 +268,13 @@ def save_and_resume(plan: poplar.Plan, folder: str) -> Any:
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
     predictions = again.predict(Fixed())
     again.save_model(f"{folder}/saved")
+    changed = trainer(ChangesPlan())
+    changed.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    assert changed.plan != plan
     return {
         "first": logged(first),
         "again": logged(again),
+        "changed": logged(changed),
         "evaluated": (evaluated(first), evaluated(again)),
         "kept": kept,
         "best": first.state.best_model_checkpoint,
@@ -274,7 +291,7 @@ def test_stop_resume_evaluate_predict_save_load(three, tmp_path, stage):
         model_of("llama"),
         arguments(tmp_path / "alone", **SAVING),
         data_collator=padded,
-        train_dataset=Sentences(24),
+        train_dataset=Sentences(60),
         eval_dataset=Fixed(),
         compute_metrics=metrics_of,
     )
@@ -286,6 +303,7 @@ def test_stop_resume_evaluate_predict_save_load(three, tmp_path, stage):
     close = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(torch.tensor(here["first"]), torch.tensor(logged(alone)), **close)
     assert here["again"] == here["first"], "the log before the resume, then the same bits"
+    torch.testing.assert_close(torch.tensor(here["changed"]), torch.tensor(here["first"]), **close)
     for each in here["evaluated"]:
         count = len(each)
         torch.testing.assert_close(
@@ -400,7 +418,7 @@ def train_by_own_file(folder: str, name: str) -> None:
         model_of("llama"),
         arguments(folder, max_steps=2, **SHARES),
         data_collator=padded,
-        train_dataset=Sentences(24),
+        train_dataset=Sentences(60),
         poplar=PoplarArguments(**{name: f"{folder}/rank-{pool.rank()}.json"}),
     )
     trainer.train()
@@ -500,6 +518,7 @@ def plan_and_train(folder: str, balanced: bool) -> Any:
             seconds=2.0,
             cache=False,
             verify=False,
+            replan="auto",
             balance_lengths=balanced,
         ),
     )
@@ -775,7 +794,7 @@ def gather_in_loss(folder: str) -> None:
         model_of("llama"),
         arguments(folder, **SHARES),
         data_collator=padded,
-        train_dataset=Sentences(24),
+        train_dataset=Sentences(60),
         poplar=PoplarArguments(plan=PLANS[0]),
     )
     trainer.train()
@@ -882,6 +901,7 @@ def test_options_can_be_parsed_beside_training_arguments():
         ({"compute_dtype": "int8"}, "compute_dtype must be"),
         ({"reduce_dtype": "int8"}, "reduce_dtype must be"),
         ({"memory_limit": "lots"}, "memory_limit"),
+        ({"replan": "always"}, "replan must be one of off, advise, auto"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
@@ -905,5 +925,7 @@ def test_a_plan_must_be_of_the_global_batch_stage_and_ranks():
         PoplarArguments(plan=plan).given(12, 3)
     with pytest.raises(ValueError, match="leave out stage="):
         PoplarArguments(plan=plan, stage="1").given(14, 3)
+    with pytest.raises(ValueError, match="pass profile=, too"):
+        PoplarArguments(plan=plan, replan="auto").given(14, 3)
     with pytest.raises(ValueError, match="is for 3 ranks, but there are 2"):
         PoplarArguments(plan=plan).given(14, 2)

@@ -83,6 +83,7 @@ class PoplarStrategy(DDPStrategy):
             `poplar.autotune`. Each micro-batch is then collated on its own.
         units, communicator, allow_forward_state, granularity, on_nonfinite, timeout: as for
             `HeteroZeroOptimizer`.
+        replan: as for `HeteroZeroOptimizer.follow_drift`; not with `plan`. The loader follows.
         process_group_backend: for `init_process_group`; None: by the device.
         tuning: further keyword arguments of `poplar.autotune`, such as `seconds` and `cache`.
     """
@@ -104,6 +105,7 @@ class PoplarStrategy(DDPStrategy):
         granularity: Granularity | None = None,
         on_nonfinite: OnNonFinite = "raise",
         timeout: timedelta | None = None,
+        replan: Literal["auto", "advise", "off"] = "off",
         process_group_backend: str | None = None,
         **tuning: Any,
     ) -> None:
@@ -122,6 +124,12 @@ class PoplarStrategy(DDPStrategy):
                 "PoplarStrategy(plan=...) has a stage and needs no profile; drop stage=, "
                 "memory_limit= and the arguments of autotune, or drop plan="
             )
+        if plan is not None and replan != "off":
+            raise ValueError(
+                f"PoplarStrategy(replan={replan!r}) compares steps with a profile, which plan= "
+                "does not have; drop plan=, or call strategy.optimizer.follow_drift(profile)"
+            )
+        self._replan = replan
         self._given_plan = plan if plan is None or isinstance(plan, Plan) else Plan.from_json(plan)
         self._tuning = {"stage": stage, "memory_limit": memory_limit, **tuning}
         self._weight = weight
@@ -281,6 +289,8 @@ class PoplarStrategy(DDPStrategy):
             attach(config.scheduler, optimizer)
         if schedulers:
             StepCounter(optimizer)
+        if self._profile is not None and self._replan != "off":
+            optimizer.follow_drift(self._profile, replan=self._replan)
         self._optimizer, self._owned = optimizer, module
         if self._given_plan is not None:  # else `autotune` has looked
             optimizer._expect_loss(self._discarded_loss, "to PoplarStrategy")
@@ -409,7 +419,7 @@ class PoplarStrategy(DDPStrategy):
         if batches.follows_a_plan(dataloader):
             return dataloader
         batches.check_train_loader(dataloader)
-        plan = self._plan
+        plan = self._plan if self._optimizer is None else self.plan
         if plan is None:  # only the number of steps is asked for, which no plan changes
             loader: Any = dataloader
             plan = Plan.even(self.world_size, self._global_batch(loader), loader.batch_size, 0)

@@ -59,6 +59,11 @@ class PoplarArguments:
     on_nonfinite: str = _option(
         "raise", "If a loss or the gradient norm is not finite: 'raise', or 'skip' the step."
     )
+    replan: str = _option(
+        "off",
+        "Follow the ranks' speeds, as `follow_drift` does: 'advise' logs a faster plan, 'auto' "
+        "trains by it. It needs a profile: measured, or profile=.",
+    )
     run_record: bool = _option(
         True,
         "Write the measured steps to poplar_run.json in output_dir, for `poplar report`, if the "
@@ -72,6 +77,7 @@ class PoplarArguments:
             ("stage", ("auto", *map(str, range(len(STRATEGIES))))),
             ("compute_dtype", ("model", "bf16", "fp16")),
             ("reduce_dtype", tuple(_DTYPES)),
+            ("replan", ("off", "advise", "auto")),
         ):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(
@@ -106,6 +112,11 @@ class PoplarArguments:
                 f"the plan has a global batch of {plan.global_batch}, but TrainingArguments ask "
                 f"for {global_batch} (per_device_train_batch_size x gradient_accumulation_steps x "
                 "ranks); change one of them"
+            )
+        if plan is not None and profile is None and self.replan != "off":
+            raise ValueError(
+                f"PoplarArguments.replan={self.replan!r} compares steps with a profile, but only "
+                "plan= was given; pass profile=, too, or leave out plan="
             )
         if plan is not None and self.stage not in ("auto", str(plan.stage)):
             raise ValueError(

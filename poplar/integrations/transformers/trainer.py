@@ -110,6 +110,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         """The profile and the trial runs behind the plan; None if the plan was given."""
         self._plan: Plan | None = None
         self._profile: ClusterProfile | None = None
+        self._sampler: EpochSampler | None = None
         self._lengths: list[int] | None = None
         """Of the samples of the dataset, if global batches are divided by them."""
         super().__init__(*args, **kwargs)
@@ -170,8 +171,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             return loader
         workers, rank = self.args.dataloader_num_workers, self.args.process_index
         options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=rank)
-        batch_sampler = self._batch_sampler(len(dataset), sampler, plan)
-        return EpochLoader(dataset, batch_sampler=batch_sampler, **options)
+        self._sampler = self._batch_sampler(len(dataset), sampler, plan)
+        return EpochLoader(dataset, batch_sampler=self._sampler, **options)
 
     def _dataset_and_collator(self, dataset: Any) -> tuple[Any, Collate]:
         """The dataset without columns that the model does not take, and its collator."""
@@ -479,6 +480,15 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
     def _start_monitor(self) -> Monitor:
         """Reports speeds and waits to the loggers, and with every log of losses. Collective."""
+        if self._sampler is not None and not self.args.ignore_data_skip:
+            # `Trainer` has drawn and dropped the batches of the epoch before a checkpoint.
+            self._sampler.skip(self.state.global_step % len(self._sampler))
+        if self._profile is not None and self.poplar.replan != "off":
+            self.optimizer.follow_drift(
+                self._profile,
+                replan=self.poplar.replan,
+                steps=self.state.max_steps - self.state.global_step,
+            )
         loggers = list(self._loggers)
         if self._profile is not None and self.poplar.run_record:
             path = Path(self.args.output_dir) / RUN_FILE
