@@ -1,0 +1,311 @@
+"""Ranks behind slow links: what plans that leave them out gain, and what a left-out rank costs.
+
+Simulated: the predicted step of clusters of the catalogue of devices, with and without leaving
+ranks out. Measured: CPU ranks under quotas, of which the last one is on a host of its own behind a
+link of a given rate, train a Llama. Three jobs train in turns: the plan with all ranks, the plan
+that leaves the last rank out, and that plan on the other ranks alone.
+
+    python benchmarks/left_out.py --quick
+    python benchmarks/left_out.py --stages 0 1 2 3 --output rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import torch
+import torch.distributed as dist
+from catalogue import DEVICES_OF_A_HOST, GBIT_PER_S, GLOBAL_BATCHES, GPUS, MODELS
+from emulation import EmulatedCluster, Ranks
+from launch import run_ranks
+from llama import SIZES, Llama, next_byte_loss
+from network import EmulatedNetwork, Hosts
+from rows import (
+    Column,
+    Row,
+    Target,
+    new_console,
+    new_parser,
+    print_targets,
+    read_rows,
+    table_of,
+    write_rows,
+)
+
+from poplar import HeteroZeroOptimizer, Plan, profile_cluster, search
+from poplar.hardware.cluster_file import ClusterFile
+from poplar.hardware.model_shapes import TrainingJob, architecture
+from poplar.hardware.simulated_cluster import simulated_cluster
+from poplar.planner.search import plan_or_error
+
+SIMULATED, MEASURED = "left_out_simulated", "left_out"
+CLUSTERS = 20
+"""Random clusters of several hosts, beside the one with eight A100."""
+EIGHT_AND_ONE: list[dict[str, Any]] = [
+    {"network_gbit_per_s": 100, "device": [{"gpu": "A100-SXM-80", "count": 8}]},
+    {"network_gbit_per_s": 1, "device": [{"gpu": "A100-SXM-80", "count": 1}]},
+]
+QUOTAS = (0.5, 0.5, 0.5)
+HOST_OF = (0, 0, 1)
+"""By rank."""
+FAR = len(QUOTAS) - 1
+LINK_BITS = 1e8
+"""Per second, of each host."""
+GLOBAL_BATCH, CONTEXT = 24, 64
+TURN_STEPS = 10
+LEARNING_RATE = 1e-4
+PORT = 29517
+MOST_COST = 1.01
+"""Seconds of a step with a rank left out over those without that rank."""
+SIMULATED_COLUMNS = (
+    Column("cluster (simulated)", "cluster"),
+    Column("model", "model"),
+    Column("global batch", "global_batch"),
+    Column("ranks", "ranks"),
+    Column("left out", "left_out"),
+    Column("step with all", "all_seconds", "{:.3f} s"),
+    Column("step", "seconds", "{:.3f} s"),
+    Column("gain", "gain", "{:.2f}x"),
+)
+MEASURED_COLUMNS = (
+    Column("stage", "stage"),
+    Column("link", lambda row: row["link_bits_per_s"] / 1e6, "{:g} Mbit/s"),
+    Column("step with all", "all_seconds", "{:.4f} s"),
+    Column("left out", "left_out_seconds", "{:.4f} s"),
+    Column("without the rank", "alone_seconds", "{:.4f} s"),
+    Column("gain", "gain", "{:.2f}x"),
+    Column("predicted", "predicted_gain", "{:.2f}x"),
+    Column("cost", lambda row: tuple(row["cost"]), "{:.4f} ({:.4f} to {:.4f})"),
+)
+
+
+def main() -> None:
+    """Measure, or show saved rows."""
+    options = parse_options()
+    console = new_console()
+    if options.show:
+        simulated = read_rows(options.show, SIMULATED)
+        measured = read_rows(options.show, MEASURED)
+    else:
+        os.environ["OMP_NUM_THREADS"] = "1"  # more threads would share the rank's quota
+        simulated = list(map(simulate, range(3 if options.quick else CLUSTERS + 1)))
+        measured = [measure(stage, options.rounds, quick=options.quick) for stage in options.stages]
+    if options.output:
+        write_rows(options.output, [*simulated, *measured])
+    console.print(table_of(simulated, SIMULATED_COLUMNS))
+    console.print(table_of(measured, MEASURED_COLUMNS))
+    print_targets(targets(simulated, measured), console)
+
+
+def simulate(seed: int) -> Row:
+    """A cluster with and without ranks left out, as predicted; 0: eight A100 and one more."""
+    draw = random.Random(seed)
+    hosts = EIGHT_AND_ONE if seed == 0 else list(draw_hosts(draw))
+    model = "llama-1.1b" if seed == 0 else draw.choice(MODELS)
+    batch = 256 if seed == 0 else draw.choice(GLOBAL_BATCHES)
+    described = ClusterFile.from_dict({"host": hosts})
+    job = TrainingJob(architecture=architecture(model), checkpointing=True)
+    profile = simulated_cluster(described, job).middle
+    found = [
+        plan_or_error(profile, global_batch=batch, leave_out=leave_out)
+        for leave_out in ("never", "auto")
+    ]
+    seconds = [plan.prediction["step_seconds"] if is_plan(plan) else None for plan in found]
+    whole, chosen = seconds
+    case = {
+        "cluster": " + ".join(map(host_text, hosts)),
+        "seed": seed,
+        "model": model,
+        "global_batch": batch,
+        "ranks": profile.world_size,
+        "is_simulated": True,
+    }
+    figures = {
+        "all_seconds": whole,
+        "seconds": chosen,
+        "gain": whole / chosen if whole and chosen else None,
+        "left_out": list(found[1].left_out) if is_plan(found[1]) else None,
+        "why_not": None if is_plan(found[1]) else str(found[1]),
+    }
+    return Row.of(SIMULATED, case, figures, packages=())
+
+
+def is_plan(found: Plan | ValueError) -> bool:
+    """Whether it is a plan, and not why there is none."""
+    return isinstance(found, Plan)
+
+
+def draw_hosts(draw: random.Random) -> Iterator[dict[str, Any]]:
+    """Two to four hosts of one kind of GPU each, each with its own network."""
+    for _ in range(draw.randint(2, 4)):
+        device = {"gpu": draw.choice(GPUS), "count": draw.choice(DEVICES_OF_A_HOST)}
+        yield {"network_gbit_per_s": draw.choice(GBIT_PER_S), "device": [device]}
+
+
+def host_text(host: dict[str, Any]) -> str:
+    """`8 A100-SXM-80 at 100G`."""
+    (device,) = host["device"]
+    return f"{device['count']} {device['gpu']} at {host['network_gbit_per_s']}G"
+
+
+def measure(stage: int, rounds: int, *, quick: bool) -> Row:
+    """One row of real ranks."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EmulatedNetwork(hosts=max(HOST_OF) + 1, bits_per_second=LINK_BITS) as hosts,
+        EmulatedCluster.quotas(QUOTAS) as ranks,
+    ):
+        path = Path(folder, "found.json")
+        given = (ranks, hosts, stage, rounds, quick, str(path))
+        run_ranks(train_all, len(QUOTAS), *given, before=EnterHost(hosts))
+        figures = json.loads(path.read_text("utf-8"))
+    case = {"stage": stage, "quotas": QUOTAS, "hosts": HOST_OF, "link_bits_per_s": LINK_BITS}
+    return Row.of(MEASURED, {**case, "quick": quick, "rounds": rounds}, figures)
+
+
+class EnterHost:
+    """Moves a rank to its host. Picklable."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+
+    def __call__(self, rank: int) -> None:
+        self._hosts.enter(HOST_OF[rank])
+
+
+def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool, path: str) -> None:
+    """Plan, and train the three jobs in turns. Collective; the first rank writes the figures."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    # As torchrun does it: the store is a server that the first host runs.
+    dist.destroy_process_group()
+    address = f"tcp://{hosts.address(HOST_OF[0])}:{PORT}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(QUOTAS))
+    near = dist.new_group([each for each in range(len(QUOTAS)) if each != FAR])
+    ranks.enter(rank)
+    config = replace(SIZES["tiny" if quick else "demo"], context=CONTEXT)
+    tokens = torch.randint(256, (GLOBAL_BATCH, config.context + 1))
+    whole = {"input": tokens[:, :-1], "target": tokens[:, 1:]}
+    profile = profile_cluster(
+        Llama(config),
+        next_byte_loss,
+        {name: tensor[:4] for name, tensor in whole.items()},
+        stages=(stage,),
+        max_batch=GLOBAL_BATCH,
+        seconds=5 if quick else 12,
+        cache=False,
+        lr=LEARNING_RATE,
+    )
+    request: dict[str, Any] = {"global_batch": GLOBAL_BATCH, "stages": (stage,)}
+    all_ranks = search(profile, **request, leave_out="never")
+    chosen = search(profile, **request, leave_out="auto")
+    predicted = [plan.prediction["step_seconds"] for plan in (all_ranks, chosen)]
+    left = chosen if chosen.left_out == (FAR,) else without_far(all_ranks)
+    jobs = {"all": (all_ranks, None), "left_out": (left, None)}
+    if rank != FAR:
+        jobs["alone"] = (left.of_active_ranks(), near)
+    trained = {}
+    for name, (plan, group) in jobs.items():
+        torch.manual_seed(0)
+        given: dict[str, Any] = {"plan": plan, "process_group": group, "lr": LEARNING_RATE}
+        trained[name] = HeteroZeroOptimizer(Llama(config), torch.optim.AdamW, **given)
+    taken = take_turns(trained, whole, rank, rounds)
+    if rank == 0:
+        figures = {
+            "chosen_left_out": list(chosen.left_out),
+            "batches": {name: plan.micro_batches for name, (plan, _) in jobs.items()},
+            "predicted_gain": predicted[0] / predicted[1],
+            **compared(taken),
+        }
+        Path(path).write_text(json.dumps(figures), encoding="utf-8")
+    dist.barrier()
+
+
+def without_far(plan: Plan) -> Plan:
+    """A plan of the same stage and global batch on the other ranks, which are equally fast."""
+    even = Plan.even(FAR, plan.global_batch, plan.global_batch, stage=plan.stage)
+    return even.beside((FAR,))
+
+
+def take_turns(
+    trained: dict[str, HeteroZeroOptimizer], whole: dict[str, Any], rank: int, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of a step of each job in each round; the first round is not counted. Collective."""
+    names = ["left_out", "alone"]
+    taken: dict[str, list[float]] = {name: [] for name in ("all", *names)}
+    for number in range(rounds + 1):
+        # The plan with all ranks takes long, and is not compared as finely.
+        also = ["all"] if number % 4 == 0 else []
+        for name in (*also, *names[:: -1 if number % 2 else 1]):
+            dist.barrier()
+            if name not in trained:
+                continue
+            seconds = take_turn(trained[name], whole, rank)
+            if number:
+                taken[name].append(seconds)
+    return taken
+
+
+def take_turn(optimizer: HeteroZeroOptimizer, whole: dict[str, Any], rank: int) -> float:
+    """Seconds of a step, over the steps of one turn."""
+    plan = optimizer.plan
+    assert plan is not None
+    part = None
+    if optimizer.is_active:
+        first = plan.offset(rank)
+        part = {name: each[first : first + plan.samples(rank)] for name, each in whole.items()}
+    began = time.perf_counter()
+    for _ in range(TURN_STEPS):
+        optimizer.train_step(next_byte_loss, part)
+    return (time.perf_counter() - began) / TURN_STEPS
+
+
+def compared(taken: dict[str, list[float]]) -> dict[str, Any]:
+    """The figures of all rounds; the cost with its 90 % interval."""
+    ratios = [one / other for one, other in zip(taken["left_out"], taken["alone"], strict=True)]
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    seconds = {name: median(each) if each else None for name, each in taken.items()}
+    return {
+        **{f"{name}_seconds": value for name, value in seconds.items()},
+        "gain": seconds["all"] / seconds["left_out"] if seconds["all"] else None,
+        "cost": [median(ratios), medians[len(medians) // 20], medians[-len(medians) // 20]],
+    }
+
+
+def targets(simulated: Sequence[Row], measured: Sequence[Row]) -> Iterator[Target]:
+    """More ranks are never predicted slower, and a rank that is left out costs nothing."""
+    gains = [row["gain"] for row in simulated if row["gain"]]
+    if gains:
+        yield Target(case="simulated", what="least gain", value=min(gains), wanted=1.0)
+    for row in measured:
+        case = f"stage {row['stage']}"
+        value = row["cost"][0]
+        yield Target(case=case, what="cost", value=value, wanted=MOST_COST, at_most=True)
+        yield Target(case=case, what="gain over all ranks", value=row["gain"], wanted=1.0)
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    quick = "a tiny model at stage 1 and few clusters"
+    parser = new_parser(__doc__, show=True, rounds=40, quick=quick)
+    parser.add_argument("--stages", type=int, choices=range(4), default=None, nargs="+")
+    options = parser.parse_args(arguments)
+    options.stages = options.stages or ([1] if options.quick else [0, 1, 2, 3])
+    return options
+
+
+if __name__ == "__main__":
+    main()
