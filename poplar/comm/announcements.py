@@ -1,12 +1,13 @@
 """Messages of one rank to ranks that take no part in its collectives.
 
-They go through the store of the process group, so the sender never waits: each message is written
-by a thread of its own, which also computes it. A message may need values of a device that come
-later. Readers sleep between two looks.
+They go through the store of the process group, so the sender never waits: a thread writes the
+messages, and computes them before. A message may need values of a device that come later. The
+thread and the readers sleep between two looks, so short steps share one write.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import pickle
 import queue
@@ -18,14 +19,15 @@ from typing import Any
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from poplar.comm.deadline import NoAnswer, wait_until
-from poplar.comm.failure_reports import StoreUnavailable, call_in_thread
+from poplar.comm.failure_reports import StoreUnavailable
 from poplar.comm.group import Group
 from poplar.values.errors import CollectiveTimeout
 
 MOST_KEPT = 4096
-"""Messages that a reader may be behind."""
+"""Writes that a reader may be behind."""
 _LOOK_SECONDS = 0.05
-"""Between two looks of a reader. One look is a request to the store."""
+"""Between two looks, at messages or at the store. A write for each step of 12 ms would make the step
+6 % longer."""
 _EXIT_SECONDS = 5.0
 """How long a sender that ends waits for readers to read its last message."""
 
@@ -42,23 +44,33 @@ class Announcements:
         self._group, self._readers = group, readers
         self._store: Any = _get_process_group_store(group.process_group)
         self._prefix = f"poplar/announcements/{group.process_group.group_name}/{group.index}"
-        self._number = 0
-        self._pending: list[queue.SimpleQueue[Any]] = []
+        self._writes = 0
+        """That were made, or read."""
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """To write, as functions; or read, and not returned yet."""
+        self._sent = self._written = 0
 
     def send(self, message: Callable[[], Any]) -> None:
         """Send what a function returns, which is called in another thread; do not wait for it."""
-        if not self._number:
+        self._messages.put(message)
+        self._sent += 1
+        if self._sent == 1:
             _SENDERS.append(self)
-        self._number += 1
-        number, store, prefix = self._number, self._store, self._prefix
+            _thread.start_new_thread(self._write_all, ())
 
-        def write() -> None:
-            store.set(f"{prefix}/{number}", pickle.dumps(message()))
-            if number > MOST_KEPT:
-                store.delete_key(f"{prefix}/{number - MOST_KEPT}")
-
-        self._pending = [answer for answer in self._pending if answer.empty()]
-        self._pending.append(call_in_thread(write))
+    def _write_all(self) -> None:
+        with suppress(Exception):  # of the ranks' failure, or of their store, as at their end
+            while True:
+                functions = [self._messages.get()]
+                while not self._messages.empty():
+                    functions.append(self._messages.get())
+                written = pickle.dumps([function() for function in functions])
+                self._store.set(f"{self._prefix}/{self._writes + 1}", written)
+                self._writes += 1
+                self._written += len(functions)
+                if self._writes > MOST_KEPT:
+                    self._store.delete_key(f"{self._prefix}/{self._writes - MOST_KEPT}")
+                time.sleep(_LOOK_SECONDS)
 
     def next(self, what: str) -> Any:
         """The next message; waits for it.
@@ -69,23 +81,26 @@ class Announcements:
         Raises:
             CollectiveTimeout: it did not come before the deadline, or an active rank has failed.
         """
-        self._number += 1
-        group, key = self._group, f"{self._prefix}/{self._number}"
+        if not self._messages.empty():
+            return self._messages.get()
+        self._writes += 1
+        group, key = self._group, f"{self._prefix}/{self._writes}"
 
         def pause(seconds: float) -> None:
             time.sleep(min(seconds, _LOOK_SECONDS))
 
         try:
             wait_until(lambda: self._store.check([key]), group.timeout, group.reports, pause)
-            message = pickle.loads(self._store.get(key))
-            self._store.set(self._seen_key(group.rank), str(self._number))
+            for message in pickle.loads(self._store.get(key)):
+                self._messages.put(message)
+            self._store.set(self._seen_key(group.rank), str(self._writes))
         except Exception as error:
             raise CollectiveTimeout(
                 f"rank {group.rank}, which the plan leaves out, waited for the active ranks in "
                 f"{what} (deadline {group.timeout.total_seconds():g} s). Cause: "
                 f"{self._cause(error)}"
             ) from error
-        return message
+        return self._messages.get()
 
     def _cause(self, error: Exception) -> str:
         """Why a wait failed: what the active ranks have reported, if they have."""
@@ -108,13 +123,15 @@ class Announcements:
     def finish(self, deadline: float) -> None:
         """Wait, as the sender, until the last message has been read. The store may end after it."""
         with suppress(Exception):
-            for answer in self._pending:
-                answer.get(timeout=max(0.0, deadline - time.monotonic()))
             keys = [self._seen_key(rank) for rank in self._readers]
-            last = str(self._number).encode()
-            while time.monotonic() < deadline and not all(
-                self._store.check([key]) and self._store.get(key) == last for key in keys
-            ):
+
+            def is_read() -> bool:
+                last = str(self._writes).encode()
+                return self._written == self._sent and all(
+                    self._store.check([key]) and self._store.get(key) == last for key in keys
+                )
+
+            while time.monotonic() < deadline and not is_read():
                 time.sleep(_LOOK_SECONDS)
 
 
