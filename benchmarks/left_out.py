@@ -18,7 +18,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from catalogue import DEVICES_OF_A_HOST, GBIT_PER_S, GLOBAL_BATCHES, GPUS, MODELS
 from emulation import EmulatedCluster, Ranks
 from launch import run_ranks
-from llama import SIZES, Llama, next_byte_loss
+from llama import SIZES, Llama, LlamaConfig, next_byte_loss
 from network import EmulatedNetwork, Hosts
 from rows import (
     Column,
@@ -64,8 +64,8 @@ FAR = len(QUOTAS) - 1
 LINK_BITS = 1e8
 """Per second, of each host."""
 GLOBAL_BATCH, CONTEXT = 12, 64
-FIRST_STEPS, TURN_STEPS = 2, 20
-"""Steps of a turn that are not timed, because the ranks have waited before, and those that are."""
+FIRST_STEPS, TURN_STEPS = 4, 20
+"""Steps of a turn that are not timed, and those that are."""
 LEARNING_RATE = 1e-4
 PORT = 29517
 MOST_COST = 1.01
@@ -217,12 +217,7 @@ def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool, 
     jobs = {"all": (all_ranks, None), "left_out": (left, None)}
     if rank != FAR:
         jobs["alone"] = (left.of_active_ranks(), near)
-    trained = {}
-    for name, (plan, group) in jobs.items():
-        torch.manual_seed(0)
-        given: dict[str, Any] = {"plan": plan, "process_group": group, "lr": LEARNING_RATE}
-        trained[name] = HeteroZeroOptimizer(Llama(config), torch.optim.AdamW, **given)
-    taken = take_turns(trained, whole, rank, rounds)
+    taken = take_turns(jobs, config, whole, rounds)
     if rank == 0:
         figures = {
             "chosen_left_out": list(chosen.left_out),
@@ -241,32 +236,44 @@ def without_far(plan: Plan) -> Plan:
 
 
 def take_turns(
-    trained: dict[str, HeteroZeroOptimizer], whole: dict[str, Any], rank: int, rounds: int
+    jobs: Mapping[str, tuple[Plan, dist.ProcessGroup | None]],
+    config: LlamaConfig,
+    whole: dict[str, Any],
+    rounds: int,
 ) -> dict[str, list[float]]:
-    """Seconds of a step of each job in each round; the first round is not counted. Collective."""
+    """Seconds of a step of each job in each round. Collective.
+
+    Two equal jobs in one process differ by a percent, for as long as they live: their memory lies
+    elsewhere. So each round builds them again, in both orders, and runs them in both orders.
+    """
     names = ["left_out", "alone"]
     taken: dict[str, list[float]] = {name: [] for name in ("all", *names)}
-    for number in range(rounds + 1):
+    for number in range(rounds):
         # The plan with all ranks takes long, and is not compared as finely.
-        also = ["all"] if number % 8 == 0 else []
-        for name in (*also, *names[:: -1 if number % 2 else 1]):
+        order = [*names[:: 1 if number % 2 else -1], *(["all"] if number % 8 == 0 else [])]
+        trained = {}
+        for name in order[:: 1 if number // 2 % 2 else -1]:
             dist.barrier()
-            if name not in trained:
-                continue
-            seconds = take_turn(trained[name], whole, rank)
-            if number:
-                taken[name].append(seconds)
+            if name in jobs:
+                plan, group = jobs[name]
+                given: dict[str, Any] = {"plan": plan, "process_group": group, "lr": LEARNING_RATE}
+                trained[name] = HeteroZeroOptimizer(Llama(config), torch.optim.AdamW, **given)
+        for name in order:
+            dist.barrier()
+            if name in jobs:
+                taken[name].append(take_turn(trained[name], whole))
+        for optimizer in trained.values():
+            optimizer.release()
     return taken
 
 
-def take_turn(optimizer: HeteroZeroOptimizer, whole: dict[str, Any], rank: int) -> float:
+def take_turn(optimizer: HeteroZeroOptimizer, whole: dict[str, Any]) -> float:
     """Seconds of a step, over the steps of one turn."""
-    plan = optimizer.plan
+    plan, part = optimizer.plan, None
     assert plan is not None
-    part = None
     if optimizer.is_active:
-        first = plan.offset(rank)
-        part = {name: each[first : first + plan.samples(rank)] for name, each in whole.items()}
+        first, samples = plan.offset(dist.get_rank()), plan.samples(dist.get_rank())
+        part = {name: each[first : first + samples] for name, each in whole.items()}
     for step in range(FIRST_STEPS + TURN_STEPS):
         if step == FIRST_STEPS:
             began = time.perf_counter()
@@ -302,7 +309,7 @@ def targets(simulated: Sequence[Row], measured: Sequence[Row]) -> Iterator[Targe
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     quick = "a tiny model at stage 1 and few clusters"
-    parser = new_parser(__doc__, show=True, rounds=40, quick=quick)
+    parser = new_parser(__doc__, show=True, rounds=32, quick=quick)
     parser.add_argument("--stages", type=int, choices=range(4), default=None, nargs="+")
     options = parser.parse_args(arguments)
     options.stages = options.stages or ([1] if options.quick else [0, 1, 2, 3])

@@ -56,7 +56,7 @@ def plan(
     recompute: Recomputation = "auto",
     factored: Factors = "auto",
     host_state: HostStates = "auto",
-    leave_out: LeavingOut = "never",
+    leave_out: LeavingOut = "auto",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write the plan to.")
     ] = None,

@@ -26,8 +26,8 @@ from poplar.values.errors import CollectiveTimeout
 MOST_KEPT = 4096
 """Writes that a reader may be behind."""
 _LOOK_SECONDS = 0.05
-"""Between two looks, at messages or at the store. A write for each step of 12 ms would make the step
-6 % longer."""
+"""Between two looks, at messages or at the store. A write for each step made steps of 12 ms 6 %
+longer."""
 _EXIT_SECONDS = 5.0
 """How long a sender that ends waits for readers to read its last message."""
 

@@ -149,6 +149,7 @@ def _faster_plan(
             recompute="auto" if any(unit.recomputed_on for unit in plan.units) else "never",
             factored="never",
             host_state="auto" if plan.host_state else "never",
+            leave_out="never",
         )
         # `apply_plan` does not change these.
         found = replace(found, transport=plan.transport, factored=plan.factored)

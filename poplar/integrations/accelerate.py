@@ -133,7 +133,8 @@ def prepare(
             example,
             global_batch=global_batch,
             optimizer_class=optimizer_class,
-            **(tuned_options | dict(tuning or {})),
+            # The loops of Accelerate need samples on every rank.
+            **({"leave_out": "never"} | tuned_options | dict(tuning or {})),
         )
         plan, profile = tuned.plan, tuned.profile
     plan.check_all_active("poplar.integrations.accelerate")

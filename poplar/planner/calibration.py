@@ -84,7 +84,7 @@ def plans_to_observe(
     shares: Sequence[float] | None = None
     units: tuple[UnitPlan, ...] = ()
     if not fits(cluster, Plan.manual(sizes, stage=stage)):
-        found = search(cluster, global_batch=sum(sizes), stages=(stage,))
+        found = search(cluster, global_batch=sum(sizes), stages=(stage,), leave_out="never")
         sizes, shares = [max(passes, default=0) for passes in found.micro_batches], found.shares
         recomputed = (unit for unit in found.units if unit.recomputed_on)
         units = tuple(replace(unit, persistent=False) for unit in recomputed)

@@ -197,6 +197,7 @@ def explain(
                 policy=policy,
                 max_micro_batch=max_micro_batch,
                 **choices,
+                leave_out="never",
             )
         return None
 

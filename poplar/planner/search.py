@@ -63,7 +63,7 @@ def search(
     recompute: Choice = "auto",
     factored: Choice = "auto",
     host_state: Choice = "auto",
-    leave_out: Choice = "never",
+    leave_out: Choice = "auto",
 ) -> Plan:
     """The fastest plan that fits in memory, with its prediction.
 
@@ -85,7 +85,7 @@ def search(
             (`Plan.host_state`); "never": they do not.
         leave_out: "auto": with policy "exact", ranks are left out if that makes the step faster by
             more than `preference`, or if no plan fits otherwise (`Plan.left_out`); "never": all
-            ranks take part.
+            ranks take part, as integrations with other trainers need it.
 
     Returns:
         The same plan for the same arguments. Of equally fast plans, the one that needs less memory,
@@ -121,7 +121,7 @@ def alternatives(
     recompute: Choice = "auto",
     factored: Choice = "auto",
     host_state: Choice = "auto",
-    leave_out: Choice = "never",
+    leave_out: Choice = "auto",
     within: float = CLOSE,
 ) -> tuple[Plan, ...]:
     """A plan of every stage at which one fits, in the order in which `search` prefers them.

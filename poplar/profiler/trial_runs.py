@@ -100,7 +100,8 @@ def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
     options = job.optimizer_options
     with built_optimizer(session, plan, job.optimizer_class, options) as optimizer:
         # The optimizer is dropped anyway; the ranks can go on together if this one is too small.
-        optimizer._engine.allow_loss_of(optimizer._update.drop_state)
+        if optimizer.is_active:
+            optimizer._engine.allow_loss_of(optimizer._update.drop_state)
         try:
             _warm_up(session, optimizer, batch)
             return [_run_step(session, optimizer, batch) for _ in range(steps)]
@@ -114,7 +115,8 @@ def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
 def _observation(plan: Plan, by_rank: Sequence[Sequence[_Step]]) -> Observation:
     # The mean over ranks, not the slowest rank: a rank that ends a step early begins the next one
     # early and waits there. Over several steps all ranks take equally long.
-    means = [fmean(step.total for step in at) for at in zip(*by_rank, strict=True)]
+    active = [by_rank[rank] for rank in plan.active_ranks]
+    means = [fmean(step.total for step in at) for at in zip(*active, strict=True)]
     return Observation(
         plan=plan,
         step_seconds=median(means),

@@ -19,6 +19,7 @@ from torch import nn
 
 from poplar.comm import Group
 from poplar.planner.calibration import refine
+from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import describe, fits, predict, unmeasured_batches
 from poplar.planner.search import CHOICES, Choice, alternatives, search
 from poplar.planner.simple_plans import simplified
@@ -98,7 +99,7 @@ class TuningJob(Job):
     recompute: Choice = "auto"
     factored: Choice = "auto"
     host_state: Choice = "auto"
-    leave_out: Choice = "never"
+    leave_out: Choice = "auto"
     profile: ClusterProfile | None = None
     verify: bool = True
     weight: Weight | None = None
@@ -185,9 +186,10 @@ def autotune(
         host_state: "auto" (the default): with policy "exact", small devices may keep optimizer
             state in host memory where no plan fits otherwise or that makes the step faster
             (`Plan.host_state`); "never": no rank does.
-        leave_out: "auto": with policy "exact", ranks are left out (`Plan.left_out`) if the profile,
-            after the trials of plans with all ranks, predicts a step that is shorter by more than
-            4 % without them; such a plan is not tried out. "never" (the default): all ranks train.
+        leave_out: "auto" (the default): with policy "exact", ranks are left out (`Plan.left_out`)
+            if no plan fits otherwise, or if the step is shorter by more than 4 % without them, in
+            the prediction and in trials in turns with the best plan of all ranks. "never": all
+            ranks train.
         profile: use this profile of the same job instead of measuring.
         verify: measure the batch sizes of the chosen plan that were not profiled, then time the
             best plans of the best two stages in turns. A better plan that the search finds with
@@ -258,15 +260,6 @@ class Tuner:
 
     def tune(self) -> Tuned:
         """The best plan on the given profile, or on one from the cache or measured now."""
-        tuned = self._best_of_all_ranks()
-        if self.job.leave_out == "never" or self.job.policy != "exact":
-            return tuned
-        return self.session.on_first_rank(
-            lambda: with_ranks_left_out(tuned, self.job), "the choice of ranks"
-        )
-
-    def _best_of_all_ranks(self) -> Tuned:
-        """The best plan in which all ranks take part."""
         job, given = self.job, self.job.profile
         ends = time.perf_counter() + job.seconds
         profile = self.cached.profile() if given is None else self._limited_profile(given)
@@ -278,13 +271,16 @@ class Tuner:
         if known is not None and fits(profile, known):
             return Tuned(known, profile, ())
         plans = self._search(profile)
-        if not job.verify:
+        if plans[0].left_out:
             return Tuned(plans[0], profile, ())
+        if not job.verify:
+            return Tuned(self._without_slow_ranks(profile, plans[0]), profile, ())
         with show_progress(self.cached.show) as report, self.session.measuring():
             if job.policy == "exact":
                 until = time.perf_counter() + POINTS_PART * self._seconds_left(ends)
                 profile, plans = self._measure_planned_batches(profile, plans, until, report)
             tuned = self._fastest(profile, plans, self._seconds_left(ends), report)
+            tuned = self._fastest_ranks(tuned, self._seconds_left(ends), report)
         if given is None:
             self.cached.plans[job.plan_key] = tuned.plan
             self.cached.save(tuned.profile)
@@ -300,11 +296,43 @@ class Tuner:
 
         def best() -> tuple[Plan, ...]:
             of_all_ranks = {**job.request, "leave_out": "never"}
-            plans = alternatives(profile, **of_all_ranks)[:CANDIDATES]
+            try:
+                plans = alternatives(profile, **of_all_ranks)[:CANDIDATES]
+            except NoPlanFits:
+                if job.leave_out == "never":
+                    raise
+                return alternatives(profile, **job.request)[:1]
             simpler = [simplified(profile, plans[0], SIMPLER)] if job.policy == "exact" else []
             return tuple(dict.fromkeys([*plans, *simpler]))
 
         return self.session.on_first_rank(best, "the search")
+
+    def _without_slow_ranks(self, profile: ClusterProfile, plan: Plan) -> Plan:
+        """A plan that leaves ranks out, if it is predicted to be clearly faster; else this one."""
+
+        def find() -> Plan:
+            if self.job.leave_out == "never":
+                return plan
+            found = search(profile, **self.job.request)
+            steps = [predict(profile, each).step_seconds for each in (found, plan)]
+            return found if found.left_out and (1.0 + CLOSE) * steps[0] < steps[1] else plan
+
+        return self.session.on_first_rank(find, "the choice of ranks")
+
+    def _fastest_ranks(self, tuned: Tuned, seconds: float, report: Report) -> Tuned:
+        """The result, or a plan that leaves ranks out and is clearly faster in trials in turns."""
+        found, trials = self._without_slow_ranks(tuned.profile, tuned.plan), Trials()
+        if not found.left_out:
+            return tuned
+        both = [found, tuned.plan]
+        for _ in range(LEAST_TURNS):
+            self._add_turn(trials, tuned.profile, both, seconds, report)
+            both = [plan for plan in both if trials.ran_last(plan)]
+        is_faster = both[:1] == [found] and (
+            len(both) == 1 or (1.0 + CLOSE) * trials.ratio(*both) < 1.0
+        )
+        seen = (*tuned.observations, *trials.observations())
+        return replace(tuned, plan=found, observations=seen) if is_faster else tuned
 
     def _measure_planned_batches(
         self, profile: ClusterProfile, plans: tuple[Plan, ...], until: float, report: Report
@@ -461,14 +489,6 @@ class Tuner:
                 "the profile was measured without lengths=; measure again with "
                 "profile_cluster(lengths=...), or leave out lengths"
             )
-
-
-def with_ranks_left_out(tuned: Tuned, job: TuningJob) -> Tuned:
-    """The result with the plan of fewer ranks, if it is predicted to be clearly faster."""
-    found = search(tuned.profile, **job.request)
-    steps = [predict(tuned.profile, plan).step_seconds for plan in (found, tuned.plan)]
-    is_faster = found.left_out and (1.0 + CLOSE) * steps[0] < steps[1]
-    return replace(tuned, plan=found) if is_faster else tuned
 
 
 def _references(

@@ -234,7 +234,7 @@ class LeftOutCalls(CollectiveCalls):
             self._checks[name](*args, **kwargs)
         called, failure, result = self._received.next(name)
         if failure:
-            raise RankFailed(f"the active ranks failed in {called}: {failure}")
+            raise agreed(RankFailed(f"the active ranks failed in {called}: {failure}"))
         if called != name:
             raise RankFailed(
                 f"rank {self._rank}, which the plan leaves out, calls {name}, but the active ranks "

@@ -7,11 +7,12 @@ import random
 
 import planning_oracle
 import pytest
+from all_ranks import alternatives, search
 from planning_oracle import STAGES, Oracle
 from subset import choose
 from test_search import cluster_of, device, seconds_of
 
-from poplar.planner.search import POLICIES, NoPlanFits, alternatives, search
+from poplar.planner.search import POLICIES, NoPlanFits
 from poplar.values.plan import Plan
 
 MB = 10**6

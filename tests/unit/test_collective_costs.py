@@ -8,6 +8,7 @@ import random
 
 import planning_oracle
 import pytest
+from all_ranks import search
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_model import Caps, rank_memory
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import predict
-from poplar.planner.search import search
 from poplar.planner.shard_allocation import ShareProblem
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.values.host_traffic import link_traffic, network_traffic

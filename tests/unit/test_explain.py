@@ -8,6 +8,7 @@ import random
 
 import planning_oracle
 import pytest
+from all_ranks import search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_search import cluster_of, device, seconds_of
@@ -17,7 +18,6 @@ from poplar.planner import what_if
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.explain import NEEDED, NOISE, NOT_WORTH_IT, WORTH_IT, Explanation, explain
 from poplar.planner.prediction import predict
-from poplar.planner.search import search
 from poplar.planner.what_if import MAX_GROUPS, device_groups, with_equal_devices
 from poplar.values.plan import Plan
 from poplar.values.profile import ModelProfile

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from all_ranks import search
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -16,7 +17,6 @@ from poplar.planner.cost_model import costs_of, step_seconds_of
 from poplar.planner.explain import explain
 from poplar.planner.factored_choice import worthwhile
 from poplar.planner.factored_costs import factored_traffic
-from poplar.planner.search import search
 from poplar.profiler.passes import counting_rows
 from poplar.simulator.step_simulation import simulate
 from poplar.values.observation import Observation

@@ -7,13 +7,13 @@ import math
 import random
 
 import pytest
+from all_ranks import search
 from planning_oracle import STAGES, Oracle, random_cluster, share_grid
 from test_search import cluster_of, device, seconds_of
 
 from poplar.planner.explain import explain
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import DoesNotFit, fits, memory_needed, predict
-from poplar.planner.search import search
 from poplar.simulator.step_simulation import simulate
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile, DeviceProfile, ModelProfile

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from all_ranks import search
 from test_search import cluster_of, device
 
-from poplar.planner.search import POLICIES, search
+from poplar.planner.search import POLICIES
 
 
 def large(batch, stages=(0, 1, 2, 3), policy="exact"):

@@ -7,13 +7,14 @@ import random
 
 import planning_oracle
 import pytest
+from all_ranks import search
 from planning_oracle import Oracle
 from subset import choose
 from test_search import cluster_of, device, seconds_of, some_shares
 
 from poplar.planner.persistent_units import persistence_order
 from poplar.planner.prediction import predict
-from poplar.planner.search import NoPlanFits, search
+from poplar.planner.search import NoPlanFits
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile, ModelProfile
 

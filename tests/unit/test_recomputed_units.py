@@ -11,6 +11,7 @@ import re
 
 import planning_oracle
 import pytest
+from all_ranks import search
 from planning_oracle import STAGES, Oracle
 from subset import choose
 from test_search import cluster_of, device, seconds_of, some_shares
@@ -21,7 +22,6 @@ from poplar.planner.explain import explain
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import fits, memory_needed, predict
 from poplar.planner.recomputed_curves import saved_part
-from poplar.planner.search import search
 from poplar.simulator.step_simulation import simulate
 from poplar.values.observation import Observation
 from poplar.values.plan import Plan, UnitPlan

@@ -8,6 +8,7 @@ import random
 
 import planning_oracle
 import pytest
+from all_ranks import alternatives, search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES, Oracle
@@ -17,7 +18,7 @@ from poplar import _core
 from poplar.planner import persistent_units
 from poplar.planner.batch_allocation import RankPasses, kth_smallest
 from poplar.planner.prediction import predict
-from poplar.planner.search import NoPlanFits, alternatives, search
+from poplar.planner.search import NoPlanFits
 from poplar.planner.shard_allocation import normalized
 from poplar.values.errors import PoplarError
 from poplar.values.profile import (

@@ -7,12 +7,13 @@ import random
 
 import planning_oracle
 import pytest
+from all_ranks import search
 from planning_oracle import STAGES
 from test_persistent_unit_plans import named, small_memory
 from test_search import cluster_of, device
 
 from poplar.planner.prediction import predict
-from poplar.planner.search import NoPlanFits, search
+from poplar.planner.search import NoPlanFits
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.values.plan import Plan, spread
 

@@ -10,13 +10,14 @@ import re
 
 import planning_oracle
 import pytest
+from all_ranks import search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_search import cluster_of, device
 
 from poplar.planner import suggested_changes, what_if
 from poplar.planner.prediction import memory_needed
-from poplar.planner.search import NoPlanFits, search
+from poplar.planner.search import NoPlanFits
 from poplar.planner.what_if import DeviceGroup, device_groups
 from poplar.values.plan import Plan
 

@@ -6,11 +6,12 @@ import math
 import random
 
 import planning_oracle
+from all_ranks import search
 from planning_oracle import STAGES, Oracle
 from subset import choose
 
 from poplar.planner.prediction import fits
-from poplar.planner.search import NoPlanFits, search
+from poplar.planner.search import NoPlanFits
 
 CLUSTERS = choose(quick=40, full=300)
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}

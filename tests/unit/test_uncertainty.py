@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
+from all_ranks import search
 
 from poplar.planner.prediction import predict, unmeasured_batches
-from poplar.planner.search import search
 from poplar.planner.what_if import at_worst
 from poplar.profiler.batch_curves import with_measured
 from poplar.tuning.autotune import ROUNDS

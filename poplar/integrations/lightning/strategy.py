@@ -131,7 +131,9 @@ class PoplarStrategy(DDPStrategy):
             )
         self._replan = replan
         self._given_plan = plan if plan is None or isinstance(plan, Plan) else Plan.from_json(plan)
-        self._tuning = {"stage": stage, "memory_limit": memory_limit, **tuning}
+        # The loop of Lightning needs samples on every rank.
+        given = {"stage": stage, "memory_limit": memory_limit, "leave_out": "never"}
+        self._tuning = {**given, **tuning}
         self._weight = weight
         self._lengths = lengths
         self._waits = timeout

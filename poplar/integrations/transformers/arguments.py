@@ -134,6 +134,7 @@ class PoplarArguments:
             "memory_limit": self.memory_limit,
             "seconds": self.seconds,
             "cache": self.cache,
+            "leave_out": "never",  # the loop of the Trainer needs samples on every rank
         }
 
     def engine_options(self, dtype: torch.dtype) -> dict[str, Any]:

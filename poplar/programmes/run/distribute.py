@@ -69,7 +69,8 @@ def distribute(
         programme: "auto"; "never" uses the plan in any case; or a programme to run without a
             profile, such as `training.programme` of an earlier run. `Programme.to_json` and
             `from_json` keep one in a file.
-        options: those below and those of `autotune`; all others are options of the optimizer.
+        options: those below and those of `autotune`, whose `leave_out` is "never" by default here;
+            all others are options of the optimizer.
 
     Keyword Args:
         optimizer_class: an elementwise optimizer class; default: AdamW.
