@@ -1328,7 +1328,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     def _expect_artificial_data(self) -> None:
         """Do not warn of the data and the mode of the model in the first step; for measurements."""
-        self._checks.expect_artificial_data()
+        if self.is_active:
+            self._checks.expect_artificial_data()
 
     def _check_model(self) -> None:
         """Check, before a step, that the optimizer still trains what it was built for."""

@@ -200,12 +200,12 @@ def test_the_sum_of_speeds_uses_the_best_batch_of_each_rank(described):
     assert sum_of_speeds(cluster, [0, -1, 0, 0]) == 0.0
 
 
-def test_a_gain_may_be_below_1_over_a_slow_network(described):
+def test_devices_behind_a_slow_network_are_left_out(described):
     over_100g = json.loads(run(described, "--json", "--stage", "3").stdout)["gain_over"]
     assert over_100g["A100-SXM-80 alone"]["middle"] > 1.0
     described.write_text(CLUSTER.replace("gbit_per_s = 100", "gbit_per_s = 1"))
     over_1g = json.loads(run(described, "--json", "--stage", "3").stdout)["gain_over"]
-    assert over_1g["A100-SXM-80 alone"]["middle"] < 0.5
+    assert over_1g["A100-SXM-80 alone"]["middle"] == pytest.approx(1.0, rel=0.02)
 
 
 def test_an_alternative_that_does_not_fit_is_listed(described):

@@ -93,7 +93,7 @@ def random_hosts(draw: random.Random) -> ClusterProfile:
 
 
 def step_seconds(cluster: ClusterProfile, **options) -> float:
-    plan = search(cluster, global_batch=12, preference=0.0, leave_out="auto", **options)
+    plan = search(cluster, global_batch=12, preference=0.0, **options)
     assert plan.prediction["step_seconds"] == pytest.approx(predict(cluster, plan).step_seconds)
     return plan.prediction["step_seconds"]
 
@@ -130,7 +130,7 @@ def test_the_bound_of_a_set_is_below_its_fastest_plan(seed):
 
 def test_a_rank_behind_a_slow_link_is_left_out_and_the_explanation_says_why():
     cluster = flat_cluster((4.0, 4.0, 2.0), (0.01, 0.01, 30.0))
-    plan = search(cluster, global_batch=12, leave_out="auto")
+    plan = search(cluster, global_batch=12)
     assert plan.left_out == (2,)
     alone = search(without_ranks(cluster, (2,)), global_batch=12)
     assert plan.of_active_ranks() == alone
@@ -148,7 +148,6 @@ def test_a_rank_behind_a_slow_link_is_left_out_and_the_explanation_says_why():
         search(
             flat_cluster((4.0, 4.0, 2.0), (0.01, 0.01, 30.0 / factor)),
             global_batch=12,
-            leave_out="auto",
         ).left_out
         == ()
     )
@@ -159,7 +158,7 @@ def test_a_rank_behind_a_slow_link_is_left_out_and_the_explanation_says_why():
 
 def test_the_numbers_of_ranks_after_a_left_out_one_stay():
     cluster = flat_cluster((2.0, 4.0, 1.0), (30.0, 0.01, 0.01))
-    plan = search(cluster, global_batch=12, leave_out="auto")
+    plan = search(cluster, global_batch=12)
     assert plan.left_out == (0,)
     prediction = predict(cluster, plan)
     assert prediction.memory_bytes[0] == 0 < min(prediction.memory_bytes[1:])
@@ -177,14 +176,14 @@ def test_a_rank_without_memory_for_the_state_is_left_out():
     small = dataclasses.replace(cluster.devices[1], memory_bytes=10**6)
     cluster = dataclasses.replace(cluster, devices=(cluster.devices[0], small))
     with pytest.raises(NoPlanFits, match="without rank 1 at stage 0"):
-        search(cluster, global_batch=4, stages=(0,))
-    assert search(cluster, global_batch=4, stages=(0,), leave_out="auto").left_out == (1,)
+        search(cluster, global_batch=4, stages=(0,), leave_out="never")
+    assert search(cluster, global_batch=4, stages=(0,)).left_out == (1,)
 
 
 @pytest.mark.parametrize("policy", ["even", "paper"])
 def test_only_the_exact_policy_leaves_ranks_out(policy):
     cluster = flat_cluster((4.0, 4.0, 2.0), (0.01, 0.01, 30.0))
-    assert search(cluster, global_batch=12, policy=policy, leave_out="auto").left_out == ()
+    assert search(cluster, global_batch=12, policy=policy).left_out == ()
 
 
 def test_the_plan_of_the_active_ranks_and_back():

@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 import planning_oracle
 import pytest
+from all_ranks import search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES
 from subset import choose
 
-import poplar
 from poplar import Plan, predict, simulate
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import DoesNotFit
@@ -464,9 +464,7 @@ def a_random_case(
         ),
     )
     policy = draw.choice(("exact", "exact", "even"))
-    plan = poplar.search(
-        cluster, global_batch=draw.randint(ranks, 64), stages=(stage,), policy=policy
-    )
+    plan = search(cluster, global_batch=draw.randint(ranks, 64), stages=(stage,), policy=policy)
     return cluster, plan
 
 
