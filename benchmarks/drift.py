@@ -169,7 +169,7 @@ def train_all(
         cache=False,
         lr=LEARNING_RATE,
     )
-    plan = search(profile, global_batch=GLOBAL_BATCH, stages=(stage,))
+    plan = search(profile, global_batch=GLOBAL_BATCH, stages=(stage,), leave_out="never")
     figures = []
     for factor in factors:
         runs = [

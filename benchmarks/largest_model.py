@@ -108,7 +108,13 @@ def plan_of(blocks: int, width: int, limits: Sequence[int], host_state: Choice) 
     )
     cluster = ClusterProfile(devices=devices, model=model, network=network)
     try:
-        return search(cluster, global_batch=len(limits), stages=[3], host_state=host_state)
+        return search(
+            cluster,
+            global_batch=len(limits),
+            stages=[3],
+            host_state=host_state,
+            leave_out="never",
+        )
     except NoPlanFits:
         return None
 

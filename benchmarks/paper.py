@@ -144,6 +144,7 @@ def _plan(simulated: SimulatedCluster, case: Case, policy: str) -> Plan | str:
             global_batch=case.global_batch,
             stages=[case.stage],
             policy=policy,
+            leave_out="never",
         )
     except NoPlanFits as error:
         return str(error)

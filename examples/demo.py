@@ -196,6 +196,7 @@ def profile_and_plan(text: ByteWindows, options: argparse.Namespace) -> tuple[Cl
         stage=options.stage,
         seconds=options.profile_seconds,
         cache=False,
+        leave_out="never",
         **OPTIMIZER,
     )
     return tuned.profile, tuned.plan

@@ -38,8 +38,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/assets"), metavar="FOLDER")
     folder = parser.parse_args().output
     cluster = simulated_cluster()
+    request = {"global_batch": GLOBAL_BATCH, "stages": (STAGE,), "leave_out": "never"}
     panels = [
-        (title, poplar.search(cluster, global_batch=GLOBAL_BATCH, stages=(STAGE,), policy=policy))
+        (title, poplar.search(cluster, **request, policy=policy))
         for title, policy in (("Even batches (DDP, FSDP2, DeepSpeed)", "even"), ("Poplar", "exact"))
     ]
     timelines = [(title, plan, poplar.simulate(cluster, plan)) for title, plan in panels]

@@ -93,6 +93,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         global_batch=options.global_batch,
         optimizer_class=torch.optim.AdamW,
         seconds=options.tuning_seconds,
+        leave_out="never",
         timeout=DEADLINE,
         progress=False,
         lr=LEARNING_RATE,

@@ -1062,7 +1062,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             steps: that are left to train; default: a plan must pay for itself within 1000.
 
         Returns:
-            What it has found so far; None if it is off.
+            What it has found so far; None if it is off, or on a rank that the plan leaves out.
 
         Raises:
             ValueError: the optimizer has no plan, the profile is of other ranks, or ranks differ.
@@ -1072,11 +1072,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         def checked() -> tuple[ClusterProfile, str, int | None]:
             check_choice("replan", replan, Literal["auto", "advise", "off"])
-            if self._left_out:
-                raise ValueError("follow_drift() does not support a plan that leaves ranks out")
-            if self._plan is None:
+            if self.plan is None:
                 raise ValueError("follow_drift() needs an optimizer that was built with a plan")
-            predict(profile, self._plan)  # raises if it is of other ranks or another model
+            predict(profile, self.plan)  # raises if it is of other ranks or another model
             return profile, replan, steps
 
         arguments = exchange_results(self._control, checked, what="follow_drift()")

@@ -87,6 +87,7 @@ def propose(
                 profile=profile,
                 seconds=seconds,
                 factored=factored,
+                leave_out="never",
                 **arguments,
             )
 
@@ -99,7 +100,11 @@ def propose(
                     plans[UNFACTORED] = tuned("never")
             else:
                 found = poplar.search(
-                    profile, global_batch=task.global_batch, stages=(stage,), policy=policy
+                    profile,
+                    global_batch=task.global_batch,
+                    stages=(stage,),
+                    policy=policy,
+                    leave_out="never",
                 )
                 plans = {policy: found}
             # From the profile alone: autotune's prediction has seen its trial runs.

@@ -31,7 +31,9 @@ def poplar_plan(costs: Costs, layers: tuple[Layer, ...], global_batch: int) -> P
     Raises:
         NoPlanFits: the model does not fit.
     """
-    return search(profile(costs, layers, global_batch), global_batch=global_batch)
+    return search(
+        profile(costs, layers, global_batch), global_batch=global_batch, leave_out="never"
+    )
 
 
 def profile(costs: Costs, layers: tuple[Layer, ...], global_batch: int) -> ClusterProfile:

@@ -79,6 +79,7 @@ def compare(settings: Settings, device: torch.device) -> Row:
         compute_dtype=DTYPE,
         cache=False,
         progress=False,
+        leave_out="never",
         lr=LEARNING_RATE,
     )
     tune_seconds = time.perf_counter() - began

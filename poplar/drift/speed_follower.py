@@ -12,6 +12,7 @@ import torch
 from poplar.data import pytree
 from poplar.drift.replanning import Replan, Replanner
 from poplar.drift.speed_levels import Row
+from poplar.planner.active_ranks import active_part
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.system.devices import slowdown_reasons
 from poplar.values.formatting import format_signed_percent
@@ -62,8 +63,12 @@ class SpeedFollower:
         self._optimizer = weakref.ref(optimizer)
         self._control, self._device = optimizer.control, device
         self._rank = self._control.group.rank
-        self._profile, self._applies = profile, applies
-        self._replanner = Replanner(profile)
+        assert optimizer.plan is not None, "follow_drift() has refused an optimizer without one"
+        # Ranks that the plan leaves out are in no group of the others, and have no times.
+        self._numbers, self._left_out = optimizer.plan.active_ranks, optimizer.plan.left_out
+        self._profile, _ = active_part(profile, optimizer.plan)
+        self._applies = applies
+        self._replanner = Replanner(self._profile)
         self._steps_left = UNKNOWN_STEPS if steps is None else steps
         self._counts_down = steps is not None
         self._found: Replan | None = None
@@ -73,7 +78,7 @@ class SpeedFollower:
 
     @property
     def slowdowns(self) -> tuple[float, ...]:
-        """By rank, how many times slower it is than its profile. Known on the first rank only."""
+        """By active rank, how many times slower it is than its profile. Known on the first one."""
         return self._replanner.slowdowns
 
     @property
@@ -84,7 +89,7 @@ class SpeedFollower:
     def work(self, micro_batch: MicroBatch) -> PassWork:
         """What a pass of this rank computes."""
         plan = self._current_plan()
-        if self._costs is None or self._costs[0] is not plan:
+        if self._costs is None or self._costs[0] != plan:
             self._costs = plan, costs_of(self._profile, plan)
         expected = self._costs[1].pass_seconds(self._rank, micro_batch.samples)
         elements = sum(tensor.numel() for tensor in pytree.tensors(micro_batch.batch))
@@ -118,10 +123,11 @@ class SpeedFollower:
         self._found, found = None, received[0][0]
         if found is None:
             return
-        self.plan = found.plan
-        message = f"step {step}: {_message(found, [reason for _, reason in received])}"
+        self.plan = found.plan.beside(self._left_out)
+        reasons = [reason for _, reason in received]
+        message = f"step {step}: {_message(found, reasons, self._numbers)}"
         if self._applies:
-            self._current_optimizer().apply_plan(found.plan)
+            self._current_optimizer().apply_plan(self.plan)
         else:
             message += " with optimizer.apply_plan() of this plan"
         self.messages.append(message)
@@ -134,9 +140,10 @@ class SpeedFollower:
         return optimizer is not None and optimizer.pending_plan is not None
 
     def _current_plan(self) -> Plan:
+        """Of the active ranks alone."""
         plan = self._current_optimizer().plan
-        assert plan is not None, "follow_drift() has refused an optimizer without a plan"
-        return plan
+        assert plan is not None, "follow_drift() has refused an optimizer without one"
+        return plan.of_active_ranks()
 
     def _current_optimizer(self) -> HeteroZeroOptimizer:
         optimizer = self._optimizer()
@@ -150,14 +157,20 @@ def _row(times: RankTimes) -> Row:
     return Row(times.compute_seconds, work.expected_seconds, length)
 
 
-def _message(found: Replan, reasons: Sequence[str]) -> str:
-    """`rank 2 is 1.9x slower (power cap); new batches 12,12,5; +38 %`."""
+def _message(found: Replan, reasons: Sequence[str], numbers: Sequence[int]) -> str:
+    """`rank 2 is 1.9x slower (power cap); new batches 12,12,5; +38 %`.
+
+    Args:
+        found: of the active ranks.
+        reasons: why they may be slower.
+        numbers: their ranks.
+    """
     changes = []
     for rank, factor in found.slowdowns.items():
         is_slower = factor > 1.0
         because = f" ({reasons[rank]})" if is_slower and reasons[rank] else ""
         times = f"{max(factor, 1.0 / factor):.2g}x {'slower' if is_slower else 'faster'}"
-        changes.append(f"rank {rank} is {times}{because}")
+        changes.append(f"rank {numbers[rank]} is {times}{because}")
     more = f" and {len(changes) - _MOST_RANKS} more" if len(changes) > _MOST_RANKS else ""
     shown = ", ".join(changes[:_MOST_RANKS]) or "the speeds of the ranks have changed"
     samples = [str(found.plan.samples(rank)) for rank in range(found.plan.world_size)]

@@ -81,7 +81,8 @@ class Contribution:
         if self.verdict == WORTH_IT:
             return ""
         if self.without > 0.0:
-            return "leave it out" if len(self.ranks) == 1 else "leave them out"
+            it = "it" if len(self.ranks) == 1 else "them"
+            return f'leave {it} out with leave_out="auto"'
         return f"{NOT_WORTH_IT}, within the error"
 
 

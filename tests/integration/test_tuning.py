@@ -39,7 +39,7 @@ from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning import autotune
 from poplar.tuning.autotune import Tuned, Tuner, TuningJob
 from poplar.values.observation import Observation
-from poplar.values.profile import BatchPoint
+from poplar.values.profile import BatchPoint, NetworkProfile
 
 SMALL = ModelSpec(kind="mlp", blocks=1)
 GLOBAL_BATCH = 12
@@ -291,7 +291,7 @@ def test_different_arguments_on_ranks_raise(ranks: Pool):
 
 
 def test_no_plan_fits_names_rank_and_bytes(ranks: Pool):
-    case = {"profile": None, "max_batch": 2}, {2: {"memory_limit": 1000}}
+    case = {"profile": None, "max_batch": 2, "leave_out": "never"}, {2: {"memory_limit": 1000}}
     (failures,) = assert_all_raise(ranks, [case], ["rank 2 .* needs at least .* too little"])
     assert all(failure.is_a(poplar.NoPlanFits) for failure in failures)
 
@@ -422,7 +422,7 @@ class Bench:
         costs = StageCosts(self.true, plan.stage)
         return Observation(
             plan=plan,
-            step_seconds=costs.step_seconds(plan.micro_batches, plan.shares),
+            step_seconds=predict(self.true, plan).step_seconds,
             pass_seconds=tuple(
                 tuple(costs.pass_seconds(rank, size) for size in sizes if size)
                 for rank, sizes in enumerate(plan.micro_batches)
@@ -445,6 +445,29 @@ class Bench:
             **options,
         )
         return Tuner(self, job).tune()  # type: ignore[arg-type]
+
+
+def behind_a_link(seconds: float) -> ClusterProfile:
+    """Three ranks; the last one takes so long to send or to receive the model."""
+    rates = (0.01, 0.01, seconds)
+    network = NetworkProfile(
+        reduce_scatter_seconds=seconds * 2 / 3,
+        all_gather_seconds=seconds * 2 / 3,
+        send_seconds_per_byte=rates,
+        receive_seconds_per_byte=rates,
+    )
+    return known((40.0, 40.0, 40.0), network=network)
+
+
+@pytest.mark.parametrize(("true", "left_out"), [(30.0, (2,)), (0.01, ())])
+def test_a_rank_is_left_out_if_that_is_faster_in_trials(true, left_out):
+    bench = Bench(behind_a_link(30.0), behind_a_link(true), (1,))
+    decided = bench.tune()
+    assert decided.plan.left_out == left_out
+    assert {plan.left_out for plan in bench.tried} == {(), (2,)}
+    assert [*bench.saved[-1][1].values()] == [decided.plan]
+    bench = Bench(behind_a_link(30.0), behind_a_link(true), (1,))
+    assert bench.tune(leave_out="never").plan.left_out == ()
 
 
 class NoisyBench(Bench):

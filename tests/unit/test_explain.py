@@ -166,7 +166,7 @@ def test_a_rank_that_slows_the_others_should_be_left_out():
     assert useless.without > 1.0
     assert useless.verdict == NOT_WORTH_IT
     assert str(useless).startswith("without rank 1: +")
-    assert str(useless).endswith(": leave it out")
+    assert str(useless).endswith(': leave it out with leave_out="auto"')
     assert without(explanation, 0).verdict == WORTH_IT
     assert explanation.contributions[0] == useless, "the least valuable comes first"
 

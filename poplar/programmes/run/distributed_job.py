@@ -11,7 +11,7 @@ from torch import Tensor
 
 from poplar.comm import Communicator, Control, Group, connect
 from poplar.data import pytree
-from poplar.planner.search import LeaveOut
+from poplar.planner.search import Choice
 from poplar.programmes.run.checked_export import CheckedExport
 from poplar.tuning.autotune import TuningJob
 from poplar.values.errors import NotExportable
@@ -25,7 +25,7 @@ class DistributedJob(TuningJob):
 
     group: Group
     control: Control
-    leave_out: LeaveOut = "never"  # programmes run on all ranks
+    leave_out: Choice = "never"  # programmes run on all ranks
 
     @property
     def options(self) -> dict[str, Any]:
