@@ -65,7 +65,7 @@ class SpeedFollower:
         self._rank = self._control.group.rank
         assert optimizer.plan is not None, "follow_drift() has refused an optimizer without one"
         # Ranks that the plan leaves out are in no group of the others, and have no times.
-        self._numbers, self._left_out = optimizer.plan.active_ranks, optimizer.plan.left_out
+        self._left_out = optimizer.plan.left_out
         self._profile, _ = active_part(profile, optimizer.plan)
         self._applies = applies
         self._replanner = Replanner(self._profile)
@@ -125,7 +125,7 @@ class SpeedFollower:
             return
         self.plan = found.plan.beside(self._left_out)
         reasons = [reason for _, reason in received]
-        message = f"step {step}: {_message(found, reasons, self._numbers)}"
+        message = f"step {step}: {_message(found, self.plan, reasons)}"
         if self._applies:
             self._current_optimizer().apply_plan(self.plan)
         else:
@@ -157,22 +157,22 @@ def _row(times: RankTimes) -> Row:
     return Row(times.compute_seconds, work.expected_seconds, length)
 
 
-def _message(found: Replan, reasons: Sequence[str], numbers: Sequence[int]) -> str:
+def _message(found: Replan, plan: Plan, reasons: Sequence[str]) -> str:
     """`rank 2 is 1.9x slower (power cap); new batches 12,12,5; +38 %`.
 
     Args:
         found: of the active ranks.
-        reasons: why they may be slower.
-        numbers: their ranks.
+        plan: its plan, of all ranks.
+        reasons: by active rank, why it may be slower.
     """
     changes = []
     for rank, factor in found.slowdowns.items():
         is_slower = factor > 1.0
         because = f" ({reasons[rank]})" if is_slower and reasons[rank] else ""
         times = f"{max(factor, 1.0 / factor):.2g}x {'slower' if is_slower else 'faster'}"
-        changes.append(f"rank {numbers[rank]} is {times}{because}")
+        changes.append(f"rank {plan.active_ranks[rank]} is {times}{because}")
     more = f" and {len(changes) - _MOST_RANKS} more" if len(changes) > _MOST_RANKS else ""
     shown = ", ".join(changes[:_MOST_RANKS]) or "the speeds of the ranks have changed"
-    samples = [str(found.plan.samples(rank)) for rank in range(found.plan.world_size)]
+    samples = [str(plan.samples(rank)) for rank in range(plan.world_size)]
     batches = ",".join([*samples[:_MOST_BATCHES], "..."] if samples[_MOST_BATCHES:] else samples)
     return f"{shown}{more}; new batches {batches}; {format_signed_percent(found.gain)}"

@@ -32,9 +32,9 @@ NEW_ENGINE = 20
 """Step before which stage 0 becomes stage 1: the speeds are followed across the change."""
 
 
-def profile() -> ClusterProfile:
-    """Three equal ranks."""
-    made = cluster((1.0 / SECONDS,) * RANKS, ("device",) * RANKS)
+def profile(ranks: int = RANKS) -> ClusterProfile:
+    """Equal ranks."""
+    made = cluster((1.0 / SECONDS,) * ranks, ("device",) * ranks)
     points = tuple(
         BatchPoint(batch=batch, seconds=SECONDS * batch, activation_bytes=1024 * batch)
         for batch in (1, GLOBAL_BATCH)
@@ -138,6 +138,39 @@ def test_advice_changes_no_plan_and_all_ranks_know_all_times(ranks: Pool) -> Non
     (message,) = outcomes[0].messages
     assert "rank 1 is 2.5x slower" in message
     assert outcomes[0].computed[SLOW.start] == pytest.approx([0.016, 0.04, 0.016])
+
+
+def follow_beside_a_rank_that_is_left_out() -> tuple[list[str], list[int]]:
+    """Messages, and the samples of the last step; rank 2 is slower."""
+    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1).beside((0,))
+    model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
+    optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, process_group=group, lr=1e-2)
+    follower = optimizer.follow_drift(profile(RANKS + 1), replan="auto")
+    assert (follower is None) == (harness.rank() == 0)
+    rank, times, slower = harness.rank(), StepTiming.times, 1.0
+
+    def measured(timing: StepTiming) -> RankTimes:
+        return times(timing)._replace(compute_seconds=slower * times(timing).work.expected_seconds)
+
+    with mock.patch.object(StepTiming, "times", measured):
+        for step in range(SLOW.start + 20):
+            slower = FACTOR if rank == 2 and step in SLOW else 1.0
+            samples = optimizer.plan.samples(rank) if optimizer.plan else 0
+            batch = torch.ones(samples, 8, device=harness.device()) if samples else None
+            optimizer.train_step(loss_fn, batch)
+    if follower is None or optimizer.plan is None:
+        return [], []
+    return follower.messages, list(map(optimizer.plan.samples, range(RANKS + 1)))
+
+
+def test_plan_follows_ranks_beside_one_that_is_left_out(ranks: Pool) -> None:
+    left_out, *active = ranks.run(follow_beside_a_rank_that_is_left_out, ranks=RANKS + 1)
+    assert left_out == ([], [])
+    (message,), samples = active[0]
+    assert active == [active[0]] * RANKS
+    assert "rank 2 is 2.5x slower" in message
+    assert "new batches 0,5,2,5; +" in message
+    assert samples == [0, 5, 2, 5]
 
 
 def follow_in_vain(*, with_plan: bool) -> None:

@@ -32,6 +32,7 @@ MEASURING = {
     "host_overhead": "--models llama-1.1b --ranks 4 --stages 3 --layers 2 --rounds 1 --steps 1",
     "largest_base": "--limits 2 1 --largest 48 --width 512",
     "largest_model": "--limits 2 1 --largest 24 --width 256",
+    "left_out": "--quick --rounds 2",
     "memory": "--models convolutional --stages 3 --batches 1",
     "optimizers": "--quick --rounds 1",
     "paper": "--quick --clusters A --models bert-large --stages 1",
@@ -45,7 +46,7 @@ MEASURING = {
 """Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
 SLOW = {
     *("allreduce", "checkpoint", "convergence", "drift", "gpu_unequal"),
-    *("host_overhead", "largest_base", "largest_model", "memory", "optimizers"),
+    *("host_overhead", "largest_base", "largest_model", "left_out", "memory", "optimizers"),
     *("prediction", "train", "watched_jobs"),
 }
 """Only with --full: they start ranks or profile. Tests of their parts run always, and so does
@@ -56,6 +57,7 @@ SHOWING = {
     "drift": "--show drift.jsonl",
     "gpu_step": "--show h200/step.jsonl",
     "gpu_unequal": "--show h200/unequal.jsonl",
+    "left_out": "--show left_out.jsonl",
     "optimizers": "--show optimizers.jsonl",
     "pairs": "",
     "per_tensor": "--show per_tensor.jsonl --markdown",
