@@ -12,14 +12,13 @@ collate functions; the optimizer drops it.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from weakref import ref
 
 import torch
 from torch.utils.data import Sampler
 
+from poplar.data.drawn_batches import DrawnBatches
 from poplar.data.global_batch import (
     STATE_VERSION,
     check_last_batch,
@@ -30,11 +29,8 @@ from poplar.data.global_batch import (
 from poplar.data.lengths import checked_lengths, deal, digest_of, grouped_order
 from poplar.values.plan import Plan
 
-_last_drawn: ref[HeteroBatchSampler] | None = None
-"""The sampler of this process that has drawn a batch last. See `last_drawn_order`."""
 
-
-class HeteroBatchSampler(Sampler[list[int]]):
+class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
     """Batches of indices for a map-style dataset: this rank's part of one global batch per step.
 
         loader = DataLoader(dataset, batch_sampler=HeteroBatchSampler(len(dataset), plan, seed=0))
@@ -80,8 +76,8 @@ class HeteroBatchSampler(Sampler[list[int]]):
         lengths: Iterable[float] | torch.Tensor | None = None,
         group_by_length: bool = False,
     ) -> None:
+        super().__init__(plan)
         self._rank = resolve_rank(plan, rank)
-        self._plan = plan
         self._length = length
         self._seed = seed
         self._shuffle = shuffle
@@ -107,10 +103,6 @@ class HeteroBatchSampler(Sampler[list[int]]):
         self._start = 0  # first step of an iteration of this epoch; not 0 after load_state_dict
         self._drawn = 0  # steps of this epoch that were drawn, including those before `_start`
         self._drop_last = drop_last
-        self._taken = 0  # batches that an optimizer has taken
-        self._plans = [(0, plan)]  # each with the number of the first batch that it splits
-        self._ahead: deque[int] = deque()
-        """Of each batch that was drawn and not taken yet, the position of its plan."""
 
     @property
     def epoch(self) -> int:
@@ -135,7 +127,6 @@ class HeteroBatchSampler(Sampler[list[int]]):
         return self._steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        global _last_drawn
         if self._drawn == self._steps:
             self.set_epoch(self._epoch + 1)
         size = self._plan.global_batch
@@ -145,12 +136,7 @@ class HeteroBatchSampler(Sampler[list[int]]):
         try:
             for step in range(self._start, self._steps):
                 self._drawn = step + 1
-                _last_drawn = ref(self)
-                number = self._taken + len(self._ahead)
-                used = max(at for at, (first, _) in enumerate(self._plans) if first <= number)
-                self._ahead.append(used)
-                global_batch = order[step * size : (step + 1) * size]
-                yield self._own_part(self._plans[used][1], global_batch)
+                yield self._own_part(self._draw(), order[step * size : (step + 1) * size])
         except GeneratorExit:  # what was drawn ahead will not be trained
             self.drop_ahead()
             raise
@@ -163,54 +149,10 @@ class HeteroBatchSampler(Sampler[list[int]]):
         first, stop = rank_slice(plan, self._rank, len(global_batch))
         return global_batch[first:stop].tolist()
 
-    @property
-    def ahead(self) -> int:
-        """Batches that were drawn and that no optimizer has taken yet."""
-        return len(self._ahead)
-
-    def take(self) -> int:
-        """Note that an optimizer has taken the next batch; called by optimizers.
-
-        Returns:
-            How often the plan of the sampler had changed when the batch was drawn, plus 1; 0 if it
-            has drawn no such batch.
-        """
-        self._taken += 1
-        return self._ahead.popleft() + 1 if self._ahead else 0
-
-    def skip(self, batches: int) -> None:
-        """Note that no optimizer will take the first of the batches that were drawn."""
-        for _ in range(batches):
-            self._ahead.popleft()
-
-    def drop_ahead(self) -> None:
-        """Note that no optimizer will take the batches that were drawn."""
-        self._ahead.clear()
-
     def check_plan(self, plan: Plan) -> None:
-        """Check that `follow` can change to a plan.
-
-        Raises:
-            ValueError: the plan has another global batch, or too many ranks with samples.
-        """
-        if plan.global_batch != self._plan.global_batch:
-            raise ValueError(
-                f"the plan has global batches of {plan.global_batch} samples, but the "
-                f"HeteroBatchSampler draws global batches of {self._plan.global_batch}; make a "
-                "plan for the same global batch"
-            )
+        super().check_plan(plan)
         if (tail := self._length % plan.global_batch) and not self._drop_last:
             check_last_batch(tail, plan, f"the dataset has {self._length} samples")
-
-    def follow(self, plan: Plan, after: int) -> None:
-        """Split by another plan, once an optimizer has taken `after` more batches.
-
-        `optimizer.apply_plan` calls it. All of these batches may have been drawn already, but not
-        the next one.
-        """
-        first = self._taken + after
-        self._plans = [(start, one) for start, one in self._plans if start < first or not start]
-        self._plans.append((first, plan))
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`.
@@ -270,6 +212,9 @@ class HeteroBatchSampler(Sampler[list[int]]):
             **grouped,
         }
 
+    def order(self) -> dict[str, Any]:
+        return {**self._state_identity(), "lengths": self._lengths_digest, "epoch": self.epoch}
+
     def _order(self) -> torch.Tensor:
         if not self._shuffle:
             return torch.arange(self._length, device="cpu")
@@ -280,28 +225,3 @@ class HeteroBatchSampler(Sampler[list[int]]):
         if self._group_by_length and self._lengths is not None:
             return grouped_order(order, self._lengths, self._plan.global_batch, generator)
         return order
-
-
-def last_drawn() -> HeteroBatchSampler | None:
-    """The sampler of this process that has drawn a batch last."""
-    return None if _last_drawn is None else _last_drawn()
-
-
-def last_drawn_order() -> dict[str, Any]:
-    """What decides the parts that the last used sampler of this process gives; equal on all ranks.
-
-    In a training loop that is the sampler of the batch of the step: a `DataLoader` draws in the
-    process that iterates it, also with workers. It is another one if a loader with a sampler of its
-    own was iterated between the batch and the step.
-
-    Returns:
-        Names and values; empty if no sampler has drawn a batch.
-    """
-    sampler = last_drawn()
-    if sampler is None:
-        return {}
-    return {
-        **sampler._state_identity(),
-        "lengths": sampler._lengths_digest,
-        "epoch": sampler.epoch,
-    }

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from poplar.data.drawn_batches import DrawnBatches
 from poplar.data.global_batch import (
     STATE_VERSION,
     check_last_batch,
@@ -26,20 +27,22 @@ from poplar.values.plan import Plan
 T = TypeVar("T")
 
 
-class StreamSplit(IterableDataset[list[T]]):
+class StreamSplit(DrawnBatches, IterableDataset[list[T]]):
     """This rank's samples of each global batch; made by `split_stream`."""
 
     def __init__(self, iterable: Iterable[T], plan: Plan, rank: int, drop_last: bool) -> None:
+        super().__init__(plan)
         self._iterable = iterable
-        self._plan = plan
         self._rank = rank
         self._drop_last = drop_last
         self._position = _StreamPosition()
+        self._is_last()  # also if workers read it
 
     def __iter__(self) -> Iterator[list[T]]:
         worker = get_worker_info()
         turn, turns = (0, 1) if worker is None else (worker.id, worker.num_workers)
         start = self._position.begin()
+        self.drop_ahead()  # of an unfinished iteration
         with _outside_of_workers():
             samples = iter(self._iterable)
             self._skip(samples, start)
@@ -52,11 +55,29 @@ class StreamSplit(IterableDataset[list[T]]):
             # DataLoader reads its workers in turn, so giving every worker each `turns`-th step
             # keeps the order.
             if (step - start) % turns == turn:
-                if short:
-                    check_last_batch(len(batch), self._plan, "the stream ended")
                 self._position.drawn = step + 1
-                yield batch[slice(*rank_slice(self._plan, self._rank, len(batch)))]
+                plan = self._draw()
+                if short:
+                    check_last_batch(len(batch), plan, "the stream ended")
+                try:
+                    yield batch[slice(*rank_slice(plan, self._rank, len(batch)))]
+                except GeneratorExit:  # what was drawn ahead will not be trained
+                    self.drop_ahead()
+                    raise
         self._position.drawn = 0
+
+    @property
+    def drawn_by_workers(self) -> bool:
+        return self._position.read_by_workers
+
+    def check_plan(self, plan: Plan) -> None:
+        super().check_plan(plan)
+        if self.drawn_by_workers:
+            raise ValueError(
+                "DataLoader workers read a split_stream, which then cannot follow a change of the "
+                "plan; use num_workers=0, or leave the loop, split the stream again from "
+                "state_dict(steps_done=...) by the new plan, and then call apply_plan()"
+            )
 
     def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
         """The position in the data, for `load_state_dict` with any plan of the same global batch.
@@ -70,7 +91,7 @@ class StreamSplit(IterableDataset[list[T]]):
                 ahead, so only the trainer knows how many steps it has done.
         """
         if steps_done is None:
-            if self._position.read_by_workers:
+            if self.drawn_by_workers:
                 raise RuntimeError(
                     "DataLoader workers read this stream ahead of training, so its position is not "
                     "the trainer's; pass steps_done=, the trainer's own count"
@@ -121,7 +142,8 @@ def split_stream(
             `torch.utils.data.get_worker_info()` is None in it, so that a dataset that takes a part
             in each worker, as those of Hugging Face, gives all samples. It must not take a part in
             each rank. For more than one epoch it must start again at every `iter()`.
-        plan: how a global batch is split.
+        plan: how a global batch is split. A change by `optimizer.apply_plan` is followed, except in
+            `DataLoader` workers.
         rank: the rank whose part is read; None: this process's rank in `torch.distributed`.
         drop_last: True drops the samples that do not fill a global batch. False splits them by the
             same plan; if they are fewer than the plan's ranks with samples, the iteration ends with

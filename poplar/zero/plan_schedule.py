@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 
-from poplar.data.sampler import HeteroBatchSampler, last_drawn
+from poplar.data.drawn_batches import DrawnBatches, last_drawn
 from poplar.values.plan import Plan
 
 
@@ -23,7 +23,7 @@ class PlanSchedule:
         self.version = 0
         """How often the plan of the current batch had changed, plus 1; 0 if that is unknown."""
         self._changes: list[tuple[int, Plan]] = []
-        self._sampler: weakref.ref[HeteroBatchSampler] | None = None
+        self._sampler: weakref.ref[DrawnBatches] | None = None
 
     def first_step(self, plan: Plan) -> int:
         """The first step at which this rank can follow another plan.
@@ -78,13 +78,14 @@ class PlanSchedule:
         if sampler is not None and sampler is not self._known_sampler():
             sampler.drop_ahead()
 
-    def _known_sampler(self) -> HeteroBatchSampler | None:
-        """The sampler of the last step."""
-        return None if self._sampler is None else self._sampler()
+    def _known_sampler(self) -> DrawnBatches | None:
+        """The sampler of the last step, if it draws in this process."""
+        sampler = None if self._sampler is None else self._sampler()
+        return None if sampler is None or sampler.drawn_by_workers else sampler
 
-    def _next_sampler(self) -> HeteroBatchSampler | None:
+    def _next_sampler(self) -> DrawnBatches | None:
         """The sampler of a step that begins: another one, if the known one has no batch for it."""
         latest, known = last_drawn(), self._known_sampler()
         if latest is not None and latest.ahead and (known is None or not known.ahead):
             return latest
-        return known
+        return latest if known is None and latest is not None and latest.drawn_by_workers else known

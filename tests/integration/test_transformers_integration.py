@@ -622,7 +622,7 @@ def test_ranks_that_generate_wait_for_the_longest_text(three, tmp_path):
 
 
 def resume_a_stream(plan: poplar.Plan, folder: str) -> Any:
-    """Five steps, and the last two again after a checkpoint, with a loss scale."""
+    """Five steps, and the last two again after a checkpoint, with a loss scale and two plans."""
     as_launched()
     outcomes = []
     for checkpoint in (None, f"{folder}/checkpoint-3"):
@@ -631,6 +631,7 @@ def resume_a_stream(plan: poplar.Plan, folder: str) -> Any:
             arguments(folder, max_steps=5, save_strategy="steps", save_steps=3, **SHARES),
             data_collator=padded,
             train_dataset=Stream(),
+            callbacks=[ChangesPlan()],
             poplar=PoplarArguments(plan=plan),
         )
         trainer._scaler = poplar.GradScaler("cpu", init_scale=64.0)  # as with fp16=True

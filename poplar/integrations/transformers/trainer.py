@@ -35,7 +35,7 @@ from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Control
-from poplar.data import CollateMicroBatches, pytree, split_stream
+from poplar.data import CollateMicroBatches, StreamSplit, pytree, split_stream
 from poplar.data.lengths import padded_length
 from poplar.data.micro_batch_collation import Collate, MicroBatches
 from poplar.integrations.transformers.arguments import PoplarArguments
@@ -110,7 +110,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         """The profile and the trial runs behind the plan; None if the plan was given."""
         self._plan: Plan | None = None
         self._profile: ClusterProfile | None = None
-        self._sampler: EpochSampler | None = None
+        self._sampler: EpochSampler | StreamSplit[Any] | None = None
         self._lengths: list[int] | None = None
         """Of the samples of the dataset, if global batches are divided by them."""
         super().__init__(*args, **kwargs)
@@ -165,14 +165,14 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             ),
         }
         if isinstance(dataset, IterableDataset):
-            stream = split_stream(dataset, plan, drop_last=self.args.dataloader_drop_last)
-            loader = EpochLoader(stream, batch_size=None, **options)
+            self._sampler = split_stream(dataset, plan, drop_last=self.args.dataloader_drop_last)
+            loader = EpochLoader(self._sampler, batch_size=None, **options)
             loader.source = dataset
             return loader
         workers, rank = self.args.dataloader_num_workers, self.args.process_index
         options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=rank)
-        self._sampler = self._batch_sampler(len(dataset), sampler, plan)
-        return EpochLoader(dataset, batch_sampler=self._sampler, **options)
+        self._sampler = batch_sampler = self._batch_sampler(len(dataset), sampler, plan)
+        return EpochLoader(dataset, batch_sampler=batch_sampler, **options)
 
     def _dataset_and_collator(self, dataset: Any) -> tuple[Any, Collate]:
         """The dataset without columns that the model does not take, and its collator."""
@@ -482,7 +482,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         """Reports speeds and waits to the loggers, and with every log of losses. Collective."""
         if self._sampler is not None and not self.args.ignore_data_skip:
             # `Trainer` has drawn and dropped the batches of the epoch before a checkpoint.
-            self._sampler.skip(self.state.global_step % len(self._sampler))
+            is_stream = isinstance(self._sampler, StreamSplit)  # an epoch of which is all steps
+            steps = self.state.max_steps if is_stream else len(cast(EpochSampler, self._sampler))
+            self._sampler.skip(self.state.global_step % steps)
         if self._profile is not None and self.poplar.replan != "off":
             self.optimizer.follow_drift(
                 self._profile,

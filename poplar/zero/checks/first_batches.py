@@ -18,8 +18,8 @@ from torch import Tensor
 
 from poplar.comm import Control
 from poplar.data import pytree
+from poplar.data.drawn_batches import last_drawn
 from poplar.data.lengths import padded_length
-from poplar.data.sampler import last_drawn_order
 from poplar.values.errors import agreed
 from poplar.zero.agreement import exchange_results, run_on_all_ranks
 
@@ -53,7 +53,8 @@ class FirstBatches:
         self._longest = max(self._longest, length)
         self._shortest = min(self._shortest or length, length or self._shortest)
         differs = self._longest - self._shortest > LENGTH_TOLERANCE * self._shortest
-        if not differs or last_drawn_order().get("lengths"):
+        drawn = last_drawn()
+        if not differs or (drawn is not None and drawn.order().get("lengths")):
             return
         self._length_steps = 0
         warnings.warn(
@@ -75,7 +76,8 @@ class FirstBatches:
             return
 
         def describe() -> tuple[Mapping[str, Any], str]:
-            return {} if batch is None else last_drawn_order(), _digest_of_first_sample(batch)
+            drawn = None if batch is None else last_drawn()
+            return {} if drawn is None else drawn.order(), _digest_of_first_sample(batch)
 
         received = exchange_results(self._control, describe, what="the first step")
         drawn = [(rank, order) for rank, (order, _) in enumerate(received) if order]

@@ -1,0 +1,101 @@
+"""Batches that were drawn ahead of training, and the plans that split them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+from weakref import ref
+
+from poplar.values.plan import Plan
+
+_last_drawn: ref[DrawnBatches] | None = None
+"""What has drawn a batch last in this process."""
+
+
+class DrawnBatches:
+    """The base of what draws the batches of steps: it splits each one by the plan of its step."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._taken = 0  # batches that an optimizer has taken
+        self._plans = [(0, plan)]  # each with the number of the first batch that it splits
+        self._ahead: deque[int] = deque()
+        """Of each batch that was drawn and not taken yet, the position of its plan."""
+
+    def _is_last(self) -> None:
+        global _last_drawn
+        _last_drawn = ref(self)
+
+    def _draw(self) -> Plan:
+        """Note that the next batch is drawn; returns its plan."""
+        self._is_last()
+        number = self._taken + len(self._ahead)
+        used = max(at for at, (first, _) in enumerate(self._plans) if first <= number)
+        self._ahead.append(used)
+        return self._plans[used][1]
+
+    @property
+    def drawn_by_workers(self) -> bool:
+        """Batches are drawn in other processes, which do not follow."""
+        return False
+
+    @property
+    def ahead(self) -> int:
+        """Batches that were drawn and that no optimizer has taken yet."""
+        return len(self._ahead)
+
+    def take(self) -> int:
+        """Note that an optimizer has taken the next batch; called by optimizers.
+
+        Returns:
+            How often the plan had changed when the batch was drawn, plus 1; 0 if no such batch was
+            drawn.
+        """
+        self._taken += 1
+        return self._ahead.popleft() + 1 if self._ahead else 0
+
+    def skip(self, batches: int) -> None:
+        """Note that no optimizer will take the first of the batches that were drawn."""
+        for _ in range(min(batches, len(self._ahead))):
+            self._ahead.popleft()
+
+    def drop_ahead(self) -> None:
+        """Note that no optimizer will take the batches that were drawn."""
+        self._ahead.clear()
+
+    def check_plan(self, plan: Plan) -> None:
+        """Check that `follow` can change to a plan.
+
+        Raises:
+            ValueError: the plan has another global batch, or too many ranks with samples.
+        """
+        if plan.global_batch != self._plan.global_batch:
+            raise ValueError(
+                f"the plan has global batches of {plan.global_batch} samples, but the "
+                f"{type(self).__name__} draws global batches of {self._plan.global_batch}; make a "
+                "plan for the same global batch"
+            )
+
+    def follow(self, plan: Plan, after: int) -> None:
+        """Split by another plan, once an optimizer has taken `after` more batches.
+
+        `optimizer.apply_plan` calls it. All of these batches may have been drawn already, but not
+        the next one.
+        """
+        first = self._taken + after
+        self._plans = [(start, one) for start, one in self._plans if start < first or not start]
+        self._plans.append((first, plan))
+
+    def order(self) -> dict[str, Any]:
+        """What decides the parts that it gives; equal on all ranks."""
+        return {"global_batch": self._plan.global_batch}
+
+
+def last_drawn() -> DrawnBatches | None:
+    """What has drawn a batch last in this process.
+
+    In a training loop it has drawn the batch of the step: a `DataLoader` draws in the process that
+    iterates it, also with workers (but not from a stream). It is another one if a loader was
+    iterated between the batch and the step.
+    """
+    return None if _last_drawn is None else _last_drawn()
