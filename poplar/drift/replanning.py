@@ -53,11 +53,6 @@ class Replanner:
         self._searched: Sequence[float] = self._planned
         """The last levels at which a plan was searched for."""
 
-    @property
-    def slowdowns(self) -> tuple[float, ...]:
-        """By rank, how many times slower it is than its profile."""
-        return tuple(map(math.exp, self._speeds.levels))
-
     def add(
         self,
         rows: Sequence[Row],

@@ -77,11 +77,6 @@ class SpeedFollower:
         """What was reported so far, equal on all ranks."""
 
     @property
-    def slowdowns(self) -> tuple[float, ...]:
-        """By active rank, how many times slower it is than its profile. Known on the first one."""
-        return self._replanner.slowdowns
-
-    @property
     def wants_to_agree(self) -> bool:
         """This rank has found a plan."""
         return self._found is not None
