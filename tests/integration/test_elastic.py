@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -148,6 +149,8 @@ class Job:
         for number, agent in enumerate(self.agents):
             if agent.is_alive():
                 self.kill_host(number)
+            for memory in Path("/dev/shm").glob(f"poplar-*-{agent.pid}-*"):
+                shutil.rmtree(memory)
 
 
 def children(pid: int) -> list[int]:
