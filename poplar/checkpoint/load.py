@@ -156,7 +156,7 @@ def _prepared(
 
     load = run_on_all_ranks(control, prepare, doing=doing)
     run_on_all_ranks(control, load.verify, doing=doing)
-    load.collect()
+    load.opened.collect(control, load.targets)
     run_on_all_ranks(control, load.read_optimizer_state, doing=doing)
     load.optimizer_state.agree(control)
     load.set_objects(doing)
@@ -227,9 +227,10 @@ class Load:
                 f"{self.opened.folder} is of another model: {name!r} has other buffers"
             )
 
-    def collect(self) -> None:
-        """Get what is to be read and is on other hosts. Collective."""
-        self.opened.collect(self.parts.engine.control, {**self._to_read, **self._values})
+    @property
+    def targets(self) -> Mapping[str, Tensor]:
+        """By name in the checkpoint, the memory for all that is read."""
+        return {**self._to_read, **self._values}
 
     def read_optimizer_state(self) -> None:
         """Read this rank's part of the optimizer state, which is not used yet. Local."""

@@ -129,7 +129,7 @@ class Saver:
             frozen = _saves_base(parts, self._frozen)
             if rank == 0:
                 _make_folder(path, replaces)
-            return content_of(parts, values, frozen)
+            return content_of(parts, values, frozen, rank)
 
         pending: list[PendingSave] = []
         try:
@@ -175,25 +175,16 @@ def _saves_base(parts: TrainingParts, frozen: bool | None) -> bool:
     return saves_base(parts.engine.model, frozen)
 
 
-def content_of(
-    parts: TrainingParts,
-    values: Mapping[str, Any],
-    frozen: bool,
-    *,
-    rank: int | None = None,
-    every_rank: bool = False,
-) -> Content:
-    """The training state, the random state of this rank and, on the first one, scaler and `state`.
+def content_of(parts: TrainingParts, values: Mapping[str, Any], frozen: bool, rank: int) -> Content:
+    """A rank's training state, the random state of this one and, for rank 0, scaler and `state`.
 
-    Local. Further arguments are those of `saved_entries`.
+    Local. `frozen` and `rank` as for `saved_entries`.
     """
-    entries = saved_entries(parts, frozen=frozen, rank=rank, every_rank=every_rank)
-    rank = parts.engine.control.group.rank if rank is None else rank
-    device = parts.engine.flats[0].device
+    entries, device = saved_entries(parts, frozen=frozen, rank=rank), parts.engine.flats[0].device
     own_buffers: dict[str, Tensor] = {}
     own = {"random": random_state(device), "buffers": own_buffers}
     extra: dict[str, Any] = {f"{RANK}{rank}": own}
-    if rank == 0 or every_rank:
+    if rank == 0:
         extra.update({STATE + name: value for name, value in values.items()})
         if parts.scaler is not None:
             extra[SCALER] = parts.scaler.state_dict()

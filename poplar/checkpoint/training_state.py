@@ -82,19 +82,15 @@ def model_values(parts: TrainingParts) -> dict[str, Any]:
     return found
 
 
-def saved_entries(
-    parts: TrainingParts, *, frozen: bool, rank: int | None = None, every_rank: bool = False
-) -> Entries:
+def saved_entries(parts: TrainingParts, *, frozen: bool, rank: int | None = None) -> Entries:
     """This rank's part of model and optimizer. Views: nothing is copied or sent.
 
     Args:
         parts: of the training.
         frozen: the base of adapters, too.
         rank: another rank, whose part this rank has, too.
-        every_rank: what all ranks have is part of each; default: of the first one.
     """
     rank = parts.engine.comm.group.rank if rank is None else rank
-    adds_common = every_rank or rank == 0
     shards = {
         id(place.parameter): place.saved_shard(stored_values(place.flat), place.flat.owned[0], rank)
         for place in places_of(parts.engine.flats)
@@ -112,10 +108,10 @@ def saved_entries(
             aliases[f"model.{name}"] = f"model.{stored}"
         elif id(value) in shards:
             model[name] = shards[id(value)]
-        elif adds_common:
+        elif rank == 0:
             model[name] = value.detach() if isinstance(value, Tensor) else value
     optim: dict[str, Any] = {"state": saved_optimizer_state(parts, rank)}
-    if adds_common:
+    if rank == 0:
         optim["param_groups"] = saved_groups(parts)
     values, paths = flatten_state_dict({"model": model, "optim": optim})
     paths.update({alias: ("model", alias.removeprefix("model.")) for alias in aliases})

@@ -168,7 +168,7 @@ class _Slots:
         values = {name: state_of(value) for name, value in state.items()}
         base = saves_base(engine.model, None)
         for owner in (rank, *self._held) if has_all else (rank,):
-            content = content_of(parts, values, base, rank=owner, every_rank=True)
+            content = content_of(parts, values, base, owner)
             content.own_buffers.update(content.buffers)
             entries, manifest = content.entries, manifest_of(parts, content, step)
             described = Description({}, entries.values, entries.paths, entries.aliases, manifest)

@@ -144,9 +144,12 @@ def write_shard(
         OSError: as `reserve`.
     """
     shards = {n: v for n, v in description.values.items() if isinstance(v, ShardTensor)}
-    parts, end = {}, START
+    parts: dict[str, Part] = {}
+    copies: list[tuple[int, Tensor]] = []
+    end = START
     for name, shard in shards.items():
         parts[name] = Part(shard.shape, shard.dtype, shard.start, shard.stop, end)
+        copies.append((end, shard.local))
         end += -(-shard.local.nbytes // START) * START
     others = {n: v for n, v in description.values.items() if n not in shards}
     pickled = io.BytesIO()
@@ -157,14 +160,9 @@ def write_shard(
             file.reserve(mark.end + pickled.tell())
     file = files[0]
     file.begin()
-    locals_ = [shard.local for shard in shards.values()]
-    places = [(part.place, part.dtype) for part in parts.values()]
-    targets = [
-        file.bytes[place : place + source.nbytes].view(dtype)
-        for (place, dtype), source in zip(places, locals_, strict=True)
-    ]
-    torch._foreach_copy_(targets, locals_, non_blocking=True)
+    targets = [file.bytes[at : at + part.nbytes].view(part.dtype) for at, part in copies]
+    torch._foreach_copy_(targets, [part for _, part in copies], non_blocking=True)
     file.bytes[end : mark.end] = torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8)
-    for device in {source.device for source in locals_ if source.is_cuda}:
+    for device in {part.device for _, part in copies if part.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     file.finish(mark)

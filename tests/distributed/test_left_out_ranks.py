@@ -18,6 +18,7 @@ from training import STAGES, Run, assert_exact, assert_raised, train_many
 
 import poplar
 from poplar import CollectiveTimeout, Plan
+from poplar.elastic.memory_checkpoints import MemoryCheckpoints
 from poplar.monitoring import JsonLines, Monitor
 from poplar.values.errors import RankFailed
 
@@ -76,6 +77,8 @@ def use_every_call(stage: int, folder: Path) -> dict[str, Any]:
     poplar.save_checkpoint(folder / "checkpoint", optimizer, state=state)
     manager = poplar.CheckpointManager(folder / "all", optimizer, state=state)
     manager.save(1)
+    memory = MemoryCheckpoints(optimizer, state={"schedule": schedule}, folder=folder / "memory")
+    memory.save(1)
     optimizer.save_model(folder / "model.safetensors")
     optimizer.consolidate_state_dict(to=2)
     found["state"] = len(optimizer.full_state_dict(to=3) or ())
@@ -85,6 +88,9 @@ def use_every_call(stage: int, folder: Path) -> dict[str, Any]:
     given = {"schedule": schedule}
     found["step"] = poplar.load_checkpoint(folder / "checkpoint", optimizer, state=given)["step"]
     found["loaded"] = manager.load_latest(), manager.values["step"], schedule.last_epoch
+    training.take_step(run, model, optimizer, 1)
+    schedule.last_epoch = 5
+    found["from memory"] = memory.load_latest(), schedule.last_epoch
     training.take_step(run, model, optimizer, 1)
     again = training.whole_parameters(model, optimizer)
     optimizer.apply_plan(plan_of(stage).of_active_ranks().beside((1,)))
@@ -108,6 +114,7 @@ def test_all_ranks_make_the_same_calls(ranks: Pool, stage: int, tmp_path: Path) 
     assert len({found["loss"] for found in by_rank}) == 1
     assert all(found["plan"] == plan_of(stage) and found["equal"] for found in by_rank)
     assert all(found["step"] == 1 and found["loaded"] == (1, 1, 0) for found in by_rank)
+    assert all(found["from memory"] == (1, 0) for found in by_rank)
     assert [found["state"] > 0 for found in by_rank] == [False, False, False, True]
     assert_raised([found["failure"] for found in by_rank], "leaves out the same ranks (1,)")
     assert_raised([found["no state"] for found in by_rank], "rank 1 is left out")
