@@ -19,7 +19,7 @@ from torch import Tensor
 from poplar.checkpoint.files.manifest import Manifest
 from poplar.checkpoint.files.staging import pin
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
-from poplar.comm.copies import to_bytes
+from poplar.comm.copies import copy, to_bytes
 from poplar.values.formatting import format_bytes
 
 START = 64
@@ -160,8 +160,12 @@ def write_shard(
             file.reserve(mark.end + pickled.tell())
     file = files[0]
     file.begin()
-    targets = [file.bytes[at : at + part.nbytes].view(part.dtype) for at, part in copies]
-    torch._foreach_copy_(targets, [part for _, part in copies], non_blocking=True)
+    for at, part in copies:
+        target = file.bytes[at : at + part.nbytes].view(part.dtype)
+        if part.is_cuda:
+            target.copy_(part, non_blocking=True)
+        else:
+            copy(target, part)
     file.bytes[end : mark.end] = torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8)
     for device in {part.device for _, part in copies if part.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
