@@ -19,6 +19,7 @@ from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Control
 from poplar.comm.point_to_point import Message
 from poplar.elastic.shard_file import Description, Mark, ShardFile
+from poplar.values.errors import DamagedCheckpoint
 
 
 class Found(NamedTuple):
@@ -122,7 +123,11 @@ class MemoryState(OpenedCheckpoint):
         return self._values[name]
 
     def check_complete(self, targets: Mapping[str, Tensor]) -> None:
-        """Nothing: all parts make up every tensor."""
+        for name, target in targets.items():
+            _, start, stop = _bounds(target)
+            found = sum(one.stop - one.start for one in self._ranges(name, target))
+            if found != stop - start and self._first_name(name) not in self._values:
+                raise DamagedCheckpoint(self.folder, f"it has {found} elements of {name!r}")
 
     def collect(self, control: Control, targets: Mapping[str, Tensor]) -> None:
         what = "loading from the memory of other hosts"
