@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rows import Column, Row, at_least, new_console, new_parser, table_of, write_rows
+from rows import Column, Row, at_least, new_console, new_parser, read_rows, table_of, write_rows
 from torch import nn
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -237,6 +237,9 @@ def measure(case: Case, kills: int, steps: int, undisturbed: Sequence[float]) ->
 def main() -> None:
     """Measure all cases, print a table, append rows."""
     options = parse_options()
+    if options.show:
+        new_console().print(table_of(read_rows(options.show, BENCHMARK), COLUMNS))
+        return
     rows = []
     steps = 12 * options.kills + 30  # more than the kills take
     for stage in options.stages:
@@ -251,7 +254,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = new_parser(__doc__)
+    parser = new_parser(__doc__, show=True)
     parser.add_argument("--kills", type=at_least(1), default=20, help="of each job")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 3], choices=range(4))
     sources = ["memory", "spares", "disk"]

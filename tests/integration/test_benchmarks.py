@@ -27,6 +27,7 @@ MEASURING = {
     "checkpoint": "--quick",
     "convergence": "--steps 3",
     "drift": "--quick",
+    "elastic": "--kills 1 --stages 1",
     "gpu_unequal": "--device cpu --case tiny_ranks --percent 50 50 --stage 1 --rounds 1 "
     "--seconds 0.5 --speed-seconds 0.2 --turn-seconds 0.1",
     "host_overhead": "--models llama-1.1b --ranks 4 --stages 3 --layers 2 --rounds 1 --steps 1",
@@ -45,7 +46,7 @@ MEASURING = {
 }
 """Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
 SLOW = {
-    *("allreduce", "checkpoint", "convergence", "drift", "gpu_unequal"),
+    *("allreduce", "checkpoint", "convergence", "drift", "elastic", "gpu_unequal"),
     *("host_overhead", "largest_base", "largest_model", "left_out", "memory", "optimizers"),
     *("prediction", "train", "watched_jobs"),
 }
@@ -55,6 +56,7 @@ SHOWING = {
     "allreduce": "--show allreduce.jsonl",
     "convergence": "--show convergence.jsonl",
     "drift": "--show drift.jsonl",
+    "elastic": "--show elastic.jsonl",
     "gpu_step": "--show h200/step.jsonl",
     "gpu_unequal": "--show h200/unequal.jsonl",
     "left_out": "--show left_out.jsonl",
