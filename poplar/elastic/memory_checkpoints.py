@@ -25,7 +25,6 @@ from poplar.checkpoint.load import Load, load_as, load_opened
 from poplar.checkpoint.manager import checked_step
 from poplar.checkpoint.save import content_of, manifest_of, state_of
 from poplar.checkpoint.training_state import Checkpointed, TrainingParts, check_idle
-from poplar.comm import Control
 from poplar.comm.host_topology import Hosts, host_id
 from poplar.comm.point_to_point import Message
 from poplar.elastic.agent_folder import agent_folder
@@ -96,7 +95,7 @@ class MemoryCheckpoints:
         parts = self._optimizer._training_parts()
         check_idle(parts, _SAVING)
         if self._slots is None or self._slots.control is not parts.engine.control:
-            self._slots = _Slots(parts.engine.control, self.folder, self._spares)
+            self._slots = _Slots(parts, self.folder, self._spares)
         self._slots.save(parts, checked_step(step), self._state)
 
     def load_latest(self) -> int | None:
@@ -144,15 +143,17 @@ class MemoryCheckpoints:
 class _Slots:
     """Two slots of files, which the ranks write in turn while they and their hosts stay."""
 
-    def __init__(self, control: Control, folder: Path, spares: int) -> None:
+    def __init__(self, parts: TrainingParts, folder: Path, spares: int) -> None:
         """Agree on the name of the files and on who has spares. Collective."""
-        self.control, self._folder = control, folder
+        self.control, self._folder = parts.engine.control, folder
+        self._pinned = parts.engine.flats[0].device.type == "cuda"
+        group, control = self.control.group, self.control
         own = (*host_id(), str(folder)), uuid4().hex
         by_rank = control.exchange_objects(own, what=_SAVING)
         hosts, self._tag = Hosts.of([host for host, _ in by_rank]), by_rank[0][1]
-        holders = [holders_of(hosts, owner, spares) for owner in range(control.group.size)]
-        self._holders = holders[control.group.rank]
-        self._held = [o for o, ranks in enumerate(holders) if control.group.rank in ranks]
+        holders = [holders_of(hosts, owner, spares) for owner in range(group.size)]
+        self._holders = holders[group.rank]
+        self._held = [owner for owner, ranks in enumerate(holders) if group.rank in ranks]
         self._has_spares = any(holders)
         self._files: dict[int, tuple[ShardFile, ShardFile]] = {}
         self._saves = 0
@@ -172,24 +173,23 @@ class _Slots:
             content.own_buffers.update(content.buffers)
             entries, manifest = content.entries, manifest_of(parts, content, step)
             described = Description({}, entries.values, entries.paths, entries.aliases, manifest)
-            write_shard(self._next_files(owner, parts), step, self.control.group.size, described)
+            write_shard(self._next_files(owner), step, self.control.group.size, described)
         if self._has_spares and not has_all:
-            self._send_spares(parts)
+            self._send_spares()
         self._saves += 1
 
-    def _next_files(self, owner: int, parts: TrainingParts) -> tuple[ShardFile, ShardFile]:
+    def _next_files(self, owner: int) -> tuple[ShardFile, ShardFile]:
         """The files with a rank's part: the one to write now, and the one to write next."""
         if owner not in self._files:
-            pinned = parts.engine.flats[0].device.type == "cuda"
             paths = [path_of(self._folder, f"{self._tag}-{slot}", owner) for slot in (0, 1)]
-            first, second = (ShardFile(path, pinned=pinned) for path in paths)
+            first, second = (ShardFile(path, pinned=self._pinned) for path in paths)
             self._files[owner] = first, second
         first, second = self._files[owner]
         return (second, first) if self._saves % 2 else (first, second)
 
-    def _send_spares(self, parts: TrainingParts) -> None:
+    def _send_spares(self) -> None:
         """Copy what this rank has written to its holders. Collective."""
-        own = self._next_files(self.control.group.rank, parts)[0]
+        own = self._next_files(self.control.group.rank)[0]
         assert own.mark is not None
         marks = self.control.exchange(torch.tensor(own.mark, device="cpu"), what=_SAVING)()
         sent = own.bytes[START : own.mark.end]
@@ -197,7 +197,7 @@ class _Slots:
         received = []
         for owner in self._held:
             mark = Mark(*marks[owner].tolist())
-            files = self._next_files(owner, parts)
+            files = self._next_files(owner)
             for file in files:
                 file.reserve(mark.end)
             files[0].begin()

@@ -9,7 +9,7 @@ import errno
 import io
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +69,7 @@ class ShardFile:
 
     def __init__(self, path: Path, *, pinned: bool = False) -> None:
         self._path, self._pinned = path, pinned
+        self._unpin: Callable[[], object] = lambda: None
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         """All of them, with the mark."""
         if path.exists() and (size := path.stat().st_size) >= START:
@@ -108,9 +109,10 @@ class ShardFile:
             ) from error
         finally:
             os.close(descriptor)
+        self._unpin()
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         if self._pinned:
-            pin(self.bytes)
+            self._unpin = pin(self.bytes)
 
     def begin(self) -> None:
         """Note that the content is about to change."""
