@@ -89,9 +89,9 @@ class Job:
         shutil.rmtree(self.folder)
         shutil.rmtree(self.memory)
 
-    def lines(self) -> list[dict[str, Any]]:
+    def lines(self, name: str = "log") -> list[dict[str, Any]]:
         """By step, also those that were done again, what rank 0 has logged."""
-        path = self.folder / "log.jsonl"
+        path = self.folder / f"{name}.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -177,13 +177,18 @@ def train(case: Case, steps: int, folder: str, memory_folder: str) -> None:
         result = optimizer.train_step(loss_of, batch[:6] if rank == 0 else batch[6:])
         loss, ended = float(result.loss), time.monotonic()
         line = {"start": start, "step": step, "loss": loss, "time": ended, "step_s": ended - began}
+        if rank == 0:
+            append(Path(folder, "log.jsonl"), line)
         if saver is not None and (case.source != "disk" or step % DISK_EVERY == 0):
             began = time.monotonic()
             saver.save(step)
-            line["save_s"] = time.monotonic() - began
-        if rank == 0:
-            with Path(folder, "log.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(Path(folder, "saves.jsonl"), {"save_s": time.monotonic() - began})
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Append one line, whole or not at all."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -209,11 +214,12 @@ def measure(case: Case, kills: int, steps: int, undisturbed: Sequence[float]) ->
             redone.append(before + 1 - again[0]["step"])
             stalls.append(next(line["time"] for line in again if line["step"] > before) - killed)
         lines = job.wait_for(start, lines[-1]["step"] + 3)
+        saves = job.lines("saves")
     last = lines[-1]["step"]
     differences = [abs(line["loss"] - undisturbed[line["step"] - 1]) for line in lines]
     ordered = sorted(stalls)
     step_seconds = median(line["step_s"] for line in lines)
-    save_seconds = median(line["save_s"] for line in lines if "save_s" in line)
+    save_seconds = median(line["save_s"] for line in saves)
     every = DISK_EVERY if case.source == "disk" else 1
     return Row.of(
         BENCHMARK,

@@ -23,7 +23,7 @@ from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.frozen_base import saves_base
 from poplar.checkpoint.load import Load, load_as, load_opened
 from poplar.checkpoint.manager import checked_step
-from poplar.checkpoint.save import content_of, manifest_of, state_of
+from poplar.checkpoint.save import RANK, content_of, manifest_of, state_of
 from poplar.checkpoint.training_state import Checkpointed, TrainingParts, check_idle
 from poplar.comm.host_topology import Hosts, host_id
 from poplar.comm.point_to_point import Message
@@ -52,7 +52,7 @@ class MemoryCheckpoints:
         optimizer: whose training state is saved.
         state: by name, objects as for `save_checkpoint`; read at every call.
         spare_shards: on how many other hosts each rank's part is saved, too, so that as many hosts
-            may be lost; at most as many as there are. At stage 0 nothing is sent for it.
+            may be lost; at most as many as there are. At stage 0 only random states are sent.
         folder: in memory, for the ranks of this host; it must outlive them. Ranks with different
             folders count as ranks of different hosts. Default: in `/dev/shm`.
 
@@ -168,11 +168,16 @@ class _Slots:
         has_all = engine.strategy.replicates_state
         values = {name: state_of(value) for name, value in state.items()}
         base = saves_base(engine.model, None)
-        for owner in (rank, *self._held) if has_all else (rank,):
-            content = content_of(parts, values, base, owner)
-            content.own_buffers.update(content.buffers)
+        contents = {rank: content_of(parts, values, base, rank)}
+        contents[rank].own_buffers.update(contents[rank].buffers)
+        by_rank = {rank: contents[rank].entries.values[f"{RANK}{rank}"]}
+        if self._has_spares and has_all:
+            contents |= {owner: content_of(parts, values, base, owner) for owner in self._held}
+            by_rank = dict(enumerate(self.control.exchange_objects(by_rank[rank], what=_SAVING)))
+        for owner, content in contents.items():
             entries, manifest = content.entries, manifest_of(parts, content, step)
-            described = Description({}, entries.values, entries.paths, entries.aliases, manifest)
+            own = {**entries.values, f"{RANK}{owner}": by_rank[owner]}
+            described = Description({}, own, entries.paths, entries.aliases, manifest)
             write_shard(self._next_files(owner), step, self.control.group.size, described)
         if self._has_spares and not has_all:
             self._send_spares()
