@@ -8,7 +8,7 @@ that few of them are searched.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -51,19 +51,29 @@ def of_ranks(cluster: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
 def without_ranks(cluster: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
     """The cluster without some ranks, whose collectives take as long as the other links allow.
 
-    A single rank has no collectives. Ranks of a single host do not use the network between hosts.
+    A single rank has no collectives. Ranks of a single host do not use the network between hosts,
+    and their collectives take as long as those within hosts, if these were measured.
     """
     if not ranks:
         return cluster
-    left = of_ranks(cluster, [r for r in range(cluster.world_size) if r not in ranks])
-    network = left.network
+    active = [rank for rank in range(cluster.world_size) if rank not in ranks]
+    left, names = of_ranks(cluster, active), _hosts(cluster)
+    network, within = left.network, cluster.network.within_host_seconds
     if len(set(network.hosts)) == 1:
         network = _within_one_host(network)
-    if left.world_size == 1:
+    is_one_host = within and len({names[rank] for rank in active}) == 1 < len(set(names))
+    if left.world_size == 1 or is_one_host:
+        # Nothing that was measured between hosts concerns these ranks.
+        largest = max(Counter(names).values())
+        fewer = (1.0 - 1.0 / left.world_size) / (1.0 - 1.0 / largest) if is_one_host else 0.0
+        reduced, gathered = within or (0.0, 0.0)
         network = replace(
-            network.times(0.0, 0.0),
+            network,
+            reduce_scatter_seconds=fewer * reduced,
+            all_gather_seconds=fewer * gathered,
             synchronization_seconds=_NO_RESIDUALS,
             step_seconds=_NO_RESIDUALS,
+            collective_latency_seconds=(),
         )
     else:
         both = zip(rate_seconds(network), rate_seconds(cluster.network), strict=True)
@@ -110,7 +120,7 @@ def active_sets(
         may_factor: gradients may be sent as factors, so that a reduction has no lower bound.
     """
     rates = [_samples_per_second(device, max_micro_batch) for device in cluster.devices]
-    network = cluster.network
+    network, names = cluster.network, _hosts(cluster)
     reduced, gathered = (
         measured / by_rates if by_rates else 0.0
         for measured, by_rates in zip(
@@ -123,6 +133,8 @@ def active_sets(
     def bound(active: Sequence[int]) -> float:
         compute = global_batch / math.fsum(rates[rank] for rank in active)
         sending, receiving = _least_seconds(network, active)
+        if network.within_host_seconds and len({names[rank] for rank in active}) == 1:
+            sending = receiving = 0.0
         communication = reduced * sending + gathered * receiving
         return compute + communication - cluster.overlap * min(communication, compute)
 
@@ -134,12 +146,17 @@ def active_sets(
     return sorted(found)
 
 
+def _hosts(cluster: ClusterProfile) -> Sequence[object]:
+    """By rank, the number or the name of its host."""
+    return cluster.network.hosts or [device.host for device in cluster.devices]
+
+
 def _sets(
     cluster: ClusterProfile, groups: Sequence[Sequence[int]], rates: Sequence[float]
 ) -> Iterator[list[int]]:
     """Ranks that are active together: the first blocks of each chain of blocks of ranks."""
     of_rank = {rank: number for number, group in enumerate(groups) for rank in group}
-    names = cluster.network.hosts or [device.host for device in cluster.devices]
+    names = _hosts(cluster)
     hosts, alike = defaultdict(list), defaultdict(list)
     for rank in sorted(range(cluster.world_size), key=lambda rank: -rates[rank]):
         hosts[names[rank]].append(rank)

@@ -78,7 +78,7 @@ class Collectives:
         device, wire_dtype = self.session.device, self.session.job.reduce_dtype
         bucket = self.comm.buffer(layout, wire_dtype, device)
         bucket.pack([self._gradient[: layout.numel]], [0], 1.0)
-        own = layout.size(self.session.group.rank)
+        own = layout.size(self.comm.group.rank)
         out = torch.empty(own, dtype=torch.float32, device=device)
         what = "a reduce-scatter of the profiler"
         return self.comm.reduce_scatter(bucket, out, accumulate=False, what=what)
@@ -186,7 +186,7 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
         owners = list(find_hosts(session).members)
     if not 1 < len(owners) <= MOST_HOSTS_ONE_BY_ONE:
         owners = []
-    part = budget / (2 * len(owners) + 3)
+    part = budget / (2 * len(owners) + 4)
     reducing, gathering = collectives.both_seconds((1.0 / ranks,) * ranks, part)
     # All moves through the link of one owner, so it may take as many times as long as even shares.
     sampled = part / max(part, len(owners) * reducing, len(owners) * gathering)
@@ -200,7 +200,19 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
         hosts=collectives.comm.hosts,
         transports=transports,
         collective_latency_seconds=collectives.latencies(part) if ranks > 1 else (),
+        within_host_seconds=tuple(scale * each for each in _within_hosts(collectives, part)),
     )
+
+
+def _within_hosts(collectives: Collectives, budget: float) -> list[float]:
+    """Both collectives among the ranks of each host; empty if they need not be told apart."""
+    session = collectives.session
+    members = find_hosts(session).members
+    if len(members) == 1 or len(members) == session.group.size:
+        return []
+    group = session.group.split(members)
+    within = replace(collectives, comm=connect(group, "auto", session.device))
+    return within.both_seconds((1.0 / group.size,) * group.size, budget / 2)
 
 
 def find_hosts(session: Session) -> Hosts:

@@ -388,6 +388,9 @@ class NetworkProfile:
     first one was measured here. Empty: there was no choice."""
     collective_latency_seconds: _Latencies = ()
     """Seconds of a small reduce-scatter and of a small all-gather. Empty: not measured."""
+    within_host_seconds: _Latencies = ()
+    """Both collectives as above, but among the ranks of each host alone, on the slowest host.
+    Empty: there is one host, or each has one rank."""
 
     @property
     def transport(self) -> str | None:

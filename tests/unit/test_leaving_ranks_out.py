@@ -171,6 +171,26 @@ def test_the_numbers_of_ranks_after_a_left_out_one_stay():
     assert timeline.step_seconds == pytest.approx(prediction.step_seconds, rel=0.05)
 
 
+def test_ranks_of_one_host_communicate_as_measured_within_hosts():
+    """The rates of all links are those of the slow one, because all ranks were measured at once."""
+    cluster = flat_cluster((4.0,) * 4, (30.0,) * 4)
+    network = dataclasses.replace(
+        cluster.network,
+        hosts=(0, 0, 0, 1),
+        within_host_seconds=(0.2, 0.1),
+        step_seconds=(-5.0,) * 4,
+        collective_latency_seconds=(1.0, 1.0),
+    )
+    cluster = dataclasses.replace(cluster, network=network)
+    host, pair, alone = (without_ranks(cluster, left).network for left in ((3,), (2, 3), (0, 1, 2)))
+    assert (host.reduce_scatter_seconds, host.all_gather_seconds) == pytest.approx((0.2, 0.1))
+    assert (pair.reduce_scatter_seconds, pair.all_gather_seconds) == pytest.approx((0.15, 0.075))
+    assert (alone.reduce_scatter_seconds, alone.all_gather_seconds) == (0.0, 0.0)
+    assert host.step_seconds == (0.0,) * 4
+    assert not host.collective_latency_seconds
+    assert search(cluster, global_batch=12).left_out == (3,)
+
+
 def test_a_rank_without_memory_for_the_state_is_left_out():
     cluster = flat_cluster((4.0, 4.0), (0.01, 0.01))
     small = dataclasses.replace(cluster.devices[1], memory_bytes=10**6)
