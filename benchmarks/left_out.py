@@ -2,8 +2,9 @@
 
 Simulated: the predicted step of clusters of the catalogue of devices, with and without leaving
 ranks out. Measured: CPU ranks under quotas, of which the last one is on a host of its own behind a
-link of a given rate, train a Llama. Three jobs train in turns: the plan with all ranks, the plan
-that leaves the last rank out, and that plan on the other ranks alone.
+link of a given rate, train a Llama. Jobs train in turns: the plan with all ranks, the plan that
+leaves the last rank out, and twice that plan on the other ranks alone. How much the latter two
+differ shows what differences are noise.
 
     python benchmarks/left_out.py --quick
     python benchmarks/left_out.py --stages 0 1 2 3 --output rows.jsonl
@@ -20,8 +21,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -89,6 +91,7 @@ MEASURED_COLUMNS = (
     Column("gain", "gain", "{:.2f}x"),
     Column("predicted", "predicted_gain", "{:.2f}x"),
     Column("cost", lambda row: tuple(row["cost"]), "{:.4f} ({:.4f} to {:.4f})"),
+    Column("noise", lambda row: tuple(row["of_the_same_job"]), "{:.4f} ({:.4f} to {:.4f})"),
 )
 
 
@@ -216,7 +219,7 @@ def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool, 
     left = chosen if chosen.left_out == (FAR,) else without_far(all_ranks)
     jobs = {"all": (all_ranks, None), "left_out": (left, None)}
     if rank != FAR:
-        jobs["alone"] = (left.of_active_ranks(), near)
+        jobs["alone"] = jobs["again"] = (left.of_active_ranks(), near)
     taken = take_turns(jobs, config, whole, rounds)
     if rank == 0:
         figures = {
@@ -246,13 +249,14 @@ def take_turns(
     Two equal jobs in one process differ by a percent, for as long as they live: their memory lies
     elsewhere. So each round builds them again, in both orders, and runs them in both orders.
     """
-    names = ["left_out", "alone"]
-    taken: dict[str, list[float]] = {name: [] for name in ("all", *names)}
+    orders = list(permutations(("left_out", "alone", "again")))
+    taken: dict[str, list[float]] = {name: [] for name in ("all", *orders[0])}
     for number in range(rounds):
         # The plan with all ranks takes long, and is not compared as finely.
-        order = [*names[:: 1 if number % 2 else -1], *(["all"] if number % 8 == 0 else [])]
+        also = ["all"] if number % 8 == 0 else []
+        order = [*orders[number % len(orders)], *also]
         trained = {}
-        for name in order[:: 1 if number // 2 % 2 else -1]:
+        for name in [*orders[number // 2 % len(orders)], *also]:
             dist.barrier()
             if name in jobs:
                 plan, group = jobs[name]
@@ -282,16 +286,23 @@ def take_turn(optimizer: HeteroZeroOptimizer, whole: dict[str, Any]) -> float:
 
 
 def compared(taken: dict[str, list[float]]) -> dict[str, Any]:
-    """The figures of all rounds; the cost with its 90 % interval."""
-    ratios = [one / other for one, other in zip(taken["left_out"], taken["alone"], strict=True)]
-    draw = random.Random(0)
-    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    """The figures of all rounds; ratios with their 90 % intervals."""
+    alone = list(zip(taken["alone"], taken["again"], strict=True))
+    cost = [one / fmean(both) for one, both in zip(taken["left_out"], alone, strict=True)]
     seconds = {name: median(each) if each else None for name, each in taken.items()}
     return {
         **{f"{name}_seconds": value for name, value in seconds.items()},
         "gain": seconds["all"] / seconds["left_out"] if seconds["all"] else None,
-        "cost": [median(ratios), medians[len(medians) // 20], medians[-len(medians) // 20]],
+        "cost": with_interval(cost),
+        "of_the_same_job": with_interval([second / first for first, second in alone]),
     }
+
+
+def with_interval(ratios: Sequence[float]) -> list[float]:
+    """The median, and its 90 % interval."""
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return [median(ratios), medians[len(medians) // 20], medians[-len(medians) // 20]]
 
 
 def targets(simulated: Sequence[Row], measured: Sequence[Row]) -> Iterator[Target]:
@@ -309,7 +320,7 @@ def targets(simulated: Sequence[Row], measured: Sequence[Row]) -> Iterator[Targe
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     quick = "a tiny model at stage 1 and few clusters"
-    parser = new_parser(__doc__, show=True, rounds=32, quick=quick)
+    parser = new_parser(__doc__, show=True, rounds=24, quick=quick)
     parser.add_argument("--stages", type=int, choices=range(4), default=None, nargs="+")
     options = parser.parse_args(arguments)
     options.stages = options.stages or ([1] if options.quick else [0, 1, 2, 3])
