@@ -13,7 +13,7 @@ import ranks as harness
 import torch
 import training
 from ranks import Failure, Pool, one_off
-from reference import Recipe
+from reference import Recipe, Trajectory
 from training import STAGES, Run, assert_exact, assert_raised, train_many
 
 import poplar
@@ -118,6 +118,30 @@ def test_all_ranks_make_the_same_calls(ranks: Pool, stage: int, tmp_path: Path) 
     assert [found["state"] > 0 for found in by_rank] == [False, False, False, True]
     assert_raised([found["failure"] for found in by_rank], "leaves out the same ranks (1,)")
     assert_raised([found["no state"] for found in by_rank], "rank 1 is left out")
+
+
+def leave_out_another_rank(stage: int, folder: Path) -> Trajectory:
+    """Take a step, and the next one with another rank left out, by a checkpoint."""
+    made = []
+    for step, left_out in enumerate((1, 0)):
+        run = Run(RECIPE, plan_of(stage, left_out))
+        model, optimizer = training.prepare(run)
+        if step:
+            poplar.load_checkpoint(folder / "0", optimizer)
+        made.append(training.take_step(run, model, optimizer, step))
+        parameters = training.whole_parameters(model, optimizer)
+        poplar.save_checkpoint(folder / str(step), optimizer)
+        optimizer.release()
+    losses, norms = zip(*made, strict=True)
+    return Trajectory(parameters=parameters, losses=losses, norms=norms)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_other_ranks_are_left_out_after_a_checkpoint(
+    ranks: Pool, stage: int, tmp_path: Path
+) -> None:
+    """The rank that comes back gets parameters and state, and is as exact as the others."""
+    assert_exact(ranks.run(leave_out_another_rank, stage, tmp_path), RECIPE)
 
 
 def fail_once(rank: int) -> tuple[Failure | None, float]:
