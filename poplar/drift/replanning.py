@@ -55,16 +55,16 @@ class Replanner:
 
     def add(
         self,
-        rows: Sequence[Row],
+        steps: Sequence[Sequence[Row]],
         plan: Plan,
         *,
         steps_left: float,
         largest_batches: Mapping[int, int] = MappingProxyType({}),
     ) -> Replan | None:
-        """Add one step of all ranks.
+        """Add steps of all ranks, and look for a change once.
 
         Args:
-            rows: by rank.
+            steps: by step and rank.
             plan: the current plan.
             steps_left: steps in which a new plan pays for itself.
             largest_batches: by rank, the largest micro-batch that fits, where it is known.
@@ -72,11 +72,13 @@ class Replanner:
         Returns:
             A faster plan, if there is one and a speed has changed.
         """
-        if self._left_of_warm_up:
-            self._left_of_warm_up -= 1
-            self._speeds.add_lengths(rows)
-            return None
-        self._speeds.add(rows)
+        for rows in steps:
+            if self._left_of_warm_up:
+                self._left_of_warm_up -= 1
+                self._speeds.add_lengths(rows)
+            else:
+                self._speeds.add(rows)
+        self._speeds.look_for_changes()
         shared, certain = self._changes()
         if max(certain) - min(certain) <= LEAST_CHANGE:
             return None

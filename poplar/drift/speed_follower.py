@@ -13,7 +13,7 @@ from poplar.data import pytree
 from poplar.drift.replanning import Replan, Replanner
 from poplar.drift.speed_levels import Row
 from poplar.planner.active_ranks import active_part
-from poplar.planner.cost_model import StageCosts, costs_of
+from poplar.planner.cost_model import costs_of
 from poplar.system.devices import slowdown_reasons
 from poplar.values.formatting import format_signed_percent
 from poplar.values.plan import Plan
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 UNKNOWN_STEPS = 1000
 """Steps in which a new plan must pay for itself, if it is not known how many are left."""
+STEPS_PER_LOOK = 4
+"""Steps after which a change is looked for, which takes about 0.1 ms."""
 _MOST_RANKS = 4
 _MOST_BATCHES = 16
 
@@ -72,7 +74,9 @@ class SpeedFollower:
         self._steps_left = UNKNOWN_STEPS if steps is None else steps
         self._counts_down = steps is not None
         self._found: Replan | None = None
-        self._costs: tuple[Plan, StageCosts] | None = None
+        self._expected: tuple[Plan | None, dict[int, float]] = None, {}
+        """A plan, and the seconds of its passes by their samples."""
+        self._unread: list[Sequence[RankTimes]] = []
         self.messages: list[str] = []
         """What was reported so far, equal on all ranks."""
 
@@ -83,10 +87,13 @@ class SpeedFollower:
 
     def work(self, micro_batch: MicroBatch) -> PassWork:
         """What a pass of this rank computes."""
-        plan = self._current_plan()
-        if self._costs is None or self._costs[0] != plan:
-            self._costs = plan, costs_of(self._profile, plan)
-        expected = self._costs[1].pass_seconds(self._rank, micro_batch.samples)
+        plan, samples = self._current_optimizer().plan, micro_batch.samples
+        if plan is not self._expected[0]:
+            self._expected = plan, {}
+        expected = self._expected[1].get(samples)
+        if expected is None:
+            costs = costs_of(self._profile, self._current_plan())
+            expected = self._expected[1][samples] = costs.pass_seconds(self._rank, samples)
         elements = sum(tensor.numel() for tensor in pytree.tensors(micro_batch.batch))
         return PassWork(expected, float(micro_batch.samples), float(elements))
 
@@ -103,13 +110,16 @@ class SpeedFollower:
         if agree:
             self._agree(step)
         elif self._rank == 0:
-            optimizer = self._current_optimizer()
-            self._found = self._replanner.add(
-                list(map(_row, times)),
-                self._current_plan(),
-                steps_left=self._steps_left,
-                largest_batches=optimizer.largest_batches,
-            )
+            self._unread.append(times)
+            if len(self._unread) == STEPS_PER_LOOK:
+                steps = [list(map(_row, each)) for each in self._unread]
+                self._unread.clear()
+                self._found = self._replanner.add(
+                    steps,
+                    self._current_plan(),
+                    steps_left=self._steps_left,
+                    largest_batches=self._current_optimizer().largest_batches,
+                )
 
     def _agree(self, step: int) -> None:
         """Report the plan of the first rank, and apply it if that was asked for. Collective."""

@@ -83,6 +83,11 @@ class SpeedLevels:
             known.add(residual)
             self._lengths.add(rank, length, residual - known.level, known.deviation)
 
+    def look_for_changes(self) -> None:
+        """Update the levels. It costs more than `add`."""
+        for known in self._ranks:
+            known.look_for_changes()
+
     @property
     def levels(self) -> tuple[float, ...]:
         """By rank, the logarithm of its slowdown."""
@@ -123,6 +128,11 @@ class _RankLevel:
         if self._residuals:
             self._add_difference(residual - self._residuals[-1])
         self._residuals.append(residual)
+
+    def look_for_changes(self) -> None:
+        """Update the level."""
+        if not self._residuals:
+            return
         certainty, count = self._latest_change()
         self._latest = count if certainty > NOTICED else len(self._residuals)
         skipped = len(self._residuals) - self._latest

@@ -11,6 +11,7 @@ import pytest
 from records import cluster
 
 from poplar.drift.replanning import WARM_UP, Replan, Replanner
+from poplar.drift.speed_follower import STEPS_PER_LOOK
 from poplar.drift.speed_levels import Row, SpeedLevels
 from poplar.planner.cost_model import costs_of
 from poplar.planner.prediction import predict
@@ -53,6 +54,7 @@ def replans(seed: int, changes: Changes, number: int, stage: int) -> list[tuple[
     plan = search(PROFILE, global_batch=96, stages=(stage,))
     replanner = Replanner(PROFILE)
     found: list[tuple[int, Replan]] = []
+    unread: list[list[Row]] = []
     new: Replan | None = None
     for step, ratios in enumerate(steps(noise, changes, number)):
         costs = costs_of(PROFILE, plan)
@@ -62,7 +64,11 @@ def replans(seed: int, changes: Changes, number: int, stage: int) -> list[tuple[
             rows.append(row(noise, ratio, expected))
         if new is not None:
             plan = new.plan
-        new = replanner.add(rows, plan, steps_left=1000)
+            new = None
+        unread.append(rows)
+        if len(unread) == STEPS_PER_LOOK:
+            new = replanner.add(unread, plan, steps_left=1000)
+            unread = []
         if new is not None:
             found.append((step, new))
     return found
@@ -82,6 +88,7 @@ def found_within(events: int, factor: float, after: int) -> int:
                 levels.add_lengths(rows)
                 continue
             levels.add(rows)
+            levels.look_for_changes()
             others = median(level for at, level in enumerate(levels.levels) if at != rank)
             above = levels.levels[rank] - others
             noticed |= step >= start and above > math.log(factor) / 2
@@ -132,7 +139,7 @@ def test_a_change_does_not_pay_in_the_last_steps():
     plan = Plan.proportional(SPEEDS, 96, 1, 20)
     noise = random.Random(0)
     found = [
-        replanner.add([row(noise, ratio, 0.2) for ratio in ratios], plan, steps_left=0)
+        replanner.add([[row(noise, ratio, 0.2) for ratio in ratios]], plan, steps_left=0)
         for ratios in steps(noise, [(40, 0, 2.0)], 80)
     ]
     assert not any(found)
