@@ -19,7 +19,7 @@ from poplar.values.profile import ClusterProfile
 
 LEAST_CHANGE = math.log(1.05)
 """Change of a rank's level, relative to other ranks, after which a plan is searched for."""
-CERTAINTY = 5.5
+CERTAINTY = 5.2
 """Standard errors of a level that count as no change. Among all periods of 40,000 steps of four
 ranks without a change, no mean is expected to be farther away."""
 LEAST_GAIN = 0.03

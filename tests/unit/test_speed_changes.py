@@ -88,7 +88,8 @@ def found_within(events: int, factor: float, after: int) -> int:
                 levels.add_lengths(rows)
                 continue
             levels.add(rows)
-            levels.look_for_changes()
+            if step % STEPS_PER_LOOK == 0:
+                levels.look_for_changes()
             others = median(level for at, level in enumerate(levels.levels) if at != rank)
             above = levels.levels[rank] - others
             noticed |= step >= start and above > math.log(factor) / 2
