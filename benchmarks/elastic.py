@@ -40,7 +40,7 @@ import poplar
 from poplar.elastic.memory_checkpoints import MemoryCheckpoints
 
 BENCHMARK = "elastic"
-WIDTH, LAYERS, TOKENS, BATCH = 256, 2, 64, 16
+LAYERS, TOKENS, BATCH = 2, 64, 16
 DISK_EVERY = 20
 """Steps from one checkpoint on disk to the next."""
 LONGEST_SECONDS = 600.0
@@ -69,6 +69,8 @@ class Case:
     stage: int
     source: str
     """What ranks load after a restart: "memory", "spares" or "disk"; "nothing": no kills."""
+    width: int
+    """Of the model."""
 
 
 class Job:
@@ -152,7 +154,7 @@ def train(case: Case, steps: int, folder: str, memory_folder: str) -> None:
     Path(folder, f"{start}-{rank}.pid").write_text(str(os.getpid()))
     torch.manual_seed(0)
     layers = [
-        nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True)
+        nn.TransformerEncoderLayer(case.width, 4, 4 * case.width, dropout=0.1, batch_first=True)
         for _ in range(LAYERS)
     ]
     plan = poplar.Plan(
@@ -172,7 +174,7 @@ def train(case: Case, steps: int, folder: str, memory_folder: str) -> None:
     done = (saver.load_latest() or 0) if saver else 0
     for step in range(done + 1, steps + 1):
         generator = torch.Generator().manual_seed(step)
-        batch = torch.randn(BATCH, TOKENS, WIDTH, generator=generator)
+        batch = torch.randn(BATCH, TOKENS, case.width, generator=generator)
         began = time.monotonic()
         result = optimizer.train_step(loss_of, batch[:6] if rank == 0 else batch[6:])
         loss, ended = float(result.loss), time.monotonic()
@@ -239,7 +241,7 @@ def row_of(killed: Killed, undisturbed: Sequence[float]) -> Row:
     every = DISK_EVERY if case.source == "disk" else 1
     return Row.of(
         BENCHMARK,
-        {**asdict(case), "saved_every": every, "parameters": 12 * LAYERS * WIDTH**2},
+        {**asdict(case), "saved_every": every, "parameters": 12 * LAYERS * case.width**2},
         {
             "kills": len(redone),
             "steps_lost": last - len({line["step"] for line in lines}),
@@ -264,9 +266,10 @@ def main() -> None:
         return
     rows = []
     for stage in options.stages:
-        killed = [kill_ranks(Case(stage, source), options.kills) for source in options.sources]
+        cases = [Case(stage, source, options.width) for source in options.sources]
+        killed = [kill_ranks(case, options.kills) for case in cases]
         last = max(one.lines[-1]["step"] for one in killed)
-        with running(Case(stage, "nothing"), last) as job:
+        with running(Case(stage, "nothing", options.width), last) as job:
             undisturbed = [line["loss"] for line in job.wait_for(0, last)]
         rows += [row_of(one, undisturbed) for one in killed]
     if options.output:
@@ -279,6 +282,7 @@ def parse_options() -> argparse.Namespace:
     parser = new_parser(__doc__, show=True)
     parser.add_argument("--kills", type=at_least(1), default=20, help="of each job")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 3], choices=range(4))
+    parser.add_argument("--width", type=at_least(64), default=256, help="of the model")
     sources = ["memory", "spares", "disk"]
     parser.add_argument("--sources", nargs="+", default=sources, choices=sources)
     return parser.parse_args()
