@@ -91,7 +91,11 @@ MEASURED_COLUMNS = (
     Column("gain", "gain", "{:.2f}x"),
     Column("predicted", "predicted_gain", "{:.2f}x"),
     Column("cost", lambda row: tuple(row["cost"]), "{:.4f} ({:.4f} to {:.4f})"),
-    Column("noise", lambda row: tuple(row["of_the_same_job"]), "{:.4f} ({:.4f} to {:.4f})"),
+    Column(
+        "noise",
+        lambda row: tuple(row.get("of_the_same_job") or ()) or None,
+        "{:.4f} ({:.4f} to {:.4f})",
+    ),
 )
 
 
