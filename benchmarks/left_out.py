@@ -89,7 +89,7 @@ MEASURED_COLUMNS = (
     Column("left out", "left_out_seconds", "{:.4f} s"),
     Column("without the rank", "alone_seconds", "{:.4f} s"),
     Column("gain", "gain", "{:.2f}x"),
-    Column("predicted", "predicted_gain", "{:.2f}x"),
+    Column("predicted for its own choice", "predicted_gain", "{:.2f}x"),
     Column("cost", lambda row: tuple(row["cost"]), "{:.4f} ({:.4f} to {:.4f})"),
     Column(
         "noise",
