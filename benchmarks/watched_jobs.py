@@ -1,7 +1,7 @@
 """`poplar watch` on jobs whose cause is known: the rank, the cause, the gain and the overhead.
 
-Ranks have CPU quotas of 2:1:1, or sleep for each sample in these proportions, which other programs
-do not disturb; or one has a slow data set, or a slow link. Each job runs in turns,
+Ranks have CPU quotas of 2:1:1 or 4:2:1, or sleep for each sample in these proportions, which other
+programs do not disturb; or one has a slow data set, or a slow link. Each job runs in turns,
 with and without being watched. Then it runs with the batches of the verdict, through what the
 verdict advises, and the gain that it predicted is compared with the one that is reached.
 """
@@ -41,7 +41,8 @@ from poplar.watch.records import read_records
 from poplar.watch.verdict import judge
 
 BENCHMARK = "watched_jobs"
-QUOTAS = (0.8, 0.4, 0.4)
+QUOTAS = {"2:1:1": (0.8, 0.4, 0.4), "4:2:1": (1.0, 0.5, 0.25)}
+"""By cluster, the cores of each rank."""
 BATCH, TOKENS, WIDTH, LAYERS = 12, 32, 128, 3
 """Samples per rank and step, and the model: a transformer whose compute grows with the samples."""
 INPUT_SECONDS = 0.02
@@ -59,33 +60,35 @@ class Case:
     engine: str
     slow: str
     """What the verdict should say: `compute` (also for `sleep`), `input pipeline` or `network`."""
+    speeds: str | None = None
+    """The cluster, if its ranks have unequal speeds, so that a plan gains something."""
 
     @property
     def ranks(self) -> int:
         """How many ranks it has."""
-        return len(QUOTAS) if self.is_unequal else 2
-
-    @property
-    def is_unequal(self) -> bool:
-        """Whether the ranks have unequal speeds, so that a plan gains something."""
-        return self.slow in ("compute", "sleep")
+        return len(QUOTAS[self.speeds]) if self.speeds else 2
 
     def cluster(self) -> AbstractContextManager[Any]:
         """Where the ranks run."""
-        if self.slow == "compute":
-            return EmulatedCluster.quotas(QUOTAS)
+        if self.slow == "compute" and self.speeds:
+            return EmulatedCluster.quotas(QUOTAS[self.speeds])
         if self.slow == "network":
             return EmulatedNetwork(hosts=2, bits_per_second=LINK_BITS)
         return nullcontext()
 
 
 CASES = (
-    *(Case(engine, "compute") for engine in ("ddp", "fsdp2", "deepspeed", "poplar")),
-    *(Case(engine, "sleep") for engine in ("ddp", "fsdp2", "poplar")),
+    *(
+        Case(engine, slow, speeds)
+        for slow in ("compute", "sleep")
+        for engine in ("ddp", "fsdp2", "deepspeed", "poplar")
+        for speeds in QUOTAS
+        if slow == "compute" or engine != "deepspeed"
+    ),
     *(Case("ddp", slow) for slow in ("input pipeline", "network")),
 )
-SLEEP_SECONDS = tuple(0.8 / quota * 0.005 for quota in QUOTAS)
-"""By rank, per sample of a forward."""
+SLEEP_SECONDS = 0.004
+"""Per sample of a forward, on a rank that has one core."""
 
 
 class Samples(Dataset[Tensor]):
@@ -119,12 +122,12 @@ class Sleep(nn.Module):
 def new_model(case: Case) -> nn.Module:
     """The model, the same on every rank."""
     torch.manual_seed(0)
-    sleeps = case.slow == "sleep"
+    quotas = QUOTAS[case.speeds] if case.speeds and case.slow == "sleep" else None
     layers = [
         nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-        for _ in range(1 if sleeps else LAYERS)
+        for _ in range(1 if quotas else LAYERS)
     ]
-    slow = [Sleep(SLEEP_SECONDS[dist.get_rank()])] if sleeps else []
+    slow = [Sleep(SLEEP_SECONDS / quotas[dist.get_rank()])] if quotas else []
     return nn.Sequential(*layers, *slow)
 
 
@@ -241,13 +244,15 @@ def measure(case: Case, rounds: int, steps: int) -> Row:
             verdict = judge(read_records(folder))
             if verdict is None:
                 raise RuntimeError(f"{case}: no steps were recorded")
-            if case.is_unequal:
+            if case.speeds:
                 predicted.append(verdict.gain)
                 planned = job_seconds(case, cluster, verdict.batches, steps)
                 reached.append(mean((plain[-1], watched[-1])) / planned)
+    overheads = [b / a - 1 for a, b in zip(plain, watched, strict=True)]
     figures = {
         "step_seconds": median(plain),
-        "overhead": median(b / a - 1 for a, b in zip(plain, watched, strict=True)),
+        "overhead": median(overheads),
+        "overheads": overheads,
         "cause": verdict.cause,
         "waiting_rank": verdict.waiting_rank,
         "waiting_on": list(verdict.waiting_on),
@@ -259,7 +264,7 @@ def measure(case: Case, rounds: int, steps: int) -> Row:
         "reached_gains": reached,
         "gain_spread": verdict.gain_spread,
     }
-    what = {"engine": case.engine, "slow": case.slow, "ranks": case.ranks, "steps": steps}
+    what = {"engine": case.engine, "slow": case.slow, "speeds": case.speeds, "steps": steps}
     return Row.of(BENCHMARK, {**what, "rounds": rounds}, figures)
 
 
@@ -293,11 +298,18 @@ def installed(cases: Sequence[Case]) -> Iterator[Case]:
     return (case for case in cases if case.engine != "deepspeed" or find_spec("deepspeed"))
 
 
+def spread_of(values: Sequence[float]) -> str:
+    """The lowest and the highest, in percent."""
+    return f"{min(values):+.1%} to {max(values):+.1%}"
+
+
 COLUMNS = (
     Column("engine", "engine"),
     Column("slow", "slow"),
+    Column("speeds", "speeds"),
     Column("step, ms", lambda row: 1e3 * row["step_seconds"], "{:.1f}"),
     Column("overhead", "overhead", "{:+.1%}"),
+    Column("lowest to highest", lambda row: spread_of(row["overheads"])),
     Column("cause", "cause"),
     Column("rank", "waiting_rank"),
     Column("waits for", lambda row: ",".join(map(str, row["waiting_on"]))),
@@ -312,6 +324,7 @@ def main() -> None:
     parser = new_parser(__doc__, rounds=3, quick="one job of few steps", show=True)
     parser.add_argument("--engines", nargs="+", choices=sorted({c.engine for c in CASES}))
     parser.add_argument("--slow", nargs="+", choices=sorted({c.slow for c in CASES}))
+    parser.add_argument("--speeds", nargs="+", choices=[*QUOTAS])
     parser.add_argument("--steps", type=at_least(1), default=60, help="timed steps of a job")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -322,10 +335,15 @@ def main() -> None:
     if options.show:
         rows = read_rows(options.show, BENCHMARK)
     else:
-        engines, slow = options.engines or [c.engine for c in CASES], options.slow
-        cases = [c for c in installed(CASES) if c.engine in engines and c.slow in (slow or c.slow)]
+        cases = [
+            case
+            for case in installed(CASES)
+            if (not options.engines or case.engine in options.engines)
+            and (not options.slow or case.slow in options.slow)
+            and (not options.speeds or case.speeds in options.speeds)
+        ]
         rows = []
-        for case in [Case("ddp", "sleep")] if options.quick else cases:
+        for case in [Case("ddp", "sleep", "2:1:1")] if options.quick else cases:
             rounds, steps = (1, 8) if options.quick else (options.rounds, options.steps)
             rows.append(measure(case, rounds, steps))
             if options.output:
