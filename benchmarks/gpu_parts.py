@@ -58,7 +58,7 @@ def parts(output: Path, device: str) -> list[Part]:
     cuda = device == "cuda"
     rows = output / "ranks.jsonl"
     found = [build(cuda)]
-    for task, seconds in (("exact", 90), ("delays", 90)):
+    for task, seconds in (("exact", 90), ("delays", 90), ("plans", 60)):
         found.append(of_ranks(f"two ranks: {task}", [task], device, rows, seconds))
     failures = ["raises", "late", "exits"]
     found += [

@@ -6,6 +6,7 @@ r"""Two unequal ranks on one GPU: training against one process, delays, failures
     raises    a rank that raises in its loss: no rank applies the step, and the next one works
     late      a rank that comes after the deadline: the other one raises in time and lives on
     exits     a rank whose process ends: the other one raises in time and lives on
+    plans     plans that change between steps, and a rank left out, against one process
     bases     adapters on a quantised base at every stage, against one process
     memory    memory runs out at each allocation of a step: all ranks raise, and the next step works
 
@@ -35,11 +36,12 @@ from two_ranks.delays import delays
 from two_ranks.exact import exact
 from two_ranks.failures import exits, late, raises
 from two_ranks.memory import memory
+from two_ranks.plans import plans
 from two_ranks.rank import BENCHMARK, RANKS, ROWS, Rank
 from watchdog import Ended, watch
 
 TASKS: dict[str, Callable[[Rank], None]] = {
-    task.__name__: task for task in (exact, delays, bases, raises, late, exits, memory)
+    task.__name__: task for task in (exact, delays, plans, bases, raises, late, exits, memory)
 }
 
 

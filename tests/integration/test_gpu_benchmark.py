@@ -142,10 +142,11 @@ def named(name: str, device: str = "cuda") -> Part:
 def test_parts_are_the_same_on_every_device():
     names = [[one.name for one in gpu_parts.parts(Path("out"), kind)] for kind in ("cuda", "cpu")]
     assert names[0] == names[1]
-    assert names[0][:6] == [
+    assert names[0][:7] == [
         "build",
         "two ranks: exact",
         "two ranks: delays",
+        "two ranks: plans",
         "two ranks: quantised bases",
         "two ranks: failures",
         "two ranks: short memory",
@@ -207,7 +208,7 @@ def run_task(task: str, folder: Path) -> None:
     gpu_ranks.TASKS[task](own)
 
 
-@pytest.mark.parametrize("task", ["exact", "delays", "bases", "raises", "memory"])
+@pytest.mark.parametrize("task", ["exact", "delays", "plans", "bases", "raises", "memory"])
 def test_task_of_two_ranks_passes_on_the_cpu(two_ranks, tmp_path, task):
     two_ranks.run(run_task, task, tmp_path)
     check_rows(tmp_path / gpu_ranks.ROWS)
