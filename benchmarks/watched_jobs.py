@@ -31,7 +31,18 @@ import torch.distributed as dist
 from emulation import EmulatedCluster
 from launch import run_ranks
 from network import EmulatedNetwork
-from rows import Column, Row, at_least, new_console, new_parser, read_rows, table_of, write_rows
+from rows import (
+    Column,
+    Row,
+    Target,
+    at_least,
+    new_console,
+    new_parser,
+    print_targets,
+    read_rows,
+    table_of,
+    write_rows,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -51,6 +62,8 @@ LINK_BITS = 100e6
 """Per second, of the slow link."""
 WARM_UP = 5
 """Steps that are not timed."""
+OVERHEAD_ROUNDS = 10
+"""From so many on, the overhead has a target."""
 
 
 @dataclass(frozen=True)
@@ -303,6 +316,20 @@ def installed(cases: Sequence[Case]) -> Iterator[Case]:
     return (case for case in cases if case.engine != "deepspeed" or find_spec("deepspeed"))
 
 
+def targets(rows: Sequence[Row]) -> Iterator[Target]:
+    """That the cause is right, the gain as predicted, and the overhead small."""
+    for row in rows:
+        case = " ".join(filter(None, (row["engine"], row["slow"], row["speeds"])))
+        cause = "compute" if row["slow"] == "sleep" else row["slow"]
+        yield Target(case=case, what="cause found", value=float(row["cause"] == cause), wanted=1.0)
+        if row["reached_gain"]:
+            error = abs(row["predicted_gain"] / row["reached_gain"] - 1)
+            yield Target(case=case, what="error of the gain", value=error, wanted=0.1, at_most=True)
+        if row["rounds"] >= OVERHEAD_ROUNDS:  # fewer show the noise of the machine
+            value = row["overhead"]
+            yield Target(case=case, what="overhead", value=value, wanted=0.01, at_most=True)
+
+
 def spread_of(values: Sequence[float]) -> str:
     """The lowest and the highest, in percent."""
     return f"{min(values):+.1%} to {max(values):+.1%}"
@@ -356,6 +383,7 @@ def main() -> None:
                 write_rows(options.output, rows[-1:])
             console.print(table_of(rows[-1:], COLUMNS))
     console.print(table_of(rows, COLUMNS, "watched jobs"))
+    print_targets(targets(rows), console)
 
 
 if __name__ == "__main__":
