@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "poplar/adamw.h"
+#include "poplar/codec.h"
 #include "poplar/exact_sum.h"
 #include "poplar/segments.h"
 
@@ -117,15 +118,18 @@ struct Sources {
   std::vector<Tensor> keep_alive;
   std::vector<const void*> data;
   std::vector<Dtype> dtypes;
+
+  void add(const char* name, const Tensor& tensor) {
+    dtypes.push_back(dtype_of(tensor, name));
+    keep_alive.push_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor));
+    data.push_back(keep_alive.back().const_data_ptr());
+  }
 };
 
 inline Sources sources_of(const char* name, const Tensor& buffer,
                           const std::vector<Tensor>& tensors,
                           const std::vector<std::int64_t>& offsets) {
   Sources sources;
-  sources.keep_alive.reserve(tensors.size());
-  sources.data.reserve(tensors.size());
-  sources.dtypes.reserve(tensors.size());
   const auto* first = static_cast<const char*>(buffer.const_data_ptr());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& tensor = tensors[i];
@@ -135,12 +139,50 @@ inline Sources sources_of(const char* name, const Tensor& buffer,
         tensor.is_contiguous() && tensor.scalar_type() == buffer.scalar_type();
     check(is_its_place || !overlap(tensor, buffer), name, ": tensor ", i,
           " is in the buffer's memory, but not at its own offset");
-    sources.dtypes.push_back(dtype_of(tensor, name));
-    sources.keep_alive.push_back(tensor.is_contiguous() ? tensor
-                                                        : torch::stable::contiguous(tensor));
-    sources.data.push_back(sources.keep_alive.back().const_data_ptr());
+    sources.add(name, tensor);
   }
   return sources;
+}
+
+// Checks a tensor of encoded groups. `name`: the operator and the tensor. Returns their number.
+inline std::int64_t check_codes(const char* name, const Tensor& codes, std::int64_t bits) {
+  check(bits == 8 || bits == 4, name, " have 8 or 4 bits, got ", bits);
+  check_flat(codes, name);
+  check(codes.scalar_type() == torch::headeronly::ScalarType::Byte &&
+            codes.numel() % group_bytes(bits) == 0 &&
+            reinterpret_cast<std::uintptr_t>(codes.const_data_ptr()) % 2 == 0,
+        name, " must be uint8 at an even address and hold ", group_bytes(bits),
+        " bytes for each 64 elements, got ", codes.numel());
+  return codes.numel() / group_bytes(bits);
+}
+
+// Checks the arguments of encode_; returns its tensors.
+inline Sources check_encode(const Tensor& codes, const std::vector<Tensor>& values,
+                            std::int64_t first) {
+  check(first >= 0 && first % kGroup == 0, "encode_: first must be a multiple of 64, got ", first);
+  Sources sources;
+  for (const Tensor& tensor : values) {
+    check(same_device(codes, tensor), "encode_: all tensors must be on one device");
+    check(!overlap(tensor, codes), "encode_: values must not share memory with codes");
+    sources.add("encode_: values", tensor);
+  }
+  return sources;
+}
+
+inline void check_decode_sum(const Tensor& out, const std::vector<Tensor>& received,
+                             std::int64_t bits, const std::optional<Tensor>& sums) {
+  check_flat(out, "decode_sum_: out");
+  const Dtype dtype = dtype_of(out, "decode_sum_: out");
+  check(!sums || dtype == Dtype::kFloat, "decode_sum_: with sums, out must be float32");
+  check(!received.empty() && received.size() <= kMostRanks, "decode_sum_: received must hold 1 to ",
+        kMostRanks, " parts, got ", received.size());
+  for (const Tensor& part : received) {
+    const std::int64_t groups = check_codes("decode_sum_: received", part, bits);
+    check(same_device(out, part), "decode_sum_: out and received must be on one device");
+    check(groups == (out.numel() + kGroup - 1) / kGroup, "decode_sum_: out has ", out.numel(),
+          " elements, a part has those of ", groups, " groups of 64");
+    check(!overlap(part, out), "decode_sum_: received must not share memory with out");
+  }
 }
 
 // Checks the out and the parts of a sum over ranks. `name`: the operator.

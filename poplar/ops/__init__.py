@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from poplar import _core
-from poplar.ops import plain, triton_backend
+from poplar.ops import codec, plain, triton_backend
 
 ALIGNMENT = plain.ALIGNMENT
 """Elements per block of the norm's tree; all boundaries of flat buffers are multiples of it."""
@@ -41,6 +41,8 @@ EXACT_WORDS = plain.EXACT_WORDS
 """Number of words of an exact sum: see `exact_sum_`."""
 EXACT_BITS = plain.EXACT_BITS
 """Bits between the units of two consecutive words of an exact sum."""
+MOST_RANKS = plain.MOST_RANKS
+"""The maximum number of parts of `decode_sum_`."""
 
 _library = torch.library.Library("poplar", "DEF")
 _library.define("copy_(Tensor(a!) target, Tensor source) -> ()")
@@ -55,6 +57,14 @@ _library.define(
 _library.define(
     "rank_sum_chunks_(Tensor(a!) out, Tensor[] received, Tensor(b!) work_counters, "
     "Tensor(c!)? sums=None) -> ()"
+)
+_library.define(
+    "encode_(Tensor(a!) codes, Tensor[] values, int[] offsets, float weight, int bits, int first, "
+    "int key) -> ()"
+)
+_library.define(
+    "decode_sum_(Tensor(a!) out, Tensor[] received, int bits, bool accumulate=False, "
+    "Tensor(b!)? sums=None) -> ()"
 )
 _library.define("block_sums_of_squares(Tensor flat) -> Tensor")
 _library.define("exact_sum_(Tensor(a!) total, Tensor[] values) -> ()")
@@ -149,6 +159,71 @@ def rank_sum_chunks_(
     with torch.no_grad():
         torch.ops.poplar.rank_sum_chunks_(out, received, work_counters, sums)
     _written(out, work_counters, sums)
+
+
+def encoded_bytes(numel: int, bits: int) -> int:
+    """The size of `numel` encoded elements: 66 bytes for each 64 at 8 bits, and 34 at 4 bits."""
+    return -(-numel // codec.GROUP) * codec.group_bytes(bits)
+
+
+def encode_(
+    codes: Tensor,
+    values: Sequence[Tensor],
+    offsets: Sequence[int],
+    weight: float,
+    *,
+    bits: int,
+    first: int,
+    key: int,
+) -> None:
+    """Write `weight * values[i]` from element `offsets[i]` on for every i, as codes, in one read.
+
+    The codes of a group of 64 elements depend on its values, its number in the whole flat tensor
+    and the key, but not on the part of the tensor that is encoded. Rounding is random and unbiased:
+    the expectation of a decoded element is its value. `csrc/include/poplar/codec.h` has the format.
+
+    Args:
+        codes: uint8, 1-D, contiguous, at an even address; `encoded_bytes` of a number of elements.
+            Every byte is written. Elements without a value are 0.
+        values: any shapes and strides; fp32, bf16 or fp16, mixed; may be empty.
+        offsets: first element of each tensor, ascending without overlap.
+        weight: rounded to fp32, as is its product with each element.
+        bits: 8 or 4 per element.
+        first: number of the first element in the whole flat tensor, a multiple of 64.
+        key: seed of the rounding. Tensors, ranks and steps need different ones for independent
+            errors; any difference suffices.
+
+    Raises:
+        RuntimeError: offsets that overlap or exceed the codes, another size, dtype or device.
+    """
+    with torch.no_grad():
+        torch.ops.poplar.encode_(codes, values, offsets, weight, bits, first, key)
+    _written(codes)
+
+
+def decode_sum_(
+    out: Tensor,
+    received: Sequence[Tensor],
+    *,
+    bits: int,
+    accumulate: bool = False,
+    sums: Tensor | None = None,
+) -> None:
+    """Sum what all ranks encoded, in rank order and fp32, in one read and one write.
+
+    A group that held a NaN, an infinity or coefficients beyond fp32 at any rank becomes NaN.
+
+    Args:
+        out: fp32, bf16 or fp16, 1-D, contiguous.
+        received: each rank's codes of the same elements as `encode_` writes them; at most
+            `MOST_RANKS`. None overlaps `out`.
+        bits: 8 or 4, as encoded.
+        accumulate: add the finished total to `out` instead.
+        sums: with fp32 `out`; see `rank_sum_`.
+    """
+    with torch.no_grad():
+        torch.ops.poplar.decode_sum_(out, received, bits, accumulate, sums)
+    _written(out, sums)
 
 
 def block_sums_of_squares(flat: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from poplar import _core
+from poplar.ops import codec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,9 +23,12 @@ EXACT_WORDS = 16
 """See `poplar.ops.EXACT_WORDS`."""
 EXACT_BITS = 28
 """See `poplar.ops.EXACT_BITS`."""
+MOST_RANKS = 1024
+"""See `poplar.ops.MOST_RANKS`."""
 RULE_NUMBERS = 7
 """Numbers of a `poplar.ops.AdamWRule`."""
 _CHUNK_NUMEL = 1 << 22
+_CHUNK_GROUPS = _CHUNK_NUMEL // codec.GROUP
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -281,22 +285,8 @@ def _total(received: Sequence[Tensor]) -> Tensor:
 def check_pack(bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *_: object) -> None:
     """Raise if `pack_` does not support its arguments."""
     _check_flat(bucket, "pack_: bucket")
-    _check(
-        len(grads) == len(offsets), f"pack_: got {len(grads)} tensors and {len(offsets)} offsets"
-    )
-    end = 0
+    _check_offsets("pack_", bucket.numel(), grads, offsets)
     for i, (grad, offset) in enumerate(zip(grads, offsets, strict=True)):
-        _check(
-            offset >= end,
-            f"pack_: tensor {i} starts at {offset}, before {end}, where the one before it ends; "
-            "offsets must ascend",
-        )
-        end = offset + grad.numel()
-        _check(
-            end <= bucket.numel(),
-            f"pack_: tensor {i} (offset {offset}, {grad.numel()} elements) reaches past the end of "
-            f"the buffer, {bucket.numel()}",
-        )
         _check(grad.device == bucket.device, "pack_: all tensors must be on the buffer's device")
         _check_dtype(grad, "pack_")
         place = bucket.data_ptr() + offset * bucket.element_size()
@@ -304,6 +294,29 @@ def check_pack(bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], 
         _check(
             (is_its_place and grad.dtype == bucket.dtype) or not _overlap(grad, bucket),
             f"pack_: tensor {i} is in the buffer's memory, but not at its own offset",
+        )
+
+
+def _check_offsets(
+    name: str, numel: int, tensors: Sequence[Tensor], offsets: Sequence[int]
+) -> None:
+    """Raise unless the tensors fit at their offsets in a flat buffer of `numel` elements."""
+    _check(
+        len(tensors) == len(offsets),
+        f"{name}: got {len(tensors)} tensors and {len(offsets)} offsets",
+    )
+    end = 0
+    for i, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
+        _check(
+            offset >= end,
+            f"{name}: tensor {i} starts at {offset}, before {end}, where the one before it ends; "
+            "offsets must ascend",
+        )
+        end = offset + tensor.numel()
+        _check(
+            end <= numel,
+            f"{name}: tensor {i} (offset {offset}, {tensor.numel()} elements) reaches past the end "
+            f"of the buffer, {numel}",
         )
 
 
@@ -332,6 +345,10 @@ def _check_rank_sum(
             f"{name}: received must not share memory with out in part",
         )
     _check(out.dtype == torch.float32, f"{name}: out must be float32")
+    _check_sums(name, out, sums)
+
+
+def _check_sums(name: str, out: Tensor, sums: Tensor | None) -> None:
     if sums is None:
         return
     _check_shape(sums, f"{name}: sums")
@@ -341,6 +358,113 @@ def _check_rank_sum(
         f"{name}: sums must be float32 on the same device and hold {blocks} elements, one for each "
         "64",
     )
+
+
+@_operator
+def encode_(
+    codes: Tensor,
+    values: Sequence[Tensor],
+    offsets: Sequence[int],
+    weight: float,
+    bits: int,
+    first: int,
+    key: int,
+) -> None:
+    """See `poplar.ops.encode_`."""
+    check_encode(codes, values, offsets, weight, bits, first, key)
+    groups = codes.view(-1, codec.group_bytes(bits))
+    for start in range(0, len(groups), _CHUNK_GROUPS):  # limits the size of temporaries
+        part = groups[start : start + _CHUNK_GROUPS]
+        begin, numel = start * codec.GROUP, len(part) * codec.GROUP
+        flat = torch.zeros(numel, dtype=torch.float32, device=codes.device)
+        for tensor, offset in zip(values, offsets, strict=True):
+            low = max(0, begin - offset)
+            piece = tensor.reshape(-1)[low : max(low, begin + numel - offset)]
+            place = offset + low - begin
+            flat[place : place + piece.numel()] = piece.to(torch.float32) * _fp32(weight)
+        part.copy_(codec.encode(flat.view(-1, codec.GROUP), bits, first + begin, key))
+
+
+def check_encode(
+    codes: Tensor,
+    values: Sequence[Tensor],
+    offsets: Sequence[int],
+    _weight: float,
+    bits: int,
+    first: int,
+    _key: int,
+) -> None:
+    """Raise if `encode_` does not support its arguments."""
+    groups = _check_codes("encode_: codes", codes, bits)
+    _check_offsets("encode_", groups * codec.GROUP, values, offsets)
+    _check(
+        first >= 0 and first % codec.GROUP == 0,
+        f"encode_: first must be a multiple of 64, got {first}",
+    )
+    for tensor in values:
+        _check(codes.device == tensor.device, "encode_: all tensors must be on one device")
+        _check(not _overlap(tensor, codes), "encode_: values must not share memory with codes")
+        _check_dtype(tensor, "encode_: values")
+
+
+def _check_codes(name: str, codes: Tensor, bits: int) -> int:
+    """Raise unless the tensor holds encoded groups; returns their number."""
+    _check(bits in (8, 4), f"{name} have 8 or 4 bits, got {bits}")
+    _check_shape(codes, name)
+    size = codec.group_bytes(bits)
+    _check(
+        codes.dtype == torch.uint8 and codes.numel() % size == 0 and codes.data_ptr() % 2 == 0,
+        f"{name} must be uint8 at an even address and hold {size} bytes for each 64 elements, got "
+        f"{codes.numel()}",
+    )
+    return codes.numel() // size
+
+
+@_operator
+def decode_sum_(
+    out: Tensor,
+    received: Sequence[Tensor],
+    bits: int,
+    accumulate: bool = False,
+    sums: Tensor | None = None,
+) -> None:
+    """See `poplar.ops.decode_sum_`."""
+    check_decode_sum(out, received, bits, accumulate, sums)
+    parts = [part.view(-1, codec.group_bytes(bits)) for part in received]
+    for start in range(0, len(parts[0]), _CHUNK_GROUPS):
+        total = codec.decode_sum([part[start : start + _CHUNK_GROUPS] for part in parts], bits)
+        begin = start * codec.GROUP
+        place = out[begin : begin + total.numel()]
+        total = total.view(-1)[: place.numel()]
+        place.copy_(place.to(torch.float32) + total if accumulate else total)
+    if sums is not None:
+        sums.copy_(block_sums_of_squares(out))
+
+
+def check_decode_sum(
+    out: Tensor, received: Sequence[Tensor], bits: int, _accumulate: bool, sums: Tensor | None
+) -> None:
+    """Raise if `decode_sum_` does not support its arguments."""
+    _check_flat(out, "decode_sum_: out")
+    _check(
+        sums is None or out.dtype == torch.float32, "decode_sum_: with sums, out must be float32"
+    )
+    _check(
+        0 < len(received) <= MOST_RANKS,
+        f"decode_sum_: received must hold 1 to {MOST_RANKS} parts, got {len(received)}",
+    )
+    for part in received:
+        groups = _check_codes("decode_sum_: received", part, bits)
+        _check(out.device == part.device, "decode_sum_: out and received must be on one device")
+        _check(
+            groups == -(-out.numel() // codec.GROUP),
+            f"decode_sum_: out has {out.numel()} elements, a part has those of {groups} groups of "
+            "64",
+        )
+        _check(
+            not _overlap(part, out), "decode_sum_: received must not share memory with out"
+        )
+    _check_sums("decode_sum_", out, sums)
 
 
 @_operator
@@ -439,6 +563,8 @@ def check_clip_coefficient(norm: Tensor, _max_norm: float, scale: Tensor | None)
 CHECKS: dict[str, Callable[..., None]] = {
     "pack_": check_pack,
     "rank_sum_": check_rank_sum,
+    "encode_": check_encode,
+    "decode_sum_": check_decode_sum,
     "block_sums_of_squares": check_block_sums,
     "exact_sum_": check_exact_sum,
     "exact_norm": check_exact_norm,

@@ -22,6 +22,12 @@ void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
 void rank_sum_chunks_(Tensor out, std::vector<Tensor> received, Tensor work_counters,
                       std::optional<Tensor> sums);
 
+void encode_(Tensor codes, std::vector<Tensor> values, std::vector<std::int64_t> offsets,
+             double weight, std::int64_t bits, std::int64_t first, std::int64_t key);
+
+void decode_sum_(Tensor out, std::vector<Tensor> received, std::int64_t bits, bool accumulate,
+                 std::optional<Tensor> sums);
+
 Tensor block_sums_of_squares(Tensor flat);
 
 void exact_sum_(Tensor total, std::vector<Tensor> values);
