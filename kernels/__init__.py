@@ -7,6 +7,7 @@ Launchers expect checked arguments on the current device; call them through `pop
 
 from .adamw import adamw_
 from .clip import clip_coefficient, exact_norm
+from .codec import decode_sum_, encode_
 from .exact_sum import exact_sum_
 from .norm import block_sums_of_squares
 from .pack import pack_
@@ -16,6 +17,8 @@ __all__ = [
     "adamw_",
     "block_sums_of_squares",
     "clip_coefficient",
+    "decode_sum_",
+    "encode_",
     "exact_norm",
     "exact_sum_",
     "pack_",

@@ -45,18 +45,11 @@ def _load_as_fp32(address, offset, mask, dtype, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def pack_kernel(
-    bucket_ptr,
-    table_ptr,
-    weight,
-    numel,
-    segments,
-    ACCUMULATE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One tile of the bucket. A row of the table: address, first element, elements, dtype."""
-    tile = tl.program_id(0).to(tl.int64)
-    begin = tile * TILE
+def tile_values(table_ptr, begin, weight, segments, TILE: tl.constexpr):
+    """The weighted values from element `begin` on, 0 in gaps, and which elements have one.
+
+    A row of the table: address, first element, elements, dtype.
+    """
     end = begin + TILE
     position = begin + tl.arange(0, TILE)
     low = tl.full([], 0, tl.int32)
@@ -92,6 +85,23 @@ def pack_kernel(
             covered = covered | mine
             row += 4
             first = tl.load(row + 1)
+    return product, covered
+
+
+@triton.jit
+def pack_kernel(
+    bucket_ptr,
+    table_ptr,
+    weight,
+    numel,
+    segments,
+    ACCUMULATE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tile of the bucket."""
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    product, covered = tile_values(table_ptr, begin, weight, segments, TILE)
+    position = begin + tl.arange(0, TILE)
     inside = position < numel
     out_ptr = bucket_ptr + position
     if ACCUMULATE:
@@ -103,6 +113,19 @@ def pack_kernel(
     else:
         rounded = product.to(bucket_ptr.dtype.element_ty)
     tl.store(out_ptr, rounded, mask=inside)
+
+
+def value_table(
+    flat: Sequence[Tensor], offsets: Sequence[int], device: torch.device
+) -> tuple[Tensor, int]:
+    """The table for `tile_values`, and the number of its rows that have elements."""
+    rows = [
+        (tensor.data_ptr(), offset, tensor.numel(), _CODES[tensor.dtype])
+        for tensor, offset in zip(flat, offsets, strict=True)
+        if tensor.numel()
+    ]
+    table = torch.tensor([*rows, (0, _PAST, 0, 0)], dtype=torch.int64, device="cpu")
+    return table.to(device, non_blocking=True), len(rows)
 
 
 def pack_(
@@ -117,18 +140,13 @@ def pack_(
     if numel == 0:
         return
     flat = [grad.contiguous() for grad in grads]
-    rows = [
-        (grad.data_ptr(), offset, grad.numel(), _CODES[grad.dtype])
-        for grad, offset in zip(flat, offsets, strict=True)
-        if grad.numel()
-    ]
-    table = torch.tensor([*rows, (0, _PAST, 0, 0)], dtype=torch.int64, device="cpu")
+    table, segments = value_table(flat, offsets, bucket.device)
     pack_kernel[(triton.cdiv(numel, TILE),)](
         bucket,
-        table.to(bucket.device, non_blocking=True),
+        table,
         weight,
         numel,
-        len(rows),
+        segments,
         ACCUMULATE=accumulate,
         TILE=TILE,
         num_warps=4,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 GROUP = 64
 """Elements that are encoded together."""
-TRANSFORM = 32
-"""Elements of one transform."""
+_TRANSFORM = 32  # elements of one transform
+_DISTANCES = (32, 16, 4, 2, 1)
 FRACTION_BITS = 15
 """Binary digits of quotients behind the point, and random bits per element."""
 _SMALLEST_SCALE = (127 - 100) << 7
@@ -62,7 +62,7 @@ def encode(groups: Tensor, bits: int, first: int, key: int) -> Tensor:
         groups: 64 columns.
         first: number of the first element in the whole flat tensor.
     """
-    coefficients = transform(groups, (16, 8, 4, 2, 1))
+    coefficients = transform(groups, _DISTANCES)
     largest = (coefficients.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)
     is_finite = largest < 0x7F800000
     magnitude = torch.where(is_finite, largest, 0).view(torch.float32)
@@ -94,8 +94,8 @@ def decode_sum(received: Sequence[Tensor], bits: int) -> Tensor:
         if bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
         scale = rows[:, -2:-1].int() | rows[:, -1:].int() << 8
-        total += (codes.float() - 2 ** (bits - 1)) * (_float_of(scale) / TRANSFORM)
-    return transform(total, (1, 2, 4, 8, 16))
+        total += (codes.float() - 2 ** (bits - 1)) * (_float_of(scale) / _TRANSFORM)
+    return transform(total, _DISTANCES[::-1])
 
 
 def _float_of(scale: Tensor) -> Tensor:

@@ -461,9 +461,7 @@ def check_decode_sum(
             f"decode_sum_: out has {out.numel()} elements, a part has those of {groups} groups of "
             "64",
         )
-        _check(
-            not _overlap(part, out), "decode_sum_: received must not share memory with out"
-        )
+        _check(not _overlap(part, out), "decode_sum_: received must not share memory with out")
     _check_sums("decode_sum_", out, sums)
 
 

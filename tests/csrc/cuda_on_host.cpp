@@ -4,6 +4,7 @@
 
 #include "adamw.cuh"
 #include "clip.cuh"
+#include "codec.cuh"
 #include "exact_sum.cuh"
 #include "norm.cuh"
 #include "pack.cuh"
@@ -53,6 +54,24 @@ void rank_sum(Dtype dtype, float* out, float* sums, const void* const* received,
       parts.push_back(static_cast<const Received*>(received[rank]));
     }
     cuda::rank_sum(out, sums, parts, begun, numel, accumulate, nullptr);
+  });
+}
+
+void encode(std::int64_t bits, std::uint8_t* codes, std::int64_t groups, std::int64_t count,
+            const std::int64_t* offsets, const std::int64_t* numels, const void* const* data,
+            const Dtype* dtypes, float weight, std::int64_t first, std::int64_t key) {
+  const auto run = bits == 8 ? cuda::encode<8> : cuda::encode<4>;
+  run(codes, groups, listed(offsets, count), listed(numels, count), listed(data, count),
+      listed(dtypes, count), weight, first, RandomKey(key), nullptr);
+}
+
+void decode_sum(std::int64_t bits, Dtype dtype, void* out, float* sums,
+                const std::uint8_t* const* received, std::int64_t ranks, std::int64_t numel,
+                bool accumulate) {
+  with_type(dtype, [&](auto* type) {
+    using Out = std::remove_pointer_t<decltype(type)>;
+    const auto run = bits == 8 ? cuda::decode_sum<8, Out> : cuda::decode_sum<4, Out>;
+    run(static_cast<Out*>(out), sums, listed(received, ranks), numel, accumulate, nullptr);
   });
 }
 

@@ -27,6 +27,7 @@ from test_ops import (
 )
 from torch import Tensor
 
+from poplar import ops
 from poplar.ops import plain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,6 +196,63 @@ def test_more_ranks_than_one_launch_holds_are_added_in_order(cuda, accumulate, r
     draw = Draw(ranks, "cpu")
     parts = list(draw.values(ranks * 70, torch.bfloat16).view(ranks, 70).unbind())
     add_ranks(cuda, parts, draw.values(70, torch.float32), accumulate)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 700])
+@pytest.mark.parametrize("shift", [0, 2])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_encode(cuda, bits, shift, count):
+    draw = Draw(count, "cpu")
+    tensors, offsets, end = draw.tensors(count)
+    tensors.append(draw.values(9000, DTYPES[count % 3]))  # a whole tile, and parts of others
+    offsets.append(end + shift)
+    tensors = [tensor.contiguous() for tensor in tensors]
+    numel = end + shift + 9000
+    actual = shifted(torch.zeros(ops.encoded_bytes(numel, bits), dtype=torch.uint8), shift)
+    expected = torch.zeros_like(actual)
+    cuda.encode(
+        ctypes.c_int64(bits),
+        address(actual),
+        ctypes.c_int64(-(-numel // 64)),
+        *tables(tensors, offsets),
+        ctypes.c_float(1 / 3),
+        ctypes.c_int64(640),
+        ctypes.c_int64(7),
+    )
+    plain.encode_(expected, tensors, offsets, 1 / 3, bits, 640, 7)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 65, 5000])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_decode_sum(cuda, bits, dtype, accumulate, ranks, numel):
+    draw = Draw(numel, "cpu")
+    received = [
+        torch.empty(ops.encoded_bytes(numel, bits), dtype=torch.uint8) for _ in range(ranks)
+    ]
+    for rank, codes in enumerate(received):
+        plain.encode_(codes, [draw.values(numel, torch.float32)], [0], 1.0, bits, 0, rank)
+    received[-1] = shifted(received[-1], 2)
+    actual = shifted(draw.values(numel, dtype), ranks // 2)
+    expected = actual.clone()
+    sums = [new_sums(numel) if dtype is torch.float32 else None for _ in "ab"]
+    cuda.decode_sum(
+        ctypes.c_int64(bits),
+        code(dtype),
+        address(actual),
+        address(sums[0]),
+        addresses(received),
+        ctypes.c_int64(ranks),
+        ctypes.c_int64(numel),
+        ctypes.c_bool(accumulate),
+    )
+    plain.decode_sum_(expected, received, bits, accumulate, sums[1])
+    assert_same_bits(actual, expected)
+    if sums[0] is not None:
+        assert_same_bits(*sums)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1024, 5000])

@@ -70,7 +70,14 @@ def test_operators_give_the_same_bits_on_other_instruction_sets(
     if chip not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"this processor has no {chip}")
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(libraries[chip]), "unit/test_ops.py"],
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            str(libraries[chip]),
+            "unit/test_ops.py",
+            "unit/test_codec.py",
+        ],
         cwd=ROOT / "tests",
         env={**os.environ, "POPLAR_OPS": "off"},
         timeout=SECONDS,

@@ -128,6 +128,52 @@ def test_rank_sum_adds_in_rank_order(interpreted, dtype, accumulate, ranks, nume
     interpreted(check_rank_sum, ranks, numel, dtype, accumulate)
 
 
+def check_encode(seed: int, bits: int) -> None:
+    from poplar import kernels
+
+    draw = Draw(seed, "cpu")
+    tensors, offsets, end = draw.tensors([0, 3, 12][seed])
+    tensors.append(draw.values(2100, DTYPES[seed]))  # a whole tile, and parts of others
+    offsets.append(end)
+    actual = torch.zeros(ops.encoded_bytes(end + 2100, bits), dtype=torch.uint8)
+    expected = torch.ones_like(actual)
+    arguments = tensors, offsets, 1 / 3, bits, 2**33 - 640, seed
+    kernels.encode_(actual, *arguments)
+    plain.encode_(expected, *arguments)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("bits", [8, 4])
+def test_encode_gives_the_same_codes(interpreted, bits, seed):
+    interpreted(check_encode, seed, bits)
+
+
+def check_decode_sum(numel: int, bits: int, dtype: torch.dtype, accumulate: bool) -> None:
+    from poplar import kernels
+
+    draw = Draw(numel, "cpu")
+    received = [torch.empty(ops.encoded_bytes(numel, bits), dtype=torch.uint8) for _ in range(3)]
+    for rank, codes in enumerate(received):
+        plain.encode_(codes, [draw.values(numel, torch.float32)], [0], 1.0, bits, 0, rank)
+    before = draw.values(numel, dtype)
+    outs = [before.clone() for _ in "ab"]
+    sums = [new_sums(numel) if dtype is torch.float32 else None for _ in "ab"]
+    for provider, out, own in zip((kernels, plain), outs, sums, strict=True):
+        provider.decode_sum_(out, received, bits, accumulate, own)
+    assert_rounded(*outs)
+    if dtype is torch.float32:
+        assert_same_bits(*sums)
+
+
+@pytest.mark.parametrize("numel", [0, 65, 3000])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_decode_sum_adds_in_rank_order(interpreted, bits, dtype, accumulate, numel):
+    interpreted(check_decode_sum, numel, bits, dtype, accumulate)
+
+
 def check_block_sums(numel: int, dtype: torch.dtype) -> None:
     from poplar import kernels
 
@@ -257,8 +303,16 @@ def launched_variants() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]
         for values in product((False, True), repeat=len(flags)):
             variant = dict(zip(flags, values, strict=True))
             found.append(("rank_sum", "rank_sum_kernel", sizes | add, variant))
+        decode = {"out_ptr": dtype, "table_ptr": "*i64", "numel": "i64", "ranks": "i32"}
+        for values in product((8, 4), (False, True), (False, True)):
+            variant = dict(zip(("BITS", "ACCUMULATE", "SUMS"), values, strict=True))
+            found.append(("codec", "decode_kernel", decode | {"sums_ptr": "*fp32"}, variant))
         norm = {"sums_ptr": "*fp32", "flat_ptr": dtype, "numel": "i64"}
         found.append(("norm", "block_sums_kernel", norm, {}))
+    encode = {"codes_ptr": "*u8", "table_ptr": "*i64", "groups": "i64", "segments": "i32"}
+    encode |= {"first_group": "i64", "key_low": "i64", "key_high": "i64"}
+    for bits in (8, 4):
+        found.append(("codec", "encode_kernel", encode, {"BITS": bits}))
     table = {"table_ptr": "*i64", "rows": "i32"}
     found.append(("exact_sum", "exact_sum_kernel", table | {"total_ptr": "*i64"}, {}))
     names = ("SCALED", "CHECKED", "ALIGNED")

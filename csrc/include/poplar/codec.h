@@ -5,13 +5,14 @@
 // are too. A group is 64 codes of 8 or 4 bits (the first of two in the lower half of the byte),
 // then its scale, the upper half of an fp32. With m the largest magnitude of all 64 coefficients:
 //
-//   coefficients  x[i], x[i + d] = x[i] + x[i + d], x[i] - x[i + d] for d = 16, 8, 4, 2, 1: the
-//                 Hadamard transform of each 32 elements, times sqrt(32)
+//   coefficients  x[i], x[i + d] = x[i] + x[i + d], x[i] - x[i + d] for d = 32, 16, 4, 2, 1: a
+//                 Hadamard transform of 32 elements, times sqrt(32), which spreads outliers (d = 8
+//                 would spread them little more and cost a sixth of the time)
 //   scale         m / 127 or m / 7, rounded up, so that no code is clipped; at least 2^-100, which
 //                 keeps subnormal numbers out; 0 if m is 0; NaN if m is not finite
 //   code          floor(coefficient / scale + u) + 128 or 8, u uniform in [0, 1): unbiased
 //
-// and a decoded element is the transform, with d = 1, 2, 4, 8, 16, of (code - 128) * scale / 32.
+// and decoded elements are the transform, with d = 1, 2, 4, 16, 32, of (code - 128) * scale / 32.
 // These products are exact, so a fused multiply-add does not change bits. Quotients are fixed-point
 // numbers with 15 binary digits, and u has as many. A NaN or an infinity in a group, or a
 // coefficient beyond fp32, makes all its decoded elements NaN.
@@ -22,7 +23,7 @@
 namespace poplar {
 
 constexpr int kGroup = 64;
-constexpr int kTransform = 32;
+constexpr std::uint32_t kNotFinite = 0x7fc0;  // the scale of a group that is not finite
 constexpr std::size_t kMostRanks = 1024;  // of a sum: their addresses are parameters of a kernel
 
 template <int kBits>
@@ -32,6 +33,9 @@ struct Code {
   static constexpr std::uint32_t kMask = (1u << kBits) - 1;
   static constexpr int kCodeBytes = kGroup * kBits / 8;
   static constexpr int kGroupBytes = kCodeBytes + 2;
+  // Adding 1.5 * 2^23 rounds to an integer, to nearest even: the lower bits of the sum. Of these
+  // bits, 15 are behind the point, and those before it are the code of 0, with 2^18 added for 8.
+  static constexpr float kInteger = 0x1.8p23f + (kBits == 8 ? 0.0f : 0x1p18f);
 };
 
 constexpr std::int64_t group_bytes(std::int64_t bits) { return kGroup * bits / 8 + 2; }
@@ -80,28 +84,21 @@ POPLAR_HOST_DEVICE std::uint32_t scale_bits(std::uint32_t largest) {
   constexpr std::uint32_t kSmallest = (127 - 100) << 7;
   const std::uint32_t rounded = (bits_of(float_of(largest) * kStep) + 0xffffu) >> 16;
   const std::uint32_t bounded = rounded < kSmallest ? kSmallest : rounded;
-  return largest == 0 ? 0 : largest >= 0x7f800000u ? 0x7fc0u : bounded;
+  return largest == 0 ? 0 : largest >= 0x7f800000u ? kNotFinite : bounded;
 }
 
 POPLAR_HOST_DEVICE float scale_of(std::uint32_t bits) { return float_of(bits << 16); }
 
-// Fixed-point units per coefficient; 0 where all codes are those of 0.
+// Fixed-point units per coefficient; 0 if all coefficients are. With the scale kNotFinite, they
+// must be replaced by 0.
 POPLAR_HOST_DEVICE float units_of(std::uint32_t scale_bits) {
-  const bool is_number = scale_bits != 0 && scale_bits < 0x7f80u;
-  return is_number ? 32768.0f / scale_of(scale_bits) : 0.0f;
-}
-
-// Adding 1.5 * 2^23 rounds to an integer, to nearest even: the lower bits of the sum. Of these bits,
-// 15 are behind the point, and those before it are the code of 0: 128 is in 1.5 * 2^23, 8 is added.
-template <int kBits>
-constexpr float integer_offset() {
-  return 0x1.8p23f + (kBits == 8 ? 0.0f : 0x1p18f);
+  return scale_bits != 0 && scale_bits != kNotFinite ? 32768.0f / scale_of(scale_bits) : 0.0f;
 }
 
 template <int kBits>
 POPLAR_HOST_DEVICE std::uint32_t code_of(float coefficient, float units, std::uint32_t random) {
-  constexpr float kInteger = integer_offset<kBits>();
-  return (bits_of(coefficient * units + kInteger) + random) >> 15 & Code<kBits>::kMask;
+  const float sum = coefficient * units + Code<kBits>::kInteger;
+  return (bits_of(sum) + random) >> 15 & Code<kBits>::kMask;
 }
 
 // One element's coefficient from its code; `share` is scale / 32.

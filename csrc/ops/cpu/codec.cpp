@@ -39,29 +39,37 @@ struct DecodeCall {
 };
 
 template <typename Out>
-inline __attribute__((always_inline)) void finish(const DecodeCall& call, const float* values,
+inline __attribute__((always_inline)) void store(const DecodeCall& call, Out* out,
+                                                 const Out* values, std::int64_t count) {
+  if (call.streams && count == kGroup) {
+    stream(out, values, kGroup * static_cast<std::int64_t>(sizeof(Out)));
+  } else {
+    std::copy_n(values, count, out);
+  }
+}
+
+// Rounds and stores the total of a group; `values` are overwritten.
+template <typename Out>
+inline __attribute__((always_inline)) void finish(const DecodeCall& call, float* values,
                                                   std::int64_t group) {
   Out* out = static_cast<Out*>(call.out) + group * kGroup;
   const std::int64_t count = std::min<std::int64_t>(kGroup, call.numel - group * kGroup);
-  alignas(kLine) Out rounded[kGroup];
   if (call.accumulate) {
     for (std::int64_t i = 0; i < count; ++i) {
-      rounded[i] = narrow<Out>(widen(out[i]) + values[i]);
+      values[i] += widen(out[i]);
+    }
+  }
+  if constexpr (std::is_same_v<Out, float>) {
+    store(call, out, values, count);
+    if (call.sums != nullptr) {
+      block_sums(call.sums + group, values, count);
     }
   } else {
+    alignas(kLine) Out rounded[kGroup];
     for (std::int64_t i = 0; i < kGroup; ++i) {
       rounded[i] = narrow<Out>(values[i]);
     }
-  }
-  if (call.streams && count == kGroup) {
-    stream(out, rounded, sizeof rounded);
-  } else {
-    std::copy_n(rounded, count, out);
-  }
-  if constexpr (std::is_same_v<Out, float>) {
-    if (call.sums != nullptr) {
-      block_sums(call.sums + group, rounded, count);
-    }
+    store(call, out, rounded, count);
   }
 }
 
@@ -83,7 +91,7 @@ POPLAR_WIDE void encode_wide_groups(std::uint8_t* codes, const Value* values, st
   for (std::int64_t group = 0; group < groups; ++group) {
     __m512 weighted[4];
     for (int i = 0; i < 4; ++i) {
-      weighted[i] = _mm512_mul_ps(factor, load_sixteen(values + group * kGroup + i * kHalf));
+      weighted[i] = _mm512_mul_ps(factor, load_sixteen(values + group * kGroup + i * kLanes));
     }
     encode_registers<kBits>(codes + group * Code<kBits>::kGroupBytes, weighted, key,
                             first_counter(key, number + group));

@@ -11,44 +11,35 @@
 
 namespace poplar {
 
-constexpr int kHalf = kTransform / 2;
+constexpr int kHalf = kGroup / 2;
+constexpr int kLanes = 16;
 
-// The transform with its levels as loops that compilers vectorize: the halves' sums and differences
-// take turns, so after five levels every element is back at its place. The last level leaves even
-// and odd elements apart, as pairs of codes need them.
-inline __attribute__((always_inline)) void transform(float* even, float* odd, const float* values) {
-  float x[kTransform];
-  std::copy_n(values, kTransform, x);
-  for (int level = 0; level < 4; ++level) {
-    float y[kTransform];
-    for (int i = 0; i < kHalf; ++i) {
-      y[2 * i] = x[i] + x[i + kHalf];
-      y[2 * i + 1] = x[i] - x[i + kHalf];
+template <int kDistance>
+inline __attribute__((always_inline)) void transform_level(float* values) {
+  for (int begin = 0; begin < kGroup; begin += 2 * kDistance) {
+    for (int i = begin; i < begin + kDistance; ++i) {
+      const float low = values[i];
+      const float high = values[i + kDistance];
+      values[i] = low + high;
+      values[i + kDistance] = low - high;
     }
-    std::copy_n(y, kTransform, x);
-  }
-  for (int i = 0; i < kHalf; ++i) {
-    even[i] = x[i] + x[i + kHalf];
-    odd[i] = x[i] - x[i + kHalf];
   }
 }
 
-inline __attribute__((always_inline)) void transform_back(float* values, const float* even,
-                                                          const float* odd) {
-  float x[kTransform];
-  for (int i = 0; i < kHalf; ++i) {
-    x[i] = even[i] + odd[i];
-    x[i + kHalf] = even[i] - odd[i];
-  }
-  for (int level = 0; level < 4; ++level) {
-    float y[kTransform];
-    for (int i = 0; i < kHalf; ++i) {
-      y[i] = x[2 * i] + x[2 * i + 1];
-      y[i + kHalf] = x[2 * i] - x[2 * i + 1];
-    }
-    std::copy_n(y, kTransform, x);
-  }
-  std::copy_n(x, kTransform, values);
+inline __attribute__((always_inline)) void transform(float* values) {
+  transform_level<32>(values);
+  transform_level<16>(values);
+  transform_level<4>(values);
+  transform_level<2>(values);
+  transform_level<1>(values);
+}
+
+inline __attribute__((always_inline)) void transform_back(float* values) {
+  transform_level<1>(values);
+  transform_level<2>(values);
+  transform_level<4>(values);
+  transform_level<16>(values);
+  transform_level<32>(values);
 }
 
 template <int kBits>
@@ -65,38 +56,34 @@ inline __attribute__((always_inline)) float share_of(const std::uint8_t* group) 
   return scale_of(half) * 0x1p-5f;
 }
 
+// `values` are overwritten.
 template <int kBits>
-inline __attribute__((always_inline)) void encode_group(std::uint8_t* group, const float* values,
+inline __attribute__((always_inline)) void encode_group(std::uint8_t* group, float* values,
                                                         RandomKey key, std::uint32_t counter) {
-  float even[kTransform], odd[kTransform];
-  transform(even, odd, values);
-  transform(even + kHalf, odd + kHalf, values + kTransform);
+  transform(values);
   std::uint32_t largest = 0;
-  for (int i = 0; i < kTransform; ++i) {
-    largest = std::max(largest, bits_of(even[i]) & 0x7fffffffu);
-    largest = std::max(largest, bits_of(odd[i]) & 0x7fffffffu);
+  for (int i = 0; i < kGroup; ++i) {
+    largest = std::max(largest, bits_of(values[i]) & 0x7fffffffu);
   }
   const std::uint32_t scale = scale_bits<kBits>(largest);
+  put_scale<kBits>(group, scale);
+  if (scale == kNotFinite) {
+    std::fill_n(values, kGroup, 0.0f);
+  }
   const float units = units_of(scale);
-  if (units == 0) {
-    std::fill_n(even, kTransform, 0.0f);
-    std::fill_n(odd, kTransform, 0.0f);
-  }
-  std::uint32_t pairs[kTransform];
-  for (int i = 0; i < kTransform; ++i) {
+  std::uint8_t codes[kGroup];
+  for (int i = 0; i < kHalf; ++i) {
     const std::uint32_t word = random_word(key, counter + static_cast<std::uint32_t>(i));
-    const std::uint32_t first = code_of<kBits>(even[i], units, first_random(word));
-    pairs[i] = first | code_of<kBits>(odd[i], units, second_random(word)) << kBits;
+    codes[2 * i] = code_of<kBits>(values[2 * i], units, first_random(word));
+    codes[2 * i + 1] = code_of<kBits>(values[2 * i + 1], units, second_random(word));
   }
-  for (int i = 0; i < kTransform; ++i) {
-    if constexpr (kBits == 8) {
-      const auto pair = static_cast<std::uint16_t>(pairs[i]);
-      std::memcpy(group + 2 * i, &pair, sizeof pair);
-    } else {
-      group[i] = static_cast<std::uint8_t>(pairs[i]);
+  if constexpr (kBits == 8) {
+    std::memcpy(group, codes, kGroup);
+  } else {
+    for (int i = 0; i < kHalf; ++i) {
+      group[i] = static_cast<std::uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
     }
   }
-  put_scale<kBits>(group, scale);
 }
 
 // The sum over ranks of the same group, in rank order.
@@ -104,19 +91,24 @@ template <int kBits>
 inline __attribute__((always_inline)) void decode_group(float* values,
                                                         const std::uint8_t* const* ranks, int size,
                                                         std::int64_t offset) {
-  float even[kTransform] = {}, odd[kTransform] = {};
+  std::fill_n(values, kGroup, 0.0f);
   for (int rank = 0; rank < size; ++rank) {
     const std::uint8_t* group = ranks[rank] + offset;
     const float share = share_of<kBits>(group);
-    for (int i = 0; i < kTransform; ++i) {
-      const std::uint32_t first = kBits == 8 ? group[2 * i] : group[i] & Code<4>::kMask;
-      const std::uint32_t second = kBits == 8 ? group[2 * i + 1] : group[i] >> 4;
-      even[i] += coefficient_of<kBits>(first, share);
-      odd[i] += coefficient_of<kBits>(second, share);
+    std::uint8_t codes[kGroup];
+    if constexpr (kBits == 8) {
+      std::memcpy(codes, group, kGroup);
+    } else {
+      for (int i = 0; i < kHalf; ++i) {
+        codes[2 * i] = group[i] & Code<4>::kMask;
+        codes[2 * i + 1] = group[i] >> 4;
+      }
+    }
+    for (int i = 0; i < kGroup; ++i) {
+      values[i] += coefficient_of<kBits>(codes[i], share);
     }
   }
-  transform_back(values, even, odd);
-  transform_back(values + kTransform, even + kHalf, odd + kHalf);
+  transform_back(values);
 }
 
 #ifdef POPLAR_WIDE
@@ -138,43 +130,75 @@ POPLAR_WIDE inline __attribute__((always_inline)) __m512 load_sixteen(const Half
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values)));
 }
 
-// Elements 0, 16, 1, 17, ... (and, `from` 8: 8, 24, 9, 25, ...) of two registers.
-POPLAR_WIDE inline __attribute__((always_inline)) __m512i interleaving(int from) {
-  const __m512i first =
-      _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  return _mm512_add_epi32(first, _mm512_set1_epi32(from));
-}
+// Which lanes of two registers a permutation takes, for each of its two results. The bits of a
+// lane's number in the result become these bits of its source; `register_bit` is 0 or 1.
+struct Lanes {
+  alignas(64) std::int32_t of[2][kLanes];
 
-// Elements 0, 2, 4, ... (`from` 1: 1, 3, 5, ...) of two registers.
-POPLAR_WIDE inline __attribute__((always_inline)) __m512i every_second(int from) {
-  const __m512i first =
-      _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  return _mm512_add_epi32(first, _mm512_set1_epi32(from));
-}
-
-// As `transform`, of two registers in place: the even elements, then the odd ones.
-POPLAR_WIDE inline __attribute__((always_inline)) void transform(__m512& low, __m512& high) {
-  for (int level = 0; level < 4; ++level) {
-    const __m512 sum = _mm512_add_ps(low, high);
-    const __m512 difference = _mm512_sub_ps(low, high);
-    low = _mm512_permutex2var_ps(sum, interleaving(0), difference);
-    high = _mm512_permutex2var_ps(sum, interleaving(8), difference);
+  constexpr Lanes(int bit_3, int bit_2, int bit_1, int bit_0, int register_bit) : of{} {
+    for (int result = 0; result < 2; ++result) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        of[result][lane] = (lane >> 3 & 1) * bit_3 | (lane >> 2 & 1) * bit_2 |
+                           (lane >> 1 & 1) * bit_1 | (lane & 1) * bit_0 | result * register_bit;
+      }
+    }
   }
+};
+
+// Two elements of a level are at the same lane of two registers. So between levels, one bit of the
+// elements' numbers moves from the lanes to the registers. First the registers have bit 4 and the
+// lanes bits 3 to 0; after the last level the registers have bit 0, and pairs of codes are at the
+// same lane.
+constexpr Lanes kNextLevel(8, 2, 1, 16, 4);
+constexpr Lanes kLastLevel(2, 8, 1, 16, 4);
+constexpr Lanes kSecondLevelBack(4, 16, 8, 2, 1);
+constexpr Lanes kNextLevelBack(8, 16, 4, 2, 1);
+
+POPLAR_WIDE inline __attribute__((always_inline)) void add_and_subtract(__m512& low, __m512& high) {
   const __m512 sum = _mm512_add_ps(low, high);
   high = _mm512_sub_ps(low, high);
   low = sum;
 }
 
-POPLAR_WIDE inline __attribute__((always_inline)) void transform_back(__m512& even, __m512& odd) {
-  for (int level = 0; level < 4; ++level) {
-    const __m512 sum = _mm512_add_ps(even, odd);
-    const __m512 difference = _mm512_sub_ps(even, odd);
-    even = _mm512_permutex2var_ps(sum, every_second(0), difference);
-    odd = _mm512_permutex2var_ps(sum, every_second(1), difference);
+POPLAR_WIDE inline __attribute__((always_inline)) void permute(__m512& low, __m512& high,
+                                                               const Lanes& lanes) {
+  const __m512 first = _mm512_permutex2var_ps(low, _mm512_load_si512(lanes.of[0]), high);
+  high = _mm512_permutex2var_ps(low, _mm512_load_si512(lanes.of[1]), high);
+  low = first;
+}
+
+// As `transform`, but each half then has its even elements in one register and its odd ones in the
+// next.
+POPLAR_WIDE inline __attribute__((always_inline)) void transform(__m512 (&values)[4]) {
+  add_and_subtract(values[0], values[2]);
+  add_and_subtract(values[1], values[3]);
+  for (int half = 0; half < 4; half += 2) {
+    __m512& low = values[half];
+    __m512& high = values[half + 1];
+    add_and_subtract(low, high);
+    permute(low, high, kNextLevel);
+    add_and_subtract(low, high);
+    permute(low, high, kNextLevel);
+    add_and_subtract(low, high);
+    permute(low, high, kLastLevel);
+    add_and_subtract(low, high);
   }
-  const __m512 sum = _mm512_add_ps(even, odd);
-  odd = _mm512_sub_ps(even, odd);
-  even = sum;
+}
+
+POPLAR_WIDE inline __attribute__((always_inline)) void transform_back(__m512 (&values)[4]) {
+  for (int half = 0; half < 4; half += 2) {
+    __m512& low = values[half];
+    __m512& high = values[half + 1];
+    add_and_subtract(low, high);
+    permute(low, high, kSecondLevelBack);
+    add_and_subtract(low, high);
+    permute(low, high, kNextLevelBack);
+    add_and_subtract(low, high);
+    permute(low, high, kNextLevelBack);
+    add_and_subtract(low, high);
+  }
+  add_and_subtract(values[0], values[2]);
+  add_and_subtract(values[1], values[3]);
 }
 
 // `random_word` of 16 consecutive counters.
@@ -196,7 +220,7 @@ template <int kBits>
 POPLAR_WIDE inline __attribute__((always_inline)) __m512i unmasked_codes(__m512 coefficients,
                                                                          __m512 units,
                                                                          __m512i random) {
-  const __m512 integer = _mm512_set1_ps(integer_offset<kBits>());
+  const __m512 integer = _mm512_set1_ps(Code<kBits>::kInteger);
   const __m512 sum = _mm512_add_ps(_mm512_mul_ps(coefficients, units), integer);
   return _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(sum), random), 15);
 }
@@ -207,8 +231,7 @@ POPLAR_WIDE inline __attribute__((always_inline)) void encode_registers(std::uin
                                                                         __m512 (&values)[4],
                                                                         RandomKey key,
                                                                         std::uint32_t counter) {
-  transform(values[0], values[1]);
-  transform(values[2], values[3]);
+  transform(values);
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   __m512i largest = _mm512_setzero_si512();
   for (const __m512& sixteen : values) {
@@ -216,18 +239,19 @@ POPLAR_WIDE inline __attribute__((always_inline)) void encode_registers(std::uin
                                _mm512_and_si512(_mm512_castps_si512(sixteen), magnitude));
   }
   const std::uint32_t scale = scale_bits<kBits>(_mm512_reduce_max_epu32(largest));
-  const float unit = units_of(scale);
-  const __mmask16 is_number = unit == 0 ? 0 : 0xffff;
-  const __m512 units = _mm512_set1_ps(unit);
+  put_scale<kBits>(group, scale);
+  if (__builtin_expect(scale == kNotFinite, 0)) {
+    std::fill_n(values, 4, _mm512_setzero_ps());
+  }
+  const __m512 units = _mm512_set1_ps(units_of(scale));
   const __m512i mask = _mm512_set1_epi32(Code<kBits>::kMask);
   for (int half = 0; half < 2; ++half) {
-    const __m512i words = random_words(key, counter + static_cast<std::uint32_t>(half * kHalf));
+    const __m512i words = random_words(key, counter + static_cast<std::uint32_t>(half * kLanes));
     const __m512i first_bits = _mm512_and_si512(words, _mm512_set1_epi32(0x7fff));
     const __m512i second_bits = _mm512_srli_epi32(words, 17);
-    const __m512 even = _mm512_maskz_mov_ps(is_number, values[2 * half]);
-    const __m512 odd = _mm512_maskz_mov_ps(is_number, values[2 * half + 1]);
-    const __m512i first = _mm512_and_si512(unmasked_codes<kBits>(even, units, first_bits), mask);
-    const __m512i second = unmasked_codes<kBits>(odd, units, second_bits);
+    const __m512i first =
+        _mm512_and_si512(unmasked_codes<kBits>(values[2 * half], units, first_bits), mask);
+    const __m512i second = unmasked_codes<kBits>(values[2 * half + 1], units, second_bits);
     const __m512i pairs = _mm512_or_si512(first, _mm512_slli_epi32(second, kBits));
     if constexpr (kBits == 8) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(group) + half, _mm512_cvtepi32_epi16(pairs));
@@ -235,7 +259,6 @@ POPLAR_WIDE inline __attribute__((always_inline)) void encode_registers(std::uin
       _mm_storeu_si128(reinterpret_cast<__m128i*>(group) + half, _mm512_cvtepi32_epi8(pairs));
     }
   }
-  put_scale<kBits>(group, scale);
 }
 
 // Pairs of codes of half a group, each in the lower bits of its word.
@@ -279,13 +302,13 @@ POPLAR_WIDE inline __attribute__((always_inline)) void decode_wide(
       total[2 * half + 1] = add_coefficients<kBits>(total[2 * half + 1], second, share);
     }
   }
-  for (int half = 0; half < 2; ++half) {
-    transform_back(total[2 * half], total[2 * half + 1]);
-    _mm512_store_ps(values + half * kTransform, total[2 * half]);
-    _mm512_store_ps(values + half * kTransform + kHalf, total[2 * half + 1]);
+  transform_back(total);
+  for (int i = 0; i < 4; ++i) {
+    _mm512_store_ps(values + i * kLanes, total[i]);
   }
 }
 
+#pragma GCC diagnostic pop
 #endif
 
 }  // namespace poplar
