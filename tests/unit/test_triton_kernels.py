@@ -390,7 +390,12 @@ def test_all_variants_compile_without_fused_multiply_add(compiled):
 def test_aligned_loads_are_vectorized(compiled):
     for module, name, types, flags, made in compiled:
         reads = Counter(re.findall(r"ld\.global[\w.]*", made.asm["ptx"]))
-        if module == "pack":  # a tile inside one tensor: a thread's 8 elements of either width
+        if name == "decode_kernel":  # groups of 66 and 34 bytes are not aligned
+            continue
+        if name in (
+            "pack_kernel",
+            "encode_kernel",
+        ):  # a tile inside one tensor: a thread's 8 elements of either width
             assert reads["ld.global.v4.b32"] >= 3, (types, flags)
         elif module == "adamw":  # 8 elements of four tensors, and of the copy in each dtype
             assert reads["ld.global.v4.b32"] == (8 + 2 + 1 + 1) * flags["ALIGNED"], flags
