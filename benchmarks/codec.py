@@ -28,6 +28,7 @@ from rows import (
 from torch import Tensor
 
 from poplar import ops
+from poplar.ops import codec
 
 RANKS = 3
 SPEED = 0.5
@@ -70,7 +71,7 @@ def measure(dtype: torch.dtype, bits: int, threads: int, numel: int, rounds: int
     torch.set_num_threads(threads)
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     copied, decoded = torch.empty_like(values), torch.empty_like(values)
-    codes = torch.empty(ops.encoded_bytes(numel, bits), dtype=torch.uint8)
+    codes = torch.empty(codec.encoded_bytes(numel, bits), dtype=torch.uint8)
     copy, encode, decode = seconds_of(
         (
             lambda: ops.copy_(copied, values),
@@ -117,7 +118,7 @@ def error_of_sum(distribution: torch.distributions.Distribution, bits: int) -> f
     parts = distribution.sample(torch.Size((RANKS, 1 << 20)))
     received: list[Tensor] = []
     for rank, values in enumerate(parts):
-        codes = torch.empty(ops.encoded_bytes(values.numel(), bits), dtype=torch.uint8)
+        codes = torch.empty(codec.encoded_bytes(values.numel(), bits), dtype=torch.uint8)
         ops.encode_(codes, [values], [0], 1.0, bits=bits, first=0, key=rank)
         received.append(codes)
     total = torch.empty_like(parts[0])

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from poplar.ops.codec import GROUP, group_bytes, random_key
+from poplar.ops.codec import encoded_bytes, random_key
 
 from .pack import tile_values, value_table
 from .tree import store_block_sums
@@ -148,19 +148,19 @@ def encode_(
     key: int,
 ) -> None:
     """Launch the kernel; arguments must have been checked."""
-    groups = codes.numel() // group_bytes(bits)
+    groups = codes.numel() // encoded_bytes(64, bits)
     if groups == 0:
         return
     flat = [tensor.contiguous() for tensor in values]
     table, segments = value_table(flat, offsets, codes.device)
     low, high = random_key(key)
-    encode_kernel[(triton.cdiv(groups * GROUP, TILE),)](
+    encode_kernel[(triton.cdiv(groups * 64, TILE),)](
         codes,
         table,
         weight,
         groups,
         segments,
-        first // GROUP,
+        first // 64,
         low,
         high,
         (1 + 2**-20) / (2 ** (bits - 1) - 1),

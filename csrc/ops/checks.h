@@ -173,14 +173,15 @@ inline void check_decode_sum(const Tensor& out, const std::vector<Tensor>& recei
                              std::int64_t bits, const std::optional<Tensor>& sums) {
   check_flat(out, "decode_sum_: out");
   const Dtype dtype = dtype_of(out, "decode_sum_: out");
-  check(!sums || dtype == Dtype::kFloat, "decode_sum_: with sums, out must be float32");
+  check(!sums || dtype == Dtype::kFloat, "decode_sum_: out must be float32 with sums");
   check(!received.empty() && received.size() <= kMostRanks, "decode_sum_: received must hold 1 to ",
         kMostRanks, " parts, got ", received.size());
   for (const Tensor& part : received) {
-    const std::int64_t groups = check_codes("decode_sum_: received", part, bits);
+    check_codes("decode_sum_: received", part, bits);
     check(same_device(out, part), "decode_sum_: out and received must be on one device");
-    check(groups == (out.numel() + kGroup - 1) / kGroup, "decode_sum_: out has ", out.numel(),
-          " elements, a part has those of ", groups, " groups of 64");
+    const std::int64_t expected = (out.numel() + kGroup - 1) / kGroup * group_bytes(bits);
+    check(part.numel() == expected, "decode_sum_: ", out.numel(), " elements take ", expected,
+          " bytes, but a part has ", part.numel());
     check(!overlap(part, out), "decode_sum_: received must not share memory with out");
   }
 }

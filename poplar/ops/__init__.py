@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from poplar import _core
-from poplar.ops import codec, plain, triton_backend
+from poplar.ops import plain, triton_backend
 
 ALIGNMENT = plain.ALIGNMENT
 """Elements per block of the norm's tree; all boundaries of flat buffers are multiples of it."""
@@ -41,8 +41,6 @@ EXACT_WORDS = plain.EXACT_WORDS
 """Number of words of an exact sum: see `exact_sum_`."""
 EXACT_BITS = plain.EXACT_BITS
 """Bits between the units of two consecutive words of an exact sum."""
-MOST_RANKS = plain.MOST_RANKS
-"""The maximum number of parts of `decode_sum_`."""
 
 _library = torch.library.Library("poplar", "DEF")
 _library.define("copy_(Tensor(a!) target, Tensor source) -> ()")
@@ -161,40 +159,31 @@ def rank_sum_chunks_(
     _written(out, work_counters, sums)
 
 
-def encoded_bytes(numel: int, bits: int) -> int:
-    """The size of `numel` encoded elements: 66 bytes for each 64 at 8 bits, and 34 at 4 bits."""
-    return -(-numel // codec.GROUP) * codec.group_bytes(bits)
-
-
 def encode_(
     codes: Tensor,
     values: Sequence[Tensor],
     offsets: Sequence[int],
     weight: float,
-    *,
     bits: int,
+    *,
     first: int,
     key: int,
 ) -> None:
     """Write `weight * values[i]` from element `offsets[i]` on for every i, as codes, in one read.
 
-    The codes of a group of 64 elements depend on its values, its number in the whole flat tensor
-    and the key, but not on the part of the tensor that is encoded. Rounding is random and unbiased:
-    the expectation of a decoded element is its value. `csrc/include/poplar/codec.h` has the format.
+    Rounding is random and unbiased: the expectation of a decoded element is its value. A group of
+    64 elements has the same codes in whichever part of the flat tensor it is encoded. The format:
+    `csrc/include/poplar/codec.h`.
 
     Args:
-        codes: uint8, 1-D, contiguous, at an even address; `encoded_bytes` of a number of elements.
-            Every byte is written. Elements without a value are 0.
+        codes: uint8, 1-D, contiguous, at an even address; `codec.encoded_bytes` of a number of
+            elements. Every byte is written. Elements without a value are 0.
         values: any shapes and strides; fp32, bf16 or fp16, mixed; may be empty.
         offsets: first element of each tensor, ascending without overlap.
         weight: rounded to fp32, as is its product with each element.
         bits: 8 or 4 per element.
         first: number of the first element in the whole flat tensor, a multiple of 64.
-        key: seed of the rounding. Tensors, ranks and steps need different ones for independent
-            errors; any difference suffices.
-
-    Raises:
-        RuntimeError: offsets that overlap or exceed the codes, another size, dtype or device.
+        key: seed of the rounding; different for each tensor, rank and step.
     """
     with torch.no_grad():
         torch.ops.poplar.encode_(codes, values, offsets, weight, bits, first, key)
@@ -204,7 +193,6 @@ def encode_(
 def decode_sum_(
     out: Tensor,
     received: Sequence[Tensor],
-    *,
     bits: int,
     accumulate: bool = False,
     sums: Tensor | None = None,
@@ -215,8 +203,8 @@ def decode_sum_(
 
     Args:
         out: fp32, bf16 or fp16, 1-D, contiguous.
-        received: each rank's codes of the same elements as `encode_` writes them; at most
-            `MOST_RANKS`. None overlaps `out`.
+        received: each of at most 1024 ranks' codes of the same elements, as `encode_` writes them.
+            None overlaps `out`.
         bits: 8 or 4, as encoded.
         accumulate: add the finished total to `out` instead.
         sums: with fp32 `out`; see `rank_sum_`.

@@ -1,7 +1,4 @@
-"""The compressed form of flat tensors in plain PyTorch; `csrc/include/poplar/codec.h` explains it.
-
-Functions of whole groups: a row for each 64 elements.
-"""
+"""Encoded flat tensors in plain PyTorch; `csrc/include/poplar/codec.h` explains the format."""
 
 from __future__ import annotations
 
@@ -10,21 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-GROUP = 64
-"""Elements that are encoded together."""
-_TRANSFORM = 32  # elements of one transform
 _DISTANCES = (32, 16, 4, 2, 1)
-FRACTION_BITS = 15
-"""Binary digits of quotients behind the point, and random bits per element."""
+_FRACTION_BITS = 15  # of quotients, and random bits per element
 _SMALLEST_SCALE = (127 - 100) << 7
 _NAN = 0x7FC0
 _MASK_32 = 0xFFFFFFFF
 _MASK_64 = 0xFFFFFFFFFFFFFFFF
 
 
-def group_bytes(bits: int) -> int:
-    """The size of an encoded group."""
-    return GROUP * bits // 8 + 2
+def encoded_bytes(numel: int, bits: int) -> int:
+    """The size of `numel` encoded elements: 66 bytes for each 64 at 8 bits, and 34 at 4 bits."""
+    return -(-numel // 64) * (8 * bits + 2)
 
 
 def random_key(key: int) -> tuple[int, int]:
@@ -56,12 +49,7 @@ def transform(groups: Tensor, distances: Sequence[int]) -> Tensor:
 
 
 def encode(groups: Tensor, bits: int, first: int, key: int) -> Tensor:
-    """The codes and scales of fp32 groups, a row of `group_bytes` each.
-
-    Args:
-        groups: 64 columns.
-        first: number of the first element in the whole flat tensor.
-    """
+    """The codes and scale of each fp32 group, as bytes."""
     coefficients = transform(groups, _DISTANCES)
     largest = (coefficients.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)
     is_finite = largest < 0x7F800000
@@ -70,33 +58,25 @@ def encode(groups: Tensor, bits: int, first: int, key: int) -> Tensor:
     step = torch.tensor((1 + 2**-20) / (2 ** (bits - 1) - 1), device=groups.device)
     scale = ((magnitude * step).view(torch.int32) + 0xFFFF) >> 16
     scale = torch.where(largest == 0, 0, scale.clamp(min=_SMALLEST_SCALE))
-    units = torch.where(scale == 0, 0.0, 2.0**FRACTION_BITS / _float_of(scale))
+    units = torch.where(scale == 0, 0.0, 2.0**_FRACTION_BITS / (scale << 16).view(torch.float32))
     # Where the magnitude is not finite, all codes are those of 0.
     quotients = torch.where(is_finite, coefficients, 0.0) * units
     words = random_words(first, groups.numel() // 2, key, groups.device)
     random = torch.stack([words & 0x7FFF, words >> 17], 1).view(groups.shape)
     zero = 2 ** (bits - 1)
-    codes = ((quotients.round().long() + random) >> FRACTION_BITS) + zero
+    codes = ((quotients.round().long() + random) >> _FRACTION_BITS) + zero
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
-    scale = torch.where(is_finite, scale, _NAN)
-    return torch.cat([codes, scale & 0xFF, scale >> 8], 1).to(torch.uint8)
+    upper_half = torch.where(is_finite, scale, _NAN).to(torch.int16)
+    return torch.cat([codes.to(torch.uint8), upper_half.view(torch.uint8)], 1)
 
 
 def decode_sum(received: Sequence[Tensor], bits: int) -> Tensor:
-    """The fp32 groups of which each rank's rows are codes, summed in rank order.
-
-    Coefficients are summed, so that one transform serves all ranks.
-    """
-    total = torch.zeros(len(received[0]), GROUP, device=received[0].device)
+    """The fp32 groups that each rank's rows encode; coefficients are summed in rank order."""
+    total = torch.zeros(len(received[0]), 64, device=received[0].device)
     for rows in received:
-        codes = rows[:, :-2]
+        codes, scale = rows[:, :-2], rows[:, -2:].contiguous().view(torch.bfloat16).float()
         if bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
-        scale = rows[:, -2:-1].int() | rows[:, -1:].int() << 8
-        total += (codes.float() - 2 ** (bits - 1)) * (_float_of(scale) / _TRANSFORM)
+        total += (codes.float() - 2 ** (bits - 1)) * (scale / 32)
     return transform(total, _DISTANCES[::-1])
-
-
-def _float_of(scale: Tensor) -> Tensor:
-    return (scale.int() << 16).view(torch.float32)

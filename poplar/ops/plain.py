@@ -23,12 +23,10 @@ EXACT_WORDS = 16
 """See `poplar.ops.EXACT_WORDS`."""
 EXACT_BITS = 28
 """See `poplar.ops.EXACT_BITS`."""
-MOST_RANKS = 1024
-"""See `poplar.ops.MOST_RANKS`."""
 RULE_NUMBERS = 7
 """Numbers of a `poplar.ops.AdamWRule`."""
 _CHUNK_NUMEL = 1 << 22
-_CHUNK_GROUPS = _CHUNK_NUMEL // codec.GROUP
+_MOST_RANKS = 1024
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -363,8 +361,8 @@ def _check_sums(name: str, out: Tensor, sums: Tensor | None) -> None:
 @_operator
 def encode_(
     codes: Tensor,
-    values: Sequence[Tensor],
-    offsets: Sequence[int],
+    values: list[Tensor],
+    offsets: list[int],
     weight: float,
     bits: int,
     first: int,
@@ -372,17 +370,10 @@ def encode_(
 ) -> None:
     """See `poplar.ops.encode_`."""
     check_encode(codes, values, offsets, weight, bits, first, key)
-    groups = codes.view(-1, codec.group_bytes(bits))
-    for start in range(0, len(groups), _CHUNK_GROUPS):  # limits the size of temporaries
-        part = groups[start : start + _CHUNK_GROUPS]
-        begin, numel = start * codec.GROUP, len(part) * codec.GROUP
-        flat = torch.zeros(numel, dtype=torch.float32, device=codes.device)
-        for tensor, offset in zip(values, offsets, strict=True):
-            low = max(0, begin - offset)
-            piece = tensor.reshape(-1)[low : max(low, begin + numel - offset)]
-            place = offset + low - begin
-            flat[place : place + piece.numel()] = piece.to(torch.float32) * _fp32(weight)
-        part.copy_(codec.encode(flat.view(-1, codec.GROUP), bits, first + begin, key))
+    rows = codes.view(-1, codec.encoded_bytes(64, bits))
+    flat = torch.empty(len(rows) * ALIGNMENT, device=codes.device)
+    pack_(flat, values, offsets, weight)
+    rows.copy_(codec.encode(flat.view(-1, ALIGNMENT), bits, first, key))
 
 
 def check_encode(
@@ -395,48 +386,41 @@ def check_encode(
     _key: int,
 ) -> None:
     """Raise if `encode_` does not support its arguments."""
-    groups = _check_codes("encode_: codes", codes, bits)
-    _check_offsets("encode_", groups * codec.GROUP, values, offsets)
-    _check(
-        first >= 0 and first % codec.GROUP == 0,
-        f"encode_: first must be a multiple of 64, got {first}",
-    )
+    _check_codes("encode_: codes", codes, bits)
+    numel = codes.numel() // codec.encoded_bytes(64, bits) * ALIGNMENT
+    _check_offsets("encode_", numel, values, offsets)
+    _check(first >= 0 and first % 64 == 0, f"encode_: first must be a multiple of 64, got {first}")
     for tensor in values:
         _check(codes.device == tensor.device, "encode_: all tensors must be on one device")
         _check(not _overlap(tensor, codes), "encode_: values must not share memory with codes")
         _check_dtype(tensor, "encode_: values")
 
 
-def _check_codes(name: str, codes: Tensor, bits: int) -> int:
-    """Raise unless the tensor holds encoded groups; returns their number."""
+def _check_codes(name: str, codes: Tensor, bits: int) -> None:
+    """Raise unless the tensor holds encoded groups."""
     _check(bits in (8, 4), f"{name} have 8 or 4 bits, got {bits}")
     _check_shape(codes, name)
-    size = codec.group_bytes(bits)
+    size = codec.encoded_bytes(64, bits)
     _check(
         codes.dtype == torch.uint8 and codes.numel() % size == 0 and codes.data_ptr() % 2 == 0,
         f"{name} must be uint8 at an even address and hold {size} bytes for each 64 elements, got "
         f"{codes.numel()}",
     )
-    return codes.numel() // size
 
 
 @_operator
 def decode_sum_(
     out: Tensor,
-    received: Sequence[Tensor],
+    received: list[Tensor],
     bits: int,
     accumulate: bool = False,
     sums: Tensor | None = None,
 ) -> None:
     """See `poplar.ops.decode_sum_`."""
     check_decode_sum(out, received, bits, accumulate, sums)
-    parts = [part.view(-1, codec.group_bytes(bits)) for part in received]
-    for start in range(0, len(parts[0]), _CHUNK_GROUPS):
-        total = codec.decode_sum([part[start : start + _CHUNK_GROUPS] for part in parts], bits)
-        begin = start * codec.GROUP
-        place = out[begin : begin + total.numel()]
-        total = total.view(-1)[: place.numel()]
-        place.copy_(place.to(torch.float32) + total if accumulate else total)
+    rows = [part.view(-1, codec.encoded_bytes(64, bits)) for part in received]
+    total = codec.decode_sum(rows, bits).view(-1)[: out.numel()]
+    out.copy_(out.to(torch.float32) + total if accumulate else total)
     if sums is not None:
         sums.copy_(block_sums_of_squares(out))
 
@@ -445,24 +429,23 @@ def check_decode_sum(
     out: Tensor, received: Sequence[Tensor], bits: int, _accumulate: bool, sums: Tensor | None
 ) -> None:
     """Raise if `decode_sum_` does not support its arguments."""
-    _check_flat(out, "decode_sum_: out")
+    name = "decode_sum_"
+    _check_flat(out, f"{name}: out")
+    _check(sums is None or out.dtype == torch.float32, f"{name}: out must be float32 with sums")
     _check(
-        sums is None or out.dtype == torch.float32, "decode_sum_: with sums, out must be float32"
-    )
-    _check(
-        0 < len(received) <= MOST_RANKS,
-        f"decode_sum_: received must hold 1 to {MOST_RANKS} parts, got {len(received)}",
+        0 < len(received) <= _MOST_RANKS,
+        f"{name}: received must hold 1 to {_MOST_RANKS} parts, got {len(received)}",
     )
     for part in received:
-        groups = _check_codes("decode_sum_: received", part, bits)
-        _check(out.device == part.device, "decode_sum_: out and received must be on one device")
+        _check_codes(f"{name}: received", part, bits)
+        _check(out.device == part.device, f"{name}: out and received must be on one device")
         _check(
-            groups == -(-out.numel() // codec.GROUP),
-            f"decode_sum_: out has {out.numel()} elements, a part has those of {groups} groups of "
-            "64",
+            part.numel() == codec.encoded_bytes(out.numel(), bits),
+            f"{name}: {out.numel()} elements take {codec.encoded_bytes(out.numel(), bits)} bytes, "
+            f"but a part has {part.numel()}",
         )
-        _check(not _overlap(part, out), "decode_sum_: received must not share memory with out")
-    _check_sums("decode_sum_", out, sums)
+        _check(not _overlap(part, out), f"{name}: received must not share memory with out")
+    _check_sums(name, out, sums)
 
 
 @_operator

@@ -27,8 +27,7 @@ from test_ops import (
 )
 from torch import Tensor
 
-from poplar import ops
-from poplar.ops import plain
+from poplar.ops import codec, plain
 
 ROOT = Path(__file__).resolve().parents[2]
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -208,7 +207,7 @@ def test_encode(cuda, bits, shift, count):
     offsets.append(end + shift)
     tensors = [tensor.contiguous() for tensor in tensors]
     numel = end + shift + 9000
-    actual = shifted(torch.zeros(ops.encoded_bytes(numel, bits), dtype=torch.uint8), shift)
+    actual = shifted(torch.zeros(codec.encoded_bytes(numel, bits), dtype=torch.uint8), shift)
     expected = torch.zeros_like(actual)
     cuda.encode(
         ctypes.c_int64(bits),
@@ -231,7 +230,7 @@ def test_encode(cuda, bits, shift, count):
 def test_decode_sum(cuda, bits, dtype, accumulate, ranks, numel):
     draw = Draw(numel, "cpu")
     received = [
-        torch.empty(ops.encoded_bytes(numel, bits), dtype=torch.uint8) for _ in range(ranks)
+        torch.empty(codec.encoded_bytes(numel, bits), dtype=torch.uint8) for _ in range(ranks)
     ]
     for rank, codes in enumerate(received):
         plain.encode_(codes, [draw.values(numel, torch.float32)], [0], 1.0, bits, 0, rank)

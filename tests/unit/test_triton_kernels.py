@@ -31,7 +31,7 @@ from test_ops import (
 from torch import Tensor
 
 from poplar import ops
-from poplar.ops import plain, triton_backend
+from poplar.ops import codec, plain, triton_backend
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: its kernels were not run")
 
@@ -135,7 +135,7 @@ def check_encode(seed: int, bits: int) -> None:
     tensors, offsets, end = draw.tensors([0, 3, 12][seed])
     tensors.append(draw.values(2100, DTYPES[seed]))  # a whole tile, and parts of others
     offsets.append(end)
-    actual = torch.zeros(ops.encoded_bytes(end + 2100, bits), dtype=torch.uint8)
+    actual = torch.zeros(codec.encoded_bytes(end + 2100, bits), dtype=torch.uint8)
     expected = torch.ones_like(actual)
     arguments = tensors, offsets, 1 / 3, bits, 2**33 - 640, seed
     kernels.encode_(actual, *arguments)
@@ -153,7 +153,7 @@ def check_decode_sum(numel: int, bits: int, dtype: torch.dtype, accumulate: bool
     from poplar import kernels
 
     draw = Draw(numel, "cpu")
-    received = [torch.empty(ops.encoded_bytes(numel, bits), dtype=torch.uint8) for _ in range(3)]
+    received = [torch.empty(codec.encoded_bytes(numel, bits), dtype=torch.uint8) for _ in range(3)]
     for rank, codes in enumerate(received):
         plain.encode_(codes, [draw.values(numel, torch.float32)], [0], 1.0, bits, 0, rank)
     before = draw.values(numel, dtype)

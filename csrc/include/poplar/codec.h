@@ -65,16 +65,23 @@ POPLAR_HOST_DEVICE std::uint32_t first_counter(RandomKey key, std::int64_t group
 }
 
 // A hash with full avalanche (C. Wellons' lowbias32), with half of the key in its middle.
-POPLAR_HOST_DEVICE std::uint32_t random_word(RandomKey key, std::uint32_t counter) {
-  std::uint32_t word = counter;
+template <typename Word>  // or a vector of words
+POPLAR_HOST_DEVICE Word random_word(RandomKey key, Word counter) {
+  Word word = counter;
   word = (word ^ word >> 16) * 0x21f0aaadu;
   word = (word ^ word >> 15 ^ key.high) * 0x735a2d97u;
   return word ^ word >> 15;
 }
 
 // 15 random bits for the first and for the second of two elements.
-POPLAR_HOST_DEVICE std::uint32_t first_random(std::uint32_t word) { return word & 0x7fffu; }
-POPLAR_HOST_DEVICE std::uint32_t second_random(std::uint32_t word) { return word >> 17; }
+template <typename Word>
+POPLAR_HOST_DEVICE Word first_random(Word word) {
+  return word & 0x7fffu;
+}
+template <typename Word>
+POPLAR_HOST_DEVICE Word second_random(Word word) {
+  return word >> 17;
+}
 
 // The scale for the bits of the largest magnitude. Magnitudes compare as their bits do, NaN last.
 template <int kBits>

@@ -95,7 +95,8 @@ __device__ inline void store_codes(std::uint8_t* out, const std::uint8_t* codes,
   const bool aligned = reinterpret_cast<std::uintptr_t>(out) % 16 == 0;
   const int wide = aligned ? bytes / 16 : 0;
   for (int i = threadIdx.x; i < wide; i += kThreads) {
-    reinterpret_cast<Vector<float, 4>*>(out)[i] = reinterpret_cast<const Vector<float, 4>*>(codes)[i];
+    reinterpret_cast<Vector<float, 4>*>(out)[i] =
+        reinterpret_cast<const Vector<float, 4>*>(codes)[i];
   }
   for (int i = wide * 8 + threadIdx.x; i < bytes / 2; i += kThreads) {
     reinterpret_cast<std::uint16_t*>(out)[i] = reinterpret_cast<const std::uint16_t*>(codes)[i];
@@ -156,11 +157,11 @@ cudaError_t encode(std::uint8_t* codes, std::int64_t groups,
                    const std::vector<std::int64_t>& numels, const std::vector<const void*>& data,
                    const std::vector<Dtype>& dtypes, float weight, std::int64_t first,
                    RandomKey key, cudaStream_t stream) {
-  return for_each_table(
-      groups * kGroup, offsets, numels, data, dtypes, [&](const SegmentTable& table) {
-        return launch(encode_kernel<kBits>, table.end - table.begin, kTile, stream, codes, table,
-                      weight, key, first / kGroup);
-      });
+  return for_each_table(groups * kGroup, offsets, numels, data, dtypes,
+                        [&](const SegmentTable& table) {
+                          return launch(encode_kernel<kBits>, table.end - table.begin, kTile,
+                                        stream, codes, table, weight, key, first / kGroup);
+                        });
 }
 
 struct CodeTable {
