@@ -171,9 +171,8 @@ def encode_(
 ) -> None:
     """Write `weight * values[i]` from element `offsets[i]` on for every i, as codes, in one read.
 
-    Rounding is random and unbiased: the expectation of a decoded element is its value. A group of
-    64 elements has the same codes in whichever part of the flat tensor it is encoded. The format:
-    `csrc/include/poplar/codec.h`.
+    Rounding is random and unbiased. A group of 64 elements has the same codes in whichever part of
+    the flat tensor it is encoded: see `csrc/include/poplar/codec.h`.
 
     Args:
         codes: uint8, 1-D, contiguous, at an even address; `codec.encoded_bytes` of a number of

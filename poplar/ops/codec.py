@@ -10,7 +10,6 @@ from torch import Tensor
 _DISTANCES = (32, 16, 4, 2, 1)
 _FRACTION_BITS = 15  # of quotients, and random bits per element
 _SMALLEST_SCALE = (127 - 100) << 7
-_NAN = 0x7FC0
 _MASK_32 = 0xFFFFFFFF
 _MASK_64 = 0xFFFFFFFFFFFFFFFF
 
@@ -67,7 +66,7 @@ def encode(groups: Tensor, bits: int, first: int, key: int) -> Tensor:
     codes = ((quotients.round().long() + random) >> _FRACTION_BITS) + zero
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
-    upper_half = torch.where(is_finite, scale, _NAN).to(torch.int16)
+    upper_half = torch.where(is_finite, scale, 0x7FC0).to(torch.int16)
     return torch.cat([codes.to(torch.uint8), upper_half.view(torch.uint8)], 1)
 
 
