@@ -62,6 +62,7 @@ def encode_kernel(
     x = tl.reshape(values, [rows, 64])
     x = _level(x, rows, 32)
     x = _level(x, rows, 16)
+    x = _level(x, rows, 8)
     x = _level(x, rows, 4)
     x = _level(x, rows, 2)
     x = _level(x, rows, 1)
@@ -121,11 +122,12 @@ def decode_kernel(
         end = codes_ptr + group * size + 8 * BITS
         low = tl.load(end, mask=inside, other=0).to(tl.int32)
         high = tl.load(end + 1, mask=inside, other=0).to(tl.int32)
-        share = ((high << 24) | (low << 16)).to(tl.float32, bitcast=True) * 0.03125
+        share = ((high << 24) | (low << 16)).to(tl.float32, bitcast=True) * 0.015625
         x += (codes - (1 << (BITS - 1))).to(tl.float32) * share[:, None]
     x = _level(x, rows, 1)
     x = _level(x, rows, 2)
     x = _level(x, rows, 4)
+    x = _level(x, rows, 8)
     x = _level(x, rows, 16)
     x = _level(x, rows, 32)
     total = tl.reshape(x, [TILE])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_DISTANCES = (32, 16, 4, 2, 1)
+_DISTANCES = (32, 16, 8, 4, 2, 1)
 _FRACTION_BITS = 15  # of quotients, and random bits per element
 _SMALLEST_SCALE = (127 - 100) << 7
 _MASK_32 = 0xFFFFFFFF
@@ -77,5 +77,5 @@ def decode_sum(received: Sequence[Tensor], bits: int) -> Tensor:
         codes, scale = rows[:, :-2], rows[:, -2:].contiguous().view(torch.bfloat16).float()
         if bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
-        total += (codes.float() - 2 ** (bits - 1)) * (scale / 32)
+        total += (codes.float() - 2 ** (bits - 1)) * (scale / 64)
     return transform(total, _DISTANCES[::-1])

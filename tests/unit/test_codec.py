@@ -19,6 +19,7 @@ LARGEST = {8: 127, 4: 7}
 NUMELS = [0, 1, 63, 64, 65, 1000, 40_000]
 HUGE = 3e38
 MOST_RANKS = 1024
+DISTANCES = (32, 16, 8, 4, 2, 1)
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -62,7 +63,7 @@ def transformed(group: np.ndarray, distances: tuple[int, ...]) -> np.ndarray:
 
 def by_definition(group: Tensor, bits: int, first: int, key: int) -> bytes:
     """The encoded group, computed with numpy's fp32 and Python's integers."""
-    x = transformed(group.float().cpu().numpy(), (32, 16, 4, 2, 1))
+    x = transformed(group.float().cpu().numpy(), DISTANCES)
     largest, zero = np.abs(x).max(), 2 ** (bits - 1)
     numbers, scale = [0] * 64, np.float32(0)
     if not np.isfinite(largest):
@@ -160,9 +161,9 @@ def decoded_by_definition(received: list[Tensor], bits: int) -> np.ndarray:
         *numbers, low, high = codes.tolist()
         if bits == 4:
             numbers = [number >> shift & 15 for number in numbers for shift in (0, 4)]
-        share = np.array([low << 16 | high << 24], np.uint32).view(np.float32) / np.float32(32)
+        share = np.array([low << 16 | high << 24], np.uint32).view(np.float32) / np.float32(64)
         x = x + (np.array(numbers, np.float32) - np.float32(2 ** (bits - 1))) * share
-    return transformed(x, (1, 2, 4, 16, 32))
+    return transformed(x, DISTANCES[::-1])
 
 
 @pytest.mark.parametrize("ranks", [1, 5, MOST_RANKS])
@@ -179,25 +180,25 @@ def test_ranks_are_summed_in_order(device, bits, ranks):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_errors_are_bounded_by_the_largest_coefficient(device, bits):
-    """A coefficient is wrong by less than its scale; 32 of them, over 32, make an element."""
+    """A coefficient is wrong by less than its scale; 64 of them, over 64, make an element."""
     values = Draw(6, device).values(64_000, torch.float32).nan_to_num(0, 0, 0).view(-1, 64)
-    coefficients = codec.transform(values.double(), (32, 16, 4, 2, 1))
+    coefficients = codec.transform(values.double(), DISTANCES)
     scale = coefficients.abs().amax(1) / LARGEST[bits] * (1 + 2**-7)
     error = (decoded(encoded(values.view(-1), bits), 64_000, bits).view(-1, 64) - values).abs()
     assert (error.amax(1) <= scale * (1 + 1e-4) + 1e-30).all()
     variance = error.double().square().mean(1)
-    assert (variance <= scale.square() / 4 / 32 * 2 + 1e-60).all(), "at most scale^2 / 4 each"
+    assert (variance <= scale.square() / 4 / 64 * 2 + 1e-60).all(), "at most scale^2 / 4 each"
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_rounding_is_unbiased(device, bits):
     values = Draw(8, device).values(6400, torch.float32).nan_to_num(0, 0, 0)
-    keys, bound = 400, codec.transform(values.view(-1, 64), (32, 16, 4, 2, 1)).abs().amax(1)
+    keys, bound = 400, codec.transform(values.view(-1, 64), DISTANCES).abs().amax(1)
     scale = (bound / LARGEST[bits]).repeat_interleave(64).double() + 1e-30
     errors = torch.stack([decoded(encoded(values, bits, k), 6400, bits) for k in range(keys)])
     errors = (errors.double() - values.double()) / scale
-    # An error's deviation is at most 1 / 2 / sqrt(32) of the scale.
-    deviation = 0.5 / math.sqrt(32 * keys)
+    # An error's deviation is at most 1 / 2 / sqrt(64) of the scale.
+    deviation = 0.5 / math.sqrt(64 * keys)
     assert errors.mean(0).abs().max() < 5.5 * deviation
     assert errors.mean().abs() < 5 * deviation / math.sqrt(6400)
 

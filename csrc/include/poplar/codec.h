@@ -5,14 +5,13 @@
 // are too. A group is 64 codes of 8 or 4 bits (the first of two in the lower half of the byte),
 // then its scale, the upper half of an fp32. With m the largest magnitude of all 64 coefficients:
 //
-//   coefficients  x[i], x[i + d] = x[i] + x[i + d], x[i] - x[i + d] for d = 32, 16, 4, 2, 1: a
-//                 Hadamard transform of 32 elements, times sqrt(32), which spreads outliers (d = 8
-//                 would spread them little more and cost a sixth of the time)
+//   coefficients  x[i], x[i + d] = x[i] + x[i + d], x[i] - x[i + d] for d = 32, 16, 8, 4, 2, 1: the
+//                 Hadamard transform, times 8, which spreads outliers over the group
 //   scale         m / 127 or m / 7, rounded up, so that no code is clipped; at least 2^-100, which
 //                 keeps subnormal numbers out; 0 if m is 0; NaN if m is not finite
 //   code          floor(coefficient / scale + u) + 128 or 8, u uniform in [0, 1): unbiased
 //
-// and decoded elements are the transform, with d = 1, 2, 4, 16, 32, of (code - 128) * scale / 32.
+// and decoded elements are the transform, from d = 1 to 32, of (code - 128 or 8) * scale / 64.
 // These products are exact, so a fused multiply-add does not change bits. Quotients are fixed-point
 // numbers with 15 binary digits, and u has as many. A NaN or an infinity in a group, or a
 // coefficient beyond fp32, makes all its decoded elements NaN.
@@ -108,7 +107,7 @@ POPLAR_HOST_DEVICE std::uint32_t code_of(float coefficient, float units, std::ui
   return (bits_of(sum) + random) >> 15 & Code<kBits>::kMask;
 }
 
-// One element's coefficient from its code; `share` is scale / 32.
+// One element's coefficient from its code; `share` is scale / 64.
 template <int kBits>
 POPLAR_HOST_DEVICE float coefficient_of(std::uint32_t code, float share) {
   return static_cast<float>(static_cast<std::int32_t>(code) - Code<kBits>::kZero) * share;

@@ -72,6 +72,7 @@ inline __attribute__((always_inline)) void exchange(Floats* x) {
 inline __attribute__((always_inline)) void transform(Floats* x) {
   transform_level<4>(x);
   transform_level<2>(x);
+  transform_level<1>(x);
   exchange<exchange_halves>(x);
   transform_level<1>(x);
   exchange<interleave>(x);
@@ -87,6 +88,7 @@ inline __attribute__((always_inline)) void transform_back(Floats* x) {
   exchange<separate>(x);
   transform_level<1>(x);
   exchange<exchange_halves>(x);
+  transform_level<1>(x);
   transform_level<2>(x);
   transform_level<4>(x);
 }
@@ -192,7 +194,7 @@ inline __attribute__((always_inline)) void decode_group(float* values,
     const std::uint8_t* group = ranks[rank] + offset;
     std::uint16_t half;
     std::memcpy(&half, group + Code<kBits>::kCodeBytes, sizeof half);
-    const float share = scale_of(half) * 0x1p-5f;
+    const float share = scale_of(half) * 0x1p-6f;
     for (int i = 0; i < kRegisters; i += 2) {
       Pairs<kBits> pairs;
       std::memcpy(&pairs, group + i / 2 * sizeof pairs, sizeof pairs);

@@ -49,6 +49,7 @@ __device__ void encode_own(std::uint8_t* codes, float (&x)[kOwn], int place, Ran
                            std::int64_t first_group) {
   transform_between<32>(x);
   transform_between<16>(x);
+  transform_between<8>(x);
   transform_own<4>(x);
   transform_own<2>(x);
   transform_own<1>(x);
@@ -173,7 +174,7 @@ struct CodeTable {
 template <int kBits>
 __device__ void add_own(float (&total)[kOwn], const std::uint8_t* codes, int in_group) {
   const auto* group = reinterpret_cast<const std::uint16_t*>(codes);
-  const float share = scale_of(group[Code<kBits>::kCodeBytes / 2]) * 0x1p-5f;
+  const float share = scale_of(group[Code<kBits>::kCodeBytes / 2]) * 0x1p-6f;
   constexpr int kCodes = 16 / kBits;
 #pragma unroll
   for (int i = 0; i < kOwn; i += kCodes) {
@@ -204,6 +205,7 @@ __global__ void __launch_bounds__(kThreads)
   transform_own<1>(total);
   transform_own<2>(total);
   transform_own<4>(total);
+  transform_between<8>(total);
   transform_between<16>(total);
   transform_between<32>(total);
   if constexpr (kAccumulate) {
