@@ -93,16 +93,24 @@ inline __attribute__((always_inline)) void transform_back(Floats* x) {
   transform_level<4>(x);
 }
 
-template <typename Value>
-inline __attribute__((always_inline)) void load_weighted(Floats* x, const Value* values,
-                                                         float weight) {
-  for (int i = 0; i < kRegisters; ++i) {
-    float lanes[kLanes];
-    for (int k = 0; k < kLanes; ++k) {
-      lanes[k] = weight * widen(values[i * kLanes + k]);
-    }
-    std::memcpy(&x[i], lanes, sizeof lanes);
+inline __attribute__((always_inline)) Floats load(const float* values) {
+  Floats x;
+  std::memcpy(&x, values, sizeof x);
+  return x;
+}
+
+inline __attribute__((always_inline)) Floats load(const BFloat16* values) {
+  Halves narrow;
+  std::memcpy(&narrow, values, sizeof narrow);
+  return reinterpret_cast<Floats>(__builtin_convertvector(narrow, Words) << 16);
+}
+
+inline __attribute__((always_inline)) Floats load(const Half* values) {
+  float wide[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    wide[i] = widen(values[i]);
   }
+  return load(wide);
 }
 
 // The bits of the largest magnitude.
@@ -166,7 +174,9 @@ inline __attribute__((always_inline)) void encode_batch(std::uint8_t* codes, con
   float units[kBatch];
   for (int group = 0; group < groups; ++group) {
     Floats own[kRegisters];
-    load_weighted(own, values + group * kGroup, weight);
+    for (int i = 0; i < kRegisters; ++i) {
+      own[i] = load(values + group * kGroup + i * kLanes) * weight;
+    }
     transform(own);
     scales[group] = largest_of(own);
     std::copy_n(own, kRegisters, x[group]);
@@ -198,7 +208,8 @@ inline __attribute__((always_inline)) void decode_group(float* values,
     for (int i = 0; i < kRegisters; i += 2) {
       Pairs<kBits> pairs;
       std::memcpy(&pairs, group + i / 2 * sizeof pairs, sizeof pairs);
-      const Integers wide = __builtin_convertvector(pairs, Integers);
+      // In two steps, because GCC 12 converts bytes to words one by one.
+      const auto wide = __builtin_convertvector(__builtin_convertvector(pairs, Halves), Integers);
       const Integers first = (wide & Code<kBits>::kMask) - Code<kBits>::kZero;
       const Integers second = (wide >> kBits) - Code<kBits>::kZero;
       total[i] += __builtin_convertvector(first, Floats) * share;
