@@ -25,7 +25,7 @@ POPLAR_CLONES void encode_groups(std::uint8_t* codes, const Value* values, std::
 }
 
 // The sum over ranks of groups, and where it goes: through the caches, because streaming stores
-// took longer than 1.3 times as long here.
+// took 1.3 times as long.
 struct DecodeCall {
   std::vector<const std::uint8_t*> ranks;
   void* out;

@@ -1,7 +1,8 @@
 // One group of poplar/codec.h, in eight registers of eight elements.
 //
-// Uses the compiler's vector types, which work with every instruction set, because compilers do not
-// vectorize the exchanges well: on a Zen 4, loops took 1.6 times as long.
+// Uses the compiler's vector types, which work with every instruction set. GCC 12 vectorizes loops
+// to code that takes 1.3 times as long with AVX-512 and 1.9 times with AVX2 (Zen 4, data in the
+// cache). Without AVX2 it exchanges elements one by one, which takes ten times as long.
 #pragma once
 
 #include <algorithm>
@@ -160,8 +161,9 @@ inline __attribute__((always_inline)) void put_codes(std::uint8_t* group, const 
   std::memcpy(group + Code<kBits>::kCodeBytes, &half, sizeof half);
 }
 
-// Groups that are encoded together: in a loop over the groups for each step, so that no step waits
-// for the result of the one before. One group after the other took 1.7 times as long.
+// Groups that are encoded together, in a loop over the groups for each step, so that a step seldom
+// waits for the one before. One group after the other took 1.2 (AVX-512) to 1.7 times (AVX2) as
+// long.
 constexpr int kBatch = 8;
 
 // Encodes up to kBatch groups; `number` is that of the first one in the whole flat tensor.

@@ -42,8 +42,8 @@ __device__ void transform_between(float (&x)[kOwn]) {
   }
 }
 
-// Stores the codes of a thread's elements, two or four at once; the first element of the tile that
-// they belong to is at `codes`.
+// Stores the codes of a thread's elements, two or four at once, among those of the tile at `codes`.
+// `place`: of its first element in the tile.
 template <int kBits>
 __device__ void encode_own(std::uint8_t* codes, float (&x)[kOwn], int place, RandomKey key,
                            std::int64_t first_group) {
