@@ -37,7 +37,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import poplar
-from poplar.elastic.memory_checkpoints import MemoryCheckpoints
+from poplar.elastic import MemoryCheckpoints
 
 BENCHMARK = "elastic"
 LAYERS, TOKENS, BATCH = 2, 64, 16

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import poplar
 from poplar import CheckpointManager, HeteroBatchSampler, HeteroZeroOptimizer, Plan
-from poplar.elastic.memory_checkpoints import MemoryCheckpoints
+from poplar.elastic import MemoryCheckpoints
 
 Batch = dict[str, Tensor]
 

@@ -18,7 +18,7 @@ from training import STAGES, Run, assert_exact, assert_raised, train_many
 
 import poplar
 from poplar import CollectiveTimeout, Plan
-from poplar.elastic.memory_checkpoints import MemoryCheckpoints
+from poplar.elastic import MemoryCheckpoints
 from poplar.monitoring import JsonLines, Monitor
 from poplar.values.errors import RankFailed
 

@@ -27,7 +27,7 @@ from test_materialization import values_of
 from torch import Tensor
 from training import STAGES, whole_parameters
 
-from poplar.elastic.memory_checkpoints import MemoryCheckpoints
+from poplar.elastic import MemoryCheckpoints
 from poplar.elastic.memory_state import find, path_of
 from poplar.elastic.shard_file import ShardFile
 
