@@ -962,7 +962,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             if plan.left_out != self._left_out:
                 raise ValueError(
                     f"apply_plan takes a plan that leaves out the same ranks {self._left_out}, got "
-                    f"{plan.left_out}; save a checkpoint and build a new optimizer for that"
+                    f"{plan.left_out}; for that, save with poplar.elastic.MemoryCheckpoints or a "
+                    "checkpoint, build the optimizer again and load"
                 )
             request, _ = self._prepared_change(plan.of_active_ranks())
             given = {"argument at_step": at_step, "number of steps that have begun": self.steps}
