@@ -28,7 +28,7 @@ from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState, collec
 from poplar.comm import Communicator, Control, connect, connect_control
 from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
-from poplar.values.errors import agreed
+from poplar.values.errors import agreed, check_class
 from poplar.values.formatting import format_names
 from poplar.values.plan import Plan
 from poplar.zero.absent_parameter import mark_present
@@ -254,6 +254,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         def check() -> Request:
             check_choice("on_out_of_memory", on_out_of_memory, OnOutOfMemory)
             check_choice("on_nonfinite", on_nonfinite, OnNonFinite)
+            if plan is not None:
+                check_class("plan", plan, Plan)
             if isinstance(communicator, Communicator) and plan is not None and plan.left_out:
                 raise ValueError(
                     "a communicator object is for all ranks, but the plan leaves some out; pass "
@@ -959,6 +961,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
 
         def check() -> tuple[dict[str, Any], int]:
+            check_class("plan", plan, Plan)
             if plan.left_out != self._left_out:
                 raise ValueError(
                     f"apply_plan takes a plan that leaves out the same ranks {self._left_out}, got "
@@ -1070,9 +1073,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         from poplar.drift.speed_follower import SpeedFollower
         from poplar.planner.prediction import predict
+        from poplar.values.profile import ClusterProfile
 
         def checked() -> tuple[ClusterProfile, str, int | None]:
             check_choice("replan", replan, Literal["auto", "advise", "off"])
+            check_class("profile", profile, ClusterProfile)
             if self.plan is None:
                 raise ValueError("follow_drift() needs an optimizer that was built with a plan")
             predict(profile, self.plan)  # raises if it is of other ranks or another model

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from poplar.values.errors import check_class
 from poplar.values.plan import Plan
 
 STATE_VERSION = 1
@@ -56,6 +57,7 @@ def check_state(
 
 def resolve_rank(plan: Plan, rank: int | None) -> int:
     """The given rank, or this process's rank in `torch.distributed`; checked against the plan."""
+    check_class("plan", plan, Plan)
     if rank is None:
         if dist.is_available() and dist.is_initialized():
             world_size = dist.get_world_size()

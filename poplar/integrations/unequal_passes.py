@@ -23,7 +23,7 @@ from poplar.comm.failure_reports import StoreUnavailable
 from poplar.comm.point_to_point import close_when_aborted
 from poplar.data import pytree
 from poplar.integrations.user_step import LOOP, Trained, UserStep, outside_of_the_loop
-from poplar.values.errors import CollectiveTimeout, agreed, is_agreed
+from poplar.values.errors import CollectiveTimeout, agreed, check_class, is_agreed
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, exchange_results
 from poplar.zero.checks.step_checks import StepChecks
@@ -283,8 +283,7 @@ class UnequalPasses:
         return plan
 
     def _check_plan(self, plan: Plan) -> None:
-        if not isinstance(plan, Plan):
-            raise TypeError(f"plan must be a poplar.Plan, got {type(plan).__name__}")
+        check_class("plan", plan, Plan)
         if plan.world_size != self._group.size:
             raise ValueError(
                 f"the plan is for {plan.world_size} ranks, but {self.engine} has "

@@ -15,6 +15,7 @@ from poplar.planner.active_ranks import active_part
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import DoesNotFit, shortfall_of
+from poplar.values.errors import check_class
 from poplar.values.formatting import format_percent
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile, NetworkProfile
@@ -127,8 +128,11 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
     Raises:
         DoesNotFit: the plan needs more memory than a rank has, or a micro-batch that was not
             measured.
+        TypeError: the arguments have other classes.
         ValueError: see `costs_of`.
     """
+    check_class("cluster", cluster, ClusterProfile)
+    check_class("plan", plan, Plan)
     numbers, whole = plan.active_ranks, plan
     cluster, plan = active_part(cluster, plan)
     costs = costs_of(cluster, plan)

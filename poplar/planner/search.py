@@ -27,6 +27,7 @@ from poplar.planner.recomputed_units import fastest_plan_with_recomputation, mem
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
 from poplar.planner.what_if import device_groups
+from poplar.values.errors import check_class
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile
 
@@ -133,6 +134,7 @@ def alternatives(
             times as long as the best one of a lower stage. Then its plan need not be its best one,
             and `optimality_gap` says what the search left open.
     """
+    check_class("cluster", cluster, ClusterProfile)
     _check_at_least_one("global_batch", global_batch)
     if max_micro_batch is not None:
         _check_at_least_one("max_micro_batch", max_micro_batch)

@@ -59,6 +59,12 @@ class DamagedCheckpoint(PoplarError):
         self.path = path
 
 
+def check_class(name: str, value: object, expected: type) -> None:
+    """Raise TypeError if the argument `name` is no instance of a public class of Poplar."""
+    if not isinstance(value, expected):
+        raise TypeError(f"{name} must be a poplar.{expected.__name__}, got {type(value).__name__}")
+
+
 def agreed(error: E) -> E:
     """Note that this error leaves no rank waiting: all ranks raise, or this one may go on."""
     setattr(error, _AGREED, True)

@@ -32,6 +32,7 @@ from poplar.values.errors import (
     CollectiveTimeout,
     RankFailed,
     agreed,
+    check_class,
     equal_on_all_ranks,
     is_agreed,
 )
@@ -294,8 +295,7 @@ def _agree_on_arguments(
 def _check_arguments(
     batch: Any, plan: Plan, group: Group, rtol: float | None, max_micro_batch: int | None
 ) -> None:
-    if not isinstance(plan, Plan):
-        raise TypeError(f"rank {group.rank}: plan must be a poplar.Plan, got {type(plan).__name__}")
+    check_class("plan", plan, Plan)
     plan.check_all_active("the verification")
     if plan.world_size != group.size:
         raise ValueError(

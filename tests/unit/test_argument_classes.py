@@ -1,0 +1,60 @@
+"""Functions that take a plan or a profile say which class they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import poplar
+from poplar import Plan
+
+PLAN = Plan.manual("4", stage=1)
+SWAPPED: Any = PLAN
+"""A plan where a profile belongs."""
+FILE: Any = "plan.json"
+
+
+@pytest.fixture
+def optimizer(one_rank: None) -> poplar.HeteroZeroOptimizer:
+    return poplar.HeteroZeroOptimizer(nn.Linear(4, 1), torch.optim.SGD, plan=PLAN, lr=0.1)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(
+    ("call", "needed"),
+    [
+        (lambda: poplar.search(SWAPPED, global_batch=4), "cluster must be a poplar.ClusterProfile"),
+        (lambda: poplar.predict(SWAPPED, PLAN), "cluster must be a poplar.ClusterProfile"),
+        (lambda: poplar.explain(SWAPPED, PLAN), "cluster must be a poplar.ClusterProfile"),
+        (lambda: poplar.simulate(SWAPPED, PLAN), "cluster must be a poplar.ClusterProfile"),
+        (lambda: poplar.HeteroBatchSampler(8, FILE, rank=0), "plan must be a poplar.Plan, got str"),
+        (lambda: poplar.split_stream([], FILE, rank=0), "plan must be a poplar.Plan, got str"),
+    ],
+)
+def test_another_class_is_a_type_error(call: Callable[[], object], needed: str) -> None:
+    with pytest.raises(TypeError, match=needed):
+        call()
+
+
+def test_the_optimizer_takes_a_plan(one_rank: None) -> None:
+    with pytest.raises(TypeError, match=r"plan must be a poplar.Plan, got str"):
+        poplar.HeteroZeroOptimizer(nn.Linear(4, 1), torch.optim.SGD, plan=FILE, lr=0.1)
+
+
+def test_its_methods_name_the_class(optimizer: poplar.HeteroZeroOptimizer) -> None:
+    with pytest.raises(TypeError, match=r"plan must be a poplar.Plan, got str"):
+        optimizer.apply_plan(FILE)
+    with pytest.raises(TypeError, match=r"profile must be a poplar.ClusterProfile, got Plan"):
+        optimizer.follow_drift(SWAPPED)
