@@ -510,7 +510,8 @@ def count_files_in_dev_shm() -> int:
     group = Group.of(harness.group(), None)
     comm, _ = both(group)
     comm.buffer(Layout.even(64 * WORLD, WORLD), torch.float32, CPU)
-    return len(list(Path("/dev/shm").glob("poplar*")))
+    # Folders are those of memory checkpoints, which other tests may make.
+    return sum(path.is_file() for path in Path("/dev/shm").glob("poplar*"))
 
 
 def test_no_files_are_left_in_dev_shm(ranks: Pool) -> None:

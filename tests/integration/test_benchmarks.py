@@ -25,6 +25,7 @@ MEASURING = {
     "allreduce": "--ranks 2 --operations reduce_scatter --providers gloo shared_memory "
     "--sizes 4KiB --dtypes fp32 --shares --rounds 1",
     "checkpoint": "--quick",
+    "codec": "--quick --rounds 1",
     "convergence": "--steps 3",
     "drift": "--quick",
     "elastic": "--kills 1 --stages 1",
@@ -54,6 +55,7 @@ SLOW = {
 host_overhead.py in test_host_overhead_benchmark.py."""
 SHOWING = {
     "allreduce": "--show allreduce.jsonl",
+    "codec": "--show codec.jsonl",
     "convergence": "--show convergence.jsonl",
     "drift": "--show drift.jsonl",
     "elastic": "--show elastic.jsonl",
