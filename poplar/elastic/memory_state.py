@@ -101,8 +101,9 @@ class MemoryState(OpenedCheckpoint):
     ) -> None:
         self.folder, self._rank, self._servers = folder, rank, whole.servers
         self._by_owner = described
-        paths = {owner: path_of(folder, whole.slot, owner) for owner in described}
-        self._files = {owner: ShardFile(path) for owner, path in paths.items() if path.exists()}
+        files = {owner: ShardFile(path_of(folder, whole.slot, owner)) for owner in described}
+        # A spare may be torn, or of an earlier step, where another host has the part.
+        self._files = {o: f for o, f in files.items() if f.mark and f.mark.step == whole.step}
         self._received: dict[_Range, Tensor] = {}
         self._values: dict[str, Any] = {}
         self._aliases: dict[str, str] = {}

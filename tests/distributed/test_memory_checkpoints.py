@@ -29,7 +29,7 @@ from training import STAGES, whole_parameters
 
 from poplar.elastic import MemoryCheckpoints
 from poplar.elastic.memory_state import find, path_of
-from poplar.elastic.shard_file import ShardFile
+from poplar.elastic.shard_file import START, ShardFile
 
 
 def resume(stage: int, options: dict[str, Any], folder: str, spares: int = 0) -> None:
@@ -113,6 +113,23 @@ def test_training_goes_on_without_a_host(ranks: Pool, stage: int, tmp_path: Path
     before = ranks.run(save_on_four_hosts, stage, str(tmp_path), 1)
     shutil.rmtree(tmp_path / "1")
     (tmp_path / "3").rename(tmp_path / "1")  # ranks have other numbers then
+    after = ranks.run(load_on_three_hosts, str(tmp_path), ranks=3)
+    assert_close_values(after[0], before[0])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_part_that_is_torn_on_one_host_is_read_from_another(
+    ranks: Pool, stage: int, tmp_path: Path
+) -> None:
+    before = ranks.run(save_on_four_hosts, stage, str(tmp_path), 1)
+    shutil.rmtree(tmp_path / "1")  # its part is left as the spare of rank 2
+    for rank in (0, 3):
+        for slot, owner, _ in find(tmp_path / str(rank)):
+            if owner != rank:
+                spare = ShardFile(path_of(tmp_path / str(rank), slot, owner))
+                spare.begin()
+                spare.bytes[START:] = 255
+    (tmp_path / "3").rename(tmp_path / "1")
     after = ranks.run(load_on_three_hosts, str(tmp_path), ranks=3)
     assert_close_values(after[0], before[0])
 
