@@ -28,6 +28,7 @@ from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState, collec
 from poplar.comm import Communicator, Control, connect, connect_control
 from poplar.system.out_of_memory import free_cached_memory, free_frames
 from poplar.system.trace import Span
+from poplar.values.communication import Communication, Precision
 from poplar.values.errors import agreed, check_class
 from poplar.values.formatting import format_names
 from poplar.values.plan import Plan
@@ -178,6 +179,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             `loss_fn` calls directly. `loss_fn` gets its batch unchanged, so targets stay fp32, and
             computes the loss in the dtype that the model returns.
         reduce_dtype: dtype in which gradients are sent; they are added in fp32.
+        communication: for slow networks, "int8" or "int4": gradients are sent with 8 or 4 bits per
+            element and unbiased random rounding, so they are no longer exact; or a
+            `Communication`. Default: that of the plan, else "exact".
         communicator: "auto" (from the plan, else from where the ranks are), "process_group" (NCCL
             or gloo), "shared_memory" (CPU ranks of one host), "hierarchical" (several hosts; on
             GPUs "hierarchical:process_group") or a `poplar.comm.Communicator`.
@@ -241,6 +245,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         compute_dtype: torch.dtype | Literal["auto"] = "auto",
         reduce_dtype: torch.dtype = torch.float32,
         communicator: str | Communicator = "auto",
+        communication: Precision | Communication | None = None,
         timeout: timedelta | None = None,
         allow_forward_state: bool = False,
         weights: Weights = None,
@@ -271,6 +276,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 units=units,
                 compute_dtype=compute_dtype,
                 reduce_dtype=reduce_dtype,
+                communication=communication,
                 world_size=self._group.size,
                 allow_forward_state=allow_forward_state,
                 default_device=self._group.default_device,
@@ -286,7 +292,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             request = run_on_all_ranks(self._control, check, doing=BUILDING)
             also = {"on_out_of_memory": on_out_of_memory, "on_nonfinite": on_nonfinite}
             dtype = agree_on_request(self._control, request, also=also)
-            self._schedule = PlanSchedule()
+            plan, self._schedule = request.plan, PlanSchedule()
             others: LeftOutRanks | None = None
             if plan is not None and plan.left_out:
                 others = LeftOutRanks(self._group, plan.left_out, model)

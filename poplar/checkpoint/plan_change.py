@@ -95,7 +95,7 @@ def replace_engine(
         compute_dtype: as for `build_engine`.
         check_step: as for `Engine`.
     """
-    strategy = strategy_of(request, old.comm)
+    strategy = strategy_of(request, old.comm, steps=old.strategy.steps)
     schemas = gather_schemas(old, update)
     for flat in old.trained:
         update.take_written_values(flat)

@@ -3,7 +3,7 @@
 This package knows tensors and shard layouts only; it never refers to units, stages or models.
 """
 
-from poplar.comm.bucket import Bucket, Codec
+from poplar.comm.bucket import Bucket, Codec, Encoded
 from poplar.comm.communicator import Communicator, Work
 from poplar.comm.control_channel import Control
 from poplar.comm.group import Group
@@ -14,6 +14,7 @@ __all__ = [
     "Codec",
     "Communicator",
     "Control",
+    "Encoded",
     "Group",
     "Work",
     "connect",

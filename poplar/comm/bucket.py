@@ -8,13 +8,15 @@ gradients are packed into the bucket and how the ranks' slices are reduced.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm.shard_layout import Layout
+from poplar.comm.shard_layout import ALIGNMENT, Bounds, Layout
+from poplar.ops.codec import encoded_bytes
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,32 @@ class Codec:
     def sum_dtype(self) -> torch.dtype:
         """The dtype of the result of a reduction."""
         return torch.float32
+
+    def wire_numel(self, numel: int) -> int:
+        """Elements of `wire_dtype` for `numel` elements, a multiple of `ALIGNMENT`."""
+        return numel
+
+    def wire_layout(self, layout: Layout) -> Layout:
+        """The layout of a bucket's data."""
+        return layout
+
+    def of_sender(self, sender: int) -> Codec:
+        """The codec for what one rank or host sends."""
+        return self
+
+    @property
+    def on_host(self) -> Codec:
+        """The codec in which the ranks of a host add what the host then sends."""
+        return self
+
+    def of_sums(self, sums: Tensor, parts: Sequence[Bounds]) -> Tensor:
+        """What is sent of sums that were taken by `on_host`.
+
+        Args:
+            sums: the elements of `parts`, one behind the other.
+            parts: of the whole buffer.
+        """
+        return sums
 
     def pack(
         self,
@@ -51,6 +79,77 @@ class Codec:
         self, out: Tensor, received: Sequence[Tensor], work_counters: Tensor, squares: Tensor
     ) -> None:
         ops.rank_sum_chunks_(out, received, work_counters, squares)
+
+
+@dataclass(frozen=True)
+class Encoded(Codec):
+    """Values are encoded once, at 8 or 4 bits: see `csrc/include/poplar/codec.h`.
+
+    Sums are fp32, in rank order, of coefficients, and transformed back once.
+    """
+
+    wire_dtype: torch.dtype = torch.uint8
+    bits: int = 8
+    key: int = 0
+    """Seed of the rounding; another one for each reduction."""
+
+    def wire_numel(self, numel: int) -> int:
+        return encoded_bytes(numel, self.bits)
+
+    def wire_layout(self, layout: Layout) -> Layout:
+        return _encoded_layout(layout, self.bits)
+
+    def of_sender(self, sender: int) -> Codec:
+        return replace(self, key=self.key + sender)
+
+    @property
+    def on_host(self) -> Codec:
+        return Codec()
+
+    def of_sums(self, sums: Tensor, parts: Sequence[Bounds]) -> Tensor:
+        encoded = sums.new_empty(self.wire_numel(sums.numel()), dtype=self.wire_dtype)
+        begin = 0
+        for start, stop in parts:
+            end = begin + stop - start
+            target = encoded[self.wire_numel(begin) : self.wire_numel(end)]
+            self.encode(target, sums[begin:end], start)
+            begin = end
+        return encoded
+
+    def pack(
+        self,
+        data: Tensor,
+        gradients: Sequence[Tensor],
+        offsets: Sequence[int],
+        weight: float,
+        accumulate: bool,
+    ) -> None:
+        assert not accumulate  # what is encoded already would be rounded again
+        ops.encode_(data, gradients, offsets, weight, self.bits, first=0, key=self.key)
+
+    def encode(self, target: Tensor, values: Tensor, first: int) -> None:
+        """Write the codes of flat values from element `first` of the whole buffer on."""
+        ops.encode_(target, [values], [0], 1.0, self.bits, first=first, key=self.key)
+
+    def decode(self, out: Tensor, encoded: Tensor) -> None:
+        """Write the values that one sender has encoded."""
+        ops.decode_sum_(out, [encoded], self.bits)
+
+    def reduce(
+        self,
+        out: Tensor,
+        received: Sequence[Tensor],
+        accumulate: bool,
+        squares: Tensor | None = None,
+    ) -> None:
+        ops.decode_sum_(out, received, self.bits, accumulate, squares)
+
+
+@lru_cache(maxsize=1024)
+def _encoded_layout(layout: Layout, bits: int) -> Layout:
+    if any(offset % ALIGNMENT for offset in layout.offsets):
+        raise ValueError(f"values are encoded in groups of {ALIGNMENT}, but cut at {layout}")
+    return Layout(tuple(encoded_bytes(offset, bits) for offset in layout.offsets))
 
 
 @dataclass(frozen=True)
@@ -85,16 +184,25 @@ class WideCodec(Codec):
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """One flat buffer of `layout.numel` elements in the codec's wire dtype."""
+    """One flat buffer, as its codec sends it."""
 
     data: Tensor
+    """In the codec's `wire_dtype`, under `wire_layout`."""
     layout: Layout
+    """Of the values."""
     codec: Codec
     wait_until_writable: Callable[[], None] = field(default=lambda: None, repr=False)
     """Returns when no peer reads what was sent from this memory before."""
+    between_hosts: Codec | None = None
+    """The codec of what hosts send, if the ranks of a host add `data` first."""
     squares: Tensor | None = None
     """fp32 sums of squares of each 64-element block. They lie directly behind `data`, where peers
     that help with the reduction can write them."""
+
+    @property
+    def wire_layout(self) -> Layout:
+        """The layout of `data`."""
+        return self.codec.wire_layout(self.layout)
 
     def pack(
         self,

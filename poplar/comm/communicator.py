@@ -73,8 +73,9 @@ class Communicator(ABC):
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
         """An uninitialized bucket in memory from which this transport sends without a copy."""
-        codec = codec if codec is not None else Codec(dtype)
-        data = torch.empty(layout.numel, dtype=codec.wire_dtype, device=device)
+        codec = (codec if codec is not None else Codec(dtype)).of_sender(self.group.rank)
+        numel = codec.wire_layout(layout).numel
+        data = torch.empty(numel, dtype=codec.wire_dtype, device=device)
         return Bucket(data=data, layout=layout, codec=codec)
 
     def share(self, data: Tensor) -> Tensor:

@@ -14,10 +14,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from poplar.comm.host_memory.segment import CAN_SHARE
-from poplar.comm.shard_layout import ALIGNMENT, Layout
-
-Bounds = tuple[int, int]
-"""Elements `[start, stop)`."""
+from poplar.comm.shard_layout import ALIGNMENT, Bounds, Layout
 
 
 @dataclass(frozen=True)

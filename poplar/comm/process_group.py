@@ -50,9 +50,10 @@ class ProcessGroupCommunicator(Communicator):
         bucket, queue = reduction.bucket, self.queue
         if queue.calls_natively(bucket.data.device):
             return _reduce_natively(queue, reduction)
-        own, others = reduction.out.numel(), self.group.size - 1
+        sizes, others = bucket.wire_layout.sizes, self.group.size - 1
+        own = sizes[self.group.rank]
         received = queue.buffers.take(others * own, bucket.data.dtype, bucket.data.device)
-        slices, parts = bucket.data.split(bucket.layout.sizes), [*received.view(others, own)]
+        slices, parts = bucket.data.split(sizes), [*received.view(others, own)]
         parts.insert(self.group.rank, slices[self.group.rank])
 
         def add() -> None:
@@ -132,19 +133,19 @@ def _reduce_natively(queue: CollectiveQueue, reduction: Reduction) -> Work:
     runs out, the reduction can be issued again.
     """
     bucket, out, squares = reduction.bucket, reduction.out, reduction.squares
-    size, sizes = queue.group.size, bucket.layout.sizes
-    slices, largest = bucket.data.split(sizes), max(sizes)
-    count = max(1, -(-size * largest * bucket.data.element_size() // RECEIVED_BYTES))
+    size, largest, on_wire = queue.group.size, max(bucket.layout.sizes), bucket.codec.wire_numel
+    slices = bucket.data.split(bucket.wire_layout.sizes)
+    count = max(1, -(-size * on_wire(largest) * bucket.data.element_size() // RECEIVED_BYTES))
     step = max(1, -(-largest // (count * ALIGNMENT))) * ALIGNMENT
     begins = range(0, max(largest, 1), step)
-    buffers = [bucket.data.new_empty(size * min(step, out.numel())) for _ in begins[:2]]
+    buffers = [bucket.data.new_empty(size * on_wire(min(step, out.numel()))) for _ in begins[:2]]
     work: Work | None = None
     for number, begin in enumerate(begins):
-        parts = [part[begin : begin + step] for part in slices]
+        parts = [part[on_wire(begin) : on_wire(begin + step)] for part in slices]
         blocks = slice(begin // ALIGNMENT, (begin + step) // ALIGNMENT)
         sums = None if squares is None else squares[blocks]
         piece = replace(reduction, out=out[begin : begin + step], squares=sums)
-        received = buffers[number % 2][: size * piece.out.numel()]
+        received = buffers[number % 2][: size * on_wire(piece.out.numel())]
         issued = _issue_piece(queue, piece, received, parts if step < largest else None)
         if work is not None:
             work.wait()
@@ -157,12 +158,13 @@ def _issue_piece(
     queue: CollectiveQueue, piece: Reduction, received: Tensor, parts: list[Tensor] | None
 ) -> Work:
     """Send a part of a reduction with one call: `parts`, by owner; None: the whole bucket."""
-    data, own, group = piece.bucket.data, piece.out.numel(), queue.group.process_group
+    bucket, group = piece.bucket, queue.group.process_group
+    data, own = bucket.data, bucket.codec.wire_numel(piece.out.numel())
     by_sender = list(received.view(queue.group.size, own))
     if parts is not None:
         call = partial(dist.all_to_all, by_sender, parts, group=group, async_op=True)
     else:
-        splits = (own,) * queue.group.size, piece.bucket.layout.sizes
+        splits = (own,) * queue.group.size, bucket.wire_layout.sizes
         call = partial(dist.all_to_all_single, received, data, *splits, group=group, async_op=True)
     add = partial(piece.add, by_sender)
     return StreamWork(queue.group, call if data.numel() else None, data.device, piece.what, add)

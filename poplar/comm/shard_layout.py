@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from poplar import _core
 
+Bounds = tuple[int, int]
+"""Elements `[start, stop)`."""
+
 ALIGNMENT = 64
 """Boundaries are multiples of this many elements, so that vector kernels and block sums see whole
 blocks and their results do not depend on the boundaries (`AdamW(fused=True)` gives other bits at

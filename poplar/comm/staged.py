@@ -95,7 +95,7 @@ class StagedCommunicator(Communicator):
 
     def _copy_to_host(self, bucket: Bucket) -> Bucket:
         """A copy of the bucket in host memory, complete once the device has made it."""
-        data = self._buffers.take(bucket.layout.numel, bucket.data.dtype, bucket.data.device)
+        data = self._buffers.take(bucket.data.numel(), bucket.data.dtype, bucket.data.device)
         data.copy_(bucket.data, non_blocking=True)
         return Bucket(data, bucket.layout, bucket.codec)
 

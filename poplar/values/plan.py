@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 from poplar import _core
 from poplar.values import plan_table
+from poplar.values.communication import EXACT, Communication
 from poplar.values.formatting import format_layers, format_ranks
 from poplar.values.schema import (
     Count,
@@ -130,6 +131,8 @@ class Plan(Document):
     it keeps in host memory, where the host's processor updates it. Saves device memory and takes
     time. Whole flat parameters are kept there: the first ones that have at least this part of the
     elements. Empty: no rank keeps any."""
+    communication: Communication = EXACT
+    """The precision in which gradients are sent."""
     left_out: Annotated[
         tuple[Count, ...], Rule("all different", lambda ranks: len(set(ranks)) == len(ranks))
     ] = ()

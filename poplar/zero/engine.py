@@ -72,6 +72,8 @@ class Engine:
         """Take from a plan what may change between steps, equally on all ranks."""
         self.hooks.follow(plan)
         self.strategy.make_persistent(persistent_units(plan, self.units))
+        if plan is not None:
+            self.strategy.communicate(plan.communication)
         self.recomputation.follow(plan, self.comm.group.rank)
 
     def allow_loss_of(self, free_state: Callable[[], object]) -> None:

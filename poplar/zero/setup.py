@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from poplar.comm import Communicator, Control
 from poplar.comm.shard_layout import Layout
+from poplar.values.communication import Communication, Precision
 from poplar.values.errors import agreed
 from poplar.values.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
@@ -89,6 +90,8 @@ class Request:
     """The user named the units; otherwise they were found."""
     compute_dtype: torch.dtype | str
     reduce_dtype: torch.dtype
+    communication: Communication
+    """Of the plan, or without one."""
     device: torch.device
     values: InitialValues
     group_of: dict[int, int] = field(default_factory=dict)
@@ -101,6 +104,7 @@ class Request:
     def identity(self) -> dict[str, Any]:
         """What must be equal on all ranks, as text for error messages."""
         return {
+            "communication": repr(self.communication),
             "plan": _description(self.plan),
             "stage": self.stage,
             "optimizer": [cls.name for cls in self.classes],
@@ -158,6 +162,7 @@ def check_request(
     units: Sequence[str | nn.Module | type[nn.Module]] | None,
     compute_dtype: torch.dtype | str,
     reduce_dtype: torch.dtype,
+    communication: Precision | Communication | None = None,
     world_size: int,
     allow_forward_state: bool,
     default_device: torch.device,
@@ -179,6 +184,8 @@ def check_request(
     if not allow_forward_state:
         model_checks.reject_batch_norm(model_checks.batch_norms(model))
     model_checks.reject_sparse_embeddings(model)
+    if plan is not None and communication is not None:
+        plan = replace(plan, communication=Communication.of(communication))
     chosen = _stage_of(plan, stage, world_size)
     groups = _param_groups(model, params)
     group_of = _group_indices(model, groups)
@@ -205,6 +212,9 @@ def check_request(
         units_are_named=units is not None,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
+        communication=Communication.of(communication or "exact")
+        if plan is None
+        else plan.communication,
         device=target,
         values=InitialValues.of(model, unit_names, weights),
         group_of=group_of,
@@ -408,9 +418,11 @@ def build_engine(
     return engine, update
 
 
-def strategy_of(request: Request, comm: Communicator) -> Strategy:
-    """A new strategy of the stage."""
-    return STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
+def strategy_of(request: Request, comm: Communicator, *, steps: int = 0) -> Strategy:
+    """A new strategy of the stage, in a training that has ended so many steps."""
+    strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
+    strategy.continue_after(steps)
+    return strategy
 
 
 def assemble_engine(
@@ -431,6 +443,7 @@ def assemble_engine(
         blocks=request.unit_names,
         check_step=check_step,
     )
+    strategy.communicate(request.communication)
     engine.follow(request.plan)
     engine.add_changes(cast_inputs(request.model, compute_dtype, request.unit_names))
     return engine
@@ -462,7 +475,7 @@ def changed_request(request: Request, plan: Plan, world_size: int) -> Request:
     check_granularity(request.classes, strategy, request.local)
     if plan.host_state:
         _check_on_host(request.classes)
-    return replace(request, plan=plan, stage=plan.stage)
+    return replace(request, plan=plan, stage=plan.stage, communication=plan.communication)
 
 
 def changes_units(old: Request, new: Request) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -75,7 +76,10 @@ class HierarchicalCommunicator(Communicator):
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
-        return self._within.comm.buffer(layout, dtype, device, codec)
+        codec = codec if codec is not None else Codec(dtype)
+        between = codec.of_sender(self._hosts.host_of(self.group.rank))
+        bucket = self._within.comm.buffer(layout, dtype, device, codec.on_host)
+        return replace(bucket, between_hosts=between if len(self._hosts.members) > 1 else None)
 
     def share(self, data: Tensor) -> Tensor:
         return self._within.comm.share(data)
@@ -124,29 +128,39 @@ class HierarchicalCommunicator(Communicator):
 
     def _reduce(self, reduction: Reduction) -> Work:
         """Add on the host what each rank owns and relays; send it; add the sums of all hosts."""
-        data, own = reduction.bucket.data, reduction.out.numel()
+        bucket, own = reduction.bucket, reduction.out.numel()
+        data, codec = bucket.data, bucket.between_hosts or bucket.codec
         if not data.numel():
             return StepsWork()
-        route = self._route(reduction.bucket.layout)
+        route, on_wire = self._route(bucket.layout), codec.wire_numel
+        relays, relayed = list(map(on_wire, route.relays)), list(map(on_wire, route.relayed))
+        own_parts = route.by_rank[self._within.comm.group.rank]
         # Allocate before sending: if memory runs out, the collective can be issued again.
-        sizes_taken = own + sum(route.relayed), sum(route.relays)
-        total, received = (self._between.take(size, data) for size in sizes_taken)
-        parts = [[received[slice(*bounds)] for bounds in of_host] for of_host in route.by_host]
-        sums = [part[0] if len(part) == 1 else data.new_empty(own if part else 0) for part in parts]
+        total = self._between.take(own + sum(route.relayed), data)
+        received = self._between.take(sum(relays), data, codec.wire_dtype)
+        parts = [
+            [received[on_wire(start) : on_wire(stop)] for start, stop in of_host]
+            for of_host in route.by_host
+        ]
+        sums = [
+            part[0] if len(part) == 1 else received.new_empty(on_wire(own) if part else 0)
+            for part in parts
+        ]
         own_host = self._hosts.host_of(self.group.rank)
-        sums[own_host] = total[:own]
 
         def add_hosts() -> None:
+            sums[own_host] = codec.of_sums(total[:own], own_parts[:1])
             for host, part in enumerate(parts):
                 if host != own_host and len(part) > 1:
                     torch.cat(part, out=sums[host])
-            reduction.add(sums)
+            replace(reduction, bucket=replace(bucket, codec=codec)).add(sums)
             self._between.put_back(data, total, received)
 
         def exchange(position: int, receives: bool = True, sends: bool = True) -> Work:
             none, what = [0] * self.group.size, reduction.what
-            sizes = Splits(route.relays if receives else none, route.relayed if sends else none)
-            incoming, outgoing = received[: sum(sizes.received)], total[own:][: sum(sizes.sent)]
+            sizes = Splits(relays if receives else none, relayed if sends else none)
+            incoming = received[: sum(sizes.received)]
+            outgoing = codec.of_sums(total[own:], own_parts[1:]) if sends else received[:0]
             work = self._exchange(incoming, outgoing, sizes, what, position)
             return CallbackWork(work, add_hosts) if sends else work
 

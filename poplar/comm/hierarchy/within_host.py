@@ -20,8 +20,9 @@ from poplar.comm.copies import copy
 from poplar.comm.group import Group
 from poplar.comm.host_memory.rendezvous import Rendezvous, SharedMemoryWork
 from poplar.comm.host_memory.transport import SharedMemoryCommunicator
-from poplar.comm.host_topology import Bounds, Route
+from poplar.comm.host_topology import Route
 from poplar.comm.process_group import ProcessGroupCommunicator, gather
+from poplar.comm.shard_layout import Bounds
 
 
 class ExchangeSums(Protocol):

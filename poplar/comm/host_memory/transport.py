@@ -40,8 +40,9 @@ class SharedMemoryCommunicator(Communicator):
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
-        codec = codec if codec is not None else Codec(dtype)
-        rendezvous, wire, numel = self._rendezvous, codec.wire_dtype, layout.numel
+        codec = (codec if codec is not None else Codec(dtype)).of_sender(self.group.rank)
+        rendezvous, wire = self._rendezvous, codec.wire_dtype
+        numel = codec.wire_layout(layout).numel
         # Peers write fp32 sums in place, which only fp32 buckets can hold.
         blocks = numel // ALIGNMENT if wire is torch.float32 and _is_aligned(layout) else 0
         memory = rendezvous.allocate(wire, numel + blocks)
@@ -59,7 +60,8 @@ class SharedMemoryCommunicator(Communicator):
     def reduce(self, reduction: Reduction) -> Work:
         bucket, squares = reduction.bucket, reduction.squares
         rank, rendezvous = self.group.rank, self._rendezvous
-        own, low = bucket.layout.size(rank), bucket.layout.bounds(rank)[0]
+        low, high = bounds = bucket.wire_layout.bounds(rank)
+        own = high - low
         # Peers can write sums of this rank's slice only into its bucket.
         begin = bucket.data.data_ptr() + low * bucket.data.element_size()
         in_place = not reduction.accumulate and reduction.out.data_ptr() == begin
@@ -68,7 +70,7 @@ class SharedMemoryCommunicator(Communicator):
         )
         collective = rendezvous.post(
             bucket.data,
-            unread=bucket.layout.bounds(rank),
+            unread=bounds,
             shares_work=shares_work,
             extra_bytes=_extra_bytes(bucket) if shares_work else 0,
         )

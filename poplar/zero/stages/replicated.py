@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from poplar.comm import Communicator, Work
-from poplar.comm.communicator import CallbackWork
+from poplar.comm import Codec, Communicator, Encoded, Work
+from poplar.comm.communicator import CallbackWork, own_slice
 from poplar.comm.shard_layout import Layout
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.sharded_optimizer import LocalAccumulation
@@ -60,17 +60,32 @@ class Replicated(LocalAccumulation):
         super().begin_step()
         self._wait_for_all_gathers()  # left over if the previous step failed
 
-    def _reduction(self, flat: FlatParameter, *, narrow: bool) -> Work:
+    def _reduction(self, flat: FlatParameter, codec: Codec) -> Work:
         """Starts the all-gather when it ends, overlapping with the next reductions."""
-        return CallbackWork(
-            super()._reduction(flat, narrow=narrow), partial(self._all_gather, flat)
+        encoded = self.next_codec()
+        gather = (
+            partial(self._all_gather, flat)
+            if encoded is None
+            else (partial(self._all_gather_encoded, flat, encoded))
         )
+        return CallbackWork(super()._reduction(flat, codec), gather)
 
     def _all_gather(self, flat: FlatParameter) -> None:
         what = f"the gradients of {flat.name}"
         self._pending_all_gathers.append(
             self.comm.all_gather(flat.gradient, flat.layout, what=what)
         )
+
+    def _all_gather_encoded(self, flat: FlatParameter, codec: Encoded) -> None:
+        """Every rank, the owner included, gets the values that the owner has encoded."""
+        rank, layout = self.comm.group.rank, codec.wire_layout(flat.layout)
+        encoded = torch.empty(layout.numel, dtype=codec.wire_dtype, device=flat.device)
+        own = own_slice(flat.gradient, flat.layout, rank)
+        codec.encode(own_slice(encoded, layout, rank), own, flat.layout.bounds(rank)[0])
+        what = f"the gradients of {flat.name}"
+        gathered = self.comm.all_gather(encoded, layout, what=what)
+        decode = partial(codec.decode, flat.gradient, encoded)
+        self._pending_all_gathers.append(CallbackWork(gathered, decode))
 
     def finish_gradients(self, units: Sequence[Unit]) -> None:
         self._wait_for_all_gathers()

@@ -40,7 +40,8 @@ class ShardedGradients(Strategy):
         accumulate = flat in self._started
         self.reductions.make_room()
         gradients, offsets = flat.take_gradients(weight)
-        bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
+        codec = self.next_codec() or self.codec
+        bucket = self.comm.buffer(flat.layout, codec.wire_dtype, flat.device, codec)
         bucket.pack(gradients, offsets, weight)
         del gradients  # free them before the next unit's gradients are allocated
         self.ensure_gradient(flat)

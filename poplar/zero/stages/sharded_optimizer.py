@@ -47,19 +47,19 @@ class LocalAccumulation(Strategy):
         if flat.is_local:
             flat.squares.copy_(ops.block_sums_of_squares(flat.gradient))
             return
-        narrow = self.codec.wire_dtype is not torch.float32
-        if narrow or self.comm.takes_memory:
+        codec = self.next_codec() or self.codec
+        if codec.wire_dtype is not torch.float32 or self.comm.takes_memory:
             self.reductions.make_room()
-        self.reductions.start(lambda: self._reduction(flat, narrow=narrow))
+        self.reductions.start(lambda: self._reduction(flat, codec))
 
     def free_gradient(self, flat: FlatParameter) -> None:
         super().free_gradient(flat)
         self._sums.pop(flat, None)
 
-    def _reduction(self, flat: FlatParameter, *, narrow: bool) -> Work:
+    def _reduction(self, flat: FlatParameter, codec: Codec) -> Work:
         bucket = sums = self._sums[flat]
-        if narrow:
-            bucket = self.comm.buffer(flat.layout, self.codec.wire_dtype, flat.device, self.codec)
+        if codec.wire_dtype is not torch.float32:
+            bucket = self.comm.buffer(flat.layout, codec.wire_dtype, flat.device, codec)
             bucket.pack([sums.data], [0], 1.0)
         own = own_slice(sums.data, flat.layout, self.comm.group.rank)
         what = f"the reduction of unit {flat.name}"

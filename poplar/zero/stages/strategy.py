@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm import Codec, Communicator, Work
+from poplar.comm import Codec, Communicator, Encoded, Work
 from poplar.comm.shard_layout import Layout
+from poplar.values.communication import BITS, EXACT, Communication
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.shard_cuts import layouts_under
@@ -51,6 +52,11 @@ class Strategy(ABC):
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         self.comm = comm
         self.codec = Codec(reduce_dtype)
+        self.steps = 0
+        """Steps that have ended on all ranks, which the rounding of gradients is seeded by."""
+        self._communication = EXACT
+        self._encoded = 0
+        """What this step has encoded so far, in the order of all ranks."""
         self.streams = streams_of(device, waits_on_stream=comm.waits_on_stream)
         if self.streams.asynchronous and comm.group.trace.clock is None:
             comm.group.trace.use_clock(DeviceClock(self.streams))
@@ -74,6 +80,18 @@ class Strategy(ABC):
     def make_persistent(self, units: frozenset[Unit]) -> None:
         """Set the persistent units. Called between steps, equally on all ranks."""
         self.persistent = units
+
+    def communicate(self, communication: Communication) -> None:
+        """Set the precision of what is sent. Called between steps, equally on all ranks."""
+        self._communication = communication
+
+    def next_codec(self) -> Encoded | None:
+        """How the next gradients are compressed; None: not at all. Equal on all ranks."""
+        bits = BITS[self._communication.gradients]
+        if not bits or self.steps < self._communication.warmup_steps:
+            return None
+        self._encoded += 1
+        return Encoded(bits=bits, key=(self.steps << 32) + (self._encoded << 12))
 
     def gather_updates(self) -> None:
         """Ranks run other kernels, so that equal gradients may give other bits there."""
@@ -226,6 +244,15 @@ class Strategy(ABC):
         self.reductions.finish()  # of a step that was closed with an error; its waits count there
         self.timing.begin_step()
         self.comm.trim()
+        self._encoded = 0
+
+    def continue_after(self, steps: int) -> None:
+        """Count on from a step, of a checkpoint or of another engine."""
+        self.steps = steps
+
+    def end_step(self) -> None:
+        """All ranks have applied a step, or skipped it."""
+        self.steps += 1
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Send the updated shards to the ranks that read them. Collective."""

@@ -560,6 +560,7 @@ class Step:
         with self._trace.span("optimizer", "the update"):
             self._update.step(groups, unused, state.factor, found_inf)
         strategy.all_gather_updated_parameters(engine.units)
+        strategy.end_step()
         self._replicas.record_update()
         torch.clear_autocast_cache()  # an autocast around several steps keeps casts of old values
 

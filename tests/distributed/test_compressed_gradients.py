@@ -1,0 +1,176 @@
+"""Compressed gradients: every value is rounded once, without bias, alike for any shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ranks as harness
+import torch
+import training
+from models import ModelSpec
+from ranks import Pool
+from reference import Recipe
+from torch import Tensor
+from training import STAGES, Run
+
+from poplar import HeteroZeroOptimizer, Plan, RankFailed
+from poplar.comm import Encoded
+from poplar.comm.shard_layout import Layout
+from poplar.values.communication import Communication
+
+MICRO_BATCHES = ((3, 1), (1, 0), (0, 1))
+SHARES = (0.6, 0.4, 0.0)
+OTHER_SHARES = (0.1, 0.2, 0.7)
+RELATIVE_ERROR = {"int8": 0.02, "int4": 0.3}
+"""Above the error of a sum of these ranks, relative to its norm."""
+SPEC = ModelSpec(kind="mlp", blocks=2, width=24, hidden=40)
+
+
+def run_of(stage: int, precision: str, shares: Sequence[float] = SHARES, **engine: Any) -> Run:
+    plan = Plan(
+        stage=stage,
+        global_batch=6,
+        micro_batches=MICRO_BATCHES,
+        shares=tuple(shares),
+        communication=Communication.of(precision),
+    )
+    return Run(Recipe(spec=SPEC, batches=(6,) * 3), plan, engine=engine)
+
+
+def gradients(run: Run, count: int = 1) -> list[Tensor]:
+    """Full mean gradients of the same batch in `count` steps that do not change parameters."""
+    model, optimizer = training.prepare(run)
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    found = []
+    for _ in range(count):
+        for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
+            training.loss_of(run.recipe)(model, micro_batch).backward()
+        parts = [gradient.flatten().clone() for gradient in optimizer.full_gradients().values()]
+        found.append(torch.cat(parts))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("precision", RELATIVE_ERROR)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_near_the_exact_ones_and_without_bias(
+    ranks: Pool, stage: int, precision: str, transport: str
+) -> None:
+    exact = ranks.run(gradients, run_of(stage, "exact"), ranks=3)[0][0]
+    run = run_of(stage, precision, communicator=transport)
+    by_rank = ranks.run(gradients, run, 16, ranks=3)
+    for found in by_rank:
+        assert all(map(torch.equal, found, by_rank[0]))
+    errors = [float((one - exact).norm() / exact.norm()) for one in by_rank[0]]
+    assert max(errors) < RELATIVE_ERROR[precision]
+    assert min(errors) > 0.001
+    mean = torch.stack(by_rank[0]).mean(0)
+    assert float((mean - exact).norm() / exact.norm()) < 0.5 * max(errors)  # a quarter, if unbiased
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_shares_and_transport_do_not_change_bits(ranks: Pool, stage: int) -> None:
+    runs = [
+        run_of(stage, "int4", shares, communicator=transport)
+        for shares in (SHARES, OTHER_SHARES)
+        for transport in ("shared_memory", "process_group")
+    ]
+    first, *others = (ranks.run(training.train, run, ranks=3)[0] for run in runs)
+    for other in others:
+        assert other.losses == first.losses
+        assert all(torch.equal(other.parameters[n], p) for n, p in first.parameters.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_warmup_steps_are_exact(ranks: Pool, stage: int) -> None:
+    run = run_of(stage, "int4")
+    for warmup, is_equal in ((2, True), (1, False)):
+        communication = Communication(gradients="int4", warmup_steps=warmup)
+        warm = replace(run, plan=replace(run.plan, communication=communication))
+        recipe = replace(run.recipe, batches=(6, 6))
+        found, exact = (
+            ranks.run(training.train, replace(each, recipe=recipe), ranks=3)[0]
+            for each in (warm, run_of(stage, "exact"))
+        )
+        equal = [torch.equal(found.parameters[n], p) for n, p in exact.parameters.items()]
+        assert all(equal) is is_equal
+
+
+def change_precision(run: Run, precisions: Sequence[str]) -> list[dict[str, Tensor]]:
+    """The parameters after each step, of which each has another precision."""
+    model, optimizer = training.prepare(run)
+    found = []
+    for step, precision in enumerate(precisions):
+        optimizer.apply_plan(replace(run.plan, communication=Communication.of(precision)))
+        training.take_step(run, model, optimizer, step)
+        found.append(training.whole_parameters(model, optimizer))
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plan_changes_the_precision_between_steps(ranks: Pool, stage: int) -> None:
+    run = run_of(stage, "exact")
+    exact, changed = (
+        ranks.run(change_precision, run, precisions, ranks=3)[0]
+        for precisions in (("exact",) * 3, ("exact", "int8", "exact"))
+    )
+    equal = [
+        all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(exact, changed, strict=True)
+    ]
+    assert equal == [True, False, False]
+
+
+def train_with_nan(run: Run, rank: int) -> str:
+    """The error of a step in which one rank has a NaN in its gradient."""
+    model, optimizer = training.prepare(run)
+
+    def spoil(gradient: Tensor) -> Tensor:
+        return gradient.index_fill(0, torch.zeros(1, dtype=torch.long), float("nan"))
+
+    if harness.rank() == rank:
+        next(model.parameters()).register_hook(spoil)
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
+        training.loss_of(run.recipe)(model, micro_batch).backward()
+    with pytest.raises(RuntimeError, match="finite") as raised:
+        step_with_clipping(optimizer)
+    return str(raised.value)
+
+
+def step_with_clipping(optimizer: HeteroZeroOptimizer) -> None:
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("precision", RELATIVE_ERROR)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_nan_on_one_rank_is_noticed(ranks: Pool, stage: int, precision: str) -> None:
+    for message in ranks.run(train_with_nan, run_of(stage, precision), 0, ranks=3):
+        assert "finite" in message
+
+
+def test_bytes_on_the_wire() -> None:
+    layout = Layout.from_shares(64 * 1000, (0.5, 0.3, 0.2))
+    for bits, of_bf16 in ((8, 0.52), (4, 0.27)):
+        sent = Encoded(bits=bits).wire_layout(layout)
+        assert sent.numel <= of_bf16 * 2 * layout.numel
+
+
+def build_with(precision: Any, own: Any) -> str:
+    run = run_of(1, "exact")
+    given = precision if harness.rank() == 0 else own
+    with pytest.raises((ValueError, RankFailed)) as raised:
+        training.prepare(replace(run, engine={"communication": given}))
+    return str(raised.value)
+
+
+def test_unknown_and_unequal_precisions_are_errors(ranks: Pool) -> None:
+    for message in ranks.run(build_with, "int7", "int8", ranks=3):
+        assert "int7" in message
+    for message in ranks.run(build_with, "int4", "int8", ranks=3):
+        assert "communication" in message
