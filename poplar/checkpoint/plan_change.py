@@ -47,19 +47,29 @@ _DOING = "apply_plan()"
 def follow_plan(engine: Engine, update: ShardedUpdate, plan: Plan) -> None:
     """Move the state to other owners and other memory. Collective, between steps."""
     schemas = gather_schemas(engine, update)
-    was_hosted = {flat for flat in engine.trained if flat.is_hosted}
-    for flat, new in place_state(engine.strategy, engine.units, plan).items():
-        if flat.trained and (new != flat.layout or flat.is_hosted is not (flat in was_hosted)):
+    strategy, before = engine.strategy, [_placed(flat) for flat in engine.trained]
+    if plan.communication.parameters == "exact":
+        strategy.gather_masters(engine.units)
+    strategy.communicate(plan.communication)
+    layouts = place_state(strategy, engine.units, plan)
+    moved = {flat for flat, was in zip(engine.trained, before, strict=True) if _placed(flat) != was}
+    for flat, new in layouts.items():
+        if flat.trained and (new != flat.layout or flat in moved):
             _move(engine, update, flat, schemas, new)
         elif new != flat.layout:
-            engine.strategy.change_layout(flat, new, None)
+            strategy.change_layout(flat, new, None)
     shares, unit_shares = plan.shares, shares_by_unit(plan)
     for unit in engine.units:
         for opaque in unit.opaque:
             layout = Layout.from_shares(opaque.numel, unit_shares.get(unit.name, shares))
-            engine.strategy.change_opaque_layout(opaque, layout)
+            strategy.change_opaque_layout(opaque, layout)
     compare_kernels(engine, update, _DOING)
     engine.follow(plan)
+
+
+def _placed(flat: FlatParameter) -> tuple[bool, bool]:
+    """What decides where masters and state are, beside the layout."""
+    return flat.is_hosted, flat.has_masters
 
 
 def _move(
@@ -95,6 +105,7 @@ def replace_engine(
         compute_dtype: as for `build_engine`.
         check_step: as for `Engine`.
     """
+    old.strategy.gather_masters(old.units)
     strategy = strategy_of(request, old.comm, steps=old.strategy.steps)
     schemas = gather_schemas(old, update)
     for flat in old.trained:

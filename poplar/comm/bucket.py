@@ -131,9 +131,9 @@ class Encoded(Codec):
         """Write the codes of flat values from element `first` of the whole buffer on."""
         ops.encode_(target, [values], [0], 1.0, self.bits, first=first, key=self.key)
 
-    def decode(self, out: Tensor, encoded: Tensor) -> None:
-        """Write the values that one sender has encoded."""
-        ops.decode_sum_(out, [encoded], self.bits)
+    def decode(self, out: Tensor, encoded: Tensor, *, accumulate: bool = False) -> None:
+        """Write the values that were encoded, or add them."""
+        ops.decode_sum_(out, [encoded], self.bits, accumulate)
 
     def reduce(
         self,

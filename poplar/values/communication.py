@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from poplar.values.schema import Count, check_fields
@@ -16,10 +16,14 @@ BITS = {"exact": 0, "int8": 8, "int4": 4}
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """The precision of what is sent. Less than `exact` adds noise to the gradient."""
+    """The precision of what is sent. Less than `exact` adds noise to the training."""
 
     gradients: Precision = "exact"
     """Of each rank's weighted gradients, and of the sums that stage 0 sends back."""
+    parameters: Precision = "exact"
+    """Of what owners send after an update (stages 1 and 2): its difference to the values of all
+    ranks, so that an error is corrected by the next update. Of the weights that are unsharded in a
+    pass (stage 3): their values, so at least `int8`. Stage 0 sends no parameters."""
     warmup_steps: Count = 0
     """So many first steps of the training send everything exactly."""
 
@@ -27,13 +31,40 @@ class Communication:
         check_fields(self)
 
     @classmethod
-    def of(cls, given: Precision | Communication) -> Communication:
-        """One precision for everything, or what is given.
+    def of(cls, given: Precision | Communication, stage: int) -> Communication:
+        """What is given; one precision stands for everything that the stage sends.
+
+        With `int4`, stage 3 sends weights as `int8`.
 
         Raises:
             ValueError: an unknown precision.
         """
-        return given if isinstance(given, Communication) else cls(gradients=given)
+        if isinstance(given, Communication):
+            return given
+        gradients = cls(gradients=given)
+        if stage == 0:
+            return gradients
+        return replace(gradients, parameters="int8" if stage == 3 and BITS[given] else given)
+
+    def check(self, stage: int, *, host_state: bool) -> None:
+        """Raise ValueError if a plan of this stage cannot communicate like this."""
+        if self.parameters == "exact":
+            return
+        if stage == 0:
+            raise ValueError(
+                "communication.parameters must be 'exact' at stage 0, which sends no parameters, "
+                f"got {self.parameters!r}"
+            )
+        if stage == 3 and self.parameters == "int4":
+            raise ValueError(
+                "communication.parameters must be 'exact' or 'int8' at stage 3, which sends whole "
+                "weights, got 'int4'"
+            )
+        if host_state:
+            raise ValueError(
+                "communication.parameters must be 'exact' if a rank keeps state in host memory, "
+                f"got {self.parameters!r}; leave out host_state or compress gradients only"
+            )
 
 
 EXACT = Communication()

@@ -132,7 +132,7 @@ class Plan(Document):
     time. Whole flat parameters are kept there: the first ones that have at least this part of the
     elements. Empty: no rank keeps any."""
     communication: Communication = EXACT
-    """The precision in which gradients are sent."""
+    """The precision in which gradients and parameters are sent."""
     left_out: Annotated[
         tuple[Count, ...], Rule("all different", lambda ranks: len(set(ranks)) == len(ranks))
     ] = ()
@@ -183,6 +183,7 @@ class Plan(Document):
                     f"unit {unit.name!r} is recomputed on ranks {unit.recomputed_on}, but the plan "
                     f"has ranks 0 to {self.world_size - 1}"
                 )
+        self.communication.check(self.stage, host_state=bool(self.host_state))
         self._check_left_out(shares)
         self._check_passes()
 

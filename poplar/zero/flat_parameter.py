@@ -77,7 +77,11 @@ class FlatParameter(UnshardedBuffer):
     """Values of the owned part, in `dtype`. A view of `values`, or at stage 3 the memory from which
     the transport sends: call `Strategy.wait_for_readers` before writing to it."""
     master: Tensor
-    """fp32 values of the owned part: `shard` itself if `dtype` is fp32, unless `is_hosted`."""
+    """fp32 values of the owned part: `shard` itself if `dtype` is fp32, unless `is_hosted` or
+    `sends_differences`."""
+    sent: Tensor | None = None
+    """If `sends_differences`, the values of `shard` after the last update: see
+    [Note: differences] in `stages.strategy`."""
     gradient: Tensor
     """fp32 mean gradient of the owned part, once reduced; empty between steps."""
     squares: Tensor
@@ -115,6 +119,8 @@ class FlatParameter(UnshardedBuffer):
         [Note: local parameters] in `stages.strategy`."""
         self.is_hosted = False
         """`master` and the optimizer state are in host memory: see [Note: host state]."""
+        self.sends_differences = False
+        """Updates are sent as compressed differences: see [Note: differences]."""
         self._hooks: list[tuple[nn.Parameter, int]] = []
         """The hooks of `watch` by their numbers."""
         self._no_gradient = torch.empty(0, device=self.device)
@@ -142,15 +148,25 @@ class FlatParameter(UnshardedBuffer):
             self.master = (shard if master is None else master).to("cpu", copy=master is None)
         else:
             self.master = shard if master is None else master.to(self.device)
+        self.sent = shard.clone() if self.sends_differences else None
 
     def keep_on_host(self, hosted: bool) -> None:
         """Choose where the next `divide` puts `master`, and its owner the optimizer state."""
         self.is_hosted = hosted
 
+    def mark_sent(self) -> None:
+        """The values of `shard` come from the update, not from the user."""
+        if self.sent is not None:
+            self.sent.copy_(self.shard)
+
+    def send_differences(self, sends: bool) -> None:
+        """Choose whether updates are sent as differences, from the next `divide` on."""
+        self.sends_differences = sends
+
     @property
     def has_masters(self) -> bool:
-        """Whether the values are low-precision ones, so that all ranks have others in fp32."""
-        return self.trained and self.dtype is not torch.float32
+        """Whether the ranks compute with other values than the fp32 ones that they update."""
+        return self.trained and (self.dtype is not torch.float32 or self.sends_differences)
 
     def hold_gradient(self, gradient: Tensor, squares: Tensor) -> None:
         """Hold the mean gradient of a step, which may not be computed yet, and its squares."""
@@ -253,6 +269,7 @@ class FlatParameter(UnshardedBuffer):
         """Free values and masters, which another flat parameter has taken over."""
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         self.values = self.shard = self.master = nothing
+        self.sent = None
         self._views, self._replaced = [], None
 
     def packed_parameters(self) -> Tensor:

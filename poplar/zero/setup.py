@@ -184,9 +184,13 @@ def check_request(
     if not allow_forward_state:
         model_checks.reject_batch_norm(model_checks.batch_norms(model))
     model_checks.reject_sparse_embeddings(model)
-    if plan is not None and communication is not None:
-        plan = replace(plan, communication=Communication.of(communication))
     chosen = _stage_of(plan, stage, world_size)
+    if communication is not None or plan is None:
+        sent = Communication.of(communication or "exact", chosen)
+        sent.check(chosen, host_state=plan is not None and bool(plan.host_state))
+        plan = None if plan is None else replace(plan, communication=sent)
+    else:
+        sent = plan.communication
     groups = _param_groups(model, params)
     group_of = _group_indices(model, groups)
     found = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
@@ -212,9 +216,7 @@ def check_request(
         units_are_named=units is not None,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
-        communication=Communication.of(communication or "exact")
-        if plan is None
-        else plan.communication,
+        communication=sent,
         device=target,
         values=InitialValues.of(model, unit_names, weights),
         group_of=group_of,
@@ -422,6 +424,7 @@ def strategy_of(request: Request, comm: Communicator, *, steps: int = 0) -> Stra
     """A new strategy of the stage, in a training that has ended so many steps."""
     strategy = STRATEGY_CLASSES[request.stage](comm, request.reduce_dtype, request.device)
     strategy.continue_after(steps)
+    strategy.communicate(request.communication)
     return strategy
 
 
@@ -443,7 +446,6 @@ def assemble_engine(
         blocks=request.unit_names,
         check_step=check_step,
     )
-    strategy.communicate(request.communication)
     engine.follow(request.plan)
     engine.add_changes(cast_inputs(request.model, compute_dtype, request.unit_names))
     return engine
@@ -498,6 +500,7 @@ def place_state(strategy: Strategy, units: Sequence[Unit], plan: Plan | None) ->
     hosted = set(strategy.hosted(trained, plan.part_on_host(rank) if plan is not None else 0.0))
     for flat in trained:
         flat.keep_on_host(flat in hosted)
+        flat.send_differences(strategy.sends_differences and not flat.is_local)
     return layouts
 
 

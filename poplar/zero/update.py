@@ -215,7 +215,7 @@ class ShardedUpdate:
             run.tensor.grad = run.part(source.gradient)
             low = run.part(source.shard) if _has_low_precision(run.flat) else None
             stepped.setdefault(inner, {})[run.tensor] = low
-            if not _has_exact_kernel(inner):  # which does so itself
+            if low is None or not _has_exact_kernel(inner):  # which does so itself
                 self.take_written_values(run.flat, run.start, run.stop)
         for inner, tensors in stepped.items():
             written = _step_inner(inner, tensors, scale, found_inf)
@@ -348,9 +348,16 @@ class ShardedUpdate:
         if part is None:
             return
         master, values = flat.master[part], flat.shard[part]
-        for piece, part_of_shard in zip(master.split(_PIECE), values.split(_PIECE), strict=True):
-            low = part_of_shard.to(piece.device)
-            torch.where(piece.to(low.dtype) == low, piece, low, out=piece)
+        sent = None if flat.sent is None else flat.sent[part]
+        for begin in range(0, len(master), _PIECE):
+            piece, low = (whole[begin : begin + _PIECE] for whole in (master, values))
+            low = low.to(piece.device)
+            is_known = piece.to(low.dtype) == low
+            if sent is not None:
+                is_known |= sent[begin : begin + _PIECE] == low
+            torch.where(is_known, piece, low, out=piece)
+        if sent is not None:
+            sent.copy_(values)
 
     def take_written_values(
         self, flat: FlatParameter, start: int = 0, stop: int | None = None
@@ -361,6 +368,7 @@ class ShardedUpdate:
         Parameters are views of the low-precision values. A write to them, also through `.data`, has
         no trace but its values: they are not the rounded masters any more. So the update begins
         with the low-precision values where that is so. Poplar's AdamW compares them in its kernel.
+        Where updates are sent as differences, the values of the last update are known, too.
         """
         if flat.shard_is_writable:
             self.refresh(flat, start, stop)
@@ -715,8 +723,8 @@ def _amp_scalars(
 
 
 def _has_low_precision(flat: FlatParameter) -> bool:
-    """Whether low-precision values exist beside the masters."""
-    return flat.shard is not flat.master
+    """Whether the update writes low-precision values beside the masters."""
+    return flat.shard is not flat.master and not flat.sends_differences
 
 
 def _part(buffer: Tensor, part: slice) -> Tensor:

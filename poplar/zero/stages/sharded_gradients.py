@@ -22,6 +22,7 @@ class ShardedGradients(Strategy):
 
     shards_parameters = False
     reduces_every_pass = True
+    sends_updates = True
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(comm, reduce_dtype, device)

@@ -15,13 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from poplar.comm import Communicator, Work
+from poplar.comm import Communicator, Encoded, Work
+from poplar.comm.communicator import CallbackWork, own_slice
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.unit import Unit
 
+_FIRST_WEIGHT = 1 << 19
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Types by bytes of an element, to compare bits."""
 
@@ -41,14 +43,24 @@ class ShardedParameters(ShardedGradients):
     """
 
     shards_parameters = True
+    sends_updates = False
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(comm, reduce_dtype, device)
         self._pending_unshards: dict[Unit, list[Work]] = {}
         self._unsharded_persistent: dict[Unit, None] = {}
         """Persistent units that are unsharded in this step, in that order."""
+        self._numbers: dict[FlatParameter, int] = {}
+        """Of the trained flat parameters, other numbers than those of gradients."""
+        self._rounded: set[FlatParameter] = set()
+        """Flat parameters whose unsharded values were compressed."""
         self._noted: dict[FlatParameter, Tensor] = {}
         """Whether each owned byte of the unsharded values has been changed since."""
+
+    def prepare(self, units: Sequence[Unit]) -> None:
+        super().prepare(units)
+        trained = [flat for unit in units for flat in unit.trained]
+        self._numbers = {flat: _FIRST_WEIGHT + number for number, flat in enumerate(trained)}
 
     def allocate(self, flat: FlatParameter, layout: Layout) -> None:
         low, high = owned = self.owned_part(layout, self.comm.group.rank)
@@ -98,11 +110,29 @@ class ShardedParameters(ShardedGradients):
         pending = self._pending_unshards.setdefault(unit, [])
         for buffer in unit.buffers[len(pending) :]:  # not again what has been sent before
             what = f"the unshard of unit {unit.name}"
-            pending.append(
-                self.comm.all_gather(buffer.values, buffer.layout, what=what, own=buffer.shard)
-            )
+            flat = buffer if isinstance(buffer, FlatParameter) and buffer.trained else None
+            codec = self._codec_of(flat) if in_step and flat is not None else None
+            if flat is not None and codec is not None:
+                work = self._gather_encoded(flat, codec, what)
+            else:
+                values, own = buffer.values, buffer.shard
+                work = self.comm.all_gather(values, buffer.layout, what=what, own=own)
+            pending.append(work)
         if in_step and unit in self.persistent:
             self._unsharded_persistent[unit] = None
+
+    def _codec_of(self, flat: FlatParameter) -> Encoded | None:
+        """How weights are compressed in this step: to the same bits whenever they are unsharded."""
+        return self._codec(self._communication.parameters, self._numbers[flat])
+
+    def _gather_encoded(self, flat: FlatParameter, codec: Encoded, what: str) -> Work:
+        """Every rank, the owner included, gets the values that the owner has encoded."""
+        self._rounded.add(flat)
+        layout = codec.wire_layout(flat.layout)
+        encoded = torch.empty(layout.numel, dtype=codec.wire_dtype, device=flat.device)
+        codec.encode(own_slice(encoded, layout, self.comm.group.rank), flat.shard, flat.owned[0])
+        gathered = self.comm.all_gather(encoded, layout, what=what)
+        return CallbackWork(gathered, partial(codec.decode, flat.values, encoded))
 
     def allocate_lasting(self, unit: Unit) -> None:
         for buffer in unit.buffers:
@@ -133,6 +163,7 @@ class ShardedParameters(ShardedGradients):
         for flat in unit.flats:
             if self.notes_writes and not flat.has_lasting_values:  # they are of no forward
                 self._note_writes(flat)
+            self._rounded.discard(flat)
         for buffer in unit.buffers:
             buffer.detach_parameters()
             if buffer.has_lasting_values:
@@ -147,9 +178,20 @@ class ShardedParameters(ShardedGradients):
             return
         # Bits, because NaN differs from itself; by block, to keep little until the step ends.
         bits = _BITS[flat.dtype.itemsize]
-        differs = flat.values[low:high].view(bits) != flat.shard.view(bits)
+        differs = flat.values[low:high].view(bits) != self._sent_values(flat).view(bits)
         changed = differs.view(-1, ALIGNMENT).any(1)
         self._noted[flat] = self._noted[flat] | changed if flat in self._noted else changed
+
+    def _sent_values(self, flat: FlatParameter) -> Tensor:
+        """This rank's part of what was unsharded."""
+        codec = self._codec_of(flat) if flat in self._rounded else None
+        if codec is None:
+            return flat.shard
+        numel, sent = codec.wire_numel(flat.shard.numel()), torch.empty_like(flat.shard)
+        encoded = torch.empty(numel, dtype=codec.wire_dtype, device=flat.device)
+        codec.encode(encoded, flat.shard, flat.owned[0])
+        codec.decode(sent, encoded)
+        return sent
 
     def take_noted_writes(self) -> list[str]:
         noted, self._noted = self._noted, {}

@@ -8,12 +8,19 @@ A rank may have parameters of its own, such as its part of a weight whose produc
 among them (`poplar.programmes.run`). Their flat parameters are `is_local`: each rank owns all of
 its own (`layout`), whatever the shares; values, gradients and updates are not communicated.
 Everything else is as for other flat parameters: weights of passes, norm, clipping, update.
+
+[Note: differences]
+Where parameters are not sharded and `Communication.parameters` compresses them, the owner of a
+slice updates its masters in fp32. All ranks, the owner included, compute with the same other
+values. After an update the owner encodes the difference of the two, and all ranks add what was
+encoded. So the error of one step is part of the difference that the next step sends.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -22,8 +29,9 @@ from torch import Tensor
 
 from poplar import ops
 from poplar.comm import Codec, Communicator, Encoded, Work
+from poplar.comm.communicator import CallbackWork, own_slice
 from poplar.comm.shard_layout import Layout
-from poplar.values.communication import BITS, EXACT, Communication
+from poplar.values.communication import BITS, EXACT, Communication, Precision
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.shard_cuts import layouts_under
@@ -32,6 +40,8 @@ from poplar.zero.streams import DeviceClock, Timing, streams_of
 from poplar.zero.unit import Unit
 
 Layouts = dict[FlatParameter, Layout]
+_ENCODED_AT_ONCE = 2
+"""Updates in flight that take memory beside the parameters."""
 
 
 class Strategy(ABC):
@@ -45,6 +55,9 @@ class Strategy(ABC):
     """Parameters may be local: see [Note: local parameters]."""
     replicates_state: ClassVar[bool] = False
     """Every rank has the whole optimizer state and updates all parameters."""
+
+    sends_updates: ClassVar[bool] = False
+    """Each rank updates its share of the parameters, of which all ranks have all values."""
 
     shows_gradients: ClassVar[bool] = False
     """`.grad` is the mean gradient between the last pass and the update."""
@@ -85,13 +98,25 @@ class Strategy(ABC):
         """Set the precision of what is sent. Called between steps, equally on all ranks."""
         self._communication = communication
 
-    def next_codec(self) -> Encoded | None:
-        """How the next gradients are compressed; None: not at all. Equal on all ranks."""
-        bits = BITS[self._communication.gradients]
+    @property
+    def sends_differences(self) -> bool:
+        """Whether updates are sent by [Note: differences]."""
+        return self.sends_updates and self._communication.parameters != "exact"
+
+    def next_codec(self, precision: Precision | None = None) -> Encoded | None:
+        """How what is sent next is compressed, by default gradients; None: not at all.
+
+        Called in the same order on all ranks.
+        """
+        self._encoded += 1
+        return self._codec(precision or self._communication.gradients, self._encoded)
+
+    def _codec(self, precision: Precision, number: int) -> Encoded | None:
+        """As `next_codec`, of what has this number in the step."""
+        bits = BITS[precision]
         if not bits or self.steps < self._communication.warmup_steps:
             return None
-        self._encoded += 1
-        return Encoded(bits=bits, key=(self.steps << 32) + (self._encoded << 12))
+        return Encoded(bits=bits, key=(self.steps << 32) + (number << 12))
 
     def gather_updates(self) -> None:
         """Ranks run other kernels, so that equal gradients may give other bits there."""
@@ -257,13 +282,45 @@ class Strategy(ABC):
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Send the updated shards to the ranks that read them. Collective."""
         flats = [flat for unit in units for flat in unit.trained if not flat.is_local]
-        whats = [f"the new values of {flat.name}" for flat in flats]
-        pending = [
-            self.comm.all_gather(flat.values, flat.layout, what=what)
-            for flat, what in zip(flats, whats, strict=True)
-        ]
-        for gather, what in zip(pending, whats, strict=True):
-            self.wait(gather, what)
+        pending: deque[tuple[Work, str]] = deque()
+        for flat in flats:
+            what = f"the new values of {flat.name}"
+            codec = self.next_codec(self._communication.parameters)
+            if codec is None or not flat.sends_differences:
+                pending.append((self._send_values(flat, what), what))
+            else:
+                if len(pending) == _ENCODED_AT_ONCE:
+                    self.wait(*pending.popleft())
+                pending.append((self._send_difference(flat, codec, what), what))
+        for work, what in pending:
+            self.wait(work, what)
+
+    def gather_masters(self, units: Sequence[Unit]) -> None:
+        """Give all ranks the exact values if they have others by [Note: differences]. Collective.
+
+        Called between steps.
+        """
+        for flat in (flat for unit in units for flat in unit.trained):
+            if flat.sends_differences and not flat.is_local:
+                what = f"the values of {flat.name}"
+                self.wait(self._send_values(flat, what), what)
+
+    def _send_values(self, flat: FlatParameter, what: str) -> Work:
+        if flat.sends_differences:
+            flat.shard.copy_(flat.master)
+            flat.mark_sent()
+        return self.comm.all_gather(flat.values, flat.layout, what=what)
+
+    def _send_difference(self, flat: FlatParameter, codec: Encoded, what: str) -> Work:
+        layout, own = codec.wire_layout(flat.layout), flat.master - flat.shard
+        encoded = torch.empty(layout.numel, dtype=codec.wire_dtype, device=flat.device)
+        codec.encode(own_slice(encoded, layout, self.comm.group.rank), own, flat.owned[0])
+
+        def add() -> None:
+            codec.decode(flat.values, encoded, accumulate=True)
+            flat.mark_sent()
+
+        return CallbackWork(self.comm.all_gather(encoded, layout, what=what), add)
 
     def wait_for_readers(self, flat: FlatParameter) -> None:
         """Wait until no other rank reads `flat.shard`. Call it before writing to the shard."""

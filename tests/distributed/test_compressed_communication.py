@@ -1,4 +1,6 @@
-"""Compressed gradients: every value is rounded once, without bias, alike for any shares."""
+"""Compressed gradients and parameters: every value is rounded once, without bias, alike for any
+shares.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,13 @@ RELATIVE_ERROR = {"int8": 0.02, "int4": 0.3}
 SPEC = ModelSpec(kind="mlp", blocks=2, width=24, hidden=40)
 
 
-def run_of(stage: int, precision: str, shares: Sequence[float] = SHARES, **engine: Any) -> Run:
+def run_of(stage: int, sent: Any, shares: Sequence[float] = SHARES, **engine: Any) -> Run:
     plan = Plan(
         stage=stage,
         global_batch=6,
         micro_batches=MICRO_BATCHES,
         shares=tuple(shares),
-        communication=Communication.of(precision),
+        communication=Communication.of(sent, stage),
     )
     return Run(Recipe(spec=SPEC, batches=(6,) * 3), plan, engine=engine)
 
@@ -62,7 +64,7 @@ def test_gradients_are_near_the_exact_ones_and_without_bias(
     ranks: Pool, stage: int, precision: str, transport: str
 ) -> None:
     exact = ranks.run(gradients, run_of(stage, "exact"), ranks=3)[0][0]
-    run = run_of(stage, precision, communicator=transport)
+    run = run_of(stage, Communication(gradients=precision), communicator=transport)
     by_rank = ranks.run(gradients, run, 16, ranks=3)
     for found in by_rank:
         assert all(map(torch.equal, found, by_rank[0]))
@@ -90,7 +92,7 @@ def test_shares_and_transport_do_not_change_bits(ranks: Pool, stage: int) -> Non
 def test_warmup_steps_are_exact(ranks: Pool, stage: int) -> None:
     run = run_of(stage, "int4")
     for warmup, is_equal in ((2, True), (1, False)):
-        communication = Communication(gradients="int4", warmup_steps=warmup)
+        communication = replace(run.plan.communication, warmup_steps=warmup)
         warm = replace(run, plan=replace(run.plan, communication=communication))
         recipe = replace(run.recipe, batches=(6, 6))
         found, exact = (
@@ -106,7 +108,9 @@ def change_precision(run: Run, precisions: Sequence[str]) -> list[dict[str, Tens
     model, optimizer = training.prepare(run)
     found = []
     for step, precision in enumerate(precisions):
-        optimizer.apply_plan(replace(run.plan, communication=Communication.of(precision)))
+        optimizer.apply_plan(
+            replace(run.plan, communication=Communication.of(precision, run.plan.stage))
+        )
         training.take_step(run, model, optimizer, step)
         found.append(training.whole_parameters(model, optimizer))
     return found
@@ -124,6 +128,85 @@ def test_a_plan_changes_the_precision_between_steps(ranks: Pool, stage: int) -> 
         for one, other in zip(exact, changed, strict=True)
     ]
     assert equal == [True, False, False]
+
+
+def differences(run: Run, settling: int) -> list[tuple[Tensor, Tensor]]:
+    """The owned masters and all ranks' values, after each of some steps without a gradient."""
+    model, optimizer = training.prepare(run)
+    for step in range(3):
+        training.take_step(run, model, optimizer, step)
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    found = []
+    for _ in range(settling):
+        training.take_step(run, model, optimizer, 0)
+        flats = optimizer._engine.trained
+        masters = torch.cat([flat.master.clone() for flat in flats])
+        found.append((masters, torch.cat([flat.shard.float() for flat in flats])))
+    return found
+
+
+@pytest.mark.parametrize("precision", RELATIVE_ERROR)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_next_update_corrects_the_error_of_the_last_one(
+    ranks: Pool, stage: int, precision: str
+) -> None:
+    for found in ranks.run(differences, run_of(stage, precision), 6, ranks=3):
+        errors = [float((master - sent).norm()) for master, sent in found]
+        assert errors[0] == 0.0 or errors[-1] < 0.01 * errors[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_all_ranks_compute_with_the_same_parameters(
+    ranks: Pool, stage: int, dtype: torch.dtype
+) -> None:
+    run = run_of(stage, "int4", compute_dtype=dtype)
+    exact = ranks.run(training.train, run_of(stage, "exact", compute_dtype=dtype), ranks=3)[0]
+    first, *others = ranks.run(training.train, run, ranks=3)
+    for name, values in first.parameters.items():
+        assert all(torch.equal(values, other.parameters[name]) for other in others)
+        assert not torch.equal(values, exact.parameters[name])
+        assert (values - exact.parameters[name]).abs().max() < 0.02
+
+
+def write_between_steps(run: Run) -> list[float]:
+    """What became of parameters that the user has set to 3, after a step that changes nothing."""
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    with optimizer.full_parameters(writeback=True):
+        for parameter in model.parameters():
+            parameter.data.fill_(3.0)
+    training.take_step(run, model, optimizer, 1)
+    values = training.whole_parameters(model, optimizer).values()
+    return [float((value - 3.0).abs().max()) for value in values]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_values_that_the_user_has_written_are_kept(ranks: Pool, stage: int) -> None:
+    for error in ranks.run(write_between_steps, run_of(stage, "int4"), ranks=3):
+        assert max(error) < 1e-4  # what was not sent yet of other values in the same groups
+
+
+def change_shares(run: Run, shares: Sequence[Sequence[float]]) -> dict[str, Tensor]:
+    """The parameters after steps, each with other shares."""
+    model, optimizer = training.prepare(run)
+    for step, each in enumerate(shares):
+        optimizer.apply_plan(replace(run.plan, shares=tuple(each)))
+        training.take_step(run, model, optimizer, step)
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_change_of_shares_does_not_change_bits(ranks: Pool, stage: int) -> None:
+    run = run_of(stage, "int4")
+    first, second = (
+        ranks.run(change_shares, run, shares, ranks=3)[0]
+        for shares in ((SHARES,) * 3, (OTHER_SHARES, SHARES, OTHER_SHARES))
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def train_with_nan(run: Run, rank: int) -> str:
