@@ -34,6 +34,7 @@ MEASURING = {
     "host_overhead": "--models llama-1.1b --ranks 4 --stages 3 --layers 2 --rounds 1 --steps 1",
     "largest_base": "--limits 2 1 --largest 48 --width 512",
     "largest_model": "--limits 2 1 --largest 24 --width 256",
+    "learning": "--quick",
     "left_out": "--quick --rounds 2",
     "memory": "--models convolutional --stages 3 --batches 1",
     "optimizers": "--quick --rounds 1",
@@ -48,8 +49,8 @@ MEASURING = {
 """Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
 SLOW = {
     *("allreduce", "checkpoint", "convergence", "drift", "elastic", "gpu_unequal"),
-    *("host_overhead", "largest_base", "largest_model", "left_out", "memory", "optimizers"),
-    *("prediction", "train", "watched_jobs"),
+    *("host_overhead", "largest_base", "largest_model", "learning", "left_out", "memory"),
+    *("optimizers", "prediction", "train", "watched_jobs"),
 }
 """Only with --full: they start ranks or profile. Tests of their parts run always, and so does
 host_overhead.py in test_host_overhead_benchmark.py."""
