@@ -1,15 +1,15 @@
 """Every rank holds the training state that the memory formula predicts.
 
-The count is independent of the engine: it adds the distinct storages of all tensors that the
-garbage collector knows, and of their gradients. Only the buckets in flight are taken from the
-engine's own report, and are listed separately.
+The count is independent of the engine: it is the memory of all tensors that the garbage collector
+knows, and of their gradients. Only the buckets in flight are taken from the engine's own report,
+and are listed separately.
 """
 
 from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -27,6 +27,7 @@ from training import STAGES, Run
 
 import poplar
 from poplar import Plan
+from poplar.system.storage import with_own_storage
 from poplar.zero import unit as units
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.held_memory import HeldMemory
@@ -52,22 +53,44 @@ class Counted:
 
 
 def live_bytes() -> int:
-    """Bytes of all distinct storages of tensors in this process."""
+    """Bytes of the memory of all tensors in this process."""
     gc.collect()
-    storages: dict[int, int] = {}
-
-    def count(tensor: Tensor) -> None:
-        if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-
+    found: list[Tensor] = []
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and type(thing) is not PlaceholderGradient:
-            count(thing)
+            found.append(thing)
             if thing.is_leaf and thing.grad is not None:
-                count(thing.grad)
-    storages.pop(0, None)
-    return sum(storages.values())
+                found.append(thing.grad)
+    return bytes_of(found)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory of tensors, each once.
+
+    A parameter and the flat buffer that it is part of have storages of their own over the same
+    memory. The garbage collector lists them in any order.
+    """
+    storages = [
+        tensor.untyped_storage()
+        for tensor in tensors
+        if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    ]
+    total = last = 0
+    for begin, size in sorted((storage.data_ptr(), storage.nbytes()) for storage in storages):
+        end = begin + size if begin else 0
+        total += max(0, end - max(begin, last))
+        last = max(last, end)
+    return total
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_memory_of_a_buffer_and_of_its_parts_counts_once(order: int) -> None:
+    flat = torch.zeros(100)
+    parts = [with_own_storage(flat[begin : begin + 25]) for begin in (0, 25, 50)]
+    freed, other = torch.zeros(10), torch.zeros(5)
+    freed.untyped_storage().resize_(0)
+    counted = bytes_of([flat, *parts, flat[7:], freed, other][::order])
+    assert (counted, bytes_of(parts[::order])) == (4 * (100 + 5), 4 * 75)
 
 
 def count_bytes(run: Run) -> Counted:
