@@ -284,17 +284,20 @@ def new_group(
         doing: what the call does, for errors.
     """
     groups, first = _NESTING.groups, len(_NESTING.groups)
-    group = Group.of(process_group, timeout, [made for ref in groups if (made := ref())])
-    groups.append(weakref.ref(group))
+    group: Group | None = None
 
     def stop(error: BaseException) -> None:
+        if group is None:
+            return  # `Group.of` has told the other ranks
         reason = stop_reason(group.rank, waiting_in(doing), error, advice=AGAIN)
-        for reference in groups[first:]:
-            made = reference()
-            if made is not None and made.size > 1:
+        later = [made for ref in groups[first:] if (made := ref()) is not None]
+        for made in {group, *later}:
+            if made.size > 1:
                 made.abort(reason)
 
     with _raising(stop):
+        group = Group.of(process_group, timeout, [made for ref in groups if (made := ref())])
+        groups.append(weakref.ref(group))
         yield group
 
 

@@ -92,8 +92,9 @@ class MicroBatchLoop(Iterator[Any]):
             raise RuntimeError(self._why_ended)
         if self._ended:
             raise StopIteration
-        try:
-            with self._call():
+        # An error before the call begins leaves the loop running: `close` abandons the step.
+        with self._call():
+            try:
                 rest = self._open()
                 self._passes.end_user_pass(rest)
                 while rest:
@@ -101,9 +102,9 @@ class MicroBatchLoop(Iterator[Any]):
                     if self._passes.begin_user_pass(micro_batch, rest):
                         return micro_batch.batch
                 self._passes.finish_user_passes()
-        except BaseException:
-            self._ended = True
-            raise
+            except BaseException:
+                self._ended = True
+                raise
         self._ended = True
         raise StopIteration
 

@@ -33,6 +33,7 @@ from training import STAGES
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.zero import collective_calls
 
 RANKS = 2
 DEADLINE = timedelta(seconds=20)
@@ -41,11 +42,24 @@ SECONDS = 10.0
 TRANSPORTS = ("shared_memory", "process_group")
 
 
+_OPTIMIZER = "poplar.optimizer.HeteroZeroOptimizer"
+_CHECKPOINT = "poplar.checkpoint"
+_CALLS = "poplar.zero.collective_calls"
+_LOOP = "poplar.zero.micro_batch_loop.MicroBatchLoop"
 BEFORE = {
-    *("micro_batches", "full_parameters", "_full_parameters", "save_checkpoint", "load_checkpoint"),
-    *("collective_call", "collective_calls", "running", "_raising", "enter", "leave", "__del__"),
+    *(f"{_OPTIMIZER}.{name}" for name in ("micro_batches", "is_active", "full_parameters")),
+    *(f"{_OPTIMIZER}._full_parameters{part}" for part in ("", ".<locals>.running")),
+    *(f"{_CHECKPOINT}.save.{name}" for name in ("save_checkpoint", "save_now")),
+    *(f"{_CHECKPOINT}.load.{name}" for name in ("load_checkpoint", "load_as")),
+    *(f"{_CHECKPOINT}.manager.CheckpointManager.{n}" for n in ("load_latest", "collective_calls")),
+    *(f"{_CALLS}.{name}" for name in ("_raising", "_Nesting.enter")),
+    *(f"{_CALLS}.CollectiveCalls.{name}" for name in ("call", "running")),
+    f"{_CALLS}.collective.<locals>.collective_call",
+    *(f"{_LOOP}.{name}" for name in ("__init__", "__enter__", "__exit__", "close", "is_running")),
 }
-"""Functions that are entered before a collective method begins, or at any time."""
+"""Functions that a rank enters before it begins a collective call, or between two calls. An error
+there is its own alone: the program may go on with the call that the others make."""
+AT_ANY_TIME = ("__del__", "leave")
 
 
 class Fault(Exception):
@@ -85,6 +99,7 @@ class Calls:
     ) -> None:
         """`after`: count from the first call of this function on, `Group.of` for instance."""
         self.place, self.kind, self.after = place, kind, after
+        self.has_begun = False
         self.count = 0
         self.fired = ""
         self.fired_at = 0.0
@@ -92,10 +107,11 @@ class Calls:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         module = frame.f_globals.get("__name__", "")
         name = frame.f_code.co_name
-        if event != "call" or self.fired or not is_of_step(module, name):
+        if event != "call" or self.fired or not is_of_step(frame, self.has_begun):
             return
         if self.after:
-            self.after = "" if name == self.after else self.after
+            if name == self.after:
+                self.after, self.has_begun = "", True
             return
         if self.place is not None and not name.startswith(self.place.name):
             return
@@ -113,15 +129,27 @@ class Calls:
             sys.setprofile(None)
 
 
-def is_of_step(module: str, name: str) -> bool:
-    """Whether a function is called in a collective method, and not before it begins."""
+def is_of_step(frame: FrameType, begun: bool) -> bool:
+    """Whether a function is called in a collective method, and not before it begins.
+
+    `begun`: it has begun in any case.
+    """
+    module, code = frame.f_globals.get("__name__", ""), frame.f_code
     if module == __name__:
-        return name.startswith("user_")
-    before_the_call = name.startswith("__") or name in ("close", "is_running")
-    if module == "poplar.zero.micro_batch_loop" and before_the_call:
-        return False
+        return code.co_name.startswith("user_")
     # The end of an `any` finalizes its expression, and no error of a finalizer leaves it.
-    return module.startswith("poplar.") and name not in BEFORE and name != "<genexpr>"
+    if not module.startswith("poplar.") or code.co_name in (*AT_ANY_TIME, "<genexpr>"):
+        return False
+    return f"{module}.{code.co_qualname}" not in BEFORE or begun or has_begun(frame)
+
+
+def has_begun(frame: FrameType | None) -> bool:
+    """Whether this rank is in a collective call, or in the loop over a step's micro-batches."""
+    if collective_calls._NESTING.depth:
+        return True
+    while frame is not None and frame.f_code.co_qualname != "MicroBatchLoop.__next__":
+        frame = frame.f_back
+    return frame is not None and frame.f_locals["self"].is_running
 
 
 # On ranks
@@ -434,6 +462,26 @@ def test_an_error_at_any_call_reaches_all_ranks(ranks: Pool, case: Case) -> None
     counts = [count for count, _, _ in ranks.run(count_calls, case, ranks=RANKS)]
     places = sampled_places(case, counts, choose(quick=1, full=10))
     check(case, places, ranks.run(fail_at, case, places, ranks=RANKS, timeout=60 * len(places)))
+
+
+def test_an_error_where_a_rank_begins_the_next_pass_reaches_all_ranks(ranks: Pool) -> None:
+    case = Case(1, open_form=True, transport="process_group", step=1, interrupt=True)
+    names = ("__next__", "running", "_raising")
+    places = [Place(number % RANKS, 2, name) for number, name in enumerate(names)]
+    by_rank = ranks.run(fail_at, case, places, ranks=RANKS, timeout=240)
+    check(case, places, by_rank)
+    for place, outcomes in zip(places, zip(*by_rank, strict=True), strict=True):
+        assert outcomes[place.rank].fired.endswith(place.name)
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("method", ["", "save_checkpoint", "load_latest"])
+def test_an_error_at_the_first_call_reaches_all_ranks(
+    ranks: Pool, method: str, tmp_path: Path
+) -> None:
+    case = Case(1, False, "process_group", step=0, interrupt=True, method=method)
+    places = [Place(1, 1)]
+    check(case, places, ranks.run(fail_at, case, places, str(tmp_path), ranks=RANKS))
 
 
 @pytest.mark.every_combination
