@@ -30,6 +30,8 @@ from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.checkpoint.state_dicts.place import Place, canonical, places_of
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.checkpoint.training_state import (
+    SENT,
+    STEPS,
     Checkpointed,
     TrainingParts,
     check_idle,
@@ -185,7 +187,9 @@ class Load:
         """Optimizer state by name in the checkpoint, in memory of its own."""
         self.optimizer_state = self._loaded_state(keys)
         self._values = dict(self._value_targets())
+        self._sent = dict(self._sent_targets())
         opened.check_complete(self._values)
+        opened.check_complete(self._sent)
         opened.check_complete(self._to_read)
         self._read_further_values(wanted, stored.keys() - self._model.keys())
 
@@ -208,6 +212,9 @@ class Load:
         self._own = opened.value(own) if as_many else None
         if self._own is not None:
             self._check_own(own, self._own)
+        self._steps = opened.value(STEPS) if STEPS in opened.described else None
+        if self._steps is not None and not (isinstance(self._steps, int) and self._steps >= 0):
+            raise DamagedCheckpoint(opened.folder / METADATA, f"{STEPS!r} is {self._steps!r}")
         has_scaler = parts.scaler is not None and SCALER in opened.described
         self._scaler = opened.value(SCALER) if has_scaler else None
 
@@ -230,7 +237,7 @@ class Load:
     @property
     def targets(self) -> Mapping[str, Tensor]:
         """By name in the checkpoint, the memory for all that is read."""
-        return {**self._to_read, **self._values}
+        return {**self._to_read, **self._values, **self._sent}
 
     def read_optimizer_state(self) -> None:
         """Read this rank's part of the optimizer state, which is not used yet. Local."""
@@ -276,6 +283,11 @@ class Load:
         for flat in self.parts.engine.flats:
             if flat.trained and flat.shard is not flat.master:
                 flat.shard.copy_(flat.master)
+        self.opened.read_into(self._sent)
+        for flat in self.parts.engine.trained:
+            flat.mark_sent()
+        if self._steps is not None:
+            strategy.continue_after(self._steps)
         self.optimizer_state.apply()  # which allocates, so it may fail
 
     def send_values(self) -> None:
@@ -385,6 +397,12 @@ class Load:
             if place := places.get(id(value)):
                 target = place.shard(stored_values(place.flat), place.flat.owned[0])
             yield self._masters.get(name, self._stored_names[name]), target
+
+    def _sent_targets(self) -> Iterator[tuple[str, Tensor]]:
+        """What all ranks compute with, if this optimizer sends differences and they were saved."""
+        for place in places_of(self.parts.engine.trained):
+            if place.flat.sends_differences and SENT + place.name in self.opened.described:
+                yield SENT + place.name, place.shard(place.flat.shard, place.flat.owned[0])
 
 
 def _is_object(value: Any) -> bool:

@@ -17,12 +17,18 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from poplar.checkpoint.frozen_base import base_of
 from poplar.checkpoint.state_dicts.place import Place, canonical, names_of, places_of
+from poplar.values.communication import EXACT
 from poplar.values.plan import Plan
 from poplar.zero.collective_calls import CollectiveCalls
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.update import ShardedUpdate
+
+STEPS = "communication.steps"
+"""The number of steps, by which compression is seeded."""
+SENT = "communication.sent."
+"""Of a parameter, the values of all ranks: see [Note: differences] in `zero.stages.strategy`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +119,23 @@ def saved_entries(parts: TrainingParts, *, frozen: bool, rank: int | None = None
     optim: dict[str, Any] = {"state": saved_optimizer_state(parts, rank)}
     if rank == 0:
         optim["param_groups"] = saved_groups(parts)
-    values, paths = flatten_state_dict({"model": model, "optim": optim})
+    whole_state = {"model": model, "optim": optim, **_communication_state(parts, rank)}
+    values, paths = flatten_state_dict(whole_state)
     paths.update({alias: ("model", alias.removeprefix("model.")) for alias in aliases})
     return Entries(values=values, paths=paths, aliases=aliases)
+
+
+def _communication_state(parts: TrainingParts, rank: int) -> dict[str, Any]:
+    """What compressed communication adds, so that training goes on with the same bits."""
+    strategy = parts.engine.strategy
+    if strategy.communication == EXACT:
+        return {}
+    sent = {
+        place.name: place.saved_shard(flat.shard, flat.owned[0], rank)
+        for place in places_of(parts.engine.trained)
+        if (flat := place.flat).sends_differences
+    }
+    return {"communication": {"sent": sent, **({"steps": strategy.steps} if rank == 0 else {})}}
 
 
 def saved_groups(parts: TrainingParts) -> list[dict[str, Any]]:

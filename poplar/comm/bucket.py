@@ -112,7 +112,7 @@ class Encoded(Codec):
         for start, stop in parts:
             end = begin + stop - start
             target = encoded[self.wire_numel(begin) : self.wire_numel(end)]
-            self.encode(target, sums[begin:end], start)
+            self.encode(target, [sums[begin:end]], [0], start)
             begin = end
         return encoded
 
@@ -127,9 +127,15 @@ class Encoded(Codec):
         assert not accumulate  # what is encoded already would be rounded again
         ops.encode_(data, gradients, offsets, weight, self.bits, first=0, key=self.key)
 
-    def encode(self, target: Tensor, values: Tensor, first: int) -> None:
-        """Write the codes of flat values from element `first` of the whole buffer on."""
-        ops.encode_(target, [values], [0], 1.0, self.bits, first=first, key=self.key)
+    def encode(
+        self, target: Tensor, values: Sequence[Tensor], offsets: Sequence[int], first: int
+    ) -> None:
+        """Write the codes of a slice from element `first` of the whole buffer on.
+
+        Args:
+            offsets: of the values in the slice; what is between them is 0.
+        """
+        ops.encode_(target, values, offsets, 1.0, self.bits, first=first, key=self.key)
 
     def decode(self, out: Tensor, encoded: Tensor, *, accumulate: bool = False) -> None:
         """Write the values that were encoded, or add them."""

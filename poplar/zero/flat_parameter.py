@@ -387,6 +387,11 @@ class FlatParameter(UnshardedBuffer):
         low, high = (min(max(bound - offset, 0), numel) for bound in self.owned)
         return low, high
 
+    def owned_part(self, position: int) -> slice | None:
+        """Of one parameter, the owned elements, relative to the owned part; None if empty."""
+        offset = self.offsets[position]
+        return self.intersect_owned(offset, offset + self.parameters[position].numel())
+
     def intersect_owned(self, start: int, stop: int) -> slice | None:
         """The part of `[start, stop)` that is owned, relative to the owned part; None if empty."""
         low, high = max(start, self.owned[0]), min(stop, self.owned[1])

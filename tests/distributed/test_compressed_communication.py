@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ from reference import Recipe
 from torch import Tensor
 from training import STAGES, Run
 
-from poplar import HeteroZeroOptimizer, Plan, RankFailed
+from poplar import HeteroZeroOptimizer, Plan, RankFailed, load_checkpoint, save_checkpoint
 from poplar.comm import Encoded
 from poplar.comm.shard_layout import Layout
 from poplar.values.communication import Communication
 
+NOTHING = (torch.zeros(1), torch.zeros(1))
 MICRO_BATCHES = ((3, 1), (1, 0), (0, 1))
 SHARES = (0.6, 0.4, 0.0)
 OTHER_SHARES = (0.1, 0.2, 0.7)
@@ -140,9 +142,13 @@ def differences(run: Run, settling: int) -> list[tuple[Tensor, Tensor]]:
     found = []
     for _ in range(settling):
         training.take_step(run, model, optimizer, 0)
-        flats = optimizer._engine.trained
-        masters = torch.cat([flat.master.clone() for flat in flats])
-        found.append((masters, torch.cat([flat.shard.float() for flat in flats])))
+        parts = [
+            (flat.master[part].clone(), flat.shard[part].clone())
+            for flat in optimizer._engine.trained
+            for position in range(len(flat.parameters))
+            if (part := flat.owned_part(position)) is not None
+        ]
+        found.append(tuple(map(torch.cat, zip(*parts, strict=True))) if parts else NOTHING)
     return found
 
 
@@ -207,6 +213,37 @@ def test_a_change_of_shares_does_not_change_bits(ranks: Pool, stage: int) -> Non
         for shares in ((SHARES,) * 3, (OTHER_SHARES, SHARES, OTHER_SHARES))
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def save_in_the_middle(run: Run, folder: str) -> dict[str, Tensor]:
+    """The parameters after three steps, of which two were taken after a checkpoint."""
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    save_checkpoint(folder, optimizer)
+    for step in (1, 2):
+        training.take_step(run, model, optimizer, step)
+    return training.whole_parameters(model, optimizer)
+
+
+def resume(run: Run, folder: str) -> dict[str, Tensor]:
+    model, optimizer = training.prepare(run)
+    load_checkpoint(folder, optimizer)
+    for step in (1, 2):
+        training.take_step(run, model, optimizer, step)
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_resumes_with_the_same_bits_under_other_shares(
+    ranks: Pool, stage: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved")
+    saved = ranks.run(save_in_the_middle, run_of(stage, "int4"), folder, ranks=3)[0]
+    for shares in (SHARES, OTHER_SHARES):
+        resumed = ranks.run(resume, run_of(stage, "int4", shares), folder, ranks=3)[0]
+        assert all(torch.equal(saved[name], resumed[name]) for name in saved)
+    exact = ranks.run(resume, run_of(stage, "exact"), folder, ranks=3)[0]
+    assert not all(torch.equal(saved[name], exact[name]) for name in saved)
 
 
 def train_with_nan(run: Run, rank: int) -> str:

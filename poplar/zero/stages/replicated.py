@@ -62,7 +62,7 @@ class Replicated(LocalAccumulation):
 
     def _reduction(self, flat: FlatParameter, codec: Codec) -> Work:
         """Starts the all-gather when it ends, overlapping with the next reductions."""
-        encoded = self.next_codec()
+        encoded = self.next_codec(flat, self.communication.gradients)
         gather = (
             partial(self._all_gather, flat)
             if encoded is None
@@ -81,7 +81,7 @@ class Replicated(LocalAccumulation):
         rank, layout = self.comm.group.rank, codec.wire_layout(flat.layout)
         encoded = torch.empty(layout.numel, dtype=codec.wire_dtype, device=flat.device)
         own = own_slice(flat.gradient, flat.layout, rank)
-        codec.encode(own_slice(encoded, layout, rank), own, flat.layout.bounds(rank)[0])
+        codec.encode(own_slice(encoded, layout, rank), [own], [0], flat.layout.bounds(rank)[0])
         what = f"the gradients of {flat.name}"
         gathered = self.comm.all_gather(encoded, layout, what=what)
         decode = partial(codec.decode, flat.gradient, encoded)

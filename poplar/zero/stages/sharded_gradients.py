@@ -30,6 +30,7 @@ class ShardedGradients(Strategy):
 
     def prepare(self, units: Sequence[Unit]) -> None:
         """Allow all reductions of a unit at once, overlapping with the next unit's backward."""
+        super().prepare(units)
         most = max((len(unit.trained) for unit in units), default=0)
         self.reductions.allow(1 + most)
 
@@ -41,7 +42,7 @@ class ShardedGradients(Strategy):
         accumulate = flat in self._started
         self.reductions.make_room()
         gradients, offsets = flat.take_gradients(weight)
-        codec = self.next_codec() or self.codec
+        codec = self.next_codec(flat, self.communication.gradients) or self.codec
         bucket = self.comm.buffer(flat.layout, codec.wire_dtype, flat.device, codec)
         bucket.pack(gradients, offsets, weight)
         del gradients  # free them before the next unit's gradients are allocated

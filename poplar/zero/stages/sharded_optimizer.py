@@ -47,7 +47,7 @@ class LocalAccumulation(Strategy):
         if flat.is_local:
             flat.squares.copy_(ops.block_sums_of_squares(flat.gradient))
             return
-        codec = self.next_codec() or self.codec
+        codec = self.next_codec(flat, self.communication.gradients) or self.codec
         if codec.wire_dtype is not torch.float32 or self.comm.takes_memory:
             self.reductions.make_room()
         self.reductions.start(lambda: self._reduction(flat, codec))

@@ -21,9 +21,9 @@ from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.stages.sharded_gradients import ShardedGradients
+from poplar.zero.stages.strategy import encode_owned
 from poplar.zero.unit import Unit
 
-_FIRST_WEIGHT = 1 << 19
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Types by bytes of an element, to compare bits."""
 
@@ -50,17 +50,10 @@ class ShardedParameters(ShardedGradients):
         self._pending_unshards: dict[Unit, list[Work]] = {}
         self._unsharded_persistent: dict[Unit, None] = {}
         """Persistent units that are unsharded in this step, in that order."""
-        self._numbers: dict[FlatParameter, int] = {}
-        """Of the trained flat parameters, other numbers than those of gradients."""
         self._rounded: set[FlatParameter] = set()
         """Flat parameters whose unsharded values were compressed."""
         self._noted: dict[FlatParameter, Tensor] = {}
         """Whether each owned byte of the unsharded values has been changed since."""
-
-    def prepare(self, units: Sequence[Unit]) -> None:
-        super().prepare(units)
-        trained = [flat for unit in units for flat in unit.trained]
-        self._numbers = {flat: _FIRST_WEIGHT + number for number, flat in enumerate(trained)}
 
     def allocate(self, flat: FlatParameter, layout: Layout) -> None:
         low, high = owned = self.owned_part(layout, self.comm.group.rank)
@@ -123,14 +116,15 @@ class ShardedParameters(ShardedGradients):
 
     def _codec_of(self, flat: FlatParameter) -> Encoded | None:
         """How weights are compressed in this step: to the same bits whenever they are unsharded."""
-        return self._codec(self._communication.parameters, self._numbers[flat])
+        return self._codec(flat, self.communication.parameters, 0)
 
     def _gather_encoded(self, flat: FlatParameter, codec: Encoded, what: str) -> Work:
         """Every rank, the owner included, gets the values that the owner has encoded."""
         self._rounded.add(flat)
         layout = codec.wire_layout(flat.layout)
         encoded = torch.empty(layout.numel, dtype=codec.wire_dtype, device=flat.device)
-        codec.encode(own_slice(encoded, layout, self.comm.group.rank), flat.shard, flat.owned[0])
+        own = own_slice(encoded, layout, self.comm.group.rank)
+        encode_owned(codec, own, flat, flat.shard)
         gathered = self.comm.all_gather(encoded, layout, what=what)
         return CallbackWork(gathered, partial(codec.decode, flat.values, encoded))
 
@@ -189,7 +183,7 @@ class ShardedParameters(ShardedGradients):
             return flat.shard
         numel, sent = codec.wire_numel(flat.shard.numel()), torch.empty_like(flat.shard)
         encoded = torch.empty(numel, dtype=codec.wire_dtype, device=flat.device)
-        codec.encode(encoded, flat.shard, flat.owned[0])
+        encode_owned(codec, encoded, flat, flat.shard)
         codec.decode(sent, encoded)
         return sent
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -67,9 +67,11 @@ class Strategy(ABC):
         self.codec = Codec(reduce_dtype)
         self.steps = 0
         """Steps that have ended on all ranks, which the rounding of gradients is seeded by."""
-        self._communication = EXACT
-        self._encoded = 0
-        """What this step has encoded so far, in the order of all ranks."""
+        self.communication = EXACT
+        """The precision of what is sent."""
+        self._numbers: dict[FlatParameter, int] = {}
+        self._sent: Counter[FlatParameter] = Counter()
+        """What this step has compressed so far of each flat parameter."""
         self.streams = streams_of(device, waits_on_stream=comm.waits_on_stream)
         if self.streams.asynchronous and comm.group.trace.clock is None:
             comm.group.trace.use_clock(DeviceClock(self.streams))
@@ -85,6 +87,8 @@ class Strategy(ABC):
 
     def prepare(self, units: Sequence[Unit]) -> None:
         """Configure the strategy for the units of a model."""
+        trained = (flat for unit in units for flat in unit.trained)
+        self._numbers = {flat: number for number, flat in enumerate(trained)}
 
     def sharded(self, units: Sequence[Unit]) -> tuple[Unit, ...]:
         """The units whose parameters are sharded: all, or none."""
@@ -96,27 +100,26 @@ class Strategy(ABC):
 
     def communicate(self, communication: Communication) -> None:
         """Set the precision of what is sent. Called between steps, equally on all ranks."""
-        self._communication = communication
+        self.communication = communication
 
     @property
     def sends_differences(self) -> bool:
         """Whether updates are sent by [Note: differences]."""
-        return self.sends_updates and self._communication.parameters != "exact"
+        return self.sends_updates and self.communication.parameters != "exact"
 
-    def next_codec(self, precision: Precision | None = None) -> Encoded | None:
-        """How what is sent next is compressed, by default gradients; None: not at all.
+    def next_codec(self, flat: FlatParameter, precision: Precision) -> Encoded | None:
+        """How what is sent of `flat` next is compressed; None: not at all. Equal on all ranks."""
+        self._sent[flat] += 1
+        return self._codec(flat, precision, self._sent[flat])
 
-        Called in the same order on all ranks.
-        """
-        self._encoded += 1
-        return self._codec(precision or self._communication.gradients, self._encoded)
-
-    def _codec(self, precision: Precision, number: int) -> Encoded | None:
+    def _codec(self, flat: FlatParameter, precision: Precision, number: int) -> Encoded | None:
         """As `next_codec`, of what has this number in the step."""
         bits = BITS[precision]
-        if not bits or self.steps < self._communication.warmup_steps:
+        if not bits or self.steps < self.communication.warmup_steps:
             return None
-        return Encoded(bits=bits, key=(self.steps << 32) + (number << 12))
+        # Not by the order in which ranks send, which is another one in the first step of a run.
+        seed = self._numbers[flat] + len(self._numbers) * number
+        return Encoded(bits=bits, key=(self.steps << 32) + (seed << 12))
 
     def gather_updates(self) -> None:
         """Ranks run other kernels, so that equal gradients may give other bits there."""
@@ -269,7 +272,7 @@ class Strategy(ABC):
         self.reductions.finish()  # of a step that was closed with an error; its waits count there
         self.timing.begin_step()
         self.comm.trim()
-        self._encoded = 0
+        self._sent.clear()
 
     def continue_after(self, steps: int) -> None:
         """Count on from a step, of a checkpoint or of another engine."""
@@ -285,7 +288,7 @@ class Strategy(ABC):
         pending: deque[tuple[Work, str]] = deque()
         for flat in flats:
             what = f"the new values of {flat.name}"
-            codec = self.next_codec(self._communication.parameters)
+            codec = self.next_codec(flat, self.communication.parameters)
             if codec is None or not flat.sends_differences:
                 pending.append((self._send_values(flat, what), what))
             else:
@@ -312,9 +315,10 @@ class Strategy(ABC):
         return self.comm.all_gather(flat.values, flat.layout, what=what)
 
     def _send_difference(self, flat: FlatParameter, codec: Encoded, what: str) -> Work:
-        layout, own = codec.wire_layout(flat.layout), flat.master - flat.shard
+        layout = codec.wire_layout(flat.layout)
         encoded = torch.empty(layout.numel, dtype=codec.wire_dtype, device=flat.device)
-        codec.encode(own_slice(encoded, layout, self.comm.group.rank), own, flat.owned[0])
+        own = own_slice(encoded, layout, self.comm.group.rank)
+        encode_owned(codec, own, flat, flat.master - flat.shard)
 
         def add() -> None:
             codec.decode(flat.values, encoded, accumulate=True)
@@ -373,6 +377,13 @@ class Strategy(ABC):
     def wait(self, pending: Work, what: str) -> None:
         """Wait for a collective before the compute stream continues."""
         self.timing.wait_for(pending, what)
+
+
+def encode_owned(codec: Encoded, target: Tensor, flat: FlatParameter, values: Tensor) -> None:
+    """Encode values of the owned part, without the padding, whose noise no checkpoint has."""
+    parts = [part for at in range(len(flat.parameters)) if (part := flat.owned_part(at))]
+    offsets = [part.start for part in parts]
+    codec.encode(target, [values[part] for part in parts], offsets, flat.owned[0])
 
 
 def _copy_overlap(target: Tensor, target_start: int, source: Tensor, source_start: int) -> None:
