@@ -111,9 +111,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, choices=range(4), **several, help="(default: all)")
     parser.add_argument(
         "--policies",
-        choices=("even", "flops", "paper", "exact", "programme"),
+        choices=("even", "flops", "paper", "exact", "int8", "int4", "programme"),
         **several,
-        help="policies of Poplar",
+        help="policies of Poplar; int8 and int4 are the plan of exact, compressed, beside it",
     )
     parser.add_argument(
         "--peers", choices=("ddp", "fsdp2", "deepspeed"), nargs="*", help="(default: all)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ import poplar
 from head_to_head.calibration import LARGEST_BATCH
 from head_to_head.clusters import Cluster
 from head_to_head.engine import Configuration
-from head_to_head.peers import PEERS, UNEVEN_PEERS
+from head_to_head.peers import COMPRESSED, COMPRESSED_PEERS, COMPRESSING, PEERS, UNEVEN_PEERS
 from head_to_head.task import Task
 from head_to_head.workers import WorkerContext
 from poplar import ClusterProfile, Plan
@@ -19,6 +19,7 @@ from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.exported_graph import export_loss
 from poplar.programmes.run.programme_training import sampling_plan
 from poplar.programmes.search.decision import plan_programme
+from poplar.values.communication import Communication
 
 EXAMPLE_SAMPLES = 8
 UNFACTORED = "unfactored"
@@ -92,12 +93,13 @@ def propose(
             )
 
         for policy in policies:
-            if policy == PROGRAMME:
+            if policy == PROGRAMME or policy in COMPRESSING:
                 continue
             if policy == "exact":
                 plans = {policy: tuned("auto")}
                 if plans[policy].factored:
                     plans[UNFACTORED] = tuned("never")
+                plans |= _compressed(plans.get(UNFACTORED, plans[policy]), policies)
             else:
                 found = poplar.search(
                     profile,
@@ -115,6 +117,15 @@ def propose(
     if PROGRAMME in policies:
         proposals += _programmes(task, profile, proposals)
     return profile, tuple(proposals)
+
+
+def _compressed(plan: Plan, policies: Sequence[str]) -> Mapping[str, Plan]:
+    """The plan with compressed communication, by policy."""
+    return {
+        policy: replace(plan, communication=Communication.of(policy, plan.stage), prediction=None)
+        for policy in COMPRESSING
+        if policy in policies
+    }
 
 
 def _programmes(
@@ -160,6 +171,16 @@ def peers(cluster: Cluster, task: Task, stages: Sequence[int]) -> Iterator[Confi
                 provider=provider,
                 stage=stage,
                 policy="even",
+                plan=Plan.even(cluster.size, task.global_batch, micro_batch, stage),
+                ranks=tuple(range(cluster.size)),
+            )
+    for name, (provider, stage) in COMPRESSED_PEERS.items():
+        if stage in stages and cluster.hosts:
+            yield Configuration(
+                name=name,
+                provider=provider,
+                stage=stage,
+                policy=COMPRESSED,
                 plan=Plan.even(cluster.size, task.global_batch, micro_batch, stage),
                 ranks=tuple(range(cluster.size)),
             )

@@ -12,6 +12,16 @@ PEERS = {
     "DeepSpeed ZeRO-3": ("deepspeed", 3),
 }
 """Provider and ZeRO stage of each engine in its usual form (even batches), by name."""
+COMPRESSING = ("int8", "int4")
+"""Not policies of `poplar.search`: Poplar's plan "exact" with compressed communication."""
+COMPRESSED_PEERS = {
+    "DDP, bf16 gradients": ("ddp_bf16", 0),
+    "DDP, PowerSGD of rank 4": ("ddp_powersgd", 0),
+}
+"""DDP with the communication hooks of torch, where links are slow. Their gradients are not exact,
+so they do not count as peers in thresholds either."""
+COMPRESSED = "compressed"
+"""Their policy."""
 UNEVEN_PEERS = {
     "DDP, uneven batches": ("ddp", 0),
     "FSDP2, uneven batches": ("fsdp2", 3),

@@ -224,7 +224,7 @@ def _trials(
         *configurations.uneven_peers(cluster, task, settings.stages, before.speeds),
     ]
     for configuration in peers:
-        if configuration.provider in settings.peers:
+        if configuration.provider.partition("_")[0] in settings.peers:
             yield Trial(configuration, groups[worker_group(configuration)])
     if settings.subsets:
         for configuration in configurations.subset_configurations(cluster, task, before.speeds):

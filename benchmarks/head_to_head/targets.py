@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rows import Row, Target
 
-from head_to_head.peers import PEERS
+from head_to_head.peers import COMPRESSED, COMPRESSING, PEERS
 from head_to_head.row import comparisons_of, is_peer, is_plan
 
 BALANCE_OF_IDEAL = 0.95
@@ -17,6 +17,8 @@ OF_SUM_SAMPLES = 32
 """Least samples per rank and step for a threshold on the fraction of the sum of speeds."""
 OVER_DEEPSPEED = {"2:1:1": {0: 1.15, 1: 1.4, 2: 1.4, 3: 1.4}, "8:1": dict.fromkeys(range(4), 3.9)}
 OVER_BEST_PEER = 1.12
+OVER_EXACT = 2.0
+"""Where links are slow."""
 EQUAL_RANKS = 0.97
 PEAK_MEMORY = 1.0
 LOSS = 1e-4
@@ -39,7 +41,12 @@ def targets(rows: Sequence[Row]) -> Iterator[Target]:
                 yield from _of_plan(case, row, own)
             if is_plan(row, "even", "exact") and not row["unequal"]:
                 yield from _of_equal_ranks(case, row, own)
-        differences = [row["loss_difference"] for row in own]
+        yield from _of_compression(f"{name}{few}", own)
+        differences = [
+            row["loss_difference"]
+            for row in own
+            if row["policy"] != COMPRESSED and not is_plan(row, *COMPRESSING)
+        ]
         known = [difference for difference in differences if difference is not None]
         if known:
             yield Target(
@@ -76,6 +83,17 @@ def _of_plan(case: str, row: Row, own: Sequence[Row]) -> Iterator[Target]:
         all_peers = PEERS.keys() <= row["over"].keys()
         over_best = min(row["over"][peer] for peer in PEERS) if all_peers else None
         yield from target("fastest plan over the best peer", over_best, OVER_BEST_PEER)
+
+
+def _of_compression(case: str, own: Sequence[Row]) -> Iterator[Target]:
+    """The fastest plan with compressed communication over the fastest exact one."""
+    compressed = [row["p50_speed"] for row in own if is_plan(row, *COMPRESSING)]
+    if compressed:
+        speeds = [row["p50_speed"] or 0.0 for row in own if is_plan(row, "even", "exact")]
+        fastest = max((speed or 0.0 for speed in compressed), default=0.0)
+        value = fastest / max(speeds) if any(speeds) else None
+        what = "compressed over the fastest exact plan"
+        yield Target(case=case, what=what, value=value, wanted=OVER_EXACT)
 
 
 def _of_equal_ranks(case: str, row: Row, own: Sequence[Row]) -> Iterator[Target]:
