@@ -15,6 +15,7 @@ from itertools import product
 from typing import NamedTuple
 
 from poplar.planner.collective_costs import rate_seconds
+from poplar.planner.encoded_costs import least_ratios
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
 
@@ -121,12 +122,11 @@ def active_sets(
     """
     rates = [_samples_per_second(device, max_micro_batch) for device in cluster.devices]
     network, names = cluster.network, _hosts(cluster)
+    measured = 0.0 if may_factor else network.reduce_scatter_seconds, network.all_gather_seconds
     reduced, gathered = (
-        measured / by_rates if by_rates else 0.0
-        for measured, by_rates in zip(
-            (0.0 if may_factor else network.reduce_scatter_seconds, network.all_gather_seconds),
-            rate_seconds(network),
-            strict=True,
+        ratio * seconds / by_rates if by_rates else 0.0
+        for ratio, seconds, by_rates in zip(
+            least_ratios(cluster), measured, rate_seconds(network), strict=True
         )
     )
 

@@ -179,8 +179,10 @@ def _scaled(measured: float, levels: tuple[Level, ...], hosts: tuple[int, ...]) 
     even = CollectiveCost(0.0, levels, hosts).seconds((1.0 / n,) * n)
     scale = measured / even if n > 1 and even > 0.0 else 0.0
     least = 0.0 if scale else measured
-    scaled = []
-    for level in levels:
-        known = {lines: tuple(line.times(scale) for line in lines) for lines in set(level)}
-        scaled.append(tuple(map(known.__getitem__, level)))
-    return CollectiveCost(least, tuple(scaled), hosts)
+    return CollectiveCost(least, tuple(level_times(level, scale) for level in levels), hosts)
+
+
+def level_times(level: Level, factor: float) -> Level:
+    """The level with `factor` times the seconds."""
+    known = {lines: tuple(line.times(factor) for line in lines) for lines in set(level)}
+    return tuple(map(known.__getitem__, level))

@@ -33,11 +33,13 @@ from poplar.planner.communication_schedule import (
     Synchronization,
     schedules,
 )
+from poplar.planner.encoded_costs import with_encoding
 from poplar.planner.factored_costs import Exchange, exchanges_of, seconds_of_exchange
-from poplar.planner.memory_model import Caps, RankMemory, rank_memory
+from poplar.planner.memory_model import Caps, RankMemory, rank_memory, sent_gradients
 from poplar.planner.recomputed_curves import with_recomputed_units
 from poplar.step.moments import elements_of
 from poplar.step.units import StepUnits
+from poplar.values.communication import EXACT
 from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, Plan
 from poplar.values.profile import ClusterProfile
 
@@ -126,10 +128,13 @@ class StageCosts:
     @property
     def _gather_part(self) -> float:
         """Seconds of an all-gather over those of one and a reduction."""
-        network = self.cluster.network
-        both = network.all_gather_seconds + network.reduce_scatter_seconds
-        is_used = both > 0.0 and self.cluster.model.unit_forward_fraction
-        return network.all_gather_seconds / both if is_used else 0.5
+        network, even = self.cluster.network, (1.0 / self.cluster.world_size,)
+        gather, reduce = network.all_gather_seconds, network.reduce_scatter_seconds
+        if self.cluster.communication != EXACT:
+            gather = self.collectives.all_gather.seconds(even * self.cluster.world_size)
+            reduce = self.collectives.reduce_scatter.seconds(even * self.cluster.world_size)
+        is_used = gather + reduce > 0.0 and self.cluster.model.unit_forward_fraction
+        return gather / (gather + reduce) if is_used else 0.5
 
     @property
     def schedule(self) -> CommunicationSchedule:
@@ -154,6 +159,13 @@ class StageCosts:
     @cached_property
     def collectives(self) -> CollectiveCosts:
         """`R(p)` and `G(p)`."""
+        return with_encoding(
+            self.exact_collectives, self.cluster, self.stage, self._measured_buffers
+        )
+
+    @property
+    def exact_collectives(self) -> CollectiveCosts:
+        """As measured, whatever is encoded."""
         network = self.cluster.network
         buffers = self._measured_buffers if network.collective_latency_seconds else 1
         return CollectiveCosts.of(network, buffers)
@@ -188,7 +200,10 @@ class StageCosts:
         the whole model.
         """
         model, keeps = self.cluster.model, self.cluster.network.receive_buffers
-        each = elements_of(model, self.stage, len(shares), keeps).received.per_share
+        each = max(
+            elements_of(model, self.stage, len(shares), keeps, sent).received.per_share
+            for sent in sent_gradients(self.cluster, self.stage)
+        )
         at_once = self.layout.reductions_in_flight if keeps == "freed" else len(self.layout.numels)
         cuts = dict(self.unit_shares)
 
@@ -265,8 +280,10 @@ class StageCosts:
 
     @cached_property
     def most_hidden_seconds(self) -> float:
-        """The limit of negative residuals. Infinite without factors: residuals were measured so."""
-        if not self.exchanges:
+        """The limit of negative residuals. Infinite if whole gradients are sent exactly: residuals
+        were measured so.
+        """
+        if not self.exchanges and self.cluster.communication == EXACT:
             return math.inf
         ranks = self.cluster.world_size
         return math.fsum(self.communication((1.0 / ranks,) * ranks))
@@ -400,6 +417,18 @@ def hosting(cluster: ClusterProfile, parts: Sequence[float]) -> ClusterProfile:
     return replace(cluster, devices=tuple(devices))
 
 
+def under_plan(cluster: ClusterProfile, plan: Plan) -> ClusterProfile:
+    """The cluster with the state in host memory and the communication of a plan.
+
+    Raises:
+        ValueError: see `hosting`.
+    """
+    cluster = hosting(cluster, plan.host_state)
+    if plan.communication in (EXACT, cluster.communication):
+        return cluster
+    return replace(cluster, communication=plan.communication)
+
+
 def step_seconds_of(cluster: ClusterProfile, plan: Plan) -> float:
     """Seconds of a plan's step, whether it fits or not; errors are those of `costs_of`."""
     return costs_of(cluster, plan).step_seconds(plan.micro_batches, plan.shares)
@@ -417,7 +446,7 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
             f"the plan is for {plan.world_size} ranks, but the profile has {cluster.world_size}; "
             "profile the ranks that will train"
         )
-    cluster = hosting(cluster, plan.host_state)
+    cluster = under_plan(cluster, plan)
     known = {name: unit for unit, name in enumerate(cluster.model.unit_names)}
     for unit in plan.units:
         is_different = unit.shares not in (None, plan.shares)

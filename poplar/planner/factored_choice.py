@@ -57,7 +57,7 @@ def worthwhile(cluster: ClusterProfile, plan: Plan) -> tuple[str, ...]:
     is_alike = costs.shares_matter or len({device.name for device in cluster.devices}) == 1
     if not is_alike or cluster.world_size == 1:
         return ()
-    if costs.collectives.reduce_scatter.link_seconds is None:
+    if costs.exact_collectives.reduce_scatter.link_seconds is None:
         return ()
     communication = costs.communication(plan.shares)
     whole = communication.reduce + (0.0 if costs.shares_matter else communication.gather)

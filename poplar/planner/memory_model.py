@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 from poplar.step.moments import (
@@ -18,12 +19,15 @@ from poplar.step.moments import (
     Bytes,
     Moment,
     Pass,
+    Sent,
     elements_of,
     highest,
     highest_of_each_kind,
     moments_of,
     unsharded_in,
 )
+from poplar.values.communication import encoded_bytes
+from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS
 from poplar.values.profile import ClusterProfile, DeviceProfile, ModelProfile
 
 SLACK_BYTES = 1.0
@@ -175,12 +179,47 @@ def rank_memory(
     device, model = cluster.devices[rank], cluster.model
     ranks, keeps = cluster.world_size, cluster.network.receive_buffers
     always = _relayed(cluster, stage).plus(Bytes(model.frozen_bytes + device.held_bytes))
+    always = always.plus(_encoded_parameters(cluster, stage))
     return RankMemory(
         device=device,
         state=tuple(state.plus(always) for state in _states(device, model, stage)),
         turns=_backward(model, stage).turns,
-        moments=partial(_moments, model, stage, ranks, keeps, frozenset(persistent)),
+        moments=partial(
+            _moments,
+            model,
+            stage,
+            ranks,
+            keeps,
+            sent_gradients(cluster, stage),
+            frozenset(persistent),
+        ),
         limit=device.memory_bytes * (1.0 - cluster.memory_reserve),
+    )
+
+
+def _encoded_parameters(cluster: ClusterProfile, stage: int) -> Bytes:
+    """What is held to send encoded parameters.
+
+    At stages 1 and 2 an owner has fp32 values beside those that all ranks compute with, and a copy
+    of the latter. Stage 3 receives the codes of a unit beside its values.
+    """
+    model, sent = cluster.model, cluster.communication.at(stage).parameters
+    if sent == "exact" or cluster.world_size == 1:
+        return Bytes()
+    if stage < FIRST_STAGE_SHARDING_PARAMETERS:
+        masters = ACCUMULATOR_BYTES if model.param_bytes >= ACCUMULATOR_BYTES else 0.0
+        return Bytes(0.0, (masters + model.param_bytes) * model.numel)
+    return Bytes(encoded_bytes(sent) * max(model.unit_numels))
+
+
+def sent_gradients(cluster: ClusterProfile, stage: int) -> tuple[Sent, ...]:
+    """How gradients are sent in the training: exactly in the first steps, if there is a warm-up."""
+    communication, on_host = cluster.communication, bool(cluster.network.hosts)
+    precisions = {communication.gradients: None}
+    if communication.warmup_steps:
+        precisions["exact"] = None
+    return tuple(
+        Sent.of(cluster.model, stage, precision, adds_on_host=on_host) for precision in precisions
     )
 
 
@@ -195,6 +234,7 @@ def _moments(
     stage: int,
     ranks: int,
     keeps: str,
+    sent: tuple[Sent, ...],
     persistent: frozenset[int],
     own: Pass,
     by_turn: bool,
@@ -204,7 +244,7 @@ def _moments(
     if stage == 3:
         unsharded = unsharded_in(model, _backward(model, 3), persistent, samples=own.samples)
     by_kind: dict[tuple[int | None, bool], list[Bytes]] = {}
-    for moment in _gradients(model, stage, ranks, keeps, own):
+    for moment in _gradients(model, stage, ranks, keeps, sent, own):
         in_backward = moment.turn is not None and moment.turn >= 0
         kind = (moment.turn if by_turn else 0, moment.ended) if in_backward else (None, False)
         parameters = Bytes(unsharded.at(moment) if unsharded else 0.0)
@@ -214,11 +254,13 @@ def _moments(
 
 @lru_cache(256)
 def _gradients(
-    model: ModelProfile, stage: int, ranks: int, keeps: str, own: Pass
+    model: ModelProfile, stage: int, ranks: int, keeps: str, sent: tuple[Sent, ...], own: Pass
 ) -> tuple[Moment, ...]:
     """The moments of a kind of pass that may be the highest, without unsharded parameters."""
-    backward, each = _backward(model, stage), elements_of(model, stage, ranks, keeps)
-    return highest_of_each_kind(moments_of(backward, each, own, keeps, every_pass=stage >= 2))
+    backward = _backward(model, stage)
+    each = (elements_of(model, stage, ranks, keeps, one) for one in sent)
+    moments = (moments_of(backward, one, own, keeps, every_pass=stage >= 2) for one in each)
+    return highest_of_each_kind(chain.from_iterable(moments))
 
 
 def _states(device: DeviceProfile, model: ModelProfile, stage: int) -> Iterator[Bytes]:
@@ -256,12 +298,14 @@ def _relayed(cluster: ClusterProfile, stage: int) -> Bytes:
     if not hosts:
         return Bytes()
     largest = max(flat.numel for flat in _backward(model, stage).flats)
-    reduced, own = 2.0 * model.wire_bytes, 0.0
+    # What is encoded are fp32 sums of the host; it takes less than they do.
+    wire = max(one.received for one in sent_gradients(cluster, stage))
+    reduced, own = 2.0 * wire, 0.0
     if cluster.network.receive_buffers == "freed":
         on_host = min(map(hosts.count, set(hosts)))
-        received = model.wire_bytes if on_host > 1 else 0.0
-        sums = (ACCUMULATOR_BYTES + model.wire_bytes) / on_host
-        reduced = model.wire_bytes + received + sums
+        received = wire if on_host > 1 else 0.0
+        sums = (ACCUMULATOR_BYTES + wire) / on_host
+        reduced = wire + received + sums
         others = len(set(hosts)) - 1
-        own = others * (model.wire_bytes + (model.param_bytes if others > 1 else 0.0))
+        own = others * (wire + (model.param_bytes if others > 1 else 0.0))
     return Bytes(reduced + model.param_bytes, own).times(largest)

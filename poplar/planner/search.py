@@ -27,6 +27,7 @@ from poplar.planner.recomputed_units import fastest_plan_with_recomputation, mem
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
 from poplar.planner.what_if import device_groups
+from poplar.values.communication import Communication, Precision
 from poplar.values.errors import check_class
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile
@@ -49,6 +50,8 @@ CHOICES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("recompute", "factored", "host_state", "leave_out"), get_args(Choice)),
 }
 """The arguments of `search` that are one of several words, with these."""
+_SENDS_MOST = 2
+"""A stage at which one precision stands for all that can be sent."""
 _MOST_SETS = 24
 """Sets of active ranks that are searched, at most, beside that of all ranks."""
 
@@ -65,6 +68,7 @@ def search(
     factored: Choice = "auto",
     host_state: Choice = "auto",
     leave_out: Choice = "auto",
+    communication: Precision | Communication = "exact",
 ) -> Plan:
     """The fastest plan that fits in memory, with its prediction.
 
@@ -87,6 +91,8 @@ def search(
         leave_out: "auto": with policy "exact", ranks are left out if that makes the step faster by
             more than `preference`, or if no plan fits otherwise (`Plan.left_out`); "never": all
             ranks take part, as integrations with other trainers need it.
+        communication: the precision in which the ranks send (`Plan.communication`), as far as each
+            stage can. With less than "exact" the gradient is not exact.
 
     Returns:
         The same plan for the same arguments. Of equally fast plans, the one that needs less memory,
@@ -108,6 +114,7 @@ def search(
         factored=factored,
         host_state=host_state,
         leave_out=leave_out,
+        communication=communication,
     )[0]
 
 
@@ -123,6 +130,7 @@ def alternatives(
     factored: Choice = "auto",
     host_state: Choice = "auto",
     leave_out: Choice = "auto",
+    communication: Precision | Communication = "exact",
     within: float = CLOSE,
 ) -> tuple[Plan, ...]:
     """A plan of every stage at which one fits, in the order in which `search` prefers them.
@@ -144,6 +152,7 @@ def alternatives(
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {chosen!r}")
     if not (math.isfinite(preference) and preference >= 0.0):
         raise ValueError(f"preference must be finite and at least 0, got {preference}")
+    cluster = replace(cluster, communication=Communication.of(communication, _SENDS_MOST))
     request = Request(
         global_batch,
         min(max_micro_batch or global_batch, global_batch),
@@ -190,11 +199,13 @@ def _by_stage(
     shortfalls: list[Shortfall] = []
     for stage in stages:
         costs = StageCosts(cluster, stage)
-        missing = request_shortfall(costs, request)
+        sends_all = cluster.communication.at(stage).parameters == "exact"
+        wanted = request._replace(may_host=request.may_host and sends_all)
+        missing = request_shortfall(costs, wanted)
         if missing is not None:
             shortfalls.append(missing)
             continue
-        asked = request._replace(below=within * fastest)
+        asked = wanted._replace(below=within * fastest)
         plan, bound = _decide_with_host_state(asked, costs)
         if may_factor:
             hosted, parts = hosting(cluster, plan.host_state), plan.host_state
@@ -203,6 +214,7 @@ def _by_stage(
             plan = with_factored_layers(hosted, plan, decide, request.preference)
             plan = replace(plan, host_state=parts)
             bound = None if plan.factored else bound
+        plan = replace(plan, communication=cluster.communication.at(stage))
         seconds = step_seconds_of(cluster, plan)
         fastest = min(fastest, seconds)
         gap = None if bound is None else _optimality_gap(seconds, bound)

@@ -91,12 +91,14 @@ class ShareProblem:
         plan."""
         first = len(self._groups)
         self._reduce, self._gather, self._optimizer, self._tail = range(first, first + 4)
-        levels = len(costs.collectives.reduce_scatter.levels)
-        self._levels = {self._reduce: [self._reduce], self._gather: [self._gather]}
+        self._levels: dict[int, list[int]] = {}
         """The variables of the levels of each collective; a single level is the collective."""
         self._free = first + 4
-        if levels > 1:
-            for variable in self._levels:
+        reduce, gather = costs.collectives.reduce_scatter, costs.collectives.all_gather
+        for variable, cost in ((self._reduce, reduce), (self._gather, gather)):
+            levels = len(cost.levels)
+            self._levels[variable] = [variable]
+            if levels > 1:
                 self._levels[variable] = [*range(self._free, self._free + levels)]
                 self._free += levels
         self._ranks_on_host: dict[int, Counter[int]] = {}

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from bisect import bisect_left
 
-from poplar.planner.cost_model import StageCosts, costs_of, hosting
+from poplar.planner.cost_model import StageCosts, costs_of, under_plan
 from poplar.planner.heuristic import Alternation, Candidate, with_smaller_passes_first
 from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import Request, shortfall_of
@@ -44,7 +44,7 @@ def simplified(
     Returns:
         `plan` itself if no simpler plan is fast enough; otherwise a plan without a prediction.
     """
-    cluster = hosting(cluster, plan.host_state)
+    cluster = under_plan(cluster, plan)
     costs = costs_of(cluster, plan)
     request = Request(plan.global_batch, max_micro_batch or plan.global_batch)
     solvers = Alternation(costs, request)

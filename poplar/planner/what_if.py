@@ -270,6 +270,8 @@ def _slower(device: DeviceProfile, factor: float) -> DeviceProfile:
         recomputed_points=tuple(point.times(factor) for point in device.recomputed_points),
         optimizer_seconds=device.optimizer_seconds * factor,
         optimizer_latency_seconds=device.optimizer_latency_seconds * factor,
+        encode_seconds=tuple(factor * seconds for seconds in device.encode_seconds),
+        decode_seconds=tuple(factor * seconds for seconds in device.decode_seconds),
     )
 
 

@@ -33,6 +33,7 @@ from poplar.step.units import (
     parts_of,
     unit_buffers,
 )
+from poplar.values.communication import Precision, encoded_bytes
 from poplar.values.profile import ModelProfile
 
 ACCUMULATOR_BYTES = 4.0
@@ -75,6 +76,37 @@ class Moment(NamedTuple):
 BEFORE = -1
 
 
+class Sent(NamedTuple):
+    """Bytes of an element of the gradients on its way to its owner, and back from it."""
+
+    bucket: float
+    """Of a packed copy that is sent; 0: the sums are sent themselves."""
+    received: float
+    """From each rank."""
+    gathered: float = 0.0
+    """Of a copy that owners send back (stage 0); 0: into the sums themselves."""
+
+    @classmethod
+    def of(
+        cls, model: ModelProfile, stage: int, precision: Precision, *, adds_on_host: bool
+    ) -> Sent:
+        """What a stage sends with this precision.
+
+        Args:
+            model: what it sends as it is.
+            stage: ZeRO stage.
+            precision: of the gradients.
+            adds_on_host: the ranks of a host add in fp32 what is then encoded.
+        """
+        if precision == "exact":
+            # A wire dtype as wide as the accumulator needs no packed copy.
+            is_packed = stage >= 2 or model.wire_bytes < ACCUMULATOR_BYTES
+            return cls(model.wire_bytes if is_packed else 0.0, model.wire_bytes)
+        encoded = encoded_bytes(precision)
+        packed = ACCUMULATOR_BYTES if adds_on_host else encoded
+        return cls(packed, packed, encoded if stage == 0 else 0.0)
+
+
 class Flat(NamedTuple):
     """A buffer that is reduced at once."""
 
@@ -97,6 +129,8 @@ class PerElement:
     """A packed copy that is sent; nothing where the sums are sent themselves."""
     received: Bytes
     """Parts of other ranks that are added."""
+    gathered: Bytes
+    """A copy of what owners send back, until the end of the step."""
 
 
 @dataclass(frozen=True)
@@ -227,10 +261,11 @@ def moments_of(
         if not from_before:
             flight.flats.clear()
     numel = sum(flat.numel for flat in backward.flats)
-    done = numel if own.later else 0
+    done, started = numel if own.later else 0, 0
 
     def moment(gradients: float, bucket: int, *place: Any) -> Moment:
         alive = each.sums.times(done).plus(flight.bytes, each.bucket.times(bucket))
+        alive = alive.plus(each.gathered.times(started))
         return Moment(alive.plus(Bytes(gradients)), *place)
 
     yield moment(0.0, 0, BEFORE)
@@ -250,8 +285,9 @@ def moments_of(
                 flight.make_room()
             gradients = max(0.0, gradients - each.gradient * flat.numel)
             flight.start(flat.numel)
+            started += flat.numel
             yield moment(gradients, 0, *place)
-    sums = each.sums.times(numel)
+    sums = each.sums.plus(each.gathered).times(numel)
     yield Moment(sums.plus(flight.received) if flight.keeps else sums)
 
 
@@ -305,21 +341,18 @@ def unsharded_in(
     return Unsharded(both, by_turn, by_turn)
 
 
-def elements_of(model: ModelProfile, stage: int, ranks: int, keeps: str) -> PerElement:
+def elements_of(model: ModelProfile, stage: int, ranks: int, keeps: str, sent: Sent) -> PerElement:
     """What an element of the gradients takes at a stage."""
-    received = ranks if keeps == "freed" else ranks - 1  # devices also receive their own slice
-    parts = received * model.wire_bytes
-    shared = Bytes(0.0, parts)
-    if stage >= 2:
-        sums = Bytes(0.0, ACCUMULATOR_BYTES + SQUARES_BYTES)
-        return PerElement(model.grad_bytes, sums, Bytes(model.wire_bytes), shared)
-    # A wire dtype as wide as the accumulator needs no packed copy.
-    packed = Bytes(model.wire_bytes if model.wire_bytes < ACCUMULATOR_BYTES else 0.0)
+    times = ranks if keeps == "freed" else ranks - 1  # devices also receive their own slice
+    parts = times * sent.received
+    received = Bytes(0.0, parts) if stage else Bytes(parts / ranks)
+    sums = Bytes(ACCUMULATOR_BYTES + SQUARES_BYTES / ranks)
     if stage == 1:
         sums = Bytes(ACCUMULATOR_BYTES, SQUARES_BYTES)
-        return PerElement(model.grad_bytes, sums, packed, shared)
-    sums = Bytes(ACCUMULATOR_BYTES + SQUARES_BYTES / ranks)
-    return PerElement(model.grad_bytes, sums, packed, Bytes(parts / ranks))
+    elif stage >= 2:
+        sums = Bytes(0.0, ACCUMULATOR_BYTES + SQUARES_BYTES)
+    copies = Bytes(sent.bucket), received, Bytes(sent.gathered)
+    return PerElement(model.grad_bytes, sums, *copies)
 
 
 def highest_of_each_kind(moments: Iterable[Moment]) -> tuple[Moment, ...]:

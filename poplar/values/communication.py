@@ -12,6 +12,8 @@ Precision = Literal["exact", "int8", "int4"]
 in groups of 64 elements with one scale, and added in fp32."""
 BITS = {"exact": 0, "int8": 8, "int4": 4}
 """Bits per element; 0: not encoded."""
+GROUP = 64
+"""Elements with one scale, of 2 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,16 @@ class Communication:
         """
         if isinstance(given, Communication):
             return given
-        gradients = cls(gradients=given)
+        return cls(gradients=given, parameters=given).at(stage)
+
+    def at(self, stage: int) -> Communication:
+        """The same, as far as a stage can communicate like this."""
         if stage == 0:
-            return gradients
-        return replace(gradients, parameters="int8" if stage == 3 and BITS[given] else given)
+            return replace(self, parameters="exact")
+        return replace(self, parameters="int8") if self._is_too_short_at(stage) else self
+
+    def _is_too_short_at(self, stage: int) -> bool:
+        return stage == 3 and self.parameters == "int4"
 
     def check(self, stage: int, *, host_state: bool) -> None:
         """Raise ValueError if a plan of this stage cannot communicate like this."""
@@ -55,7 +63,7 @@ class Communication:
                 "communication.parameters must be 'exact' at stage 0, which sends no parameters, "
                 f"got {self.parameters!r}"
             )
-        if stage == 3 and self.parameters == "int4":
+        if self._is_too_short_at(stage):
             raise ValueError(
                 "communication.parameters must be 'exact' or 'int8' at stage 3, which sends whole "
                 "weights, got 'int4'"
@@ -65,6 +73,11 @@ class Communication:
                 "communication.parameters must be 'exact' if a rank keeps state in host memory, "
                 f"got {self.parameters!r}; leave out host_state or compress gradients only"
             )
+
+
+def encoded_bytes(precision: Precision) -> float:
+    """Bytes on the wire of an element that is encoded: 66 for each 64 at 8 bits, 34 at 4 bits."""
+    return BITS[precision] / 8 + 2 / GROUP
 
 
 EXACT = Communication()

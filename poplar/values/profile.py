@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Annotated
 
+from poplar.values.communication import BITS, EXACT, Communication
 from poplar.values.curve import MonotoneCurve, pooled
 from poplar.values.plan import STRATEGIES
 from poplar.values.schema import (
@@ -39,6 +40,10 @@ _ByStage = Annotated[
 _Latencies = Annotated[
     tuple[NonNegative, ...], Rule("2 numbers or none", lambda values: len(values) in (0, 2))
 ]
+_ByPrecision = Annotated[
+    tuple[NonNegative, ...],
+    Rule(f"{len(BITS)} numbers or none", lambda values: len(values) in (0, len(BITS))),
+]
 _RECEIVE_BUFFERS = Rule("freed, step or kept", lambda kept: kept in ("freed", "step", "kept"))
 _COSTS = (
     "memory_bytes",
@@ -48,6 +53,8 @@ _COSTS = (
     "host_optimizer_seconds",
     "host_memory_bytes",
     "state_on_host",
+    "encode_seconds",
+    "decode_seconds",
     "pass_overhead_seconds",
     "step_overhead_seconds",
 )
@@ -121,6 +128,11 @@ class DeviceProfile:
     """Host memory for optimizer state of this rank. 0: none beside `memory_bytes`, as on a CPU."""
     state_on_host: Fraction = 0.0
     """The part of its optimizer state that the rank keeps in host memory, under a plan."""
+    encode_seconds: _ByPrecision = ()
+    """In which it packs an element of a gradient: as it is, with 8 and with 4 bits. Empty: not
+    measured."""
+    decode_seconds: _ByPrecision = ()
+    """In which it adds an element that one rank has sent, likewise."""
     peak_flops: Positive | None = None
     """FLOP/s by specification or by a matrix product; used by the `flops` policy."""
     pass_overhead_seconds: _ByStage = _NO_RESIDUALS
@@ -438,6 +450,8 @@ class ClusterProfile(Document):
     """One per rank."""
     model: ModelProfile
     network: NetworkProfile
+    communication: Communication = EXACT
+    """How exactly the ranks send, under a plan. What was measured is exact."""
     overlap: Fraction = 0.0
     """Part of communication that runs under compute, 0 to 1; about 0 if both use the same cores."""
     backward_fraction: Fraction = 2 / 3

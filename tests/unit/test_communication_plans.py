@@ -1,0 +1,284 @@
+"""Plans whose ranks send with 8 or 4 bits: seconds and bytes against plain formulas."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import planning_oracle
+import pytest
+from all_ranks import search
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_oracle import STAGES
+from subset import choose
+
+from poplar import Plan, predict, simulate
+from poplar.ops import codec
+from poplar.planner.cost_model import StageCosts
+from poplar.planner.memory_model import Caps, rank_memory
+from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
+from poplar.planner.prediction import memory_needed
+from poplar.planner.simple_plans import PREFERENCE
+from poplar.values.communication import BITS, EXACT, Communication, encoded_bytes
+from poplar.values.profile import (
+    BatchPoint,
+    ClusterProfile,
+    DeviceProfile,
+    ModelProfile,
+    NetworkProfile,
+)
+
+GIGABIT = 1.25e8
+"""Bytes per second."""
+ENCODE = (1e-10, 1e-9, 2e-9)
+"""Seconds per element: exact, 8 bits, 4 bits."""
+DECODE = (2e-10, 1.5e-9, 2.5e-9)
+NUMEL = 4 << 20
+COMPRESSED = [precision for precision, bits in BITS.items() if bits]
+
+
+def cluster(
+    ranks: int = 2,
+    *,
+    rate: float = GIGABIT,
+    hosts: tuple[int, ...] = (),
+    within: tuple[float, float] = (0.01, 0.01),
+    transports: tuple[tuple[str, float], ...] = (),
+    latency: float = 1e-4,
+    sample: float = 4e-3,
+    known: bool = True,
+    param_bytes: float = 4.0,
+) -> ClusterProfile:
+    """Equal ranks that compute a sample in `sample` seconds, each on a link of this rate."""
+    device = DeviceProfile(
+        name="CPU",
+        memory_bytes=8 << 30,
+        points=tuple(
+            BatchPoint(batch=b, seconds=2e-3 + sample * b, activation_bytes=1000 * b)
+            for b in (1, 2, 4, 8, 16, 32, 64)
+        ),
+        optimizer_seconds=0.005,
+        encode_seconds=ENCODE if known else (),
+        decode_seconds=DECODE if known else (),
+    )
+    moved = NUMEL * (ranks - 1) / ranks / rate + 4 * latency
+    network = NetworkProfile(
+        reduce_scatter_seconds=4 * moved + (within[0] if hosts else 0.0),
+        all_gather_seconds=param_bytes * moved + (within[1] if hosts else 0.0),
+        send_seconds_per_byte=(1 / rate,) * ranks,
+        receive_seconds_per_byte=(1 / rate,) * ranks,
+        collective_latency_seconds=(latency,) * 2,
+        hosts=hosts,
+        within_host_seconds=within if hosts else (),
+        transports=transports,
+    )
+    model = ModelProfile(unit_numels=(NUMEL // 4,) * 4, param_bytes=param_bytes)
+    return ClusterProfile(devices=(device,) * ranks, model=model, network=network)
+
+
+def compressed(profile: ClusterProfile, precision: str, **changes: Any) -> ClusterProfile:
+    communication = replace(Communication.of(precision, 2), **changes)
+    return replace(profile, communication=communication)
+
+
+def collectives(profile: ClusterProfile, stage: int, shares: tuple[float, ...]):
+    both = StageCosts(profile, stage).collectives
+    return both.reduce_scatter.seconds(shares), both.all_gather.seconds(shares)
+
+
+@pytest.mark.parametrize("precision", COMPRESSED)
+def test_bytes_are_those_of_the_operators(precision: str) -> None:
+    numel = 64 * 1000
+    assert encoded_bytes(precision) * numel == codec.encoded_bytes(numel, BITS[precision])
+
+
+@pytest.mark.parametrize("precision", COMPRESSED)
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_reduction_sends_fewer_bytes_and_pays_for_the_codec(
+    stage: int, precision: str, skewed: bool
+) -> None:
+    """Bytes, latency and what the slowest rank encodes and decodes beyond the exact form."""
+    ranks, at = 3, list(BITS).index(precision)
+    profile = cluster(ranks)
+    shares = (0.6, 0.3, 0.1) if skewed else (1 / 3,) * 3
+    buffers = 1  # units of 4 MiB share a buffer
+    exact, gather = collectives(profile, stage, shares)
+    busiest = max(max(1 - p, (ranks - 1) * p) for p in shares) / (1 - 1 / ranks)
+    latency = buffers * 1e-4
+    measured = profile.network.reduce_scatter_seconds
+    ratio = encoded_bytes(precision) / 4.0
+    codec_seconds = NUMEL * (
+        ENCODE[at] - ratio * ENCODE[0] + ranks * max(shares) * (DECODE[at] - ratio * DECODE[0])
+    )
+    expected = (latency + ratio * (measured - latency)) * busiest + codec_seconds
+    found, gathered = collectives(compressed(profile, precision), stage, shares)
+    assert exact == pytest.approx(measured * busiest)
+    assert found == pytest.approx(expected)
+    whole = profile.network.all_gather_seconds
+    assert gather == pytest.approx(whole * busiest)
+    at = 1 if stage == 3 else at  # whose weights have 8 bits at least
+    ratio = encoded_bytes("int8" if stage == 3 else precision) / 4.0
+    codec_seconds = NUMEL * (DECODE[at] + max(shares) * ENCODE[at])
+    expected = (latency + ratio * (whole - latency)) * busiest + codec_seconds
+    assert gathered == pytest.approx(expected)
+
+
+def test_between_hosts_only_what_hosts_send_is_smaller() -> None:
+    profile = cluster(4, hosts=(0, 0, 1, 1))
+    even, ratio = (0.25,) * 4, encoded_bytes("int8") / 4.0
+    fixed = profile.network.within_host_seconds[0] + 1e-4
+    measured = profile.network.reduce_scatter_seconds
+    # A rank sums its own quarter, and half of what the other host owns; it adds two hosts.
+    codec_seconds = NUMEL * (0.5 * ENCODE[1] + 2 * 0.25 * (DECODE[1] - ratio * DECODE[0]))
+    expected = fixed + ratio * (measured - fixed) + codec_seconds
+    assert collectives(compressed(profile, "int8"), 2, even)[0] == pytest.approx(expected)
+
+
+def test_links_within_hosts_carry_exact_values_if_they_are_known_apart() -> None:
+    profile = cluster(4, hosts=(0, 0, 1, 1), known=False, latency=0.0)
+    network = replace(
+        profile.network, network_seconds_per_byte=(0.5 / GIGABIT,) * 4, within_host_seconds=()
+    )
+    profile = replace(profile, network=network)
+    within, between = StageCosts(profile, 2).collectives.reduce_scatter.levels
+    found = StageCosts(compressed(profile, "int8"), 2).collectives.reduce_scatter.levels
+    ratio = encoded_bytes("int8") / 4.0
+    assert found[0] == within
+    assert found[1][0][0].constant == pytest.approx(ratio * between[0][0].constant)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", COMPRESSED)
+def test_in_shared_memory_nothing_is_faster(stage: int, precision: str) -> None:
+    profile = cluster(3, transports=(("shared_memory", 1.0), ("process_group", 2.0)))
+    exact = StageCosts(profile, stage).communication((1 / 3,) * 3)
+    found = StageCosts(compressed(profile, precision), stage).communication((1 / 3,) * 3)
+    assert found.reduce >= exact.reduce
+    assert found.gather >= exact.gather
+
+
+def test_without_measured_rates_the_measured_seconds_are_scaled() -> None:
+    profile = cluster(2, latency=0.0, known=False)
+    nothing = replace(
+        profile.network, send_seconds_per_byte=(0.0,) * 2, receive_seconds_per_byte=(0.0,) * 2
+    )
+    profile = replace(profile, network=nothing)
+    for shares in ((0.5, 0.5), (0.9, 0.1)):
+        exact, _ = collectives(profile, 1, shares)
+        found, _ = collectives(compressed(profile, "int4"), 1, shares)
+        assert found == pytest.approx(exact * encoded_bytes("int4") / 4.0)
+
+
+def test_one_rank_encodes_nothing() -> None:
+    profile, plan = cluster(1), Plan.even(1, 8, 8, 2)
+    int8 = replace(plan, communication=Communication(gradients="int8"))
+    assert predict(profile, int8).step_seconds == predict(profile, plan).step_seconds
+
+
+def random_case(seed: int, stage: int) -> tuple[ClusterProfile, str]:
+    """A random cluster with codecs, and a precision."""
+    draw = random.Random(seed)
+    ranks = draw.randint(2, 3)
+    profile = planning_oracle.random_cluster(draw, ranks, stage)
+    hosts = draw.choice(((), (0, 0, 1)[:ranks])) if ranks > 2 else ()
+
+    def with_codec(device: DeviceProfile) -> DeviceProfile:
+        each = [draw.choice((0.0, 1e-7, 1e-6)) for _ in range(3)]
+        return replace(device, encode_seconds=tuple(each), decode_seconds=tuple(each[::-1]))
+
+    network = replace(profile.network, hosts=hosts)
+    devices = tuple(map(with_codec, profile.devices))
+    return replace(profile, network=network, devices=devices), draw.choice(COMPRESSED)
+
+
+@given(seed=st.integers(0, 2**32), stage=st.sampled_from(STAGES))
+@settings(max_examples=choose(quick=10, full=60), deadline=None)
+def test_the_search_finds_no_slower_plan_than_other_policies(seed: int, stage: int) -> None:
+    profile, precision = random_case(seed, stage)
+    wanted = {"global_batch": 6, "stages": (stage,), "communication": precision}
+    try:
+        found = search(profile, **wanted)
+    except NoPlanFits:
+        return
+    assert found.communication == Communication.of(precision, stage)
+    assert found.prediction["step_seconds"] == predict(profile, found).step_seconds
+    seconds = predict(profile, found).step_seconds
+    for policy in ("even", "paper"):
+        try:
+            other = search(profile, **wanted, policy=policy)
+        except (NoPlanFits, ValueError):
+            continue
+        assert other.communication == found.communication
+        assert seconds <= (1 + PREFERENCE) * predict(profile, other).step_seconds
+
+
+@pytest.mark.parametrize("precision", COMPRESSED)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("overlap", [0.0, 1.0])
+def test_the_simulator_agrees(stage: int, precision: str, overlap: float) -> None:
+    for profile in (cluster(3), cluster(4, hosts=(0, 0, 1, 1))):
+        profile = replace(profile, overlap=overlap)
+        ranks = profile.world_size
+        plan = Plan.manual([8] * ranks, stage=stage, passes=2)
+        plan = replace(plan, communication=Communication.of(precision, stage))
+        simulated = simulate(profile, plan).step_seconds
+        predicted = predict(profile, plan).step_seconds
+        assert predicted == pytest.approx(simulated, rel=0.03)
+        exact = predict(profile, replace(plan, communication=EXACT)).step_seconds
+        assert predicted < exact
+
+
+# Memory
+
+
+@pytest.mark.parametrize("precision", COMPRESSED)
+@pytest.mark.parametrize("keeps", ["freed", "step"])
+def test_buckets_are_smaller_and_stage_0_holds_a_copy(precision: str, keeps: str) -> None:
+    """One flat buffer per unit, and two units in flight: all moments can be counted by hand."""
+    profile, ranks = cluster(2), 2
+    model = replace(profile.model, merged_buffers=((NUMEL // 2,),) * 2)
+    network = replace(profile.network, receive_buffers=keeps)
+    profile = replace(profile, model=model, network=network)
+    encoded, times = encoded_bytes(precision), ranks if keeps == "freed" else ranks - 1
+
+    def more(stage: int, share: float, **changes: Any) -> float:
+        other = compressed(profile, precision, **{"parameters": "exact"} | changes)
+        memories = (rank_memory(one, stage, 0) for one in (other, profile))
+        needed, exact = (memory.needed(Caps(0), share) for memory in memories)
+        return (needed - exact) / NUMEL
+
+    # A rank without samples holds the most when both reductions are in flight.
+    assert more(1, 0.5) == pytest.approx(encoded + times * 0.5 * (encoded - 4.0))
+    assert more(0, 0.5) == pytest.approx(2 * encoded + times * 0.5 * (encoded - 4.0))
+    # In a warm-up, buckets are as large as without codec.
+    assert more(1, 0.5, warmup_steps=10) == pytest.approx(max(0.0, more(1, 0.5)))
+    for stage in (2, 3):
+        assert more(stage, 0.5) < -2.0
+        assert more(stage, 0.5, warmup_steps=10) == 0.0
+    # The owner's fp32 values and a copy of those that all ranks have.
+    for stage in (1, 2):
+        differences = more(stage, 0.5, parameters="int8") - more(stage, 0.5)
+        assert differences == pytest.approx(0.5 * (4.0 + 4.0))
+    codes = more(3, 0.5, parameters="int8") - more(3, 0.5)
+    assert codes == pytest.approx(encoded_bytes("int8") / 4)
+
+
+def test_hosts_add_in_fp32_whatever_is_sent_between_them() -> None:
+    profile = cluster(4, hosts=(0, 0, 1, 1))
+    plan = Plan.manual([8] * 4, stage=2)
+    encoded = replace(plan, communication=Communication(gradients="int4"))
+    assert memory_needed(profile, encoded) == memory_needed(profile, plan)
+
+
+def test_a_plan_may_fit_only_with_codec() -> None:
+    profile, plan = cluster(2), Plan.manual([8] * 2, stage=2)
+    encoded = replace(plan, communication=Communication(gradients="int8"))
+    least = max(memory_needed(profile, encoded))
+    device = replace(profile.devices[0], memory_bytes=int(least / 0.95) + 1)
+    small = replace(profile, devices=(device,) * 2)
+    predict(small, encoded)
+    with pytest.raises(DoesNotFit):
+        predict(small, plan)
