@@ -33,6 +33,7 @@ from training import STAGES
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.values.communication import Precision
 from poplar.zero import collective_calls
 
 RANKS = 2
@@ -79,6 +80,8 @@ class Case:
     """A KeyboardInterrupt, as of Ctrl-C, and no error of a program."""
     method: str = ""
     """In `METHODS`, and called after the steps; default: the next step."""
+    communication: Precision = "exact"
+    """Of gradients and parameters."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,7 @@ class Training:
             units=["0", "1"],
             process_group=group,
             communicator=case.transport,
+            communication=case.communication,
             timeout=DEADLINE,
             compute_dtype=torch.float32,
             lr=1e-2,
@@ -454,10 +458,13 @@ CASES = [
 ]
 FEW = [case for number, case in enumerate(CASES) if number % 4 == number // 4 % 4]
 """Each stage, form and transport once."""
+COMPRESSED = [replace(case, communication="int4") for case in CASES]
 
 
 @pytest.mark.every_combination
-@pytest.mark.parametrize("case", choose(quick=FEW, full=CASES), ids=str)
+@pytest.mark.parametrize(
+    "case", choose(quick=[*FEW, *COMPRESSED[::11]], full=[*CASES, *COMPRESSED]), ids=str
+)
 def test_an_error_at_any_call_reaches_all_ranks(ranks: Pool, case: Case) -> None:
     counts = [count for count, _, _ in ranks.run(count_calls, case, ranks=RANKS)]
     places = sampled_places(case, counts, choose(quick=1, full=10))
