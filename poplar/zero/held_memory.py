@@ -27,7 +27,7 @@ class HeldMemory(dict[str, int]):
 
     parameters      what this rank stores of the parameters, and the model's buffers
     unsharded       parameters of other ranks too, while they are unsharded (stage 3)
-    masters         fp32 values of low-precision parameters
+    masters         fp32 values of low-precision parameters, and what differences are taken from
     optimizer       state of the optimizer class
     host            masters and state that are in host memory instead, by `Plan.host_state`
     gradients       accumulated and reduced gradients, and `.grad`
@@ -88,7 +88,8 @@ def held_memory(
         {
             "parameters": parameters,
             "unsharded": storages.add(buffer.values for buffer in buffers),
-            "masters": storages.add(flat.master for flat in trained if not flat.is_hosted),
+            "masters": storages.add(flat.master for flat in trained if not flat.is_hosted)
+            + storages.add(flat.sent for flat in trained if flat.sent is not None),
             "optimizer": storages.add(update.state_tensors(hosted=False)),
             "host": storages.add([*hosted, *update.state_tensors(hosted=True)]),
             "gradients": storages.add([*gradients, *own]),
