@@ -30,6 +30,11 @@ KiB), or the rate is not reached; little compared to the bytes of a second.
 """
 QUEUE_SECONDS = 0.05
 """Seconds that bytes may queue before they are dropped."""
+CONGESTION_CONTROL = "cubic"
+"""Linux's default, whatever this machine uses. With `bbr`, each connection that sends after 10 s
+has at most 4 packets in flight for 0.2 s, to measure the round trip. The receiver delays their
+acknowledgement by 0.04 s, so steps stall for 0.2 s and more where engines take turns.
+"""
 INTERFACE = "poplar0"
 """The interface of each host, in its namespace."""
 BRIDGE = "switch0"
@@ -71,7 +76,8 @@ class Hosts:
             raise EmulationUnavailable(f"host {host} can't be entered: {os.strerror(number)}")
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
-    def address(self, host: int) -> str:
+    @staticmethod
+    def address(host: int) -> str:
         """The address of the host's interface."""
         return f"10.77.0.{host + 1}"
 
@@ -133,6 +139,8 @@ class EmulatedNetwork(AbstractContextManager[Hosts]):
             for namespace, interface in ((name, INTERFACE), (self._switch, port)):
                 run("ip", "-n", namespace, "link", "set", interface, "up")
                 self._shape(namespace, interface)
+            route = ("10.77.0.0/24", "dev", INTERFACE, "congctl", CONGESTION_CONTROL)
+            run("ip", "-n", name, "route", "replace", *route)
 
     def _shape(self, namespace: str, interface: str) -> None:
         """Limit the rate at which this interface sends."""

@@ -1,13 +1,15 @@
-"""Ranks have the requested speeds, and control groups are removed."""
+"""Ranks have the requested speeds, control groups are removed, and links behave alike anywhere."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import emulation
+import network
 from emulation import EmulatedCluster, EmulationUnavailable, Ranks
+from network import EmulatedNetwork, Hosts
 
 BENCHMARKS = Path(emulation.__file__).parent
 
@@ -124,3 +128,23 @@ def test_quota_files_of_each_cgroup_version(tmp_path):
     assert (second / "cpu.max").read_text() == "2500 10000"
     assert (second / "cpu.weight").read_text() == "10000"
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
+
+
+def _congestion_control_of_a_connection(hosts: Hosts) -> str:
+    """In a thread of its own, as `enter` moves the calling thread."""
+    hosts.enter(1)
+    with socket.create_server((hosts.address(1), 0)) as server:
+        hosts.enter(0)
+        with socket.create_connection(server.getsockname()) as connection:
+            name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    return name.rstrip(b"\0").decode()
+
+
+def test_connections_between_hosts_do_not_use_the_congestion_control_of_the_machine(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # `enter` changes it
+    try:
+        with EmulatedNetwork(bits_per_second=1e9) as hosts, ThreadPoolExecutor(1) as thread:
+            used = thread.submit(_congestion_control_of_a_connection, hosts).result(60)
+    except EmulationUnavailable as why:
+        pytest.skip(f"no network namespaces here: {why}")
+    assert used == network.CONGESTION_CONTROL
