@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from collectives import mpi_provider
 from collectives.case import DTYPES, OPERATIONS
-from collectives.measure import PROVIDERS, Request, measure, shares_of
+from collectives.measure import ACROSS_HOSTS_ONLY, PROVIDERS, Request, measure, shares_of
 from collectives.row import COLUMNS
 from collectives.targets import HEADLINE, targets
 from launch import LaunchError, run_ranks
@@ -46,7 +46,7 @@ from rows import (
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MiB", "256MiB")
 SHARES = ("70/10/10/10", "50/50/0/0", "90/10")
-ACROSS_HOSTS = ("gloo", "all-to-all", "process_group", "hierarchical")
+ACROSS_HOSTS = ("gloo", "all-to-all", "process_group", *ACROSS_HOSTS_ONLY)
 """Providers that do not need shared memory."""
 BENCHMARK = "allreduce"
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
@@ -189,11 +189,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds = min(options.rounds, 5)
-    on_one_host = [name for name in PROVIDERS if name != "hierarchical"]
+    on_one_host = [name for name in PROVIDERS if name not in ACROSS_HOSTS_ONLY]
     default = on_one_host if options.link is None else ACROSS_HOSTS
     options.providers = options.providers or default
     if options.link is not None and not options.link > 0:
         parser.error(f"--link must be above 0, got {options.link:g}")
+    if options.link is None and "sockets" in options.providers:
+        parser.error("--providers sockets connects two emulated hosts: add --link GIGABITS")
     try:
         for text in options.shares:
             shares_of(text)

@@ -12,6 +12,7 @@ from rows import Row
 from collectives import deepspeed_provider, mpi_provider
 from collectives.case import Case, cases
 from collectives.floor import Floor
+from collectives.link_providers import STREAMS, InParts, Sockets
 from collectives.poplar_providers import PoplarProvider
 from collectives.provider import Prepared, Provider
 from collectives.row import rows_of
@@ -28,7 +29,11 @@ PROVIDERS = (
     "process_group",
     "shared_memory",
     "hierarchical",
+    "parts",
+    "streams",
+    "sockets",
 )
+ACROSS_HOSTS_ONLY = ("hierarchical", "parts", "streams", "sockets")
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,12 @@ def _make(
     for name in ("process_group", "hierarchical"):
         if name in names:
             found.append(PoplarProvider(connect(Group.of(None, None), name), name))
+    for name, streams in (("parts", 1), ("streams", STREAMS)):
+        if name in names:
+            groups = [dist.new_group() for _ in range(streams)]
+            found.append(InParts([connect(Group.of(one, None), "process_group") for one in groups]))
+    if "sockets" in names and ranks == 2:
+        found.append(Sockets(rank))
     if "shared_memory" in names:
         comm = connect(Group.of(None, None), "shared_memory")
         found += [

@@ -110,7 +110,7 @@ def test_rows_across_a_link_are_compared_with_its_rate():
 
 def measured() -> list[tuple[str, str]]:
     request = Request(
-        providers=("gloo", "all-to-all", "process_group", "shared_memory"),
+        providers=("gloo", "all-to-all", "process_group", "shared_memory", "parts", "streams"),
         operations=OPERATIONS,
         sizes=(4096, 100_000),
         dtypes=("fp32", "bf16"),
@@ -136,6 +136,8 @@ def test_every_provider_is_correct_and_has_a_row(ranks: Pool) -> None:
         "gloo",
         "gloo all-to-all + sum",
         "poplar process_group",
+        "poplar process_group, 8 parts",
+        "poplar process_group, 8 parts, 4 streams",
         "poplar shared_memory",
         "poplar shared_memory, zero-copy",
     }
