@@ -1,6 +1,6 @@
 """Losses of compressed communication beside exact: stages 1 to 3, several seeds, real text.
 
-Two CPU ranks with 4 and 1 samples of each global batch train a Llama of 10 million parameters on
+Two CPU ranks with 4 and 1 samples of each global batch train a Llama of 11 million parameters on
 the source files of Python's standard library. A seed draws the first weights and all batches, so
 runs of a seed differ only in what ranks send. Without compression all stages have one gradient:
 `benchmarks/convergence.py` shows it, and exact runs use one stage.
@@ -91,6 +91,7 @@ class Case:
             layers=self.layers,
             heads=heads,
             kv_heads=heads,
+            hidden=3 * self.width,
             context=self.context,
         )
 
@@ -169,11 +170,13 @@ def train(case: Case, path: str) -> None:
     own = slice(plan.offset(rank), plan.offset(rank) + plan.samples(rank))
     draws = torch.Generator().manual_seed(case.seed)
     losses, began = [], time.perf_counter()
-    for _ in range(case.steps):
+    for step in range(case.steps):
         samples = torch.randint(len(data), (SAMPLES,), generator=draws).tolist()
         batch = batch_of(data, samples[own])
         losses.append(float(optimizer.train_step(next_byte_loss, batch, max_norm=1.0).loss))
         scheduler.step()
+        if rank == 0 and step % 100 == 99:
+            print(f"{case.command}: step {step + 1}, loss {losses[-1]:.4f}", file=sys.stderr)
     seconds = time.perf_counter() - began
     held_out_loss = optimizer.evaluate(next_byte_loss, evaluation(held_out)[rank :: len(SHARES)])
     if rank == 0:
@@ -268,7 +271,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--communications", choices=COMMUNICATIONS, **several)
     parser.add_argument("--stages", type=int, choices=range(4), **several)
     parser.add_argument("--seeds", type=at_least(0), **several)
-    sizes = {"steps": (1500, 5), "width": (320, 64), "layers": (8, 2), "context": (64, 32)}
+    sizes = {"steps": (1500, 5), "width": (448, 64), "layers": (4, 2), "context": (64, 32)}
     for name, (default, _) in sizes.items():
         parser.add_argument(f"--{name}", type=at_least(1), help=f"(default: {default})")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the curves as SVG")
