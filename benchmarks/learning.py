@@ -3,7 +3,8 @@
 Two CPU ranks with 4 and 1 samples of each global batch train a Llama of 11 million parameters on
 the source files of Python's standard library. A seed draws the first weights and all batches, so
 runs of a seed differ only in what ranks send. Without compression all stages have one gradient:
-`benchmarks/convergence.py` shows it, and exact runs use one stage.
+`benchmarks/convergence.py` shows it, and exact runs use one stage. "reordered" is exact too, with
+the samples of each batch in reverse order: it shows how much rounding alone changes the losses.
 
     python benchmarks/learning.py --quick
     nice -n 19 python benchmarks/learning.py --output benchmarks/results/learning.jsonl
@@ -47,8 +48,8 @@ from text import load_text
 from poplar import HeteroZeroOptimizer, Plan
 
 BENCHMARK = "learning"
-EXACT, EXACT_STAGE = "exact", 2
-COMMUNICATIONS = (EXACT, "int8", "int4")
+EXACT, REORDERED, EXACT_STAGE = "exact", "reordered", 2
+COMMUNICATIONS, EXACT_ONES = (EXACT, "int8", "int4", REORDERED), (EXACT, REORDERED)
 MICRO_BATCHES, SHARES = ((4,), (1,)), (0.8, 0.2)
 SAMPLES = sum(map(sum, MICRO_BATCHES))
 LEARNING_RATE = 5e-4
@@ -130,10 +131,10 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     for number, stage in enumerate(options.stages):
         for seed in options.seeds:
             for communication in options.communications:
-                if communication != EXACT:
-                    yield Case(communication=communication, stage=stage, seed=seed, **sizes)
-                elif number == 0:
-                    yield Case(communication=EXACT, stage=EXACT_STAGE, seed=seed, **sizes)
+                is_exact = communication in EXACT_ONES
+                if number == 0 or not is_exact:
+                    at = EXACT_STAGE if is_exact else stage
+                    yield Case(communication=communication, stage=at, seed=seed, **sizes)
 
 
 def measure(case: Case) -> Row:
@@ -159,7 +160,7 @@ def train(case: Case, path: str) -> None:
         model,
         torch.optim.AdamW,
         plan=plan,
-        communication=case.communication,
+        communication=EXACT if case.communication == REORDERED else case.communication,
         lr=LEARNING_RATE,
         betas=(0.9, 0.95),
         weight_decay=0.1,
@@ -172,6 +173,8 @@ def train(case: Case, path: str) -> None:
     losses, began = [], time.perf_counter()
     for step in range(case.steps):
         samples = torch.randint(len(data), (SAMPLES,), generator=draws).tolist()
+        if case.communication == REORDERED:
+            samples.reverse()
         batch = batch_of(data, samples[own])
         losses.append(float(optimizer.train_step(next_byte_loss, batch, max_norm=1.0).loss))
         scheduler.step()
@@ -211,7 +214,7 @@ def targets(rows: Sequence[Row]) -> Iterator[Target]:
     groups: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for row in rows:
         beside = exact_of(row, rows)
-        if beside is not None and row["communication"] != EXACT:
+        if beside is not None and row["communication"] not in EXACT_ONES:
             pair = row["held_out_loss"], beside["held_out_loss"]
             groups.setdefault((row["communication"], row["stage"]), []).append(pair)
     for (communication, stage), pairs in sorted(groups.items()):
@@ -231,17 +234,17 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = BENCHMARK  # the same file for the same rows
     from matplotlib import pyplot
 
-    compressed = {row["stage"] for row in rows if row["communication"] != EXACT}
+    compressed = {row["stage"] for row in rows if row["communication"] not in EXACT_ONES}
     stages = sorted(compressed or {EXACT_STAGE})
     figure, axes = pyplot.subplots(
         2, len(stages), sharex=True, sharey="row", figsize=(4 * len(stages), 6), squeeze=False,
         layout="constrained",
     )  # fmt: skip
-    colors = dict(zip(COMMUNICATIONS, ("black", "tab:blue", "tab:orange"), strict=True))
+    colors = dict(zip(COMMUNICATIONS, ("black", "tab:blue", "tab:orange", "tab:gray"), strict=True))
     for column, stage in enumerate(stages):
         above, below = axes[:, column]
         for communication, color in colors.items():
-            own_stage = EXACT_STAGE if communication == EXACT else stage
+            own_stage = EXACT_STAGE if communication in EXACT_ONES else stage
             labels = iter([communication])
             for row in rows:
                 if (row["communication"], row["stage"]) != (communication, own_stage):
