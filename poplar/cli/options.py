@@ -114,6 +114,15 @@ LeavingOut = Annotated[
         "auto: ranks that slow the others down may be left out; never: all ranks take part.",
     ),
 ]
+Precisions = Annotated[
+    str,
+    _choice(
+        "communication",
+        "exact, int8 or int4: the precision in which ranks send; less than exact adds noise to the "
+        "gradient. auto: fewer bits where the step becomes clearly faster.",
+        "PRECISION",
+    ),
+]
 Recomputation = Annotated[
     str,
     _choice(

@@ -18,6 +18,7 @@ from poplar.cli.options import (
     LeavingOut,
     MaxMicroBatch,
     Policy,
+    Precisions,
     ProfileFile,
     Recomputation,
     Stages,
@@ -57,6 +58,7 @@ def plan(
     factored: Factors = "auto",
     host_state: HostStates = "auto",
     leave_out: LeavingOut = "auto",
+    communication: Precisions = "exact",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write the plan to.")
     ] = None,
@@ -88,6 +90,7 @@ def plan(
         "recompute": recompute,
         "factored": factored,
         "host_state": host_state,
+        "communication": communication,
     }
     with command_output(as_json=as_json, debug=debug) as result:
         profile = ClusterProfile.from_json(cluster)

@@ -147,6 +147,7 @@ def _faster_plan(
             factored="never",
             host_state="auto" if plan.host_state else "never",
             leave_out="never",
+            communication=plan.communication,
         )
         # `apply_plan` does not change these.
         found = replace(found, transport=plan.transport, factored=plan.factored)

@@ -85,6 +85,12 @@ def with_encoding(
     return exact
 
 
+def may_gain(cluster: ClusterProfile) -> bool:
+    """Whether encoding can make a step faster, as far as the seconds of the codec are known."""
+    known = all(device.encode_seconds for device in cluster.devices)
+    return known and cluster.world_size > 1 and cluster.network.transport != SHARED_MEMORY
+
+
 def least_ratios(cluster: ClusterProfile) -> tuple[float, float]:
     """The part of the measured seconds that a reduction and an all-gather take at any stage, at
     least.

@@ -30,6 +30,7 @@ from poplar.planner.prediction import (
 from poplar.planner.search import ALL_STAGES, search
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.what_if import Change, Changed, DeviceGroup, device_groups, with_equal_devices
+from poplar.values.communication import EXACT, Communication
 from poplar.values.formatting import (
     format_bytes,
     format_percent,
@@ -137,6 +138,8 @@ class Explanation:
     """What the search left open, and where the plan relies on pass times that were not measured."""
     left_out: tuple[LeftOut, ...] = ()
     """One per group of devices that the plan leaves out."""
+    communication: Communication = EXACT
+    """Of the plan. If it compresses, the gradient is not exact."""
 
     def sentences(self) -> list[str]:
         """What concerns the whole plan, as text."""
@@ -147,6 +150,8 @@ class Explanation:
         if self.over_even is not None:
             error = f"error ±{100 * self.error:.3g} %"
             gain = f"{format_signed_percent(self.over_even)}, {error}: {self.verdict}"
+        if self.communication.compresses:
+            sentences.append(str(self.communication))
         return [
             *sentences,
             *map(str, self.left_out),
@@ -180,7 +185,8 @@ def explain(
         max_micro_batch: most samples of one pass in other plans; None: what was measured.
         error: relative error of a predicted step, from 0 to below 1. Smaller gains are not worth
             it.
-        choices: `recompute`, `factored` and `host_state` of other plans, as for `search`.
+        choices: `recompute`, `factored` and `host_state` of other plans, as for `search`. They
+            communicate as this one, as far as their stages can.
 
     Raises:
         DoesNotFit: the plan needs more memory than there is, or batches that were not measured.
@@ -197,7 +203,7 @@ def explain(
                 stages=stages,
                 policy=policy,
                 max_micro_batch=max_micro_batch,
-                **choices,
+                **{**choices, "communication": plan.communication},
                 leave_out="never",
             )
         return None
@@ -238,6 +244,7 @@ def explain(
             *_gaps_in_the_profile(cluster, plan, numbers),
         ),
         left_out=left_out,
+        communication=plan.communication,
     )
 
 

@@ -18,6 +18,7 @@ from poplar.planner.active_ranks import active_sets, without_ranks
 from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, hosting, step_seconds_of
+from poplar.planner.encoded_costs import may_gain
 from poplar.planner.factored_choice import with_factored_layers
 from poplar.planner.host_state import can_host, fastest_plan_with_host_state
 from poplar.planner.memory_shortfall import NoPlanFits, Request, Shortfall
@@ -27,7 +28,7 @@ from poplar.planner.recomputed_units import fastest_plan_with_recomputation, mem
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
 from poplar.planner.what_if import device_groups
-from poplar.values.communication import Communication, Precision
+from poplar.values.communication import BITS, Communication, Precision
 from poplar.values.errors import check_class
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile
@@ -43,15 +44,21 @@ CLOSE = 1.25
 """Times of the best plan's step within which plans of other stages are searched for."""
 MOST_PASSES = 10_000
 """Of a rank in a step; a plan lists each of them."""
+Sends = Precision | Literal["auto"] | Communication
+"""What `search` takes for the precision in which ranks send."""
 Choice = Literal["auto", "never"]
 """Whether a plan may use one of the techniques that `search` chooses among."""
 CHOICES: Mapping[str, Collection[str]] = {
     "policy": POLICIES,
     **dict.fromkeys(("recompute", "factored", "host_state", "leave_out"), get_args(Choice)),
+    "communication": (*BITS, "auto"),
 }
 """The arguments of `search` that are one of several words, with these."""
 _SENDS_MOST = 2
 """A stage at which one precision stands for all that can be sent."""
+WORTH_NOISE = 0.07
+"""Part by which fewer bits per element must make a step faster: 3 % beyond the usual error of a
+predicted step (4 %). Noise in the gradient is no free gain."""
 _MOST_SETS = 24
 """Sets of active ranks that are searched, at most, beside that of all ranks."""
 
@@ -68,7 +75,7 @@ def search(
     factored: Choice = "auto",
     host_state: Choice = "auto",
     leave_out: Choice = "auto",
-    communication: Precision | Communication = "exact",
+    communication: Sends = "exact",
 ) -> Plan:
     """The fastest plan that fits in memory, with its prediction.
 
@@ -92,7 +99,9 @@ def search(
             more than `preference`, or if no plan fits otherwise (`Plan.left_out`); "never": all
             ranks take part, as integrations with other trainers need it.
         communication: the precision in which the ranks send (`Plan.communication`), as far as each
-            stage can. With less than "exact" the gradient is not exact.
+            stage can. With less than "exact" the gradient is not exact. "auto": 8 bits, and again
+            4 bits, if that makes the step clearly faster (`WORTH_NOISE`) and the seconds of
+            encoding were measured; never where the ranks share memory.
 
     Returns:
         The same plan for the same arguments. Of equally fast plans, the one that needs less memory,
@@ -130,7 +139,7 @@ def alternatives(
     factored: Choice = "auto",
     host_state: Choice = "auto",
     leave_out: Choice = "auto",
-    communication: Precision | Communication = "exact",
+    communication: Sends = "exact",
     within: float = CLOSE,
 ) -> tuple[Plan, ...]:
     """A plan of every stage at which one fits, in the order in which `search` prefers them.
@@ -146,13 +155,11 @@ def alternatives(
     _check_at_least_one("global_batch", global_batch)
     if max_micro_batch is not None:
         _check_at_least_one("max_micro_batch", max_micro_batch)
-    given = (policy, recompute, factored, host_state, leave_out)
+    given = (policy, recompute, factored, host_state, leave_out, communication)
     for (name, known), chosen in zip(CHOICES.items(), given, strict=True):
-        if chosen not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {chosen!r}")
+        check_choice(name, chosen, f"{name} must be one of {', '.join(known)}, got {chosen!r}")
     if not (math.isfinite(preference) and preference >= 0.0):
         raise ValueError(f"preference must be finite and at least 0, got {preference}")
-    cluster = replace(cluster, communication=Communication.of(communication, _SENDS_MOST))
     request = Request(
         global_batch,
         min(max_micro_batch or global_batch, global_batch),
@@ -167,11 +174,31 @@ def alternatives(
     def by_stage(cluster: ClusterProfile, fastest: float = math.inf) -> list[Plan]:
         return _by_stage(cluster, request, wanted, fastest, within=within, may_factor=may_factor)
 
-    if policy == "exact" and leave_out == "auto" and cluster.world_size > 1:
-        found = _on_fastest_ranks(cluster, request, by_stage, may_factor=may_factor)
-    else:
-        found = by_stage(cluster)
-    return tuple(sorted(found, key=partial(_sort_key, preference)))
+    def sending(given: Precision | Communication) -> tuple[Plan, ...]:
+        sent = replace(cluster, communication=Communication.of(given, _SENDS_MOST))
+        if policy == "exact" and leave_out == "auto" and cluster.world_size > 1:
+            found = _on_fastest_ranks(sent, request, by_stage, may_factor=may_factor)
+        else:
+            found = by_stage(sent)
+        return tuple(sorted(found, key=partial(_sort_key, preference)))
+
+    if communication != "auto":
+        return sending(communication)
+    best = sending("exact")
+    fewer_bits: tuple[Precision, ...] = ("int8", "int4") if may_gain(cluster) else ()
+    for precision in fewer_bits:
+        with suppress(NoPlanFits):
+            found = sending(precision)
+            if (1.0 + WORTH_NOISE) * predicted_seconds(found[0]) < predicted_seconds(best[0]):
+                best = found
+    return best
+
+
+def check_choice(name: str, given: object, complaint: str) -> None:
+    """Raise ValueError with this complaint unless `given` is one of `CHOICES[name]`."""
+    is_whole = name == "communication" and isinstance(given, Communication)
+    if not (is_whole or given in CHOICES[name]):
+        raise ValueError(complaint)
 
 
 def _by_stage(

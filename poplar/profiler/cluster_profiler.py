@@ -41,6 +41,7 @@ import torch
 
 from poplar.comm import Group
 from poplar.profiler import batch_curves, trial_runs
+from poplar.profiler.codec import measure_codec
 from poplar.profiler.collectives import measure_network
 from poplar.profiler.host_update import measure_host_update
 from poplar.profiler.job import Job
@@ -87,6 +88,7 @@ class Profiler:
         updates = session.on_all_ranks(
             lambda: measure_update(session), "measuring the optimizer step"
         )
+        codecs = session.on_all_ranks(lambda: measure_codec(session), "measuring the codec")
         on_host = session.on_all_ranks(
             lambda: measure_host_update(session), "measuring the optimizer step on the host"
         )
@@ -102,6 +104,7 @@ class Profiler:
                 optimizer_seconds=updates[rank].seconds,
                 optimizer_latency_seconds=updates[rank].latency_seconds,
                 **vars(on_host[rank]),
+                **vars(codecs[rank]),
                 peak_flops=peak_flops(session.device, session.compute_dtype),
                 throttled=curves[rank].throttled,
             )

@@ -21,7 +21,7 @@ from poplar.comm import Group
 from poplar.planner.calibration import refine
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import describe, fits, predict, unmeasured_batches
-from poplar.planner.search import CHOICES, Choice, alternatives, search
+from poplar.planner.search import CHOICES, Choice, Sends, alternatives, check_choice, search
 from poplar.planner.simple_plans import simplified
 from poplar.planner.what_if import at_worst
 from poplar.profiler.batch_curves import with_measured
@@ -100,6 +100,7 @@ class TuningJob(Job):
     factored: Choice = "auto"
     host_state: Choice = "auto"
     leave_out: Choice = "auto"
+    communication: Sends = "exact"
     profile: ClusterProfile | None = None
     verify: bool = True
     weight: Weight | None = None
@@ -109,8 +110,8 @@ class TuningJob(Job):
         if not is_count(self.global_batch):
             raise ValueError(f"global_batch must be an integer above 0, got {self.global_batch!r}")
         for name, known in CHOICES.items():
-            if (given := getattr(self, name)) not in known:
-                raise ValueError(f"{name}={given!r} is not known; use one of {sorted(known)}")
+            given = getattr(self, name)
+            check_choice(name, given, f"{name}={given!r} is not known; use one of {sorted(known)}")
         super().check()
 
     def must_be_equal(self) -> dict[str, Any]:
@@ -138,7 +139,7 @@ class TuningJob(Job):
     @property
     def plan_key(self) -> str:
         """What the plan depends on beside the profile."""
-        return json.dumps([self.global_batch, *self.choices.values()])
+        return json.dumps([self.global_batch, *self.choices.values()], default=repr)
 
     @property
     def weighs_samples(self) -> bool:
@@ -190,6 +191,10 @@ def autotune(
             if no plan fits otherwise, or if the step is shorter by more than 4 % without them, in
             the prediction and in trials in turns with the best plan of all ranks. "never": all
             ranks train.
+        communication: "exact" (the default), or "int8" or "int4" for slow networks: the precision
+            in which ranks send (`Plan.communication`). The gradient is then not exact. "auto":
+            fewer bits only where they make the step clearly faster, in the prediction and in
+            trials in turns with the best exact plan. Or a `Communication`.
         profile: use this profile of the same job instead of measuring.
         verify: measure the batch sizes of the chosen plan that were not profiled, then time the
             best plans of the best two stages in turns. A better plan that the search finds with
@@ -280,6 +285,7 @@ class Tuner:
                 until = time.perf_counter() + POINTS_PART * self._seconds_left(ends)
                 profile, plans = self._measure_planned_batches(profile, plans, until, report)
             tuned = self._fastest(profile, plans, self._seconds_left(ends), report)
+            tuned = self._exact_if_as_fast(tuned, self._seconds_left(ends), report)
             tuned = self._fastest_ranks(tuned, self._seconds_left(ends), report)
         if given is None:
             self.cached.plans[job.plan_key] = tuned.plan
@@ -321,18 +327,33 @@ class Tuner:
 
     def _fastest_ranks(self, tuned: Tuned, seconds: float, report: Report) -> Tuned:
         """The result, or a plan that leaves ranks out and is clearly faster in trials in turns."""
-        found, trials = self._without_slow_ranks(tuned.profile, tuned.plan), Trials()
+        found = self._without_slow_ranks(tuned.profile, tuned.plan)
         if not found.left_out:
             return tuned
-        both = [found, tuned.plan]
+        is_faster, seen = self._in_turns(tuned, found, tuned.plan, seconds, report)
+        return replace(tuned, plan=found, observations=seen) if is_faster else tuned
+
+    def _exact_if_as_fast(self, tuned: Tuned, seconds: float, report: Report) -> Tuned:
+        """With "auto", the result if it is clearly faster in trials in turns than an exact plan."""
+        if self.job.communication != "auto" or not tuned.plan.communication.compresses:
+            return tuned
+        request = {**self.job.request, "leave_out": "never", "communication": "exact"}
+        exact = self.session.on_first_rank(lambda: search(tuned.profile, **request), "the search")
+        is_faster, seen = self._in_turns(tuned, tuned.plan, exact, seconds, report)
+        return replace(tuned, plan=tuned.plan if is_faster else exact, observations=seen)
+
+    def _in_turns(
+        self, tuned: Tuned, found: Plan, other: Plan, seconds: float, report: Report
+    ) -> tuple[bool, tuple[Observation, ...]]:
+        """Whether a plan is clearly faster than another one, and what was observed."""
+        trials, both = Trials(), [found, other]
         for _ in range(LEAST_TURNS):
             self._add_turn(trials, tuned.profile, both, seconds, report)
             both = [plan for plan in both if trials.ran_last(plan)]
         is_faster = both[:1] == [found] and (
             len(both) == 1 or (1.0 + CLOSE) * trials.ratio(*both) < 1.0
         )
-        seen = (*tuned.observations, *trials.observations())
-        return replace(tuned, plan=found, observations=seen) if is_faster else tuned
+        return is_faster, (*tuned.observations, *trials.observations())
 
     def _measure_planned_batches(
         self, profile: ClusterProfile, plans: tuple[Plan, ...], until: float, report: Report

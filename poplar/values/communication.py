@@ -54,6 +54,21 @@ class Communication:
     def _is_too_short_at(self, stage: int) -> bool:
         return stage == 3 and self.parameters == "int4"
 
+    def __str__(self) -> str:
+        """What is sent in which precision, such as `gradients sent as int8: ...`."""
+        if not self.compresses:
+            return "everything sent exactly"
+        sent = (f"gradients sent as {self.gradients}", f"parameters sent as {self.parameters}")
+        precisions = zip(sent, (self.gradients, self.parameters), strict=True)
+        text = ", ".join(part for part, precision in precisions if BITS[precision])
+        warmup = f" after {self.warmup_steps} exact steps" if self.warmup_steps else ""
+        return f"{text}{warmup}: the gradient is not exact"
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything is sent less than exactly."""
+        return bool(BITS[self.gradients] or BITS[self.parameters])
+
     def check(self, stage: int, *, host_state: bool) -> None:
         """Raise ValueError if a plan of this stage cannot communicate like this."""
         if self.parameters == "exact":

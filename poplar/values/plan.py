@@ -578,6 +578,8 @@ class Plan(Document):
             lines.append(f"{persistent} persistent unit{'s' if persistent > 1 else ''}")
         if self.factored:
             lines.append(f"gradients sent as factors: {format_layers(self.factored)}")
+        if self.communication.compresses:
+            lines.append(str(self.communication))
         others = sum(not (unit.persistent or unit.recomputed_on) for unit in self.units)
         if others:
             lines.append(f"units with their own settings: {others}")

@@ -38,6 +38,7 @@ from poplar.planner.search import POLICIES, alternatives
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning import autotune
 from poplar.tuning.autotune import Tuned, Tuner, TuningJob
+from poplar.values.communication import Communication
 from poplar.values.observation import Observation
 from poplar.values.profile import BatchPoint, NetworkProfile
 
@@ -468,6 +469,20 @@ def test_a_rank_is_left_out_if_that_is_faster_in_trials(true, left_out):
     assert [*bench.saved[-1][1].values()] == [decided.plan]
     bench = Bench(behind_a_link(30.0), behind_a_link(true), (1,))
     assert bench.tune(leave_out="never").plan.left_out == ()
+
+
+@pytest.mark.parametrize(("true", "precision"), [(30.0, "int4"), (0.01, "exact")])
+def test_fewer_bits_are_sent_if_that_is_faster_in_trials(true, precision):
+    def behind(seconds: float) -> ClusterProfile:
+        cluster, codec = behind_a_link(seconds), (1e-12,) * 3
+        known = (replace(d, encode_seconds=codec, decode_seconds=codec) for d in cluster.devices)
+        return replace(cluster, devices=tuple(known))
+
+    bench = Bench(behind(30.0), behind(true), (1,))
+    decided = bench.tune(leave_out="never", communication="auto")
+    assert decided.plan.communication == Communication.of(precision, 1)
+    assert {plan.communication.gradients for plan in bench.tried} == {"exact", "int4"}
+    assert [*bench.saved[-1][1].values()] == [decided.plan]
 
 
 class NoisyBench(Bench):

@@ -8,19 +8,23 @@ from typing import Any
 
 import planning_oracle
 import pytest
-from all_ranks import search
+from all_ranks import alternatives, search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES
 from subset import choose
 
 from poplar import Plan, predict, simulate
+from poplar.drift import replanning
 from poplar.ops import codec
 from poplar.planner.cost_model import StageCosts
+from poplar.planner.explain import explain
 from poplar.planner.memory_model import Caps, rank_memory
 from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
 from poplar.planner.prediction import memory_needed
-from poplar.planner.simple_plans import PREFERENCE
+from poplar.planner.search import WORTH_NOISE
+from poplar.planner.simple_plans import PREFERENCE, simplified
+from poplar.planner.what_if import with_slower_devices
 from poplar.values.communication import BITS, EXACT, Communication, encoded_bytes
 from poplar.values.profile import (
     BatchPoint,
@@ -282,3 +286,139 @@ def test_a_plan_may_fit_only_with_codec() -> None:
     predict(small, encoded)
     with pytest.raises(DoesNotFit):
         predict(small, plan)
+
+
+# The choice
+
+
+def chosen(profile: ClusterProfile, **wanted: Any) -> Plan:
+    return search(profile, **{"global_batch": 16, "communication": "auto"} | wanted)
+
+
+def test_auto_sends_few_bits_over_a_slow_link() -> None:
+    profile = cluster(2, rate=GIGABIT / 10)
+    plan = chosen(profile)
+    exact = chosen(profile, communication="exact")
+    assert plan.communication.gradients == "int4"
+    assert exact.communication == EXACT
+    gain = exact.prediction["step_seconds"] / plan.prediction["step_seconds"]
+    assert gain > 1.0 + WORTH_NOISE
+
+
+def test_auto_takes_8_bits_where_4_gain_little_more() -> None:
+    slow_at_4_bits = replace(
+        cluster(2).devices[0], encode_seconds=(0.0, 0.0, 3e-8), decode_seconds=(0.0, 0.0, 0.0)
+    )
+    profile = replace(cluster(2), devices=(slow_at_4_bits,) * 2)
+    assert chosen(profile).communication == Communication.of("int8", chosen(profile).stage)
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        pytest.param(cluster(2, rate=1e12), id="a fast network"),
+        pytest.param(cluster(2, sample=10.0), id="long passes"),
+        pytest.param(cluster(2, transports=(("shared_memory", 1.0),)), id="shared memory"),
+        pytest.param(cluster(2, known=False), id="an older profile"),
+        pytest.param(cluster(1), id="one rank"),
+    ],
+)
+def test_auto_is_exact_where_the_network_is_no_bottleneck(profile: ClusterProfile) -> None:
+    plan = chosen(profile)
+    assert plan.communication == EXACT
+    assert plan == chosen(profile, communication="exact")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_precision_is_what_a_stage_can_send(stage: int) -> None:
+    plan = chosen(cluster(2), communication="int4", stages=(stage,))
+    parameters = ("exact", "int4", "int4", "int8")[stage]
+    assert plan.communication == Communication(gradients="int4", parameters=parameters)
+    whole = Communication(gradients="int8", parameters="int4", warmup_steps=7)
+    plan = chosen(cluster(2), communication=whole, stages=(stage,))
+    assert plan.communication == whole.at(stage)
+    assert plan.communication.warmup_steps == 7
+
+
+def test_encoded_parameters_leave_no_state_on_the_host() -> None:
+    """So a plan that needs host memory is of another stage, or none fits."""
+    profile = cluster(2)
+    devices = tuple(
+        replace(d, host_optimizer_seconds=1e-3, host_memory_bytes=1 << 40, memory_bytes=64 << 20)
+        for d in profile.devices
+    )
+    profile = replace(profile, devices=devices, model=replace(profile.model, optimizer_bytes=12))
+    wanted = {"global_batch": 4, "stages": (1,)}
+    assert search(profile, **wanted).host_state
+    gradients = Communication(gradients="int8")
+    assert search(profile, **wanted, communication=gradients).host_state
+    with pytest.raises(NoPlanFits):
+        search(profile, **wanted, communication="int8")
+
+
+def test_an_unknown_precision_is_an_error() -> None:
+    with pytest.raises(ValueError, match="communication must be one of exact, int8, int4, auto"):
+        search(cluster(2), global_batch=4, communication="int2")
+
+
+# Plans made from plans
+
+
+INT8 = Communication(gradients="int8", parameters="int8", warmup_steps=3)
+
+
+def test_plans_made_from_a_plan_keep_its_communication() -> None:
+    profile = cluster(3)
+    wanted = {"global_batch": 24, "stages": (2,)}
+    plan = search(profile, **wanted, communication=INT8)
+    left_out = replace(plan, micro_batches=((12,), (12,)), shares=(0.5, 0.5), prediction=None)
+    left_out = left_out.beside((1,))
+    made = {
+        "of_active_ranks": left_out.of_active_ranks(),
+        "beside": left_out,
+        "smaller batches": plan.with_largest_batches({0: 2}),
+        "simplified": simplified(profile, plan, 0.5),
+        "json": Plan.from_dict(plan.to_dict()),
+        **{
+            f"stage {p.stage}": p
+            for p in alternatives(profile, global_batch=24, stages=(1, 2, 3), communication=INT8)
+        },
+        **{p: search(profile, **wanted, policy=p, communication=INT8) for p in ("even", "paper")},
+    }
+    assert {name: each.communication for name, each in made.items()} == dict.fromkeys(made, INT8)
+
+
+def test_a_plan_for_changed_speeds_keeps_the_communication() -> None:
+    profile = cluster(2)
+    plan = search(profile, global_batch=24, stages=(1,), communication=INT8)
+    slower = with_slower_devices(profile, (3.0, 1.0))
+    found = replanning._faster_plan(slower, plan, steps_left=1e6)
+    assert found is not None
+    assert found[0].communication == INT8
+
+
+def test_what_ranks_send_is_printed_and_explained() -> None:
+    profile = cluster(2)
+    plan = search(profile, global_batch=24, stages=(2,), communication=INT8)
+    sentence = (
+        "gradients sent as int8, parameters sent as int8 after 3 exact steps: "
+        "the gradient is not exact"
+    )
+    assert sentence in str(plan)
+    explanation = explain(profile, plan)
+    assert sentence in str(explanation)
+    assert explanation.to_dict()["communication"]["gradients"] == "int8"
+    exact = search(profile, global_batch=24, stages=(2,))
+    assert "exact" not in str(exact)
+    assert "not exact" not in str(explain(profile, exact))
+
+
+def test_older_plans_and_profiles_are_exact() -> None:
+    plan, profile = Plan.even(2, 4, 2, 1).to_dict(), cluster(2).to_dict()
+    del plan["communication"], profile["communication"]
+    for device in profile["devices"]:
+        del device["encode_seconds"], device["decode_seconds"]
+    assert Plan.from_dict(plan).communication == EXACT
+    read = ClusterProfile.from_dict(profile)
+    assert read == cluster(2, known=False)
+    assert ClusterProfile.from_dict(cluster(2).to_dict()) == cluster(2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from poplar.planner.search import CHOICES
 from poplar.profiler.memory_limit import check as check_memory_limit
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile
@@ -54,6 +55,11 @@ class PoplarArguments:
         "autocast, as usual); 'bf16' or 'fp16': compute in it, with fp32 masters.",
     )
     reduce_dtype: str = _option("fp32", "In which gradients are sent: 'fp32', 'bf16' or 'fp16'.")
+    communication: str = _option(
+        "exact",
+        "Without plan=: the precision in which ranks send, 'exact', 'int8' or 'int4'; less than "
+        "exact adds noise to the gradient. 'auto': where that makes the step clearly faster.",
+    )
     communicator: str = _option("auto", "The transport, as for `HeteroZeroOptimizer`.")
     on_out_of_memory: str = _option("retry", "'retry' in smaller micro-batches, or 'raise'.")
     on_nonfinite: str = _option(
@@ -78,6 +84,7 @@ class PoplarArguments:
             ("compute_dtype", ("model", "bf16", "fp16")),
             ("reduce_dtype", tuple(_DTYPES)),
             ("replan", ("off", "advise", "auto")),
+            ("communication", CHOICES["communication"]),
         ):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(
@@ -118,6 +125,11 @@ class PoplarArguments:
                 f"PoplarArguments.replan={self.replan!r} compares steps with a profile, but only "
                 "plan= was given; pass profile=, too, or leave out plan="
             )
+        if plan is not None and self.communication != "exact":
+            raise ValueError(
+                f"PoplarArguments.communication={self.communication!r} is for planning, but plan= "
+                "was given; set Plan.communication instead"
+            )
         if plan is not None and self.stage not in ("auto", str(plan.stage)):
             raise ValueError(
                 f"PoplarArguments has stage={self.stage!r}, but the plan is one of stage "
@@ -134,6 +146,7 @@ class PoplarArguments:
             "memory_limit": self.memory_limit,
             "seconds": self.seconds,
             "cache": self.cache,
+            "communication": self.communication,
             "leave_out": "never",  # the loop of the Trainer needs samples on every rank
         }
 

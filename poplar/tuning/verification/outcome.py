@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poplar.values.communication import EXACT, Communication
 from poplar.values.schema import to_json_types
 
 _ROWS = 10
@@ -82,6 +83,11 @@ class Verification:
     """The rank that ran the one process."""
     reference_micro_batch: int = 0
     """Samples that the one process ran at once."""
+    communication: Communication = EXACT
+    """Of the plan. `parameters` are of gradients that were sent exactly."""
+    gradient_noise: float | None = None
+    """If the plan compresses what it sends: the relative error of the whole gradient that it gives,
+    against the exact one."""
 
     @property
     def loss_error(self) -> float:
@@ -95,21 +101,31 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the plan gives the loss and the gradient of one process."""
-        return not self.failures and self.loss_error <= self.tolerance
+        """Whether the plan gives the loss and the gradient of one process, if it sends exactly.
+
+        A plan that compresses must also give a gradient whose error is smaller than the gradient.
+        """
+        return not self.failures and self.loss_error <= self.tolerance and not self._is_only_noise
+
+    @property
+    def _is_only_noise(self) -> bool:
+        return self.gradient_noise is not None and not self.gradient_noise < 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON types, including `loss_error` and `ok`."""
         return {**to_json_types(self), "loss_error": self.loss_error, "ok": self.ok}
 
     def __str__(self) -> str:
-        lines = [self._verdict(), self._loss(), *self._table()]
+        lines = [self._verdict(), *self._noise(), self._loss(), *self._table()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _verdict(self) -> str:
         what = f"stage {self.stage}, {self.ranks} ranks, {self.global_batch} samples"
         if self.ok:
-            return f"ok: the plan gives the gradient of one process ({what})"
+            exactly = "" if self.gradient_noise is None else "sent exactly, "
+            return f"ok: {exactly}the plan gives the gradient of one process ({what})"
+        if self._is_only_noise and not self.failures:
+            return f"NOT OK: what the plan sends is no gradient any more ({what})"
         wrong = f"{len(self.failures)} of {len(self.parameters)} parameters"
         if not self.failures:
             wrong = "the loss"
@@ -117,6 +133,11 @@ class Verification:
             f"NOT OK: {wrong} differ from one process by more than rounding "
             f"({self.tolerance:.0e}; {what})"
         )
+
+    def _noise(self) -> list[str]:
+        if self.gradient_noise is None:
+            return []
+        return [f"{self.communication}; its relative error is {self.gradient_noise:.1e}"]
 
     def _loss(self) -> str:
         return (
@@ -138,6 +159,13 @@ class Verification:
         ]
         rest = len(self.parameters) - len(shown)
         return [*lines, f"... and {rest} more with smaller errors"] if rest else lines
+
+
+def noise(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """The norm of the error of a whole gradient, over its norm; NaN if either has one."""
+    errors = [float((gradients[name] - value).double().norm()) for name, value in exact.items()]
+    norms = [float(value.double().norm()) for value in exact.values()]
+    return math.hypot(*errors) / (math.hypot(*norms) or 1.0)
 
 
 def relative_error(value: float, expected: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -27,7 +27,8 @@ from poplar.tuning.verification.one_process import (
     find_batch_dependence,
     split_into,
 )
-from poplar.tuning.verification.outcome import Tolerance, Verification, compare
+from poplar.tuning.verification.outcome import Tolerance, Verification, compare, noise
+from poplar.values.communication import EXACT, Communication
 from poplar.values.errors import (
     CollectiveTimeout,
     RankFailed,
@@ -73,6 +74,9 @@ def verify(
     the global batch alone, with autograd and in the same dtype. No optimizer steps. Every rank
     needs memory for the full model and its gradients.
 
+    The passes send everything exactly. If the plan compresses what it sends, they run once more as
+    it does, without warm-up, and the result has the error of that gradient against the exact one.
+
     Args:
         model: on this rank's device, in training or evaluation mode as it is trained. Its state is
             restored afterwards. The first rank's values are used.
@@ -107,18 +111,22 @@ def verify(
             parameters_preserved(model, to_host=True),
         ):
             before = {parameter.dtype for parameter in model.parameters()}
-            optimizer = HeteroZeroOptimizer(
-                model,
-                torch.optim.SGD,
-                plan=plan,
-                process_group=process_group,
-                units=units,
-                compute_dtype=compute_dtype,
-                reduce_dtype=reduce_dtype,
-                timeout=timeout,
-                allow_forward_state=True,
-                lr=0.0,
-            )
+
+            def optimizer_of(communication: Communication) -> HeteroZeroOptimizer:
+                return HeteroZeroOptimizer(
+                    model,
+                    torch.optim.SGD,
+                    plan=replace(plan, communication=communication),
+                    process_group=process_group,
+                    units=units,
+                    compute_dtype=compute_dtype,
+                    reduce_dtype=reduce_dtype,
+                    timeout=timeout,
+                    allow_forward_state=True,
+                    lr=0.0,
+                )
+
+            optimizer = optimizer_of(EXACT)
             dtypes = {parameter.dtype for parameter in model.parameters()}
             leader = max(range(group.size), key=plan.samples)
             comparison = _Comparison(
@@ -137,11 +145,16 @@ def verify(
             )
             with model_preserved(model, device):
                 planned = comparison.run_plan(optimizer, batch)
+            sent = None
+            if plan.communication.compresses:
+                optimizer = optimizer_of(replace(plan.communication, warmup_steps=0))
+                with model_preserved(model, device):
+                    sent = comparison.run_plan(optimizer, batch)
             casts = compute_dtype != "auto" or dtypes != before
             dtype = next(iter(dtypes & {torch.bfloat16, torch.float16}), None) if casts else None
             with inputs_cast(model, dtype, resolve_units(model, units)):
                 return comparison.compare_with_one_process(
-                    planned, batch, max_micro_batch or plan.global_batch
+                    planned, batch, max_micro_batch or plan.global_batch, sent
                 )
 
 
@@ -202,14 +215,21 @@ class _Comparison:
         return Gradient(float(total[0]) / divisor, gradients, 0)
 
     def compare_with_one_process(
-        self, planned: Gradient, batch: Any, micro_batch: int
+        self, planned: Gradient, batch: Any, micro_batch: int, sent: Gradient | None
     ) -> Verification:
-        """Compare on the leader and send the result to all ranks. Collective."""
+        """Compare on the leader and send the result to all ranks. Collective.
+
+        Args:
+            planned: under the plan, sent exactly.
+            batch: the global batch.
+            micro_batch: most samples that the one process runs at once.
+            sent: as the plan sends it, if that is not exact.
+        """
         error: Exception | None = None
         outcome: Verification | None = None
         if self.control.group.rank == self.leader:
             try:
-                outcome = self._compare(planned, batch, micro_batch)
+                outcome = self._compare(planned, batch, micro_batch, sent)
             except CollectiveTimeout:
                 raise
             except Exception as caught:
@@ -223,7 +243,9 @@ class _Comparison:
         assert found is not None
         return found
 
-    def _compare(self, planned: Gradient, batch: Any, micro_batch: int) -> Verification:
+    def _compare(
+        self, planned: Gradient, batch: Any, micro_batch: int, sent: Gradient | None
+    ) -> Verification:
         process, model = self.process, self.process.model
         device = next(model.parameters()).device
         with model_preserved(model, device):
@@ -243,6 +265,8 @@ class _Comparison:
             notes=tuple(notes),
             reference_rank=self.leader,
             reference_micro_batch=alone.micro_batch,
+            communication=self.plan.communication,
+            gradient_noise=None if sent is None else noise(sent.gradients, planned.gradients),
         )
 
 
