@@ -349,6 +349,8 @@ class ShardedUpdate:
             return
         master, values = flat.master[part], flat.shard[part]
         sent = None if flat.sent is None else flat.sent[part]
+        if sent is not None and not sent.is_cuda and _have_same_bits(sent, values):
+            return  # the usual case; on a device, the host would wait for the answer
         for begin in range(0, len(master), _PIECE):
             piece, low = (whole[begin : begin + _PIECE] for whole in (master, values))
             low = low.to(piece.device)
@@ -725,6 +727,13 @@ def _amp_scalars(
 def _has_low_precision(flat: FlatParameter) -> bool:
     """Whether the update writes low-precision values beside the masters."""
     return flat.shard is not flat.master and not flat.sends_differences
+
+
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two flat tensors are equal, NaN included."""
+    if one.numel() * one.itemsize % 8:
+        return torch.equal(one, other)
+    return torch.equal(one.view(torch.int64), other.view(torch.int64))
 
 
 def _part(buffer: Tensor, part: slice) -> Tensor:
