@@ -25,6 +25,7 @@ from poplar.profiler.memory import pass_bytes
 from poplar.profiler.model_profile import model_profile, trained_units
 from poplar.profiler.passes import Passes
 from poplar.profiler.unit_hooks import TrainedUnit, UnitBytes
+from poplar.values.communication import Communication
 from poplar.values.plan import UnitPlan
 from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
 from poplar.zero import setup
@@ -191,6 +192,23 @@ def compare(subject: Subject, profile: ClusterProfile, plan: Plan) -> None:
             f"stage {plan.stage}, {plan.micro_batches}, rank {rank}: predicted "
             f"{predicted[rank]}, allocated {peak}, {predicted[rank] / peak - 1:+.1%}"
         )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtypes", [{}, NARROW])
+def test_what_is_sent_with_fewer_bits_is_counted(
+    stage: int, dtypes: dict[str, torch.dtype]
+) -> None:
+    subject = Subject(WIDE, 30, dtypes, flat_bytes=380_000, merges=False, above=0.1)
+    with (
+        mock.patch.object(units, "MAX_FLAT_BYTES", subject.flat_bytes),
+        mock.patch.object(units, "MERGED_UNIT_BYTES", 0),
+    ):
+        profile = profile_of(subject)
+        for precision in ("int8", "int4"):
+            sent = Communication.of(precision, stage)
+            for plan in plans(stage, subject.batch):
+                compare(subject, profile, dataclasses.replace(plan, communication=sent))
 
 
 def test_persistent_units_stay_beside_everything_else() -> None:
