@@ -723,7 +723,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Check that all ranks have the same parameters, bit by bit. Collective, between steps.
 
         At stage 0 every rank updates all parameters. `step` checks them too, after the first
-        updates and then after every 100th. Other stages have no such replicas to check.
+        updates and then after every 100th. So it does at stages 1 and 2 if updates are sent as
+        compressed differences. Otherwise there are no such replicas to check.
 
         Raises:
             ReplicasDiffer: on all ranks; names the first parameter that differs.
@@ -776,6 +777,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             self._detach()
             move_to_meta(list(self._model.parameters()))
             return
+        self._send_masters()
         parameters = [p for flat in engine.flats for p in flat.parameters]
 
         opaque = [opaque for unit in engine.units for opaque in unit.opaque]
@@ -838,7 +840,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         Inside, `copy.deepcopy(model)` makes a plain model that the optimizer does not know. What is
         kept of the parameters, such as `model.state_dict()`, keeps its values and its memory after
-        the context, at stage 3; elsewhere it is the memory of the model, as in torch.
+        the context, at stage 3; elsewhere it is the memory of the model, as in torch. Where updates
+        are sent as compressed differences, all ranks get the exact values first.
 
         Args:
             writeback: keep values that are written into the parameters (equal on all ranks), for
@@ -862,9 +865,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             others.share_values(self._model, names.splitlines())
             yield
             return
-        communicates = (
-            modules is not None or engine.strategy.shards_parameters or others is not None
-        )
+        strategy = engine.strategy
+        is_local = not strategy.shards_parameters and not strategy.sends_differences
+        communicates = modules is not None or others is not None or not is_local
 
         def running(*, begins: bool) -> AbstractContextManager[None]:
             if not communicates:
@@ -875,6 +878,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             with running(begins=True):
                 self._step.nonfinite.raise_if_found()
                 units = engine.values.agreed_units(modules) if communicates else engine.units
+                self._send_masters()
                 stack.enter_context(engine.values.unsharded(writeback=writeback, units=units))
                 if others is not None:
                     names = self._readable_names(units, whole=modules is None)
@@ -887,6 +891,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                     stack.close()
                     for flat in (flat for unit in units for flat in unit.trained if writeback):
                         self._update.refresh(flat)
+
+    def _send_masters(self) -> None:
+        """Give all ranks the fp32 values, if they compute with others. Collective then."""
+        from poplar.checkpoint.plan_change import send_masters
+
+        if self._engine.strategy.sends_differences:
+            send_masters(self._engine, self._update)
 
     def _readable_names(self, units: Sequence[Unit], *, whole: bool) -> list[str]:
         """Names of the parameters of units and, of the whole model, of all others and buffers."""
@@ -1227,6 +1238,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         self._refuse_local("save_model()")
         self._step.nonfinite.reject_state("save_model()")
+        self._send_masters()
         given = self._engine, self._control, self._model, Path(path)
         save_model(*given, sharded=sharded, frozen=frozen)
 

@@ -49,7 +49,7 @@ def follow_plan(engine: Engine, update: ShardedUpdate, plan: Plan) -> None:
     schemas = gather_schemas(engine, update)
     strategy, before = engine.strategy, [_placed(flat) for flat in engine.trained]
     if plan.communication.parameters == "exact":
-        strategy.gather_masters(engine.units)
+        send_masters(engine, update)
     strategy.communicate(plan.communication)
     layouts = place_state(strategy, engine.units, plan)
     moved = {flat for flat, was in zip(engine.trained, before, strict=True) if _placed(flat) != was}
@@ -67,9 +67,16 @@ def follow_plan(engine: Engine, update: ShardedUpdate, plan: Plan) -> None:
     engine.follow(plan)
 
 
+def send_masters(engine: Engine, update: ShardedUpdate) -> None:
+    """Give all ranks the exact values, written ones included. Collective, between steps."""
+    for flat in engine.trained:
+        update.take_written_values(flat)
+    engine.strategy.gather_masters(engine.units)
+
+
 def _placed(flat: FlatParameter) -> tuple[bool, bool]:
-    """What decides where masters and state are, beside the layout."""
-    return flat.is_hosted, flat.has_masters
+    """What decides which memory there is, beside the layout."""
+    return flat.is_hosted, flat.sends_differences
 
 
 def _move(
@@ -105,11 +112,9 @@ def replace_engine(
         compute_dtype: as for `build_engine`.
         check_step: as for `Engine`.
     """
-    old.strategy.gather_masters(old.units)
+    send_masters(old, update)
     strategy = strategy_of(request, old.comm, steps=old.strategy.steps)
     schemas = gather_schemas(old, update)
-    for flat in old.trained:
-        update.take_written_values(flat)
     move = _EngineMove(old, update, strategy, schemas, place_state(strategy, units, request.plan))
     for unit in units:
         move.take(unit, request.plan)

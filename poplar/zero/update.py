@@ -182,6 +182,9 @@ class ShardedUpdate:
         self._drop_unstarted_state()
         self._split_partly_used_runs(unused)
         runs = [run for run in self.runs if run.tensor is not None]
+        for flat in dict.fromkeys(run.flat for run in runs):
+            if flat.sends_differences:  # also of parameters that no rank has used
+                self.take_written_values(flat)
         used = [run for run in runs if run.first not in unused.get(run.flat, ())]
         hosted = dict.fromkeys(run.flat for run in used if run.flat.is_hosted)
         given = [] if not hosted else [one for one in (scale, found_inf) if one is not None]
@@ -215,7 +218,7 @@ class ShardedUpdate:
             run.tensor.grad = run.part(source.gradient)
             low = run.part(source.shard) if _has_low_precision(run.flat) else None
             stepped.setdefault(inner, {})[run.tensor] = low
-            if low is None or not _has_exact_kernel(inner):  # which does so itself
+            if not _has_exact_kernel(inner):  # which does so itself
                 self.take_written_values(run.flat, run.start, run.stop)
         for inner, tensors in stepped.items():
             written = _step_inner(inner, tensors, scale, found_inf)

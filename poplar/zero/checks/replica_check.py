@@ -32,9 +32,19 @@ _ODD = 0x9E3779B97F4A7C15
 class ReplicaCheck:
     """The checks of one optimizer. Ranks call the methods equally often and in the same order."""
 
-    def __init__(self, flats: Sequence[FlatParameter], control: Control) -> None:
-        """`flats`: flat parameters whose masters must be equal on all ranks; may be none."""
-        self._flats = flats if control.group.size > 1 else ()
+    def __init__(
+        self, flats: Sequence[FlatParameter], control: Control, *, replicates_state: bool
+    ) -> None:
+        """
+        Args:
+            flats: the trained flat parameters.
+            control: of the ranks.
+            replicates_state: every rank updates all of them, so masters must be equal. Else the
+                values must be that are sent as differences: see [Note: differences] in
+                `stages.strategy`.
+        """
+        self._all = flats if control.group.size > 1 else ()
+        self._replicates_state = replicates_state
         self._control = control
         self._updates = 0
         self._next = 1
@@ -49,8 +59,8 @@ class ReplicaCheck:
     def record_update(self) -> None:
         """Compute the checksum after an update, if it is one to check."""
         self._updates += 1
-        if self._flats and self._updates >= self._next:
-            self._own = self._updates, checksum([flat.master for flat in self._flats])
+        if self._updates >= self._next and (replicas := self._replicas()):
+            self._own = self._updates, checksum([values for _, values in replicas])
             is_early = self._updates < FIRST_UPDATES
             self._next = self._updates + (1 if is_early else PERIOD - self._updates % PERIOD)
 
@@ -96,7 +106,8 @@ class ReplicaCheck:
 
         def own() -> int:
             prepare()
-            return int(checksum([flat.master for flat in self._flats])) if self._flats else 0
+            replicas = self._replicas()
+            return int(checksum([values for _, values in replicas])) if replicas else 0
 
         received = exchange_results(self._control, own, what="comparing replicas")
         if len(set(received)) > 1:
@@ -104,22 +115,38 @@ class ReplicaCheck:
 
     def _raise_differences(self, update: int, received: Sequence[int]) -> None:
         """Find the parameters that differ and raise. Collective."""
-        masters = [flat.master for flat in self._flats]
-        different = differing_parameters(self._control, self._flats, masters, "comparing replicas")
+        flats, values = zip(*self._replicas(), strict=True)
+        different = differing_parameters(self._control, flats, values, "comparing replicas")
         first, sums = different[0] if different else ("none any more", received)
         others = f" and {len(different) - 1} more" if len(different) > 1 else ""
         ranks = _minority(sums)
         raise agreed(
             ReplicasDiffer(
                 f"the replicated parameters differ after update {update}: on rank(s) {ranks} "
-                f"{first!r}{others} has other bits than on the other ranks. All ranks update all "
-                "parameters, from the same gradient, so the ranks now train different models. "
-                "Possible causes: a parameter was changed on some ranks only (in loss_fn, a hook "
-                "or a callback), the optimizer class is random or reads state of its process, or "
-                "a device is faulty. Load the last checkpoint. If the optimizer is the cause, use "
-                "stage 1, where one rank updates each element"
+                f"{first!r}{others} has other bits than on the other ranks. {self._cause()}"
             )
         )
+
+    def _cause(self) -> str:
+        changed = "a parameter was changed on some ranks only (in loss_fn, a hook or a callback)"
+        if not self._replicates_state:
+            return (
+                "All ranks add the same compressed updates to these values, so the ranks now train "
+                f"different models. Possible causes: {changed}, or a device is faulty. Load the "
+                "last checkpoint"
+            )
+        return (
+            "All ranks update all parameters, from the same gradient, so the ranks now train "
+            f"different models. Possible causes: {changed}, the optimizer class is random or reads "
+            "state of its process, or a device is faulty. Load the last checkpoint. If the "
+            "optimizer is the cause, use stage 1, where one rank updates each element"
+        )
+
+    def _replicas(self) -> list[tuple[FlatParameter, Tensor]]:
+        """Flat parameters with what must be equal on all ranks."""
+        if self._replicates_state:
+            return [(flat, flat.master) for flat in self._all]
+        return [(flat, flat.values) for flat in self._all if flat.sends_differences]
 
 
 def differing_parameters(

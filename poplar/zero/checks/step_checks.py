@@ -65,9 +65,9 @@ class StepChecks:
         self.forward_state = ForwardStateCheck(
             *given, allowed=allowed, flats=flats, strategy=strategy
         )
-        replicated = strategy is not None and strategy.replicates_state
-        trained = [flat for flat in flats if replicated and flat.trained]
-        self.replicas = ReplicaCheck(trained, self._control)
+        trained = [flat for flat in flats if strategy is not None and flat.trained]
+        replicates = strategy is not None and strategy.replicates_state
+        self.replicas = ReplicaCheck(trained, self._control, replicates_state=replicates)
 
     def expect_artificial_data(self) -> None:
         """Look at neither data, loss and state nor the mode of the model; for measurements."""
