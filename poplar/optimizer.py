@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from poplar.zero.collective_calls import (
     CollectiveCalls,
     LeftOutCalls,
     agreed_failures,
+    begins_step,
     collective,
     new_group,
 )
@@ -59,8 +60,8 @@ from poplar.zero.held_memory import (
     held_memory,
     smaller_batches_message,
 )
-from poplar.zero.left_out import LeftOutRanks
-from poplar.zero.micro_batch_loop import MicroBatchLoop, NoMicroBatches
+from poplar.zero.left_out import LeftOutRanks, state_plan
+from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss, PassLoss
 from poplar.zero.micro_batches import (
     BatchSplitter,
@@ -231,6 +232,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     # See [Note: ranks that are left out] in `zero.left_out`.
     _left_out: tuple[int, ...] = ()
     _others: LeftOutRanks | None = None
+    _follower: SpeedFollower | None = None
+    _default_scaler: GradScaler | None = None
+    _regroups = 0
 
     def __init__(
         self,
@@ -287,62 +291,70 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             )
 
         building = ExitStack()
+        self._model, self._communicator = model, communicator
+        self._on_nonfinite, self._allow_forward_state = on_nonfinite, allow_forward_state
+        self._retries, self._trains_whole_model = on_out_of_memory == "retry", params is None
         with new_group(process_group, timeout, BUILDING) as self._group, building:
-            self._control = connect_control(self._group, communicator)
+            self._whole = self._group
+            self._control = self._whole_control = connect_control(self._group, communicator)
             request = run_on_all_ranks(self._control, check, doing=BUILDING)
             also = {"on_out_of_memory": on_out_of_memory, "on_nonfinite": on_nonfinite}
             dtype = agree_on_request(self._control, request, also=also)
             plan, self._schedule = request.plan, PlanSchedule()
-            others: LeftOutRanks | None = None
+            self._compute_dtype, self._largest_batches = dtype, dict[int, int]()
             if plan is not None and plan.left_out:
-                others = LeftOutRanks(self._group, plan.left_out, model)
                 self._left_out, plan = plan.left_out, plan.of_active_ranks()
                 request = replace(request, plan=plan)
+                has_values = not request.values.on_meta
+                others = LeftOutRanks(self._whole, self._left_out, has_values=has_values)
                 self._others, self._group = others, others.group
                 self._control = connect_control(self._group, communicator)
-                if not others.is_active:
-                    self._follow_active_ranks(request, others, dtype)
-                    return
-                calls = CollectiveCalls(others.whole, _nothing, others.announcements)
+            self._request, self._plan, self._stage = request, plan, request.stage
+            if not self.is_active:
+                self._follow_active_ranks()
+                return
+            if self._others is not None:
+                calls = CollectiveCalls(self._whole, _nothing, self._others.announcements)
                 building.enter_context(calls.running(BUILDING))
             planned = plan.transport if plan is not None else None
             comm = connect(self._group, communicator, request.device, planned=planned)
-            self._model = model
-            self._plan = plan
-            self._stage = request.stage
-            self._retries = on_out_of_memory == "retry"
-            every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
-            self._splitter = BatchSplitter(plan, every_pass)
-            self._largest_batches: dict[int, int] = {}
-            self._follower: SpeedFollower | None = None
-            self._default_scaler = (
-                GradScaler(request.device.type) if dtype is torch.float16 else None
-            )
             engine, self._update = build_engine(
                 request, comm, self._control, dtype, _weak_method(self._check_model)
             )
             # With all settings of their classes, so that no defaults of another class are added.
             super().__init__(self._update.outer_groups(request.groups), {})
-            self.defaults = dict(self._update.inners[0].defaults)
             self._settings_are_final = True
-            self._request, self._compute_dtype = request, dtype
-            self._on_nonfinite = on_nonfinite
-            self._checks = StepChecks(
-                model,
-                self._control,
-                looking=0 if plan is None else max(range(plan.world_size), key=plan.samples),
-                allow_forward_state=allow_forward_state,
-                reads=engine.values.are_readable,
-                flats=engine.flats,
-                strategy=engine.strategy,
-            )
-            given = model.parameters() if params is None else _all_parameters(self.param_groups)
-            self._use_engine(engine)
-            self.collective_calls = CollectiveCalls(
-                self._group, self._step.stop, others.announcements if others is not None else None
-            )
-            self._structure = ModelStructure(model, self.param_groups, set(map(id, given)))
+            self._train_by(engine)
             self.collective_calls.announce(BUILDING)
+
+    def _train_by(self, engine: Engine) -> None:
+        """Train by the first engine of this group of ranks. Local."""
+        plan, model, device = self._plan, self._model, engine.trained[0].device
+        self.defaults = dict(self._update.inners[0].defaults)
+        every_pass = STRATEGY_CLASSES[self._stage].reduces_every_pass
+        self._splitter = BatchSplitter(plan, every_pass, self.largest_batches)
+        if self._default_scaler is None and self._compute_dtype is torch.float16:
+            self._default_scaler = GradScaler(device.type)
+        self._checks = StepChecks(
+            model,
+            self._control,
+            looking=0 if plan is None else max(range(plan.world_size), key=plan.samples),
+            allow_forward_state=self._allow_forward_state,
+            reads=engine.values.are_readable,
+            flats=engine.flats,
+            strategy=engine.strategy,
+        )
+        self._use_engine(engine)
+        announcements = None if self._others is None else self._others.announcements
+        calls = vars(self).get("collective_calls")
+        if type(calls) is CollectiveCalls:
+            calls.follow(self._group, announcements)
+            calls.stop_by(self._step.stop)
+        else:
+            self.collective_calls = CollectiveCalls(self._group, self._step.stop, announcements)
+        groups = self.param_groups
+        given = model.parameters() if self._trains_whole_model else _all_parameters(groups)
+        self._structure = ModelStructure(model, groups, set(map(id, given)))
 
     def _use_engine(self, engine: Engine) -> None:
         """Train by this engine, whose flat parameters the update and the checks have. Local."""
@@ -355,29 +367,34 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             list(self._model.named_parameters()), self, engine.changes
         )
 
-    def _follow_active_ranks(
-        self, request: Request, others: LeftOutRanks, dtype: torch.dtype | None
-    ) -> None:
+    def _follow_active_ranks(self) -> None:
         """Be the optimizer of a rank that is left out, once the others have built theirs."""
-        assert others.announcements is not None
-        checks = {"evaluate()": _check_no_batches}
-        calls = LeftOutCalls(others.whole, others.announcements, checks)
+        assert self._others is not None
         with agreed_failures():
-            calls.call(BUILDING, _nothing)
-        others.prepare_model(request.model, request.device, dtype)
-        self._model, self._plan, self._stage = request.model, request.plan, request.stage
-        self._largest_batches, self._default_scaler = {}, None
+            self._left_out_calls().call(BUILDING, _nothing)
+        request = self._request
+        self._others.prepare_model(request.model, request.device, self._compute_dtype)
         super().__init__(settings_of(request), {})
         self._settings_are_final = True
+        self._be_left_out()
+
+    def _left_out_calls(self) -> LeftOutCalls:
+        assert self._others is not None
+        assert self._others.announcements is not None
+        checks = {"evaluate()": _check_no_batches}
+        return LeftOutCalls(self._whole, self._others.announcements, checks)
+
+    def _be_left_out(self) -> None:
+        """Have no engine, and make the calls of the active ranks. Local."""
         self._opt_called = True  # `train_step` calls no `step` here, of which schedulers would warn
-        self._state = defaultdict(dict)
+        self._state, self._default_scaler = defaultdict(dict), None
         missing: Any = _NoEngine(
-            f"rank {others.whole.rank} is left out by the plan, so it has no state and no current "
+            f"rank {self._whole.rank} is left out by the plan, so it has no state and no current "
             "parameters; call this on the active ranks only (optimizer.is_active)"
         )
         self._engine = self._update = self._step = self._checks = missing
         self._unregister = _nothing
-        self.collective_calls = calls
+        self.collective_calls = self._left_out_calls()
 
     @property
     def is_active(self) -> bool:
@@ -402,7 +419,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     # The step.
 
-    @collective
+    @begins_step
     def train_step(
         self,
         loss_fn: LossFunction,
@@ -443,7 +460,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             CollectiveTimeout: a rank did not take part in a collective before the deadline.
         """
         scaler = scaler if scaler is not None else self._default_scaler
-        self._begin_step()
 
         def prepare() -> None:
             nonlocal loss_fn
@@ -563,20 +579,23 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             weight: as for `train_step`.
             loss: as for `train_step`.
         """
-        if not self.is_active:
-            return NoMicroBatches()
 
         def prepare() -> None:
             if weight is None and loss == "mean":
                 self._checks.loss.watch_loop(self._model, batch)
 
+        def begin() -> Step | None:
+            with running(left_out=True):
+                self._begin_step()
+            return self._step if self.is_active else None
+
         def start() -> list[MicroBatch]:
-            self._begin_step()
             return self._step.start(self._open_step(prepare, batch, weight, loss))
 
-        return MicroBatchLoop(
-            self._step, start, partial(self.collective_calls.running, "micro_batches()")
-        )
+        def running(left_out: bool = False) -> AbstractContextManager[None]:
+            return self.collective_calls.running("micro_batches()", left_out=left_out)
+
+        return MicroBatchLoop(self._step, start, running, begin)
 
     @collective
     @torch.no_grad()
@@ -621,7 +640,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         self._update.copy_new_settings(self.param_groups)
         if not self._schedule.in_step:  # of a loop without micro-batches
             self._schedule.begin_step()
-            self._follow_schedule()
+            self._follow_schedule(in_step=True)
         self._schedule.end_step()
         self._optimizer_step_code()
         error = caught(partial(run_post_hooks, self, closure))
@@ -956,7 +975,15 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         state in host memory may change; the transport and the factored layers do not. Values,
         optimizer state and step counts are sent directly from their old owners to their new ones,
         one unit at a time. Another stage makes the engine anew: its next passes agree on the order
-        of collectives again. The logger "poplar" reports the seconds, and `trace` has a span.
+        of collectives again.
+
+        The plan may also leave out other ranks than now, or none: a rank that comes back gets
+        parameters, buffers and its share, and one that is left out keeps the parameters of now, or
+        NaN where they were sharded (memory for all of them, unless the model was built on `meta`).
+        The ranks that are left out make the call, too. `follow_drift` ends then, and a scaler of
+        the user has on a rank that comes back what it had there.
+
+        The logger "poplar" reports the seconds, and `trace` has a span.
 
         The `HeteroBatchSampler` from which the batches of the steps come follows at the same step,
         and its global batches stay the same. `DataLoader` workers draw batches ahead, which belong
@@ -975,23 +1002,33 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             ValueError: the plan has another world size or factors other layers, the optimizer class
                 does not support its stage, `at_step` is too early, or ranks pass different plans.
             RuntimeError: called in the middle of a step, or inside `full_parameters()`.
+            CollectiveTimeout: a rank did not make the call before the deadline. A rank that is left
+                out, now or by the plan, is needed only if the plan leaves out other ranks.
         """
+        what = "apply_plan()"
 
-        def check() -> tuple[dict[str, Any], int]:
+        def check() -> tuple[dict[str, Any], int, int]:
             check_class("plan", plan, Plan)
-            if plan.left_out != self._left_out:
-                raise ValueError(
-                    f"apply_plan takes a plan that leaves out the same ranks {self._left_out}, got "
-                    f"{plan.left_out}; for that, save with poplar.elastic.MemoryCheckpoints or a "
-                    "checkpoint, build the optimizer again and load"
-                )
-            request, _ = self._prepared_change(plan.of_active_ranks())
-            given = {"argument at_step": at_step, "number of steps that have begun": self.steps}
-            return {**request.change_identity(), **given}, self._schedule.first_step(plan)
+            request, _ = self._prepared_change(plan, self._whole.size)
+            identity = {
+                **request.change_identity(),
+                "ranks that the plan leaves out": plan.left_out,
+                "argument at_step": at_step,
+                "number of steps that have begun": self.steps,
+            }
+            return identity, self._schedule.first_step(plan), self._schedule.changes
 
-        received = exchange_results(self._control, check, what="apply_plan()")
-        compare_identities([identity for identity, _ in received])
-        by_rank = [first for _, first in received]
+        others = self._others
+        if self.is_active:
+            received = exchange_results(self._control, check, what=what)
+            compare_identities([identity for identity, *_ in received])
+        if others is not None and self._needs_left_out(plan):
+            self.collective_calls.let_all_run(what if self.is_active else "")
+            steps = self._whole_control.exchange_objects(self.steps, what=what)
+            self._schedule.count_from(steps[others.first])
+            received = exchange_results(self._whole_control, check, what=what)
+            compare_identities([identity for identity, *_ in received])
+        by_rank = [first for _, first, _ in received]
         step = max(by_rank) if at_step is None else at_step
         if step < max(by_rank):
             raise agreed(
@@ -1001,26 +1038,159 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                     f"pass at_step={max(by_rank)} or later, or None for the first possible step"
                 )
             )
-        self._schedule.add(step, plan)
+        self._schedule.add(step, plan, max(changes for *_, changes in received))
         self._follow_schedule()
         return step
 
-    def _follow_schedule(self) -> None:
-        """Change to the plan of the next step, if it is another one. Collective then."""
+    def _needs_left_out(self, plan: Plan) -> bool:
+        """Whether the plan, or one that it may replace, leaves out other ranks than now."""
+        plans = (plan, *self._schedule.plans)
+        return not self.is_active or any(each.left_out != self._left_out for each in plans)
+
+    def _follow_schedule(self, *, in_step: bool = False) -> None:
+        """Change to the plan of the next step, if it is another one. Collective then.
+
+        Args:
+            in_step: only the active ranks make this call.
+        """
         while (plan := self._schedule.due()) is not None:
             began = time.perf_counter()
-            self._change_plan(plan)
+            if plan.left_out != self._left_out:
+                if in_step:
+                    raise agreed(RuntimeError(_RANKS_CHANGE_OUTSIDE))
+                self.collective_calls.let_all_run()
+                self._change_active_ranks(plan)
+            elif self.is_active:
+                self._change_plan(plan)
+            else:
+                self._plan = plan.of_active_ranks()
             self._group.trace.add("optimizer", "the change to another plan", began)
-            if self._group.rank == 0:
+            if self._group.rank == 0 and self.is_active:
                 seconds = time.perf_counter() - began
                 _LOGGER.info("step %d: changed to another plan in %.3f s", self.steps, seconds)
+
+    def _change_active_ranks(self, plan: Plan) -> None:
+        """Change to a plan that leaves out other ranks. Collective over all ranks.
+
+        [Note: change of ranks] State moves within one group: of the ranks that were active and
+        those that will be. First the ranks that come back join it, without a share. Then the shares
+        are those of the new plan. Last, the ranks that have none any more leave. What is
+        replicated, at stage 0, is divided before, so that what joins needs no state.
+        """
+        now = [rank for rank in range(self._whole.size) if rank not in self._left_out]
+        union = sorted({*now, *plan.active_ranks})
+        joining = len(union) > len(now)
+
+        def check() -> None:
+            if self.is_active:
+                self._step.nonfinite.raise_if_found()
+                self._prepared_change(plan)
+                if self._request.values.on_meta and self._whole.rank in plan.left_out:
+                    check_unused(self._model.parameters())
+
+        run_on_all_ranks(self._whole_control, check, doing="apply_plan()")
+        if self.is_active:
+            self._send_masters()
+        divides = self.is_active and self._stage == 0
+        if divides and (joining or not self._engine.strategy.updates_agree):
+            self._change_plan(state_plan(plan, now, 1, even=True))
+        if joining:
+            self._regroup(union, plan)
+        if len(union) > len(plan.active_ranks):
+            if self.is_active and self._stage > 0:
+                self._change_plan(state_plan(plan, union, self._stage))
+            self._regroup(plan.active_ranks, plan)
+        if self.is_active:
+            self._change_plan(plan)
+        else:
+            self._plan = plan.of_active_ranks()
+
+    def _regroup(self, ranks: Sequence[int], plan: Plan) -> None:
+        """Let these ranks train, of which those that do now have all state. Collective over all.
+
+        Args:
+            ranks: either some of those that train now, or all of these and others.
+            plan: that comes next, of all ranks.
+        """
+        from poplar.checkpoint.changed_ranks import leave_engine, regroup_engine
+
+        whole, request, before = self._whole, self._request, self._left_out
+        was_active, old, update = self.is_active, self._engine, self._update
+        self._left_out = tuple(rank for rank in range(whole.size) if rank not in ranks)
+        self._others, self._regroups = None, self._regroups + 1
+        if self._follower is not None:
+            self._follower = None
+            _LOGGER.warning("follow_drift() has ended: other ranks train now; call it again")
+        if self._left_out:
+            has_values = not request.values.on_meta
+            self._others = LeftOutRanks(
+                whole, self._left_out, has_values=has_values, number=self._regroups
+            )
+        self._group = whole if self._others is None else self._others.group
+        self._control = connect_control(self._group, self._communicator)
+        self._unregister()
+        if not self.is_active:
+            if was_active:
+                leave_engine(old, on_meta=request.values.on_meta)
+                self.collective_calls.follow(whole, None)
+            self._be_left_out()
+            return
+        joining = [at for at, rank in enumerate(ranks) if rank in before]
+        sender = next(at for at in range(len(ranks)) if at not in joining)
+        own = self._common_state() if was_active else None
+        common = self._control.exchange_objects(own, what="apply_plan()")[sender]
+        assert common is not None
+        self._stage = common.stage
+        choice = self._communicator
+        comm = connect(self._group, choice, request.device, planned=common.transport)
+        self._plan = state_plan(plan, ranks, self._stage, even=True)
+        sent = self._plan.communication
+        self._request = replace(request, plan=self._plan, stage=self._stage, communication=sent)
+        engine, self._update = regroup_engine(
+            old if was_active else None,
+            update if was_active else None,
+            self._request,
+            comm,
+            self._control,
+            self._compute_dtype,
+            _weak_method(self._check_model),
+            joining=joining,
+            sender=sender,
+        )
+        self._train_by(engine)
+        if not was_active:
+            self._take_common_state(common)
+
+    def _common_state(self) -> _CommonState:
+        """What is equal on all active ranks, and a rank that comes back needs."""
+        groups = [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self.param_groups
+        ]
+        return _CommonState(
+            stage=self._stage,
+            transport=None if self._plan is None else self._plan.transport,
+            updates=self._update.updates,
+            groups=groups,
+            largest_batches=self._largest_batches,
+            scaler=None if self._default_scaler is None else self._default_scaler.state_dict(),
+        )
+
+    def _take_common_state(self, common: _CommonState) -> None:
+        for group, settings in zip(self.param_groups, common.groups, strict=True):
+            group.update(settings)
+        self._update.count_from(common.updates)
+        self._largest_batches = dict(common.largest_batches)
+        self._splitter = replace(self._splitter, largest_batches=self.largest_batches)
+        if self._default_scaler is not None and common.scaler is not None:
+            self._default_scaler.load_state_dict(common.scaler)
 
     def _change_plan(self, plan: Plan) -> None:
         """Change to another plan that has been checked on all ranks. Collective."""
         from poplar.checkpoint.plan_change import follow_plan, replace_engine
 
-        plan = plan.of_active_ranks()
         request, units = self._prepared_change(plan)
+        plan = plan.of_active_ranks()
         self._step.nonfinite.raise_if_found()
         if units:
             self._unregister()
@@ -1035,14 +1205,25 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         every_pass = STRATEGY_CLASSES[request.stage].reduces_every_pass
         self._splitter = replace(self._splitter, plan=plan, synchronizes_every_pass=every_pass)
 
-    def _prepared_change(self, plan: Plan) -> tuple[Request, list[Unit]]:
-        """The request of another plan, and its units if they are not those of now. Local."""
+    def _prepared_change(
+        self, plan: Plan, world_size: int | None = None
+    ) -> tuple[Request, list[Unit]]:
+        """The request of another plan, and its units if they are not those of now. Local.
+
+        Args:
+            plan: of all ranks, or of the active ones.
+            world_size: for how many ranks it must be; None: that is known.
+        """
         engine, old = self._engine, self._request
+        if world_size is not None and plan.left_out != self._left_out:
+            self._check_change_of_ranks()
+        request = changed_request(old, plan, world_size or plan.world_size)
+        if not self.is_active:
+            return request, []
         if engine.has_gradients or engine.scheduler.active:
             raise RuntimeError("apply_plan() in the middle of a step; call it after step()")
         if engine.values.present:
             raise RuntimeError("apply_plan() inside full_parameters(); leave that context first")
-        request = changed_request(old, plan, self._group.size)
         units: list[Unit] = []
         if changes_units(old, request):
             sharded = STRATEGY_CLASSES[request.stage].shards_parameters
@@ -1055,6 +1236,21 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             units = units_of(request, *given, shards_parameters=sharded)
         check_unit_names(plan, units or engine.units, request.unit_names)
         return request, units
+
+    def _check_change_of_ranks(self) -> None:
+        """Check that other ranks can be left out. Local."""
+        if isinstance(self._communicator, Communicator):
+            raise ValueError(
+                "apply_plan cannot leave out other ranks with a communicator object, which is for "
+                "the ranks of now; build the optimizer with the name of a communicator"
+            )
+        if self._request.local:
+            raise ValueError("apply_plan cannot leave out other ranks with local parameters")
+        if self.is_active and any(unit.opaque for unit in self._engine.units):
+            raise ValueError(
+                "apply_plan cannot leave out other ranks while quantised parameters are sharded "
+                "(stage 3); apply a plan of stage 2 first, or build a new optimizer for this plan"
+            )
 
     @collective
     def follow_drift(
@@ -1314,7 +1510,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Inside of another step, which raises when this one is opened, the plan stays.
         """
         engine = self._engine
-        if self._schedule.is_due and not (self._step.has_open_loop or engine.values.present):
+        if not self.is_active:
+            self._follow_schedule()
+        elif self._schedule.is_due and not (self._step.has_open_loop or engine.values.present):
             engine.hooks.drop_implicit_pass()
             if engine.has_gradients:  # which were not applied
                 engine.begin_step()
@@ -1406,6 +1604,19 @@ def _all_parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
     return (parameter for group in groups for parameter in group["params"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class _CommonState:
+    """What is equal on all active ranks, beside parameters and the state of their elements."""
+
+    stage: int
+    transport: str | None
+    updates: int
+    groups: list[dict[str, Any]]
+    """The settings of the param groups."""
+    largest_batches: dict[int, int]
+    scaler: dict[str, Any] | None
+
+
 class _NoEngine:
     """Replaces the engine after `release`, and on a rank that is left out."""
 
@@ -1435,6 +1646,12 @@ _STEP_INSIDE_LOOP = (
     "a step was started inside of the micro_batches loop of another step, which is now abandoned "
     "on all ranks; end the loop first. After an exception in its body that you handle, use `with "
     "optimizer.micro_batches(batch) as micro_batches:`, which ends it"
+)
+
+_RANKS_CHANGE_OUTSIDE = (
+    "a plan that leaves out other ranks is due, but step() is called without train_step() or "
+    "micro_batches(), where it would take effect. The step was applied, with the plan of before; "
+    "use one of them, or apply the plan when no DataLoader worker has drawn batches ahead"
 )
 
 _ZERO_GRAD_INSIDE_LOOP = (

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from poplar.comm import Communicator
+from poplar.comm import Communicator, Control
 from poplar.comm.shard_layout import Layout
-from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.optimizers.state_values import scaled
 from poplar.zero.update import ParameterRun, ShardedUpdate, adjacent_runs
@@ -57,11 +56,11 @@ class Segment:
         return cls(flat, 0, 0, flat.numel, old, new)
 
 
-def gather_schemas(engine: Engine, update: ShardedUpdate) -> dict[ParameterRun, Schema]:
+def gather_schemas(control: Control, update: ShardedUpdate) -> dict[ParameterRun, Schema]:
     """The schema of each run. Collective.
 
     Ranks that own nothing of a run get it from those that do. Of a local flat parameter, ranks have
-    parts of different sizes, so each has its own.
+    parts of different sizes, so each has its own. A rank without runs has no part in it.
     """
 
     def schema(run: ParameterRun) -> Schema:
@@ -76,7 +75,8 @@ def gather_schemas(engine: Engine, update: ShardedUpdate) -> dict[ParameterRun, 
         }
 
     own = [schema(run) for run in update.runs]
-    by_rank = engine.control.exchange_objects(own, what="moving optimizer state")
+    received = control.exchange_objects(own, what="moving optimizer state")
+    by_rank = [schemas for schemas in received if len(schemas) == len(own)]
     return {
         run: mine if run.flat.is_local else next(filter(None, found), {})
         for run, mine, found in zip(update.runs, own, zip(*by_rank, strict=True), strict=True)

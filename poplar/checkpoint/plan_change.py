@@ -41,12 +41,13 @@ from poplar.zero.stages.strategy import Layouts, Strategy
 from poplar.zero.unit import Unit, shares_by_unit
 from poplar.zero.update import ShardedUpdate
 
-_DOING = "apply_plan()"
+DOING = "apply_plan()"
+"""What the ranks do, for errors."""
 
 
 def follow_plan(engine: Engine, update: ShardedUpdate, plan: Plan) -> None:
     """Move the state to other owners and other memory. Collective, between steps."""
-    schemas = gather_schemas(engine, update)
+    schemas = gather_schemas(engine.control, update)
     strategy, before = engine.strategy, [_placed(flat) for flat in engine.trained]
     if plan.communication.parameters == "exact":
         send_masters(engine, update)
@@ -63,7 +64,7 @@ def follow_plan(engine: Engine, update: ShardedUpdate, plan: Plan) -> None:
         for opaque in unit.opaque:
             layout = Layout.from_shares(opaque.numel, unit_shares.get(unit.name, shares))
             strategy.change_opaque_layout(opaque, layout)
-    compare_kernels(engine, update, _DOING)
+    compare_kernels(engine, update, DOING)
     engine.follow(plan)
 
 
@@ -114,42 +115,49 @@ def replace_engine(
     """
     send_masters(old, update)
     strategy = strategy_of(request, old.comm, steps=old.strategy.steps)
-    schemas = gather_schemas(old, update)
-    move = _EngineMove(old, update, strategy, schemas, place_state(strategy, units, request.plan))
+    schemas = gather_schemas(old.control, update)
+    move = EngineMove(old, update, strategy, schemas, place_state(strategy, units, request.plan))
     for unit in units:
         move.take(unit, request.plan)
     move.finish()
     update.copy_by(host_copies(strategy))
     engine = assemble_engine(request, units, strategy, old.control, compute_dtype, check_step)
-    compare_kernels(engine, update, _DOING)
+    compare_kernels(engine, update, DOING)
     return engine
 
 
-class _EngineMove:
+class EngineMove:
     """Moves the units of one engine to those of another one."""
 
     def __init__(
         self,
-        old: Engine,
+        old: Engine | None,
         update: ShardedUpdate,
         strategy: Strategy,
         schemas: Schemas,
         layouts: Layouts,
+        *,
+        stays: bool = False,
     ) -> None:
         """
         Args:
+            old: the engine; None: this rank has none, and nothing of the state.
             strategy: of the new engine.
             layouts: of its flat parameters.
+            stays: every rank has what it had, so nothing is sent. The groups may differ.
         """
-        self._old, self._update, self._strategy = old, update, strategy
-        self._schemas, self._layouts = schemas, layouts
-        self._comm, self._rank = old.comm, old.comm.group.rank
-        self._sharded = dict.fromkeys(old.strategy.sharded(old.units))
+        self._old_strategy = strategy if old is None else old.strategy
+        self._update, self._strategy = update, strategy
+        self._schemas, self._layouts, self._stays = schemas, layouts, stays
+        self._comm, self._rank = strategy.comm, strategy.comm.group.rank
+        units = () if old is None else old.units
+        flats = [flat for unit in units for flat in unit.flats]
+        self._sharded = dict.fromkeys(self._old_strategy.sharded(units))
         """Units of the old engine whose parameters are sharded still."""
         self._stays_sharded = bool(self._sharded) and strategy.shards_parameters
-        self._home = {id(p): (f, n) for f in old.flats for n, p in enumerate(f.parameters)}
+        self._home = {id(p): (f, n) for f in flats for n, p in enumerate(f.parameters)}
         """The old flat parameter of a parameter, and its position there."""
-        self._left = {flat: len(flat.parameters) for flat in old.flats}
+        self._left = {flat: len(flat.parameters) for flat in flats}
         """How many parameters of an old flat parameter have not moved yet."""
 
     def take(self, unit: Unit, plan: Plan | None) -> None:
@@ -180,8 +188,8 @@ class _EngineMove:
 
     def _unshard(self, units: Sequence[Unit]) -> None:
         for unit in units:
-            self._old.strategy.unshard(unit, in_step=False, lasting=True)
-            self._old.strategy.wait_for_unshard(unit)
+            self._old_strategy.unshard(unit, in_step=False, lasting=True)
+            self._old_strategy.wait_for_unshard(unit)
             del self._sharded[unit]
 
     def _take_flat(self, flat: FlatParameter) -> None:
@@ -214,15 +222,14 @@ class _EngineMove:
         ]
         starts = [at for at, one in enumerate(follows) if not one]
         new = self._strategy.state_layout(flat)
-        for first, after in pairwise([*starts, len(homes)]):
+        for first, end in pairwise([*starts, len(homes)]):
             source, position = homes[first]
             start, source_start = flat.span(first)[0], source.span(position)[0]
-            numel = flat.span(after - 1)[1] - start
-            layouts = (
-                part_of(self._old.strategy.state_layout(source), source_start, numel),
-                part_of(new, start, numel),
-            )
-            yield Segment(source, source_start, start, numel, *layouts)
+            numel = flat.span(end - 1)[1] - start
+            before = after = part_of(new, start, numel)
+            if not self._stays:
+                before = part_of(self._old_strategy.state_layout(source), source_start, numel)
+            yield Segment(source, source_start, start, numel, before, after)
 
     def _reshard_values(self, flat: FlatParameter, segment: Segment) -> None:
         """Move the values of a segment, which both engines divide as the state."""
@@ -251,7 +258,7 @@ class _EngineMove:
     def _free(self, flat: FlatParameter) -> None:
         """Free an old flat parameter."""
         del self._left[flat]
-        self._old.strategy.wait_for_readers(flat)
+        self._old_strategy.wait_for_readers(flat)
         self._update.drop_runs(flat)
-        self._old.strategy.free_gradient(flat)
+        self._old_strategy.free_gradient(flat)
         flat.free()

@@ -64,7 +64,7 @@ def _collect(
         indices: index of each parameter in the param groups, by `id(parameter)`.
         to: the rank that gets it; others get an empty dict.
     """
-    schemas = gather_schemas(engine, update)
+    schemas = gather_schemas(engine.control, update)
     state: dict[int, dict[str, Any]] = {}
     error: Exception | None = None  # the other ranks send until the end
     for flat in engine.trained:

@@ -35,15 +35,18 @@ _EXIT_SECONDS = 5.0
 class Announcements:
     """Numbered messages of the first active rank to the ranks that are left out."""
 
-    def __init__(self, group: Group, readers: tuple[int, ...]) -> None:
+    def __init__(self, group: Group, readers: tuple[int, ...], number: int) -> None:
         """
         Args:
             group: the sender and the readers, and any other ranks.
             readers: their ranks.
+            number: of these messages, among all in the group.
         """
         self._group, self._readers = group, readers
         self._store: Any = _get_process_group_store(group.process_group)
-        self._prefix = f"poplar/announcements/{group.process_group.group_name}/{group.index}"
+        self._prefix = (
+            f"poplar/announcements/{group.process_group.group_name}/{group.index}/{number}"
+        )
         self._writes = 0
         """That were made, or read."""
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -18,9 +18,11 @@ class DrawnBatches:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._taken = 0  # batches that an optimizer has taken
-        self._plans = [(0, plan)]  # each with the number of the first batch that it splits
+        self._plans = [(0, 0, plan)]
+        """Each with the number of the first batch that it splits, and how often the plan had
+        changed then, on the rank where it had most often."""
         self._ahead: deque[int] = deque()
-        """Of each batch that was drawn and not taken yet, the position of its plan."""
+        """Of each batch that was drawn and not taken yet, that number of changes."""
 
     def _is_last(self) -> None:
         global _last_drawn
@@ -30,9 +32,9 @@ class DrawnBatches:
         """Note that the next batch is drawn; returns its plan."""
         self._is_last()
         number = self._taken + len(self._ahead)
-        used = max(at for at, (first, _) in enumerate(self._plans) if first <= number)
-        self._ahead.append(used)
-        return self._plans[used][1]
+        _, changes, plan = [one for one in self._plans if one[0] <= number][-1]
+        self._ahead.append(changes)
+        return plan
 
     @property
     def drawn_by_workers(self) -> bool:
@@ -76,15 +78,20 @@ class DrawnBatches:
                 "plan for the same global batch"
             )
 
-    def follow(self, plan: Plan, after: int) -> None:
+    @property
+    def changes(self) -> int:
+        """How often the plan has changed or will."""
+        return self._plans[-1][1]
+
+    def follow(self, plan: Plan, after: int, changes: int) -> None:
         """Split by another plan, once an optimizer has taken `after` more batches.
 
         `optimizer.apply_plan` calls it. All of these batches may have been drawn already, but not
         the next one.
         """
         first = self._taken + after
-        self._plans = [(start, one) for start, one in self._plans if start < first or not start]
-        self._plans.append((first, plan))
+        self._plans = [one for one in self._plans if one[0] < first or not one[0]]
+        self._plans.append((first, changes, plan))
 
     def order(self) -> dict[str, Any]:
         """What decides the parts that it gives; equal on all ranks."""

@@ -132,7 +132,7 @@ class SpeedFollower:
         self.plan = found.plan.beside(self._left_out)
         reasons = [reason for _, reason in received]
         message = f"step {step}: {_message(found, self.plan, reasons)}"
-        if self._applies:
+        if self._applies and not self._changes_soon():
             self._current_optimizer().apply_plan(self.plan)
         else:
             message += " with optimizer.apply_plan() of this plan"

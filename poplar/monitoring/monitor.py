@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from poplar.comm import Control
 from poplar.hardware.estimate import sum_of_speeds
 from poplar.monitoring.loggers import Logger, Progress
 from poplar.optimizer import HeteroZeroOptimizer
@@ -48,14 +49,18 @@ class Monitor:
         if every < 1:
             raise ValueError(f"Monitor(every={every}); report every step or less often")
         self._optimizer, self._every, self._profile = optimizer, every, profile
-        self._control = optimizer.control
-        logs = self._control.group.rank == 0 and optimizer.is_active
+        logs = optimizer.control.group.rank == 0 and optimizer.is_active
         self._loggers = tuple(loggers) if logs else ()
         self._sum_of_speeds = None if profile is None else _sum_of_speeds(profile)
         self._pending: list[StepResult] = []
         self._step = start_step
         self._on_loggers(lambda logger: logger.start(optimizer.plan, profile))
         self._since = time.perf_counter()
+
+    @property
+    def _control(self) -> Control:
+        """Of the ranks that train now; a plan may leave out others later."""
+        return self._optimizer.control
 
     def __call__(self, result: StepResult) -> None:
         """Take the result of a step. Every rank must call it; every `every`th call is collective.

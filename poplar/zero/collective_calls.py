@@ -40,6 +40,10 @@ class ForAllRanks:
     value: Any
 
 
+_JOIN = ForAllRanks("run the rest of the call, too")
+"""What ranks that are left out get before a part of a call that they run like the others."""
+
+
 class _Nesting(threading.local):
     """The collective calls of this library that this thread is in."""
 
@@ -102,10 +106,28 @@ class CollectiveCalls:
         """The user's function that is running in a call."""
         self._half_loaded = ""
         """The load that has failed on a rank after it had changed values."""
+        self._all_run = False
+        """Ranks that are left out run the rest of the call that is running, too."""
 
     def stop_by(self, stop: Callable[[str, BaseException], None]) -> None:
         """Stop all ranks by another function from now on."""
         self._stop = stop
+
+    def follow(self, group: Group, announcements: Announcements | None) -> None:
+        """The calls are those of other ranks from now on. Arguments as for the constructor."""
+        self._group, self._announcements = group, announcements
+
+    def let_all_run(self, name: str = "") -> None:
+        """From here on, ranks that are left out run the call that is running, too.
+
+        So its result and its failure are not announced, and all ranks must be stopped.
+
+        Args:
+            name: of the call, if they wait in it for an announcement.
+        """
+        if name:
+            self.announce(name, _JOIN)
+        self._all_run = True
 
     def call(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a function as a call with this name, and announce its result.
@@ -115,7 +137,7 @@ class CollectiveCalls:
         """
         with self.running(name):
             result = function(*args, **kwargs)
-            if self._depth == 1:
+            if self._depth == 1 and not self._all_run:
                 self.announce(name, result)
         return result
 
@@ -146,12 +168,13 @@ class CollectiveCalls:
         self._half_loaded = ""
 
     @contextmanager
-    def running(self, name: str, *, begins: bool = True) -> Iterator[None]:
+    def running(self, name: str, *, begins: bool = True, left_out: bool = False) -> Iterator[None]:
         """A context for one call, or for a part of one that is running in this thread.
 
         Args:
             name: of the call, for errors.
             begins: False: it only ends what an earlier call has begun, also after a failure.
+            left_out: ranks that are left out have this context, too.
 
         Raises:
             RuntimeError: another thread runs one, or it is called in a function of the user.
@@ -168,6 +191,8 @@ class CollectiveCalls:
         def stop(error: BaseException) -> None:
             if is_first:
                 self._stop(name, error)
+                if self._all_run:
+                    self._group.abort(stop_reason(self._group.rank, waiting_in(name), error))
 
         try:
             with _raising(stop):
@@ -181,11 +206,12 @@ class CollectiveCalls:
                 try:
                     yield
                 except Exception as error:
-                    if is_first and is_agreed(error):
+                    if is_first and is_agreed(error) and not self._all_run:
                         self.announce(name, failure=f"{type(error).__name__}: {error}")
                     raise
         finally:
             self._depth -= 1
+            self._all_run = self._all_run and not is_first
             self._lock.release()
 
     def _check(self, name: str) -> None:
@@ -205,7 +231,8 @@ class LeftOutCalls(CollectiveCalls):
     """The calls of an optimizer on a rank that its plan leaves out.
 
     The rank calls what the others call, and waits each time until they have done it. It gets the
-    result that is announced, or `RankFailed`. Nothing that it does stops the others.
+    result that is announced, or `RankFailed`. Nothing that it does stops the others, except in a
+    change of the ranks that are left out, which all ranks run.
     """
 
     def __init__(
@@ -240,16 +267,23 @@ class LeftOutCalls(CollectiveCalls):
                 f"rank {self._rank}, which the plan leaves out, calls {name}, but the active ranks "
                 f"call {called}; make the same calls on all ranks"
             )
+        if result == _JOIN:
+            with self.running(name, left_out=True):
+                self.let_all_run()
+                return function(*args, **kwargs)
         return result  # type: ignore[no-any-return]
 
     @contextmanager
-    def running(self, name: str, *, begins: bool = True) -> Iterator[None]:
-        """Raise: the call has no result that could be announced."""
+    def running(self, name: str, *, begins: bool = True, left_out: bool = False) -> Iterator[None]:
+        """As for other ranks, if `left_out`. Else raise: the call has no result to announce."""
+        if left_out:
+            with super().running(name, left_out=True):
+                yield
+            return
         raise RuntimeError(
             f"rank {self._rank}: {name} on a rank that the plan leaves out, which has no values of "
             "the training; call it on the active ranks only (optimizer.is_active)"
         )
-        yield
 
 
 @contextmanager
@@ -329,4 +363,20 @@ def collective(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S
 
     functools.update_wrapper(collective_call, method)
     collective_call.is_collective = True  # type: ignore[attr-defined]
+    return collective_call
+
+
+def begins_step(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """As `collective`, of a method that begins a step: `_begin_step` of its object runs before it,
+    and may change which ranks are left out.
+    """
+    made = collective(method)
+    name = f"{method.__name__}()"
+
+    def collective_call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.collective_calls.running(name, left_out=True):
+            self._begin_step()
+        return made(self, *args, **kwargs)
+
+    functools.update_wrapper(collective_call, made)
     return collective_call

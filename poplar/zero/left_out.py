@@ -10,13 +10,17 @@ the loops of all ranks stay in step, and a step costs the active ranks nothing. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from poplar.comm import Control, Group, connect
 from poplar.comm.announcements import Announcements
+from poplar.values.communication import Communication
+from poplar.values.plan import Plan
 from poplar.zero.checks.replica_check import replicate
 
 _DOING = "full_parameters()"
@@ -28,22 +32,26 @@ class LeftOutRanks:
     announcements: Announcements | None = None
     """On the first active rank, which sends them, and on ranks that are left out."""
 
-    def __init__(self, whole: Group, left_out: tuple[int, ...], model: nn.Module) -> None:
+    def __init__(
+        self, whole: Group, left_out: tuple[int, ...], *, has_values: bool, number: int = 0
+    ) -> None:
         """Collective over all ranks.
 
         Args:
             whole: all ranks.
             left_out: those that are left out.
-            model: before its parameters have been sharded.
+            has_values: the model was not built on `meta`.
+            number: of changes of the ranks that are left out.
         """
-        first, *rest = (rank for rank in range(whole.size) if rank not in left_out)
+        self.first, *rest = (rank for rank in range(whole.size) if rank not in left_out)
+        first = self.first
         self.whole, self.is_active = whole, whole.rank not in left_out
         self.group = whole.split([[first, *rest], left_out])
         """The active ranks, or on a rank that is left out those."""
         values = whole.split([[first, *left_out], *([rest] if rest else [])])
-        self._has_values = not any(p.is_meta for p in model.parameters())
+        self._has_values = has_values
         if whole.rank not in rest:
-            self.announcements = Announcements(whole, left_out)
+            self.announcements = Announcements(whole, left_out, number)
             self._values_group = values
 
     def prepare_model(
@@ -79,8 +87,47 @@ class LeftOutRanks:
         if self.announcements is None:
             return
         known = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        tensors: dict[str, Tensor] = {name: known[name].data for name in names}
-        device = next(iter(tensors.values())).device
-        group = self._values_group
-        comm = connect(group, "process_group" if group.supports(device) else "auto", device)
-        replicate(tensors, comm, Control(group), doing=_DOING)
+        share_tensors(self._values_group, {name: known[name].data for name in names}, _DOING)
+
+
+def share_tensors(group: Group, tensors: Mapping[str, Tensor], doing: str) -> None:
+    """Copy tensors of the first rank of a group to the others. Collective for them.
+
+    Args:
+        group: the ranks.
+        tensors: by name, which must be the same on all ranks.
+        doing: what the ranks do, for errors.
+    """
+    device = next(iter(tensors.values())).device
+    comm = connect(group, "process_group" if group.supports(device) else "auto", device)
+    replicate(tensors, comm, Control(group), doing=doing)
+
+
+def state_plan(plan: Plan, ranks: Sequence[int], stage: int, *, even: bool = False) -> Plan:
+    """A plan of some ranks, in their own numbers, by which state moves and no step is taken.
+
+    Args:
+        plan: of all ranks, which divides the state among these, unless `even`.
+        ranks: ascending.
+        stage: its stage.
+        even: these ranks have even shares.
+    """
+    # The rank with most samples looks at the first losses of the plan that comes next.
+    most = max(range(plan.world_size), key=plan.samples)
+    looking = most if most in ranks else ranks[0]
+    given: dict[str, Any] = {}
+    if even:
+        shares = [1.0 / len(ranks) if rank in ranks else 0.0 for rank in range(plan.world_size)]
+        given = {"shares": tuple(shares), "host_state": ()}
+    return replace(
+        plan,
+        stage=stage,
+        global_batch=1,
+        micro_batches=tuple(
+            (int(rank == looking),) if rank in ranks else () for rank in range(plan.world_size)
+        ),
+        units=(),
+        communication=Communication(),
+        left_out=tuple(rank for rank in range(plan.world_size) if rank not in ranks),
+        **given,
+    ).of_active_ranks()

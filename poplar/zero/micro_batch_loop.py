@@ -60,23 +60,36 @@ class MicroBatchLoop(Iterator[Any]):
         passes: UserPasses,
         start: Callable[[], Sequence[MicroBatch]],
         call: Callable[[], AbstractContextManager[None]] = nullcontext,
+        begin: Callable[[], UserPasses | None] | None = None,
     ) -> None:
         """
         Args:
             passes: runs the passes.
             start: opens the step and returns this rank's micro-batches. Collective.
             call: a context for what the loop does around its body, which is collective.
+            begin: begins the step before, and returns what runs the passes then; None: the plan
+                leaves this rank out, so there is nothing to iterate over. Collective.
         """
-        self._passes, self._start, self._call = passes, start, call
+        self._passes, self._start, self._call, self._begin = passes, start, call, begin
         self._rest: deque[MicroBatch] | None = None
         """Micro-batches whose passes have not begun; None before the step is opened."""
         self._ended = False
         self._why_ended = ""
 
     def __enter__(self) -> MicroBatchLoop:
-        with self._call():
-            self._open()
+        if self._takes_part():
+            with self._call():
+                self._open()
         return self
+
+    def _takes_part(self) -> bool:
+        """Begin the step, once; whether this rank takes part in it."""
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            self._ended = True
+            if (passes := begin()) is not None:
+                self._passes, self._ended = passes, False
+        return not self._ended
 
     def __exit__(
         self,
@@ -91,6 +104,8 @@ class MicroBatchLoop(Iterator[Any]):
         if self._why_ended:
             raise RuntimeError(self._why_ended)
         if self._ended:
+            raise StopIteration
+        if not self._takes_part():
             raise StopIteration
         # An error before the call begins leaves the loop running: `close` abandons the step.
         with self._call():
@@ -153,17 +168,6 @@ class MicroBatchLoop(Iterator[Any]):
             self._rest = deque(micro_batches)
             self._passes.enter_user_loop(self)
         return self._rest
-
-
-class NoMicroBatches(MicroBatchLoop):
-    """The loop of a rank that the plan leaves out: nothing to iterate over, and nothing to end."""
-
-    def __init__(self) -> None:
-        super().__init__(None, list)  # type: ignore[arg-type]  # it has no passes
-        self._ended = True
-
-    def __enter__(self) -> NoMicroBatches:
-        return self
 
 
 _CAUSES = "an exception in its body, or break"

@@ -38,13 +38,30 @@ class PlanSchedule:
         sampler.check_plan(plan)
         return max(self.steps + sampler.ahead, latest)
 
-    def add(self, step: int, plan: Plan) -> None:
-        """Change to a plan at a step, at which all ranks can."""
+    @property
+    def changes(self) -> int:
+        """How often the plan of this rank's batches has changed or will."""
+        sampler = self._known_sampler() or self._next_sampler()
+        return 0 if sampler is None else sampler.changes
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans to which later steps change."""
+        return [plan for _, plan in self._changes]
+
+    def add(self, step: int, plan: Plan, changes: int) -> None:
+        """Change to a plan at a step, at which all ranks can.
+
+        Args:
+            step: its number.
+            plan: the new plan.
+            changes: `changes` of the rank where they are most.
+        """
         self._changes = [change for change in self._changes if change[0] < step]
         self._changes.append((step, plan))
         sampler = self._known_sampler() or self._next_sampler()
         if sampler is not None:
-            sampler.follow(plan, after=step - self.steps)
+            sampler.follow(plan, after=step - self.steps, changes=changes + 1)
 
     @property
     def latest(self) -> Plan | None:
@@ -67,6 +84,10 @@ class PlanSchedule:
         sampler = self._next_sampler()
         self._sampler = None if sampler is None else weakref.ref(sampler)
         self.version = 0 if sampler is None or not sampler.ahead else sampler.take()
+
+    def count_from(self, steps: int) -> None:
+        """Take the number of steps that have begun from another rank."""
+        self.steps = steps
 
     def end_step(self) -> None:
         """The step has been applied."""

@@ -411,13 +411,20 @@ def build_engine(
             place_opaque(opaque, packed, request.plan, comm)
     _replicate_unmanaged(request, units, comm, control, compute_dtype)
     engine = assemble_engine(request, units, strategy, control, compute_dtype, check_step)
+    update = new_update(request, strategy, engine.trained)
+    compare_kernels(engine, update, BUILDING)
+    return engine, update
+
+
+def new_update(
+    request: Request, strategy: Strategy, flats: Sequence[FlatParameter]
+) -> ShardedUpdate:
+    """The update of flat parameters, without state. Local."""
     hyper = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in request.groups
     ]
-    update = ShardedUpdate(request.classes, engine.trained, hyper, host_copies(strategy))
-    compare_kernels(engine, update, BUILDING)
-    return engine, update
+    return ShardedUpdate(request.classes, flats, hyper, host_copies(strategy))
 
 
 def strategy_of(request: Request, comm: Communicator, *, steps: int = 0) -> Strategy:
@@ -460,6 +467,11 @@ def host_copies(strategy: Strategy) -> ToHost:
 def changed_request(request: Request, plan: Plan, world_size: int) -> Request:
     """The request of an optimizer that changes to another plan during training. Local.
 
+    Args:
+        request: of now.
+        plan: of all ranks, or of the active ones.
+        world_size: the number of these.
+
     Raises:
         ValueError: the plan is for other ranks or factors other layers, or the optimizer class does
             not support its stage or host state.
@@ -477,7 +489,8 @@ def changed_request(request: Request, plan: Plan, world_size: int) -> Request:
     check_granularity(request.classes, strategy, request.local)
     if plan.host_state:
         _check_on_host(request.classes)
-    return replace(request, plan=plan, stage=plan.stage, communication=plan.communication)
+    own = plan.of_active_ranks()
+    return replace(request, plan=own, stage=plan.stage, communication=plan.communication)
 
 
 def changes_units(old: Request, new: Request) -> bool:
@@ -562,7 +575,7 @@ def units_of(
         trained = id(parameter) in request.group_of
         if trained or (shards_parameters and not is_opaque(parameter)):
             group = request.group_of.get(id(parameter), -1)
-            dtype = _computing_dtype(parameter, compute_dtype)
+            dtype = computing_dtype(parameter, compute_dtype)
             kind = factored.get(id(parameter))
             step = None
             if trained:
@@ -591,7 +604,8 @@ def _shares(
     return plan.shares if plan is not None else (1.0 / world,) * world, shares_by_unit(plan)
 
 
-def _computing_dtype(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:
+def computing_dtype(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a parameter computes."""
     return parameter.dtype if compute_dtype is None else compute_dtype
 
 
@@ -615,24 +629,34 @@ def _replicate_unmanaged(
     compute_dtype: torch.dtype | None,
 ) -> None:
     """Give all ranks the first rank's values of what is in no unit. Collective."""
-    model = request.model
-    managed = {id(p) for unit in units for flat in unit.flats for p in flat.parameters}
+    replicate(unmanaged_tensors(request, units), comm, control, doing=BUILDING)
+    for _, parameter in _unmanaged(request, units):
+        if not is_opaque(parameter):
+            parameter.data = parameter.data.to(computing_dtype(parameter, compute_dtype))
+
+
+def unmanaged_tensors(request: Request, units: Sequence[Unit]) -> dict[str, Tensor]:
+    """By name, the parameters and buffers of the model that are in no unit, on its device. Local.
+
+    All ranks have their values.
+    """
     sharded = {id(tensor) for unit in units for o in unit.opaque for tensor in o.holders}
-    rest = [
-        (name, p)
-        for name, p in model.named_parameters()
-        if id(p) not in managed and name not in request.local
-    ]
-    tensors = {
+    return {
         f"{name} ({number})" if number else name: part
-        for name, tensor in (*rest, *model.named_buffers())
+        for name, tensor in (*_unmanaged(request, units), *request.model.named_buffers())
         for number, part in enumerate(component_tensors(tensor))
         if id(part) not in sharded and part.numel() and part.device.type == request.device.type
     }
-    replicate(tensors, comm, control, doing=BUILDING)
-    for _, parameter in rest:
-        if not is_opaque(parameter):
-            parameter.data = parameter.data.to(_computing_dtype(parameter, compute_dtype))
+
+
+def _unmanaged(request: Request, units: Sequence[Unit]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are in no unit, except local ones."""
+    managed = {id(p) for unit in units for flat in unit.flats for p in flat.parameters}
+    return [
+        (name, parameter)
+        for name, parameter in request.model.named_parameters()
+        if id(parameter) not in managed and name not in request.local
+    ]
 
 
 def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:

@@ -308,6 +308,10 @@ class ShardedUpdate:
         """The last step does not count if the flag is set. It is read before the state is."""
         self._undecided = skipped
 
+    def count_from(self, updates: int) -> None:
+        """Take the number of updates from another rank."""
+        self.updates = updates
+
     def settle(self) -> None:
         """Read whether the last step was skipped, if the device has decided it. Local."""
         flag, self._undecided = self._undecided, None

@@ -160,7 +160,7 @@ def count_change(run: Run, plan: Plan) -> Counted:
     counting = CountingCommunicator(optimizer._engine.comm)
     owned, largest = owned_ranges(optimizer), largest_unit(optimizer)
     peak, before = 0, live_bytes()
-    take = plan_change._EngineMove._take_state
+    take = plan_change.EngineMove._take_state
 
     def take_and_look(move: Any, *given: Any) -> None:
         nonlocal peak
@@ -171,7 +171,7 @@ def count_change(run: Run, plan: Plan) -> Counted:
         mock.patch.object(units, "MAX_FLAT_BYTES", 1 << 20),
         mock.patch.object(counting.comm, "all_to_all", counting.all_to_all),
         mock.patch.object(counting.comm, "all_gather", counting.all_gather),
-        mock.patch.object(plan_change._EngineMove, "_take_state", take_and_look),
+        mock.patch.object(plan_change.EngineMove, "_take_state", take_and_look),
     ):
         optimizer.apply_plan(plan)
     least = 0
@@ -262,7 +262,7 @@ def step_on(optimizer: HeteroZeroOptimizer, batch: Any, *, open_form: bool) -> f
     if not open_form:
         return float(optimizer.train_step(models.mean_over_samples, batch).loss)
     for micro_batch in optimizer.micro_batches(batch):
-        models.mean_over_samples(optimizer._engine.model, micro_batch).backward()
+        models.mean_over_samples(optimizer._model, micro_batch).backward()
     optimizer.step()
     optimizer.zero_grad()
     return None
@@ -297,7 +297,7 @@ def train_with_loader(
             sampler = HeteroBatchSampler(SAMPLES, plans[-1], seed=3)
             sampler.load_state_dict(state)
             later = [plans[0], plans[1]]
-    return losses, changes, training.whole_parameters(optimizer._engine.model, optimizer)
+    return losses, changes, training.whole_parameters(optimizer._model, optimizer)
 
 
 @pytest.mark.parametrize(("workers", "open_form"), [(0, True), (1, False)])
