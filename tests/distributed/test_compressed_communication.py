@@ -4,6 +4,7 @@ shares.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -304,6 +305,44 @@ def test_a_saved_model_has_the_exact_values(ranks: Pool, stage: int, tmp_path: P
     run = run_of(stage, "int4")
     for found in ranks.run(saved_and_masters, run, str(tmp_path / "model"), ranks=3):
         assert not any(found)
+
+
+def load_state_dicts(run: Run) -> list[bool]:
+    """Whether masters survive the state dicts of model and optimizer."""
+    model, optimizer = training.prepare(run)
+    for step in range(3):
+        training.take_step(run, model, optimizer, step)
+    masters = [flat.master.clone() for flat in optimizer._engine.trained]
+    saved = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], saved)
+    training.take_step(run, model, optimizer, 0)
+    saved.seek(0)
+    of_model, of_optimizer = torch.load(saved, weights_only=False)
+    model.load_state_dict(of_model)
+    optimizer.load_state_dict(of_optimizer)
+    found = []
+    for flat, master in zip(optimizer._engine.trained, masters, strict=True):
+        parts = [flat.owned_part(position) for position in range(len(flat.parameters))]
+        found += [torch.equal(flat.master[p], master[p]) for p in parts if p is not None]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_state_dicts_keep_the_exact_values(ranks: Pool, stage: int, dtype: torch.dtype) -> None:
+    for kept in ranks.run(load_state_dicts, run_of(stage, "int4", compute_dtype=dtype), ranks=3):
+        assert all(kept)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_sends_nothing_and_stays_exact(ranks: Pool, stage: int) -> None:
+    recipe = Recipe(spec=SPEC, batches=(6,) * 3)
+    plan = Plan.manual("6", stage=stage)
+    exact, compressed = (
+        ranks.run(training.train, Run(recipe, plan, engine={"communication": each}), ranks=1)[0]
+        for each in ("exact", "int4")
+    )
+    assert compressed.losses == exact.losses
 
 
 def write_on_one_rank(run: Run) -> str:

@@ -144,7 +144,7 @@ class LoadedState:
                 f"the state of {name!r} has {sorted(values)}, but this optimizer has "
                 f"{sorted(layout)}; it was saved by another optimizer class or with other options"
             )
-        if master is not None and flat.dtype is not torch.float32:  # else the model has its values
+        if master is not None and flat.has_masters:  # else the model has its values
             values[MASTER] = master
         elements, others = {}, {}
         for key, value in values.items():
