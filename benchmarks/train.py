@@ -26,7 +26,7 @@ from emulation import EmulationUnavailable
 from head_to_head.clusters import CLUSTERS, Cluster, find_cluster
 from head_to_head.columns import COLUMNS, title_of
 from head_to_head.figures import rows_of
-from head_to_head.row import in_order
+from head_to_head.row import comparisons_of, in_order, latest_rows
 from head_to_head.runner import Settings, compare
 from head_to_head.targets import targets
 from head_to_head.task import MODELS, Task
@@ -48,6 +48,9 @@ QUICK = Settings(
 def main() -> None:
     """Run one comparison per cluster; write its rows as soon as it ends."""
     options = parse_options()
+    if options.show:
+        show(latest_rows(options.show), new_console())
+        return
     # Returning freed memory to the system causes page faults at every step; not returning it makes
     # timings steadier for all engines.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
@@ -64,6 +67,14 @@ def main() -> None:
     print_targets(targets(rows), console)
     if skipped:
         raise SystemExit(f"skipped: {', '.join(skipped)} (see above)")
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Print saved rows."""
+    for name, own in comparisons_of(rows).items():
+        console.print(f"\n{name}: {own[0]['described']}")
+        console.print(table_of(in_order(own), COLUMNS, title_of(own[0])))
+    print_targets(targets(rows), console)
 
 
 def attempt(cluster: Cluster, options: argparse.Namespace, console: Console) -> list[Row]:
@@ -93,7 +104,7 @@ def attempt(cluster: Cluster, options: argparse.Namespace, console: Console) -> 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = new_parser(__doc__, quick="few steps, about two minutes")
+    parser = new_parser(__doc__, quick="few steps, about two minutes", show=True)
     parser.epilog = (
         f"Clusters: {', '.join(CLUSTERS)}, or relative speeds by quota, as 3:2:2; with "
         "links between hosts of one rank each, as 3:2:2@1G or 3:2:2@100M."

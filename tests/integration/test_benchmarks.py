@@ -123,6 +123,11 @@ def test_saved_rows_are_shown(script):
     assert len(printed.splitlines()) > 3
 
 
+def test_saved_rows_of_slow_links_are_shown():
+    printed = run("train", "--show", BENCHMARKS / "results" / "slow_links.jsonl")
+    assert "int4" in printed
+
+
 def test_every_script_is_run_by_a_test():
     scripts = {
         path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text("utf-8")
