@@ -17,7 +17,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from poplar.checkpoint.frozen_base import base_of
 from poplar.checkpoint.state_dicts.place import Place, canonical, names_of, places_of
-from poplar.values.communication import EXACT
 from poplar.values.plan import Plan
 from poplar.zero.collective_calls import CollectiveCalls
 from poplar.zero.engine import Engine
@@ -128,13 +127,12 @@ def saved_entries(parts: TrainingParts, *, frozen: bool, rank: int | None = None
 def _communication_state(parts: TrainingParts, rank: int) -> dict[str, Any]:
     """What compressed communication adds, so that training goes on with the same bits."""
     strategy = parts.engine.strategy
-    if strategy.communication == EXACT:
-        return {}
     sent = {
         place.name: place.saved_shard(flat.shard, flat.owned[0], rank)
         for place in places_of(parts.engine.trained)
         if (flat := place.flat).sends_differences
     }
+    # Also of exact training, which may be compressed later.
     return {"communication": {"sent": sent, **({"steps": strategy.steps} if rank == 0 else {})}}
 
 

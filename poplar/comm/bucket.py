@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,12 +48,16 @@ class Codec:
         """The codec in which the ranks of a host add what the host then sends."""
         return self
 
-    def of_sums(self, sums: Tensor, parts: Sequence[Bounds]) -> Tensor:
+    encodes: ClassVar[bool] = False
+    """What is sent takes memory beside the sums that were taken by `on_host`."""
+
+    def of_sums(self, sums: Tensor, parts: Sequence[Bounds], target: Tensor) -> Tensor:
         """What is sent of sums that were taken by `on_host`.
 
         Args:
             sums: the elements of `parts`, one behind the other.
             parts: of the whole buffer.
+            target: memory for it, if the codec `encodes`; else unused.
         """
         return sums
 
@@ -106,15 +111,16 @@ class Encoded(Codec):
     def on_host(self) -> Codec:
         return Codec()
 
-    def of_sums(self, sums: Tensor, parts: Sequence[Bounds]) -> Tensor:
-        encoded = sums.new_empty(self.wire_numel(sums.numel()), dtype=self.wire_dtype)
+    encodes: ClassVar[bool] = True
+
+    def of_sums(self, sums: Tensor, parts: Sequence[Bounds], target: Tensor) -> Tensor:
         begin = 0
         for start, stop in parts:
             end = begin + stop - start
-            target = encoded[self.wire_numel(begin) : self.wire_numel(end)]
-            self.encode(target, [sums[begin:end]], [0], start)
+            codes = target[self.wire_numel(begin) : self.wire_numel(end)]
+            self.encode(codes, [sums[begin:end]], [0], start)
             begin = end
-        return encoded
+        return target
 
     def pack(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from poplar.comm import Communicator, Control
 from poplar.comm.shard_layout import Layout
-from poplar.values.communication import Communication, Precision
+from poplar.values.communication import BITS, Communication, Precision
 from poplar.values.errors import agreed
 from poplar.values.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
@@ -185,6 +185,11 @@ def check_request(
         model_checks.reject_batch_norm(model_checks.batch_norms(model))
     model_checks.reject_sparse_embeddings(model)
     chosen = _stage_of(plan, stage, world_size)
+    if isinstance(communication, str) and communication not in BITS:
+        raise ValueError(
+            f"communication={communication!r}; use {' or '.join(map(repr, BITS))}, or a "
+            "Communication. ('auto' is for poplar.autotune and poplar.search.)"
+        )
     if communication is not None or plan is None:
         sent = Communication.of(communication or "exact", chosen)
         sent.check(chosen, host_state=plan is not None and bool(plan.host_state))

@@ -138,6 +138,9 @@ class HierarchicalCommunicator(Communicator):
         # Allocate before sending: if memory runs out, the collective can be issued again.
         total = self._between.take(own + sum(route.relayed), data)
         received = self._between.take(sum(relays), data, codec.wire_dtype)
+        encoded = self._between.take(
+            on_wire(total.numel()) if codec.encodes else 0, data, codec.wire_dtype
+        )
         parts = [
             [received[on_wire(start) : on_wire(stop)] for start, stop in of_host]
             for of_host in route.by_host
@@ -149,18 +152,20 @@ class HierarchicalCommunicator(Communicator):
         own_host = self._hosts.host_of(self.group.rank)
 
         def add_hosts() -> None:
-            sums[own_host] = codec.of_sums(total[:own], own_parts[:1])
+            sums[own_host] = codec.of_sums(total[:own], own_parts[:1], encoded[: on_wire(own)])
             for host, part in enumerate(parts):
                 if host != own_host and len(part) > 1:
                     torch.cat(part, out=sums[host])
             replace(reduction, bucket=replace(bucket, codec=codec)).add(sums)
-            self._between.put_back(data, total, received)
+            self._between.put_back(data, total, received, encoded)
 
         def exchange(position: int, receives: bool = True, sends: bool = True) -> Work:
             none, what = [0] * self.group.size, reduction.what
             sizes = Splits(relays if receives else none, relayed if sends else none)
             incoming = received[: sum(sizes.received)]
-            outgoing = codec.of_sums(total[own:], own_parts[1:]) if sends else received[:0]
+            outgoing = received[:0]
+            if sends:
+                outgoing = codec.of_sums(total[own:], own_parts[1:], encoded[on_wire(own) :])
             work = self._exchange(incoming, outgoing, sizes, what, position)
             return CallbackWork(work, add_hosts) if sends else work
 
