@@ -243,7 +243,7 @@ def plans_in_the_cache(folder: str) -> list[str]:
 
 def test_plan_that_does_not_fit_stays_in_the_cache(ranks: Pool, tmp_path: Path):
     expected = [
-        json.dumps([batch, "exact", "auto", "auto", "auto", "auto"])
+        json.dumps([batch, "exact", "auto", "auto", "auto", "auto", "exact"])
         for batch in (GLOBAL_BATCH, GLOBAL_BATCH + 1)
     ]
     assert ranks.run(plans_in_the_cache, str(tmp_path))[0] == sorted(expected)

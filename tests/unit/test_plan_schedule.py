@@ -24,7 +24,7 @@ def test_change_takes_effect_after_batches_that_were_drawn(is_stream: bool) -> N
     sizes = [len(batch) for batch in islice(drawn, 3)]
     schedule.begin_step()
     assert schedule.first_step(NEW) == 3
-    schedule.add(4, NEW)
+    schedule.add(4, NEW, schedule.changes)
     sizes += [len(batch) for batch in drawn]
     assert sizes == [4] * 4 + [1] * 6
     assert [(schedule.is_due, schedule.begin_step(), schedule.version) for _ in range(4)] == [

@@ -71,7 +71,8 @@ def test_tensors_in_another_order_have_another_checksum():
 
 def checked_updates(updates: int, ranks: int = 2) -> list[int]:
     flat = SimpleNamespace(master=torch.ones(64))
-    check = ReplicaCheck([flat], SimpleNamespace(group=SimpleNamespace(size=ranks)))
+    control = SimpleNamespace(group=SimpleNamespace(size=ranks))
+    check = ReplicaCheck([flat], control, replicates_state=True)
     checked = []
     for update in range(1, updates + 1):
         check.record_update()
