@@ -180,9 +180,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             `loss_fn` calls directly. `loss_fn` gets its batch unchanged, so targets stay fp32, and
             computes the loss in the dtype that the model returns.
         reduce_dtype: dtype in which gradients are sent; they are added in fp32.
-        communication: for slow networks, "int8" or "int4": gradients are sent with 8 or 4 bits per
-            element and unbiased random rounding, so they are no longer exact; or a
-            `Communication`. Default: that of the plan, else "exact".
+        communication: for slow networks, "int8" or "int4": gradients and parameters are sent with 8
+            or 4 bits per element and unbiased random rounding, so the training is no longer exact;
+            or a `Communication`. Default: that of the plan, else "exact".
         communicator: "auto" (from the plan, else from where the ranks are), "process_group" (NCCL
             or gloo), "shared_memory" (CPU ranks of one host), "hierarchical" (several hosts; on
             GPUs "hierarchical:process_group") or a `poplar.comm.Communicator`.

@@ -270,10 +270,14 @@ def change_precision_of_parameters(run: Run, before: str, after: str) -> list[fl
     for precision in (after, before):
         optimizer.apply_plan(replace(run.plan, communication=Communication(parameters=precision)))
         training.take_step(run, model, optimizer, 1)
-        masters = [m - written for m in (f.master for f in optimizer._engine.trained) if len(m)]
-        parts = [p.float() - written for p in model.parameters()]
-        found.append(max(float(part.abs().max()) for part in parts))
-        found.append(max((float(m[m > -0.29].abs().max()) for m in masters), default=0.0))
+        masters = [
+            flat.master[part]
+            for flat in optimizer._engine.trained
+            for position in range(len(flat.parameters))
+            if (part := flat.owned_part(position)) is not None
+        ]
+        values = [*masters, *(parameter.float() for parameter in model.parameters())]
+        found += [float((value - written).abs().max()) for value in values]
     return found
 
 

@@ -99,6 +99,8 @@ def test_part_beyond_its_limit_is_ended_with_the_stacks_of_its_processes(run_par
 
 
 STOPPED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 import sys
 sys.path.insert(0, {folder!r})
 import gpu
