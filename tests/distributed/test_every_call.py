@@ -419,8 +419,10 @@ def problem_of(case: Case, place: Place, outcomes: Sequence[Outcome]) -> str | N
     late = [o for o in outcomes if o.raised is not None and o.raised_at - fault.fired_at > SECONDS]
     if late:
         return "a rank raised late"
-    if not any(raised):  # a warning's code, which ignores errors
-        return None if not any(o.later for o in outcomes) else "only the next step raised"
+    if not any(raised):  # in a warning's code or a finalizer's, whose errors nobody hears of
+        released = case.method == "release"  # after which every step raises
+        went_on = released or not any(o.later for o in outcomes)
+        return None if went_on else "only the next step raised"
     if all(raised) and not any(outcome.later for outcome in outcomes):
         if len({outcome.applied for outcome in outcomes}) > 1:
             return "some ranks applied the step"
