@@ -222,7 +222,7 @@ def measure_memory(options: argparse.Namespace, stage: int, folder: str, output:
     by_rank: list[int] = [0] * options.ranks
     dist.all_gather_object(by_rank, max(peaks))
     if dist.get_rank() == 0:
-        unit = max(unit.unsharded_bytes for unit in training.optimizer._engine.units)
+        unit = max(unit.unsharded_bytes for unit in training.optimizer._training.engine.units)
         torch.save({"save_peak_bytes": max(by_rank), "unit_bytes": unit}, output)
 
 

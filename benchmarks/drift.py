@@ -314,7 +314,7 @@ def train_in_turns(
 
     def seconds_of_round(follows: bool) -> float:
         # `follow_drift` would begin anew, and its first steps do less.
-        optimizer._step.follow_speeds(follower if follows else None)
+        optimizer._training.step.follow_speeds(follower if follows else None)
         began = time.perf_counter()
         for _ in range(steps):
             optimizer.train_step(next_byte_loss, part)

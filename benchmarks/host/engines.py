@@ -45,10 +45,10 @@ def poplar_engine(shape: Shape, stage: int, max_norm: float | None) -> Engine:
             compute_dtype=torch.bfloat16,
             communicator="process_group",  # the control channel, too, as on several hosts
         )
-    optimizer._expect_artificial_data()
-    engine = optimizer._engine
+    optimizer._training.expect_artificial_data()
+    engine = optimizer._training.engine
     # On one host, the size of the model does not matter.
-    limit = optimizer._control.max_flat_bytes(torch.device("cpu"), numel=0)
+    limit = optimizer.control.max_flat_bytes(torch.device("cpu"), numel=0)
     full = shape.full_units(shards_parameters=stage == 3, max_flat_bytes=limit)
     check_units(shape, full, engine.units, ranks)
 

@@ -148,7 +148,7 @@ def prepare(
     if profile is not None and replan != "off":
         optimizer.follow_drift(profile, replan=replan)
     if loss_fn is not None:
-        optimizer._expect_loss(loss_fn, "to micro_batches")
+        optimizer._training.checks.loss.expect(loss_fn, "to micro_batches")
     accelerator.gradient_accumulation_steps = 1
     planned = _PlannedLoader(loader, plan, accelerator)
     made = None if scheduler is None else scheduler(optimizer)

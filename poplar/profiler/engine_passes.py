@@ -61,19 +61,19 @@ def built_optimizer(
             on_out_of_memory="raise",  # a changed plan would be measured as the given one
             **options,
         )
-        optimizer._expect_artificial_data()
+        optimizer._training.expect_artificial_data()
         try:
             yield optimizer
             session.exchange(None)  # no rank reads the shards of another one any more
             if session.is_on_meta:
                 optimizer.release(values=False)
         except BaseException:
-            optimizer._detach()
+            optimizer._training.detach()
             with suppress(RuntimeError):  # the error may hold a graph: the caller retries
                 put_back_on_meta(session)
             raise
         else:
-            optimizer._detach()
+            optimizer._training.detach()
         del optimizer
         gc.collect()  # Python does not see how much memory a reference cycle holds
 
@@ -115,7 +115,7 @@ def sharded_passes(session: Session) -> Iterator[EnginePasses]:
             session.device,
             trained_units(session),
             lengths=job.sample_lengths,
-            engine=optimizer._engine,
+            engine=optimizer._training.engine,
             control=session.control,
             unsharded_bytes=memory.unsharded_units,
         )

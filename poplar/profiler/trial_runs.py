@@ -101,12 +101,12 @@ def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
     with built_optimizer(session, plan, job.optimizer_class, options) as optimizer:
         # The optimizer is dropped anyway; the ranks can go on together if this one is too small.
         if optimizer.is_active:
-            optimizer._engine.allow_loss_of(optimizer._update.drop_state)
+            optimizer._training.engine.allow_loss_of(optimizer._training.update.drop_state)
         try:
             _warm_up(session, optimizer, batch)
             return [_run_step(session, optimizer, batch) for _ in range(steps)]
         except Exception as error:
-            if not optimizer._control.group.failures:
+            if not optimizer.control.group.failures:
                 raise
             # This rank has stopped all ranks, and the others raise this, too.
             raise CollectiveTimeout(str(error)) from error

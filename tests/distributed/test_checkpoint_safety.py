@@ -130,11 +130,11 @@ def load_damaged(folders: list[str]) -> list[harness.Failure]:
 
 
 def flat_state(optimizer: poplar.HeteroZeroOptimizer) -> dict[str, torch.Tensor]:
-    runs = enumerate(optimizer._update.runs)
+    runs = enumerate(optimizer._training.update.runs)
     return {
         f"{number}.{key}": value
         for number, run in runs
-        for key, value in optimizer._update.state_of(run).items()
+        for key, value in optimizer._training.update.state_of(run).items()
     }
 
 

@@ -158,7 +158,9 @@ def start(folder: str) -> dict[str, Tensor]:
     """Two steps, a checkpoint, and five steps that nothing interrupts."""
     model, optimizer = build(FOUR)
     train(optimizer, 0, 2)
-    unshard = mock.patch.object(optimizer._engine.strategy, "unshard", side_effect=AssertionError)
+    unshard = mock.patch.object(
+        optimizer._training.engine.strategy, "unshard", side_effect=AssertionError
+    )
     with unshard:
         poplar.save_checkpoint(f"{folder}/four", optimizer)
     values = values_of(model, optimizer)

@@ -146,7 +146,7 @@ def differences(run: Run, settling: int) -> list[tuple[Tensor, Tensor]]:
         training.take_step(run, model, optimizer, 0)
         parts = [
             (flat.master[part].clone(), flat.shard[part].clone())
-            for flat in optimizer._engine.trained
+            for flat in optimizer._training.engine.trained
             for position in range(len(flat.parameters))
             if (part := flat.owned_part(position)) is not None
         ]
@@ -272,7 +272,7 @@ def change_precision_of_parameters(run: Run, before: str, after: str) -> list[fl
         training.take_step(run, model, optimizer, 1)
         masters = [
             flat.master[part]
-            for flat in optimizer._engine.trained
+            for flat in optimizer._training.engine.trained
             for position in range(len(flat.parameters))
             if (part := flat.owned_part(position)) is not None
         ]
@@ -297,9 +297,9 @@ def saved_and_masters(run: Run, folder: str) -> list[float]:
     model, optimizer = training.prepare(run)
     for step in range(3):
         training.take_step(run, model, optimizer, step)
-    masters = [flat.master.clone() for flat in optimizer._engine.trained]
+    masters = [flat.master.clone() for flat in optimizer._training.engine.trained]
     optimizer.save_model(folder, sharded=True)
-    shown = [flat.shard.clone() for flat in optimizer._engine.trained]
+    shown = [flat.shard.clone() for flat in optimizer._training.engine.trained]
     pairs = zip(masters, shown, strict=True)
     return [float((one - other).abs().max()) for one, other in pairs if len(one)]
 
@@ -316,7 +316,7 @@ def load_state_dicts(run: Run) -> list[bool]:
     model, optimizer = training.prepare(run)
     for step in range(3):
         training.take_step(run, model, optimizer, step)
-    masters = [flat.master.clone() for flat in optimizer._engine.trained]
+    masters = [flat.master.clone() for flat in optimizer._training.engine.trained]
     saved = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict()], saved)
     training.take_step(run, model, optimizer, 0)
@@ -325,7 +325,7 @@ def load_state_dicts(run: Run) -> list[bool]:
     model.load_state_dict(of_model)
     optimizer.load_state_dict(of_optimizer)
     found = []
-    for flat, master in zip(optimizer._engine.trained, masters, strict=True):
+    for flat, master in zip(optimizer._training.engine.trained, masters, strict=True):
         parts = [flat.owned_part(position) for position in range(len(flat.parameters))]
         found += [torch.equal(flat.master[p], master[p]) for p in parts if p is not None]
     return found

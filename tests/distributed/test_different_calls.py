@@ -36,7 +36,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def own_loop(optimizer: HeteroZeroOptimizer) -> None:
     for batch in optimizer.micro_batches(torch.ones(2, 16)):
-        loss_of(optimizer._model, batch).backward()
+        loss_of(optimizer._training.model, batch).backward()
     optimizer.step()
 
 

@@ -44,12 +44,13 @@ TRANSPORTS = ("shared_memory", "process_group")
 
 
 _OPTIMIZER = "poplar.optimizer.HeteroZeroOptimizer"
+_FULL = "poplar.training.unsharded_model"
 _CHECKPOINT = "poplar.checkpoint"
 _CALLS = "poplar.zero.collective_calls"
 _LOOP = "poplar.zero.micro_batch_loop.MicroBatchLoop"
 BEFORE = {
-    *(f"{_OPTIMIZER}.{name}" for name in ("micro_batches", "is_active", "full_parameters")),
-    *(f"{_OPTIMIZER}._full_parameters{part}" for part in ("", ".<locals>.running")),
+    *(f"{_OPTIMIZER}.{name}" for name in ("micro_batches", "collective_calls", "full_parameters")),
+    *(f"{_FULL}.full_parameters{part}" for part in ("", ".<locals>.running")),
     *(f"{_CHECKPOINT}.save.{name}" for name in ("save_checkpoint", "save_now")),
     *(f"{_CHECKPOINT}.load.{name}" for name in ("load_checkpoint", "load_as")),
     *(f"{_CHECKPOINT}.manager.CheckpointManager.{n}" for n in ("load_latest", "collective_calls")),
@@ -235,7 +236,7 @@ class Training:
 
     def values(self) -> list[Tensor]:
         """This rank's part of the parameters; local."""
-        return [flat.master.clone() for flat in self.optimizer._engine.trained]
+        return [flat.master.clone() for flat in self.optimizer._training.engine.trained]
 
 
 def user_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -283,7 +284,6 @@ METHODS: dict[str, Callable[[Training, Path], object]] = {
 }
 IN_STEPS = {
     *("train_step", "micro_batches", "clip_grad_norm_", "step", "_multiply_gradient"),
-    "run_joint_pass",
 }
 """Collective methods of steps."""
 

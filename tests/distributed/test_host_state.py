@@ -73,7 +73,7 @@ def test_steps_are_exact_and_host_state_changes_no_bit(ranks: Pool, stage: int) 
 
 def train(optimizer: HeteroZeroOptimizer, run: Run, first: int, stop: int) -> None:
     for step in range(first, stop):
-        training.take_step(run, optimizer._engine.model, optimizer, step)
+        training.take_step(run, optimizer._training.engine.model, optimizer, step)
 
 
 def start(stage: int, dtype: torch.dtype, *parts: float) -> tuple[HeteroZeroOptimizer, Run]:
@@ -83,7 +83,7 @@ def start(stage: int, dtype: torch.dtype, *parts: float) -> tuple[HeteroZeroOpti
 
 
 def parameters_of(optimizer: HeteroZeroOptimizer) -> dict[str, Tensor]:
-    return training.whole_parameters(optimizer._engine.model, optimizer)
+    return training.whole_parameters(optimizer._training.engine.model, optimizer)
 
 
 def states_of(optimizer: HeteroZeroOptimizer) -> Any:
@@ -142,7 +142,7 @@ def hold(parts: tuple[float, ...]) -> tuple[dict[str, int], list[int]]:
     optimizer, run = start(1, torch.bfloat16, *parts)
     train(optimizer, run, 0, 1)
     rank = harness.rank()
-    sizes = [flat.layout.size(rank) for flat in optimizer._engine.trained]
+    sizes = [flat.layout.size(rank) for flat in optimizer._training.engine.trained]
     return optimizer.memory(), sizes
 
 

@@ -93,7 +93,9 @@ def values_and_training(
 ) -> list[dict[str, Tensor]]:
     """The values before training and after two steps, and the masters of this rank."""
     before = values_of(model, optimizer)
-    masters = {str(i): flat.master.clone() for i, flat in enumerate(optimizer._engine.flats)}
+    masters = {
+        str(i): flat.master.clone() for i, flat in enumerate(optimizer._training.engine.flats)
+    }
     counts = optimizer.plan.cut(7)
     start = sum(counts[: harness.rank()])
     for step in range(2):
@@ -361,10 +363,10 @@ def build_and_save(folder: str, source: str) -> dict[str, int]:
             optimizer.save_model(f"{folder}/one.safetensors")
         with LiveBytes() as saving_sharded:
             optimizer.save_model(f"{folder}/sharded", sharded=True)
-    flats = optimizer._engine.flats
+    flats = optimizer._training.engine.flats
     return {
         "share": sum(flat.shard.nbytes for flat in flats),
-        "unit": max(unit.unsharded_bytes for unit in optimizer._engine.units),
+        "unit": max(unit.unsharded_bytes for unit in optimizer._training.engine.units),
         "model": sum(flat.numel * 4 for flat in flats),
         "building": building.most,
         "saving": saving.most,

@@ -111,7 +111,7 @@ def host_reads(stage: int, name: str, scaled: bool, own_loop: bool) -> tuple[lis
         model, kind, plan=plan, process_group=harness.group(), lr=0.1, **options
     )
     scaler = poplar.GradScaler("cpu", init_scale=8.0, enabled=scaled)
-    batch = torch.randn(plan.samples(optimizer._group.rank), SIZE)
+    batch = torch.randn(plan.samples(optimizer.control.group.rank), SIZE)
     optimizer.train_step(loss_of, batch, max_norm=1e-3)
     with tracking(batch) as mode:
         if own_loop:
@@ -168,7 +168,7 @@ def clip_and_step(stage: int, name: str, scaled: bool) -> bool:
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()
-    return optimizer._engine.comm.waits_on_stream
+    return optimizer._training.engine.comm.waits_on_stream
 
 
 @contextmanager

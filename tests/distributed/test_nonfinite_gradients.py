@@ -82,8 +82,8 @@ def test_no_rank_applies_it(ranks: Pool, stage: int, choice: str, value: float) 
 
 def break_parameters(optimizer: HeteroZeroOptimizer) -> None:
     """An update by which parameters become NaN, though the gradient is finite."""
-    for run in optimizer._update.runs:
-        is_replica = optimizer._engine.strategy.replicates_state
+    for run in optimizer._training.update.runs:
+        is_replica = optimizer._training.engine.strategy.replicates_state
         if run.tensor is not None and (harness.rank() == BAD_RANK or is_replica):
             run.tensor.data.view(-1)[0] = math.nan
 

@@ -67,7 +67,7 @@ def large_operators(
         communicator=communicator,
         lr=0.1,
     )
-    batch = torch.randn(1 + optimizer._group.rank, WIDTH)
+    batch = torch.randn(1 + optimizer.control.group.rank, WIDTH)
     scaler = GradScaler("cpu", init_scale=8.0, enabled=scaled)
 
     def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -141,18 +141,18 @@ def operators_of_update(stage: int, blocks: int) -> tuple[int, Counter[str], Cou
             units=[nn.Linear],
             lr=0.1,
         )
-    batch = torch.ones(1 + optimizer._group.rank, 32)
+    batch = torch.ones(1 + optimizer.control.group.rank, 32)
     whole, of_update = Operators(), Operators()
-    step = optimizer._update.step
+    step = optimizer._training.update.step
 
     def counted_step(*arguments: Any) -> None:
         with of_update:
             step(*arguments)
 
     optimizer.train_step(lambda m, b: m(b).square().sum(), batch)
-    with mock.patch.object(optimizer._update, "step", counted_step), whole:
+    with mock.patch.object(optimizer._training.update, "step", counted_step), whole:
         optimizer.train_step(lambda m, b: m(b).square().sum(), batch, max_norm=1e-3)
-    owned = [run for run in optimizer._update.runs if run.tensor is not None]
+    owned = [run for run in optimizer._training.update.runs if run.tensor is not None]
     return len(owned), whole.count, of_update.count
 
 
@@ -182,7 +182,7 @@ def clip_after_writing_to_grad_data(stage: int) -> tuple[float, float]:
     optimizer = HeteroZeroOptimizer(
         model, torch.optim.SGD, plan=plan, process_group=harness.group(), lr=0.1
     )
-    for micro_batch in optimizer.micro_batches(torch.ones(1 + optimizer._group.rank, 8)):
+    for micro_batch in optimizer.micro_batches(torch.ones(1 + optimizer.control.group.rank, 8)):
         model(micro_batch).square().sum().backward()
     assert model.weight.grad is not None
     model.weight.grad.data.mul_(1e-3)
@@ -207,7 +207,7 @@ def norms_in_hook(max_norm: float) -> tuple[float, float]:
         lr=1,
     )
     seen = []
-    batch = torch.ones(1 + optimizer._group.rank, 8)
+    batch = torch.ones(1 + optimizer.control.group.rank, 8)
 
     def hook(*_: Any) -> None:
         assert model.weight.grad is not None

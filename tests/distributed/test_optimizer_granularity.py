@@ -141,7 +141,9 @@ def train_and_move(name: str, stage: int, folder: Path) -> list[int]:
     oracle, plan = OneProcess(name, model), plan_of(stage, SHARES)
     optimizer = optimizer_of(name, model, plan)
     train_beside(oracle, model, optimizer, range(6))
-    owned = [sum(flat.layout.size(r) for flat in optimizer._engine.flats) for r in range(4)]
+    owned = [
+        sum(flat.layout.size(r) for flat in optimizer._training.engine.flats) for r in range(4)
+    ]
     optimizer.apply_plan(replace(plan, shares=OTHER_SHARES))
     train_beside(oracle, model, optimizer, range(6, 10))
     optimizer.load_state_dict(optimizer.state_dict())

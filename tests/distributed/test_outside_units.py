@@ -238,7 +238,7 @@ def run_out_of_memory() -> tuple[str, bool]:
         if harness.rank() == 1:
             error = torch.OutOfMemoryError("no memory")
             fails = mock.Mock(side_effect=error)
-            patch.setattr(optimizer._engine.flats[-1], "use_lasting_values", fails)
+            patch.setattr(optimizer._training.engine.flats[-1], "use_lasting_values", fails)
         with (
             pytest.raises((RankFailed, torch.OutOfMemoryError)) as raised,
             optimizer.full_parameters(),

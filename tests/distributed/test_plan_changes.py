@@ -28,10 +28,10 @@ from training import STAGES, Run, assert_exact
 
 import poplar
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan, UnitPlan
-from poplar.checkpoint import plan_change
 from poplar.comm import Communicator, Work
 from poplar.comm.communicator import Splits
 from poplar.comm.shard_layout import Layout
+from poplar.training import moved_engine
 from poplar.zero import unit as units
 
 SPEC = ModelSpec(frozen=True, tied=True, unused=True, two_groups=True)
@@ -157,10 +157,10 @@ def count_change(run: Run, plan: Plan) -> Counted:
     with mock.patch.object(units, "MAX_FLAT_BYTES", 1 << 20):
         model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
-    counting = CountingCommunicator(optimizer._engine.comm)
+    counting = CountingCommunicator(optimizer._training.engine.comm)
     owned, largest = owned_ranges(optimizer), largest_unit(optimizer)
     peak, before = 0, live_bytes()
-    take = plan_change.EngineMove._take_state
+    take = moved_engine.EngineMove._take_state
 
     def take_and_look(move: Any, *given: Any) -> None:
         nonlocal peak
@@ -171,7 +171,7 @@ def count_change(run: Run, plan: Plan) -> Counted:
         mock.patch.object(units, "MAX_FLAT_BYTES", 1 << 20),
         mock.patch.object(counting.comm, "all_to_all", counting.all_to_all),
         mock.patch.object(counting.comm, "all_gather", counting.all_gather),
-        mock.patch.object(plan_change.EngineMove, "_take_state", take_and_look),
+        mock.patch.object(moved_engine.EngineMove, "_take_state", take_and_look),
     ):
         optimizer.apply_plan(plan)
     least = 0
@@ -185,8 +185,8 @@ def count_change(run: Run, plan: Plan) -> Counted:
 
 def owned_ranges(optimizer: HeteroZeroOptimizer) -> dict[str, list[tuple[int, int]]]:
     """The elements of each parameter whose values, and whose state, this rank has."""
-    found, sharded = {}, optimizer._engine.strategy.shards_parameters
-    for flat in optimizer._engine.trained:
+    found, sharded = {}, optimizer._training.engine.strategy.shards_parameters
+    for flat in optimizer._training.engine.trained:
         for position, parameter in enumerate(flat.parameters):
             state = flat.owned_range(position)
             values = state if sharded else (0, parameter.numel())
@@ -195,7 +195,7 @@ def owned_ranges(optimizer: HeteroZeroOptimizer) -> dict[str, list[tuple[int, in
 
 
 def largest_unit(optimizer: HeteroZeroOptimizer) -> int:
-    return max(sum(flat.numel for flat in unit.flats) for unit in optimizer._engine.units)
+    return max(sum(flat.numel for flat in unit.flats) for unit in optimizer._training.engine.units)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 0), (0, 3), (1, 2)])
@@ -262,7 +262,7 @@ def step_on(optimizer: HeteroZeroOptimizer, batch: Any, *, open_form: bool) -> f
     if not open_form:
         return float(optimizer.train_step(models.mean_over_samples, batch).loss)
     for micro_batch in optimizer.micro_batches(batch):
-        models.mean_over_samples(optimizer._model, micro_batch).backward()
+        models.mean_over_samples(optimizer._training.model, micro_batch).backward()
     optimizer.step()
     optimizer.zero_grad()
     return None
@@ -297,7 +297,7 @@ def train_with_loader(
             sampler = HeteroBatchSampler(SAMPLES, plans[-1], seed=3)
             sampler.load_state_dict(state)
             later = [plans[0], plans[1]]
-    return losses, changes, training.whole_parameters(optimizer._model, optimizer)
+    return losses, changes, training.whole_parameters(optimizer._training.model, optimizer)
 
 
 @pytest.mark.parametrize(("workers", "open_form"), [(0, True), (1, False)])

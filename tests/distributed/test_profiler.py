@@ -170,7 +170,7 @@ def buffers_of_units(max_flat_bytes: int) -> tuple[list[StepUnits], list[tuple[A
             optimizer = poplar.HeteroZeroOptimizer(
                 models.build(spec), torch.optim.SGD, stage=stage, process_group=harness.group()
             )
-            engine = optimizer._engine
+            engine = optimizer._training.engine
             of_units = [tuple(flat.numel for flat in one.trained) for one in engine.units]
             described.append(StepUnits.of(profile, stage))
             built.append((tuple(filter(None, of_units)), engine.strategy.reductions.limit))

@@ -303,7 +303,7 @@ def test_a_saved_model_is_whole(ranks: Pool, tmp_path: Path) -> None:
 def save_nan(programme: Programme, path: Path) -> list[str]:
     training = start("mixture", programme)
     if harness.rank() == 1:
-        training.optimizer._engine.trained[0].master.fill_(float("nan"))
+        training.optimizer._training.engine.trained[0].master.fill_(float("nan"))
     with harness.catching() as caught:
         training.save_model(path)
     return [failure.message for failure in caught]

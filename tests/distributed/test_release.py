@@ -71,7 +71,10 @@ def release_during_step(run: Run) -> None:
 def engine_is_freed_beside(run: Run) -> bool:
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
-    engine, update = weakref.ref(optimizer._engine), weakref.ref(optimizer._update)
+    engine, update = (
+        weakref.ref(optimizer._training.engine),
+        weakref.ref(optimizer._training.update),
+    )
     optimizer.release()
     gc.collect()
     return engine() is None and update() is None

@@ -65,7 +65,7 @@ def take_steps(optimizer: HeteroZeroOptimizer, count: int, open_form: bool = Fal
         batch = torch.rand(3, 37).to(at.device())
         if open_form:
             for micro_batch in optimizer.micro_batches(batch):
-                loss_fn(optimizer._model, micro_batch).backward()
+                loss_fn(optimizer._training.model, micro_batch).backward()
             optimizer.step()
             optimizer.zero_grad()
         else:
@@ -77,7 +77,7 @@ def train_with_a_rank_dependent_optimizer(open_form: bool) -> int:
     _, optimizer = build(0, RankDecayedSGD)
     with pytest.raises(ReplicasDiffer, match=r"after update 1: .*'0\.(weight|bias)'"):
         take_steps(optimizer, 10, open_form)
-    return optimizer._checks.replicas._updates
+    return optimizer._training.checks.replicas._updates
 
 
 @pytest.mark.parametrize("open_form", [False, True])
@@ -94,7 +94,7 @@ def change_on_one_rank(stage: int, rank: int, name: str, way: str) -> None:
     if way == "verify":
         optimizer.verify_replicas()
     else:
-        optimizer._checks.replicas._next = 0  # the next update is checked
+        optimizer._training.checks.replicas._next = 0  # the next update is checked
         take_steps(optimizer, 3)
 
 
@@ -124,7 +124,7 @@ def recover_from_a_difference() -> tuple[int, bool]:
     if at.rank() == 1:
         with torch.no_grad():
             model[0].bias.add_(1.0)
-    optimizer._checks.replicas._next = 0
+    optimizer._training.checks.replicas._next = 0
     with at.catching() as caught:
         take_steps(optimizer, 3)
     with optimizer.full_parameters(writeback=True):

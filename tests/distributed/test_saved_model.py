@@ -171,7 +171,7 @@ def average_while_training(stage: int, dtype: torch.dtype) -> None:
     assert average.head.weight is average.embedding.weight
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in average.parameters())
     reached: list[Any] = [vars(module) for module in average.modules()]
-    assert not any(refers_to(value, optimizer._engine) for value in reached)
+    assert not any(refers_to(value, optimizer._training.engine) for value in reached)
     tokens = torch.zeros(2, 3, dtype=torch.long, device=harness.device())
     if harness.rank() == 0:  # a plain model: no other rank takes part
         average(tokens).mean().backward()

@@ -136,7 +136,7 @@ def train(run: Run, shortage: Shortage) -> Outcome:
     """Train the recipe; memory is short from one step on."""
     outcome = Outcome()
     model, optimizer = training.prepare(run)
-    optimizer._expect_artificial_data()  # the check of the first loss calls it in a pass
+    optimizer._training.expect_artificial_data()  # the check of the first loss calls it in a pass
     failing = Failing(shortage)
     loss_fn = training.loss_of(run.recipe)
     failing_loss = mock.patch.object(training, "loss_of", return_value=failing.loss(loss_fn))

@@ -284,7 +284,7 @@ def load_model(run: Run) -> tuple[dict[str, int], bool]:
     with torch.no_grad():
         expected = models.mean_over_samples(other, batch)
         same = torch.equal(models.mean_over_samples(model, batch), expected)
-    for flat in optimizer._engine.trained:
+    for flat in optimizer._training.engine.trained:
         assert torch.equal(flat.master.to(flat.dtype), flat.shard)
     training.take_step(run, model, optimizer, 1)
     return compared, same

@@ -104,7 +104,7 @@ def no_unit_fits(*, beside_state: bool) -> Iterator[None]:
     @contextmanager
     def building(*args: Any) -> Iterator[Any]:
         with build(*args) as optimizer:
-            states.append(optimizer._update.inners[0].state)
+            states.append(optimizer._training.update.inners[0].state)
             yield optimizer
             states.pop()
 

@@ -30,7 +30,7 @@ def outcome(optimizer_class, gathers=None, **options):
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     optimizer = HeteroZeroOptimizer(model, optimizer_class, stage=0, **options)
     if gathers is not None:
-        optimizer._engine.strategy.updates_agree = not gathers
+        optimizer._training.engine.strategy.updates_agree = not gathers
     for step in range(5):
         torch.manual_seed(step + 10 * rank)
         optimizer.train_step(lambda m, x: m(x).square().mean(), torch.randn(4, 64))

@@ -113,7 +113,7 @@ def test_two_units_and_persistent_ones_are_unsharded_at_most(
             ),
         )
         optimizer = optimizer_of(model, plan, names)
-        engine_units = optimizer._engine.units
+        engine_units = optimizer._training.engine.units
         counter = UnshardedBytes(engine_units)
         with counter.counting():
             for _ in range(3):
@@ -178,7 +178,7 @@ def test_gradients_of_one_unit_and_few_buckets_are_held(
             shares=(0.4, 0.3, 0.3, 0.0),
         )
         optimizer = optimizer_of(model, plan, names)
-        engine_units = optimizer._engine.units
+        engine_units = optimizer._training.engine.units
         held = HeldGradients(model)
         with held.counting_buckets():
             for _ in range(3):

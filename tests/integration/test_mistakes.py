@@ -337,7 +337,7 @@ def model_converted_before_a_plain_backward(made: Made) -> None:
     kept = [p.data for p in made.model.parameters()]
     made.model.double()
     try:
-        with mock.patch.object(made.optimizer._engine.hooks, "uneven_samples", None):
+        with mock.patch.object(made.optimizer._training.engine.hooks, "uneven_samples", None):
             loss_fn(made.model, made.batch).backward()
     finally:
         for parameter, data in zip(made.model.parameters(), kept, strict=True):
@@ -810,9 +810,9 @@ def read_after_a_nonfinite_last_step(stage: int, folder: str) -> dict[str, Failu
         harness.note(name)
         run = Run(RECIPE, plan_of(stage))
         model, optimizer = training.prepare(run)
-        steps = optimizer._step.nonfinite
+        steps = optimizer._training.step.nonfinite
         steps._streams = LateStreams()
-        group = optimizer._engine.control.group
+        group = optimizer._training.engine.control.group
         made = Made(run, model, optimizer, training.batch_of(run, 0))
         with mock.patch.object(type(group), "wait_for_event"):
             factor = float("nan") if harness.rank() == LAST else 1.0

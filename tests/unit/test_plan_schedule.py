@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from poplar import HeteroBatchSampler, Plan, split_stream
-from poplar.zero.plan_schedule import PlanSchedule
+from poplar.training.plan_schedule import PlanSchedule
 
 OLD = Plan(stage=1, global_batch=6, micro_batches=((4,), (2,)), shares=(0.5, 0.5))
 NEW = Plan(stage=2, global_batch=6, micro_batches=((1,), (5,)), shares=(0.5, 0.5))

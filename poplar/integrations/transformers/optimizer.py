@@ -52,7 +52,7 @@ class TrainerOptimizer(HeteroZeroOptimizer):
             result = super().train_step(*args, **kwargs)
         finally:
             self._is_in_step = False
-        scaler = kwargs.get("scaler") or self._default_scaler
+        scaler = kwargs.get("scaler") or self._training.scaler
         self._may_skip = self._skips_nonfinite or scaler is not None
         self.result, self._completed = result, False
         return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from poplar.programmes.run.divided_model import DividedModel
 from poplar.programmes.run.execution import Execution
 from poplar.programmes.search.composition import batch_placements
 from poplar.system.out_of_memory import is_out_of_memory
+from poplar.training.whole_step import take_joint_step
 from poplar.values.errors import NotExportable, equal_on_all_ranks
 from poplar.values.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
@@ -105,7 +107,9 @@ class ProgrammeTraining(DistributedTraining):
     def train_step(self, batch: Any, *, max_norm: float | None = None) -> StepResult:
         loss = _ProgrammeLoss(self, batch)
         samples = self.plan.samples(self._rank)
-        result = self.optimizer.run_joint_pass(loss, loss.open, samples=samples, max_norm=max_norm)
+        given = self.optimizer._training, loss, loss.open
+        take = partial(take_joint_step, *given, samples=samples, max_norm=max_norm)
+        result = self.optimizer.collective_calls.call("train_step()", take)
         self._steps += 1
         return result
 
@@ -261,7 +265,7 @@ class ProgrammeTraining(DistributedTraining):
         from safetensors.torch import save_file
 
         path = Path(path)
-        self.optimizer._step.nonfinite.reject_state("save_model()")
+        self.optimizer._training.step.nonfinite.reject_state("save_model()")
 
         def write() -> None:
             if self._rank:

@@ -1,4 +1,4 @@
-"""Ranks that a plan leaves out, beside those that train.
+"""The ranks that train, beside those that the plan leaves out.
 
 [Note: ranks that are left out] The active ranks of a plan with `Plan.left_out` have process groups
 of their own and the plan of these ranks alone, so nothing in the engine knows of the others. A rank
@@ -17,42 +17,72 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from poplar.comm import Control, Group, connect
+from poplar.comm import Communicator, Control, Group, connect, connect_control
 from poplar.comm.announcements import Announcements
 from poplar.values.communication import Communication
+from poplar.values.errors import agreed
 from poplar.values.plan import Plan
 from poplar.zero.checks.replica_check import replicate
 
 _DOING = "full_parameters()"
 
 
-class LeftOutRanks:
-    """The active ranks and those that are left out, as this rank sees them."""
+class ActiveRanks:
+    """Which ranks train, as this rank sees them. A change of the ranks makes another one."""
 
     announcements: Announcements | None = None
-    """On the first active rank, which sends them, and on ranks that are left out."""
+    """On the first active rank, which sends them, and on ranks that are left out, if there are."""
 
     def __init__(
-        self, whole: Group, left_out: tuple[int, ...], *, has_values: bool, number: int = 0
+        self,
+        whole: Group,
+        control: Control,
+        communicator: str | Communicator,
+        left_out: tuple[int, ...] = (),
+        *,
+        has_values: bool = True,
+        changes: int = 0,
     ) -> None:
         """Collective over all ranks.
 
         Args:
             whole: all ranks.
-            left_out: those that are left out.
+            control: their control channel.
+            communicator: as for `connect`.
+            left_out: ranks that are left out.
             has_values: the model was not built on `meta`.
-            number: of changes of the ranks that are left out.
+            changes: of the ranks that are left out, before.
         """
-        self.first, *rest = (rank for rank in range(whole.size) if rank not in left_out)
-        first = self.first
-        self.whole, self.is_active = whole, whole.rank not in left_out
-        self.group = whole.split([[first, *rest], left_out])
-        """The active ranks, or on a rank that is left out those."""
+        self.whole, self.whole_control, self.communicator = whole, control, communicator
+        self.left_out, self.is_active = left_out, whole.rank not in left_out
+        self.active = tuple(rank for rank in range(whole.size) if rank not in left_out)
+        self.group, self.control = whole, control
+        """Of the active ranks, or on a rank that is left out of those."""
+        self._has_values, self._changes = has_values, changes
+        if not left_out:
+            return
+        first, *rest = self.active
+        self.group = whole.split([self.active, left_out])
         values = whole.split([[first, *left_out], *([rest] if rest else [])])
-        self._has_values = has_values
         if whole.rank not in rest:
-            self.announcements = Announcements(whole, left_out, number)
+            self.announcements = Announcements(whole, left_out, changes)
             self._values_group = values
+        self.control = connect_control(self.group, communicator)
+
+    def changed(self, left_out: tuple[int, ...]) -> ActiveRanks:
+        """The same ranks, of which others are left out. Collective over all ranks."""
+        given = self.whole, self.whole_control, self.communicator, left_out
+        return ActiveRanks(*given, has_values=self._has_values, changes=self._changes + 1)
+
+    def number(self, rank: int) -> int:
+        """The number of an active rank in the group of the active ranks.
+
+        Raises:
+            ValueError: the rank is left out.
+        """
+        if rank in self.left_out:
+            raise agreed(ValueError(f"rank {rank} is left out by the plan, so it gets no state"))
+        return rank - sum(other < rank for other in self.left_out)
 
     def prepare_model(
         self, model: nn.Module, device: torch.device, dtype: torch.dtype | None

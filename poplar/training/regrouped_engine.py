@@ -1,7 +1,7 @@
 """Another group of ranks for the state of an engine: a change of the ranks that are left out.
 
 No state moves here: every rank keeps what it has, so ranks that leave must have nothing that others
-need, and ranks that join get what all ranks have, and no share. `plan_change` moves shares.
+need, and ranks that join get what all ranks have, and no share. `moved_engine` moves shares.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from poplar.checkpoint.moved_state import gather_schemas
-from poplar.checkpoint.plan_change import DOING, EngineMove
 from poplar.comm import Communicator, Control
 from poplar.comm.shard_layout import Layout
+from poplar.training.active_ranks import share_tensors
+from poplar.training.moved_engine import DOING, EngineMove
 from poplar.zero.absent_parameter import mark_present
 from poplar.zero.engine import Engine
 from poplar.zero.factors.parameter import FactoredParameter
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.left_out import share_tensors
 from poplar.zero.setup import (
     Request,
     assemble_engine,

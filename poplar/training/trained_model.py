@@ -1,0 +1,397 @@
+"""`TrainedModel`: the ranks that train a model, their plan, and the engine that runs it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from poplar.checkpoint.state_dicts.model_state import ModelState
+from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState
+from poplar.comm import connect
+from poplar.system.out_of_memory import free_cached_memory
+from poplar.training.active_ranks import ActiveRanks, state_plan
+from poplar.training.moved_engine import follow_plan, replace_engine, send_masters
+from poplar.training.regrouped_engine import leave_engine, regroup_engine
+from poplar.values.plan import Plan
+from poplar.zero.absent_parameter import mark_present
+from poplar.zero.checks.model_checks import register_owner
+from poplar.zero.checks.model_structure import ModelStructure
+from poplar.zero.checks.step_checks import StepChecks
+from poplar.zero.collective_calls import CollectiveCalls, LeftOutCalls, agreed_failures
+from poplar.zero.engine import Engine
+from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.held_memory import smaller_batches_message
+from poplar.zero.micro_batch_loss import LossFunction
+from poplar.zero.micro_batches import BatchSplitter, Weight
+from poplar.zero.setup import BUILDING, STRATEGY_CLASSES, Request, build_engine, settings_of
+from poplar.zero.steps.nonfinite import OnNonFinite
+from poplar.zero.steps.step import SpeedFollower, Step
+from poplar.zero.steps.step_hooks import has_hooks
+from poplar.zero.steps.step_settings import StepSettings
+from poplar.zero.unit import Unit
+from poplar.zero.update import ShardedUpdate
+
+_LOGGER = logging.getLogger("poplar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the user chose that no change of plan changes."""
+
+    compute_dtype: torch.dtype | None
+    """None: that of each parameter."""
+    retries: bool
+    """A step is taken again if a rank ran out of memory."""
+    on_nonfinite: OnNonFinite
+    allow_forward_state: bool
+    trains_whole_model: bool
+    """All parameters that require a gradient, also if one does later."""
+
+
+class TrainedModel:
+    """A model in training on this rank. One optimizer owns it.
+
+    It has the engine with its update, steps and checks, and says for which ranks (`ranks`) and plan
+    (`request`) they are. `PlanChanges` alone calls what changes these two. On a rank that the plan
+    leaves out there is no engine: using it, or what belongs to it, raises.
+    """
+
+    state: Mapping[Any, Any]
+    """By trained parameter, the optimizer state that this rank has."""
+    scaler: GradScaler | None = None
+    """The loss scaler of a model that computes in fp16, for steps without one of the user."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        request: Request,
+        ranks: ActiveRanks,
+        choices: Choices,
+    ) -> None:
+        """Build the engine. Collective over all ranks.
+
+        Args:
+            optimizer: with the param groups of the request, which get all settings of their
+                classes. It keeps this object alive, not the other way around.
+            request: what all ranks have agreed on, with the plan of the active ranks.
+            ranks: which these are.
+            choices: of the user.
+        """
+        self._optimizer, self.model = weakref.ref(optimizer), request.model
+        self.ranks, self.choices = ranks, choices
+        self.largest_batches: dict[int, int] = {}
+        """By rank, the largest micro-batch to which running out of memory has reduced it."""
+        self._follower: SpeedFollower | None = None
+        self._run_by(request)
+        dtype = choices.compute_dtype
+        if ranks.is_active:
+            self.calls = CollectiveCalls(ranks.group, _nothing, ranks.announcements)
+            with self.calls.running(BUILDING):
+                planned = request.plan.transport if request.plan is not None else None
+                given = ranks.communicator, request.device
+                comm = connect(ranks.group, *given, planned=planned)
+                check = _weak_method(self.check_model)
+                engine, update = build_engine(request, comm, ranks.control, dtype, check)
+            self._use_settings(update.outer_groups(request.groups))
+            self._train_by(engine, update)
+            self.calls.announce(BUILDING)
+        else:
+            self._be_left_out()
+            with agreed_failures():
+                self.calls.call(BUILDING, _nothing)
+            ranks.prepare_model(request.model, request.device, dtype)
+            self._use_settings(settings_of(request))
+
+    # What belongs to a plan.
+
+    def _run_by(self, request: Request) -> None:
+        """Note the request with the plan of now. Local."""
+        self.request = request
+        own = request.plan
+        self.plan = None if own is None else own.beside(self.ranks.left_out)
+        """Of all ranks; `request` has that of the active ones."""
+
+    @property
+    def splitter(self) -> BatchSplitter:
+        """Splits batches by the plan."""
+        every_pass = STRATEGY_CLASSES[self.request.stage].reduces_every_pass
+        return BatchSplitter(self.request.plan, every_pass, self.largest_batches)
+
+    def use_smaller_batches(self, too_large: Mapping[int, int]) -> None:
+        """Halve micro-batches that did not fit, for this step and later ones. Equal on all ranks.
+
+        Args:
+            too_large: by rank, the samples of a micro-batch that did not fit.
+        """
+        limits, rank = {r: batch // 2 for r, batch in too_large.items()}, self.ranks.group.rank
+        for limited, most in limits.items():
+            self.largest_batches[limited] = min(most, self.largest_batches.get(limited, most))
+        if self.request.plan is not None:
+            plan = self.request.plan.with_largest_batches(limits)
+            self._run_by(replace(self.request, plan=plan))
+        free_cached_memory(self.engine.trained[0].device)
+        if rank == 0 or rank in limits:
+            warnings.warn(smaller_batches_message(too_large), stacklevel=3)
+
+    def send_masters(self) -> None:
+        """Give all ranks the fp32 values, if they compute with others. Collective then."""
+        if self.engine.strategy.sends_differences:
+            send_masters(self.engine, self.update)
+
+    def follow_speeds(self, follower: SpeedFollower | None) -> None:
+        """Report the times of later steps to `follower`, as long as the same ranks train."""
+        self._follower = follower
+        self.step.follow_speeds(follower)
+
+    # What belongs to an engine.
+
+    def _train_by(self, engine: Engine, update: ShardedUpdate) -> None:
+        """Train by the first engine of a group of ranks. Local."""
+        plan, model, ranks = self.request.plan, self.model, self.ranks
+        optimizer, choices = self.optimizer, self.choices
+        optimizer.defaults.update(update.inners[0].defaults)
+        if self.scaler is None and choices.compute_dtype is torch.float16:
+            self.scaler = GradScaler(engine.trained[0].device.type)
+        self.update = update
+        self.checks = StepChecks(
+            model,
+            ranks.control,
+            looking=0 if plan is None else max(range(plan.world_size), key=plan.samples),
+            allow_forward_state=choices.allow_forward_state,
+            reads=engine.values.are_readable,
+            flats=engine.flats,
+            strategy=engine.strategy,
+        )
+        if type(self.calls) is not CollectiveCalls:
+            self.calls = CollectiveCalls(ranks.group, _nothing)
+        self.calls.follow(ranks.group, ranks.announcements)
+        self._use_engine(engine)
+        groups = optimizer.param_groups
+        trained = [parameter for group in groups for parameter in group["params"]]
+        given = model.parameters() if choices.trains_whole_model else trained
+        self._structure = ModelStructure(model, groups, set(map(id, given)))
+
+    def _use_engine(self, engine: Engine) -> None:
+        """Train by this engine, whose flat parameters the update and the checks have. Local."""
+        self.engine, update = engine, self.update
+        self.state = OptimizerState(engine, update)
+        self.step = Step(engine, update, self.checks, self.choices.on_nonfinite)
+        self.step.follow_speeds(self._follower)
+        self.calls.stop_by(self.step.stop)
+        engine.add_changes(ModelState(engine, update).register())
+        named = list(self.model.named_parameters())
+        self._unregister = register_owner(named, self.optimizer, engine.changes)
+
+    def _be_left_out(self) -> None:
+        """Have no engine, and make the calls of the active ranks. Local."""
+        self.scaler, whole = None, self.ranks.whole
+        self._have_no_engine(
+            f"rank {whole.rank} is left out by the plan, so it has no state and no current "
+            "parameters; call this on the active ranks only (optimizer.is_active)"
+        )
+        assert self.ranks.announcements is not None
+        self.calls = LeftOutCalls(
+            whole, self.ranks.announcements, {"evaluate()": _check_no_batches}
+        )
+
+    def _have_no_engine(self, why: str) -> Any:
+        self.state = defaultdict(dict)
+        missing: Any = _NoEngine(why)
+        self.engine = self.update = self.step = self.checks = missing
+        self._unregister = _nothing
+        return missing
+
+    def detach(self) -> None:
+        """Drop the model and the engine without changing the parameters. Every later call raises.
+
+        No part of the state lives as long as the optimizer then.
+        """
+        self._unregister()
+        for parameter in self.model.parameters():
+            mark_present(parameter)
+        self.calls = self._have_no_engine("this optimizer has released its model; build a new one")
+
+    # What belongs to the user's optimizer.
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's, with the param groups and hooks."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it owns this object"
+        return optimizer
+
+    def _use_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(_without_parameters(settings))
+
+    def settings(self, **further: Any) -> StepSettings:
+        """What must be equal on all ranks in this step; `further` as for `StepSettings`."""
+        optimizer, updates = self.optimizer, self.update.updates
+        given: dict[str, Any] = {"updates": updates, "has_hooks": has_hooks(optimizer), **further}
+        return StepSettings(optimizer.param_groups, **given)
+
+    def with_scaler(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict with the loss scaler, if there is one."""
+        scaler = self.scaler
+        return state if scaler is None else {**state, "poplar": {"scaler": scaler.state_dict()}}
+
+    def check_model(self) -> None:
+        """Check, before a step, that the optimizer still trains what it was built for."""
+        self.checks.check_structure(self._structure, self.optimizer.param_groups)
+        self.update.adopt_replaced_data(self.engine.flats)
+
+    def expect_artificial_data(self) -> None:
+        """Do not warn of the data and the mode of the model in the first step; for measurements."""
+        if self.ranks.is_active:
+            self.checks.expect_artificial_data()
+
+    # Changes of the plan and of the ranks.
+
+    def change_plan(self, request: Request, units: Sequence[Unit]) -> None:
+        """Change to a plan of the same ranks that has been checked on all. Collective over them.
+
+        Args:
+            request: with the plan.
+            units: without values, if it needs others than now; else none.
+        """
+        self.step.nonfinite.raise_if_found()
+        engine, update = self.engine, self.update
+        if units:
+            self._unregister()
+            check, dtype = _weak_method(self.check_model), self.choices.compute_dtype
+            engine = replace_engine(engine, update, request, units, dtype, check)
+            self.checks.follow(engine.flats, engine.strategy, reads=engine.values.are_readable)
+            self._use_engine(engine)
+        elif request.plan is not None:
+            follow_plan(engine, update, request.plan)
+        self._run_by(request)
+
+    def expect_plan(self, plan: Plan) -> None:
+        """Note, on a rank that a plan leaves out, the plan of the active ranks. Local."""
+        self._run_by(replace(self.request, plan=plan.of_active_ranks()))
+
+    def regroup(self, active: Sequence[int], plan: Plan) -> None:
+        """Let other ranks train, of which those that do now have all state. Collective over all.
+
+        Args:
+            active: either some of those that train now, or all of these and others.
+            plan: that comes next, of all ranks.
+        """
+        before, old, update = self.ranks, self.engine, self.update
+        everyone = range(before.whole.size)
+        self.ranks = before.changed(tuple(rank for rank in everyone if rank not in active))
+        if self._follower is not None:
+            self._follower = None
+            _LOGGER.warning("follow_drift() has ended: other ranks train now; call it again")
+        self._unregister()
+        if not self.ranks.is_active:
+            if before.is_active:
+                leave_engine(old, on_meta=self.request.values.on_meta)
+                self.calls.follow(before.whole, None)
+            self._be_left_out()
+            return
+        joining = [at for at, rank in enumerate(active) if rank in before.left_out]
+        sender = next(at for at in range(len(active)) if at not in joining)
+        own = self._common() if before.is_active else None
+        ranks, request = self.ranks, self.request
+        common = ranks.control.exchange_objects(own, what="apply_plan()")[sender]
+        assert common is not None
+        given = ranks.communicator, request.device
+        comm = connect(ranks.group, *given, planned=common.transport)
+        own_plan, stage = state_plan(plan, active, common.stage, even=True), common.stage
+        self._run_by(
+            replace(request, plan=own_plan, stage=stage, communication=own_plan.communication)
+        )
+        engine, update = regroup_engine(
+            old if before.is_active else None,
+            update if before.is_active else None,
+            self.request,
+            comm,
+            ranks.control,
+            self.choices.compute_dtype,
+            _weak_method(self.check_model),
+            joining=joining,
+            sender=sender,
+        )
+        self._train_by(engine, update)
+        if not before.is_active:
+            self._take(common)
+
+    def _common(self) -> _CommonState:
+        plan = self.request.plan
+        return _CommonState(
+            stage=self.request.stage,
+            transport=None if plan is None else plan.transport,
+            updates=self.update.updates,
+            groups=list(map(_without_parameters, self.optimizer.param_groups)),
+            largest_batches=self.largest_batches,
+            scaler=None if self.scaler is None else self.scaler.state_dict(),
+        )
+
+    def _take(self, common: _CommonState) -> None:
+        self._use_settings(common.groups)
+        self.update.count_from(common.updates)
+        self.largest_batches = dict(common.largest_batches)
+        if self.scaler is not None and common.scaler is not None:
+            self.scaler.load_state_dict(common.scaler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CommonState:
+    """What is equal on all active ranks, beside parameters and the state of their elements."""
+
+    stage: int
+    transport: str | None
+    updates: int
+    groups: list[dict[str, Any]]
+    """The settings of the param groups."""
+    largest_batches: dict[int, int]
+    scaler: dict[str, Any] | None
+
+
+class _NoEngine:
+    """Replaces the engine after `release`, and on a rank that is left out."""
+
+    def __init__(self, why: str) -> None:
+        self.__dict__["why"] = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(self.why)
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _check_no_batches(
+    _: object, loss_fn: LossFunction, loader: Iterable[Any], weight: Weight | None = None
+) -> None:
+    """Check, for `evaluate` on a rank that is left out, that it has no batches."""
+    if next(iter(loader), None) is not None:
+        raise ValueError(
+            "evaluate() on a rank that the plan leaves out, whose batches nobody evaluates; divide "
+            "the data among plan.active_ranks, and pass an empty loader here"
+        )
+
+
+def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls a method while its object exists, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call
+
+
+def _nothing(*_: Any) -> None:
+    """Does nothing."""
