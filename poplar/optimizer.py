@@ -23,50 +23,22 @@ from poplar.comm import Communicator, Control, connect_control
 from poplar.system.trace import Span
 from poplar.training.active_ranks import ActiveRanks
 from poplar.training.plan_changes import PlanChanges
-from poplar.training.trained_model import Choices, TrainedModel
+from poplar.training.trained_model import TrainedModel
 from poplar.training.unsharded_model import full_parameters, release
-from poplar.training.whole_step import (
-    PLAIN_SCALER,
-    apply_step,
-    open_batch,
-    take_step,
-)
+from poplar.training.whole_step import PLAIN_SCALER, apply_step, open_batch, take_step
 from poplar.values.communication import Communication, Precision
 from poplar.values.errors import agreed, check_class
 from poplar.values.formatting import format_names
 from poplar.values.plan import Plan
-from poplar.zero.agreement import (
-    exchange_results,
-    run_on_all_ranks,
-)
-from poplar.zero.collective_calls import (
-    CollectiveCalls,
-    begins_step,
-    collective,
-    new_group,
-)
+from poplar.zero.agreement import exchange_results, run_on_all_ranks
+from poplar.zero.collective_calls import CollectiveCalls, begins_step, collective, new_group
 from poplar.zero.grad_scaler import GradScaler
-from poplar.zero.held_memory import (
-    HeldMemory,
-    OnOutOfMemory,
-    held_memory,
-)
+from poplar.zero.held_memory import HeldMemory, OnOutOfMemory, held_memory
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss, PassLoss
-from poplar.zero.micro_batches import (
-    Loss,
-    MicroBatch,
-    OpenedStep,
-    Weight,
-)
+from poplar.zero.micro_batches import Loss, MicroBatch, OpenedStep, Weight
 from poplar.zero.optimizers.granularity import Granularity, OptimizerFactory
-from poplar.zero.setup import (
-    BUILDING,
-    Request,
-    agree_on_request,
-    check_choice,
-    check_request,
-)
+from poplar.zero.setup import BUILDING, Request, agree_on_request, check_choice, check_request
 from poplar.zero.steps.evaluation import Evaluation
 from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.steps.step import Step
@@ -229,8 +201,6 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         def check() -> Request:
-            check_choice("on_out_of_memory", on_out_of_memory, OnOutOfMemory)
-            check_choice("on_nonfinite", on_nonfinite, OnNonFinite)
             if plan is not None:
                 check_class("plan", plan, Plan)
             if isinstance(communicator, Communicator) and plan is not None and plan.left_out:
@@ -256,19 +226,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 device=device,
                 granularity=granularity,
                 local=_local,
+                on_out_of_memory=on_out_of_memory,
+                on_nonfinite=on_nonfinite,
             )
 
         with new_group(process_group, timeout, BUILDING) as group:
             control = connect_control(group, communicator)
             request = run_on_all_ranks(control, check, doing=BUILDING)
-            also = {"on_out_of_memory": on_out_of_memory, "on_nonfinite": on_nonfinite}
-            choices = Choices(
-                compute_dtype=agree_on_request(control, request, also=also),
-                retries=on_out_of_memory == "retry",
-                on_nonfinite=on_nonfinite,
-                allow_forward_state=allow_forward_state,
-                trains_whole_model=params is None,
-            )
+            request = agree_on_request(control, request)
             left_out: tuple[int, ...] = ()
             if request.plan is not None:
                 left_out = request.plan.left_out
@@ -277,7 +242,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             ranks = ActiveRanks(group, control, communicator, left_out, has_values=has_values)
             super().__init__([dict(group) for group in request.groups], {})
             self._settings_are_final = True
-            self._training = TrainedModel(self, request, ranks, choices)
+            self._training = TrainedModel(self, request, ranks)
             self._changes = PlanChanges(self._training)
 
     @property

@@ -177,10 +177,9 @@ class LoneRank:
             )
             control = LoneControl(group, self._codes)
             control._read = 0
-            dtype = request.compute_dtype
             with mock.patch.object(ProcessGroupCommunicator, "broadcast", _broadcast_nothing):
                 self.engine, self.update = setup.build_engine(
-                    request, lone_communicator(group), control, dtype
+                    request, lone_communicator(group), control
                 )
             self.step()
             yield self

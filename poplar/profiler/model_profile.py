@@ -89,8 +89,7 @@ def trained_units(session: Session) -> list[TrainedUnit]:
 
 def all_units(session: Session, *, shards_parameters: bool = True) -> list[Unit]:
     """The units of the engine."""
-    given = session.setup, session.control, session.cast_to
-    return setup.units_of(*given, shards_parameters=shards_parameters)
+    return setup.units_of(session.setup, session.control, shards_parameters=shards_parameters)
 
 
 def pass_memory(session: Session, budgets: Sequence[MemoryBudget]) -> PassMemory:

@@ -81,7 +81,8 @@ class Session:
         self.asynchronous = self.device.type == "cuda"
         """The device computes while the host goes on."""
         also = job.must_be_equal()
-        self.cast_to = setup.agree_on_request(self.control, self.setup, also=also)
+        self.setup = setup.agree_on_request(self.control, self.setup, also=also)
+        self.cast_to = self.setup.cast_to
         """Dtype that the engine casts the model to; None: it keeps the dtypes."""
         trained = (p.dtype for p in job.model.parameters() if p.requires_grad)
         self.compute_dtype = self.cast_to or next(trained)

@@ -100,7 +100,6 @@ def replace_engine(
     update: ShardedUpdate,
     request: Request,
     units: Sequence[Unit],
-    compute_dtype: torch.dtype | None,
     check_step: Callable[[], None],
 ) -> Engine:
     """The engine of another plan, with the state of `old`. Collective, between steps.
@@ -110,7 +109,6 @@ def replace_engine(
         update: of both engines.
         request: with the new plan.
         units: of the new plan, without values.
-        compute_dtype: as for `build_engine`.
         check_step: as for `Engine`.
     """
     send_masters(old, update)
@@ -121,7 +119,7 @@ def replace_engine(
         move.take(unit, request.plan)
     move.finish()
     update.copy_by(host_copies(strategy))
-    engine = assemble_engine(request, units, strategy, old.control, compute_dtype, check_step)
+    engine = assemble_engine(request, units, strategy, old.control, check_step)
     compare_kernels(engine, update, DOING)
     return engine
 

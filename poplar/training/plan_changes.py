@@ -193,8 +193,7 @@ class PlanChanges:
                     "apply_plan cannot give units shares of their own if quantised parameters are "
                     "sharded; leave these shares out, or build a new optimizer for this plan"
                 )
-            given = training.ranks.control, training.choices.compute_dtype
-            units = units_of(request, *given, shards_parameters=sharded)
+            units = units_of(request, training.ranks.control, shards_parameters=sharded)
         check_unit_names(plan, units or engine.units, request.unit_names)
         return request, units
 

@@ -25,7 +25,6 @@ from poplar.zero.setup import (
     Request,
     assemble_engine,
     compare_kernels,
-    computing_dtype,
     host_copies,
     new_update,
     strategy_of,
@@ -64,7 +63,6 @@ def regroup_engine(
     request: Request,
     comm: Communicator,
     control: Control,
-    compute_dtype: torch.dtype | None,
     check_step: Callable[[], None],
     *,
     joining: Sequence[int],
@@ -79,7 +77,6 @@ def regroup_engine(
         request: with the stage of `old`.
         comm: of the new group.
         control: of the new group.
-        compute_dtype: as for `build_engine`.
         check_step: as for `Engine`.
         joining: ranks of the new group that join.
         sender: a rank of the new group that does not.
@@ -94,7 +91,7 @@ def regroup_engine(
     with request.values.real_tensors(request.device):
         if old is None and request.values.on_meta and not strategy.shards_parameters:
             for parameter in request.model.parameters():
-                dtype = computing_dtype(parameter, compute_dtype)
+                dtype = request.cast_to or parameter.dtype
                 parameter.data = torch.empty(parameter.shape, dtype=dtype, device=request.device)
         units = _units_like(structure, request, control)
         flats = [flat for unit in units for flat in unit.flats]
@@ -130,7 +127,7 @@ def regroup_engine(
         if comm.group.rank in members and tensors:
             share_tensors(group, tensors, DOING)
     _take_runs(update, flats, control, sender, joins=old is None)
-    engine = assemble_engine(request, units, strategy, control, compute_dtype, check_step)
+    engine = assemble_engine(request, units, strategy, control, check_step)
     compare_kernels(engine, update, DOING)
     return engine, update
 

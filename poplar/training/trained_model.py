@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from poplar.zero.held_memory import smaller_batches_message
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import BatchSplitter, Weight
 from poplar.zero.setup import BUILDING, STRATEGY_CLASSES, Request, build_engine, settings_of
-from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.steps.step import SpeedFollower, Step
 from poplar.zero.steps.step_hooks import has_hooks
 from poplar.zero.steps.step_settings import StepSettings
@@ -39,20 +38,6 @@ from poplar.zero.unit import Unit
 from poplar.zero.update import ShardedUpdate
 
 _LOGGER = logging.getLogger("poplar")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What the user chose that no change of plan changes."""
-
-    compute_dtype: torch.dtype | None
-    """None: that of each parameter."""
-    retries: bool
-    """A step is taken again if a rank ran out of memory."""
-    on_nonfinite: OnNonFinite
-    allow_forward_state: bool
-    trains_whole_model: bool
-    """All parameters that require a gradient, also if one does later."""
 
 
 class TrainedModel:
@@ -73,7 +58,6 @@ class TrainedModel:
         optimizer: torch.optim.Optimizer,
         request: Request,
         ranks: ActiveRanks,
-        choices: Choices,
     ) -> None:
         """Build the engine. Collective over all ranks.
 
@@ -82,15 +66,13 @@ class TrainedModel:
                 classes. It keeps this object alive, not the other way around.
             request: what all ranks have agreed on, with the plan of the active ranks.
             ranks: which these are.
-            choices: of the user.
         """
         self._optimizer, self.model = weakref.ref(optimizer), request.model
-        self.ranks, self.choices = ranks, choices
+        self.ranks = ranks
         self.largest_batches: dict[int, int] = {}
         """By rank, the largest micro-batch to which running out of memory has reduced it."""
         self._follower: SpeedFollower | None = None
         self._run_by(request)
-        dtype = choices.compute_dtype
         if ranks.is_active:
             self.calls = CollectiveCalls(ranks.group, _nothing, ranks.announcements)
             with self.calls.running(BUILDING):
@@ -98,7 +80,7 @@ class TrainedModel:
                 given = ranks.communicator, request.device
                 comm = connect(ranks.group, *given, planned=planned)
                 check = _weak_method(self.check_model)
-                engine, update = build_engine(request, comm, ranks.control, dtype, check)
+                engine, update = build_engine(request, comm, ranks.control, check)
             self._use_settings(update.outer_groups(request.groups))
             self._train_by(engine, update)
             self.calls.announce(BUILDING)
@@ -106,7 +88,7 @@ class TrainedModel:
             self._be_left_out()
             with agreed_failures():
                 self.calls.call(BUILDING, _nothing)
-            ranks.prepare_model(request.model, request.device, dtype)
+            ranks.prepare_model(request.model, request.device, request.cast_to)
             self._use_settings(settings_of(request))
 
     # What belongs to a plan.
@@ -155,16 +137,16 @@ class TrainedModel:
     def _train_by(self, engine: Engine, update: ShardedUpdate) -> None:
         """Train by the first engine of a group of ranks. Local."""
         plan, model, ranks = self.request.plan, self.model, self.ranks
-        optimizer, choices = self.optimizer, self.choices
+        optimizer, request = self.optimizer, self.request
         optimizer.defaults.update(update.inners[0].defaults)
-        if self.scaler is None and choices.compute_dtype is torch.float16:
+        if self.scaler is None and request.cast_to is torch.float16:
             self.scaler = GradScaler(engine.trained[0].device.type)
         self.update = update
         self.checks = StepChecks(
             model,
             ranks.control,
             looking=0 if plan is None else max(range(plan.world_size), key=plan.samples),
-            allow_forward_state=choices.allow_forward_state,
+            allow_forward_state=request.allow_forward_state,
             reads=engine.values.are_readable,
             flats=engine.flats,
             strategy=engine.strategy,
@@ -175,14 +157,14 @@ class TrainedModel:
         self._use_engine(engine)
         groups = optimizer.param_groups
         trained = [parameter for group in groups for parameter in group["params"]]
-        given = model.parameters() if choices.trains_whole_model else trained
+        given = model.parameters() if request.trains_whole_model else trained
         self._structure = ModelStructure(model, groups, set(map(id, given)))
 
     def _use_engine(self, engine: Engine) -> None:
         """Train by this engine, whose flat parameters the update and the checks have. Local."""
         self.engine, update = engine, self.update
         self.state = OptimizerState(engine, update)
-        self.step = Step(engine, update, self.checks, self.choices.on_nonfinite)
+        self.step = Step(engine, update, self.checks, self.request.on_nonfinite)
         self.step.follow_speeds(self._follower)
         self.calls.stop_by(self.step.stop)
         engine.add_changes(ModelState(engine, update).register())
@@ -265,8 +247,8 @@ class TrainedModel:
         engine, update = self.engine, self.update
         if units:
             self._unregister()
-            check, dtype = _weak_method(self.check_model), self.choices.compute_dtype
-            engine = replace_engine(engine, update, request, units, dtype, check)
+            check = _weak_method(self.check_model)
+            engine = replace_engine(engine, update, request, units, check)
             self.checks.follow(engine.flats, engine.strategy, reads=engine.values.are_readable)
             self._use_engine(engine)
         elif request.plan is not None:
@@ -304,8 +286,8 @@ class TrainedModel:
         common = ranks.control.exchange_objects(own, what="apply_plan()")[sender]
         assert common is not None
         given = ranks.communicator, request.device
-        comm = connect(ranks.group, *given, planned=common.transport)
-        own_plan, stage = state_plan(plan, active, common.stage, even=True), common.stage
+        comm = connect(ranks.group, *given, planned=common["transport"])
+        own_plan, stage = state_plan(plan, active, common["stage"], even=True), common["stage"]
         self._run_by(
             replace(request, plan=own_plan, stage=stage, communication=own_plan.communication)
         )
@@ -315,7 +297,6 @@ class TrainedModel:
             self.request,
             comm,
             ranks.control,
-            self.choices.compute_dtype,
             _weak_method(self.check_model),
             joining=joining,
             sender=sender,
@@ -324,36 +305,23 @@ class TrainedModel:
         if not before.is_active:
             self._take(common)
 
-    def _common(self) -> _CommonState:
-        plan = self.request.plan
-        return _CommonState(
-            stage=self.request.stage,
-            transport=None if plan is None else plan.transport,
-            updates=self.update.updates,
-            groups=list(map(_without_parameters, self.optimizer.param_groups)),
-            largest_batches=self.largest_batches,
-            scaler=None if self.scaler is None else self.scaler.state_dict(),
-        )
+    def _common(self) -> dict[str, Any]:
+        """What is equal on all active ranks, beside parameters and the state of their elements."""
+        return {
+            "stage": self.request.stage,
+            "transport": self.request.plan and self.request.plan.transport,
+            "updates": self.update.updates,
+            "groups": list(map(_without_parameters, self.optimizer.param_groups)),
+            "largest batches": self.largest_batches,
+            "scaler": self.scaler and self.scaler.state_dict(),
+        }
 
-    def _take(self, common: _CommonState) -> None:
-        self._use_settings(common.groups)
-        self.update.count_from(common.updates)
-        self.largest_batches = dict(common.largest_batches)
-        if self.scaler is not None and common.scaler is not None:
-            self.scaler.load_state_dict(common.scaler)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _CommonState:
-    """What is equal on all active ranks, beside parameters and the state of their elements."""
-
-    stage: int
-    transport: str | None
-    updates: int
-    groups: list[dict[str, Any]]
-    """The settings of the param groups."""
-    largest_batches: dict[int, int]
-    scaler: dict[str, Any] | None
+    def _take(self, common: Mapping[str, Any]) -> None:
+        self._use_settings(common["groups"])
+        self.update.count_from(common["updates"])
+        self.largest_batches = dict(common["largest batches"])
+        if self.scaler is not None and common["scaler"]:
+            self.scaler.load_state_dict(common["scaler"])
 
 
 class _NoEngine:

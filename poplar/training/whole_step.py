@@ -174,7 +174,9 @@ def _run_passes(
     scale = None if scaler is None else scaler.make_scale(engine.trained[0].device)
     settings = training.settings(max_norm=max_norm, scale=scale)
     try:
-        return step.close(settings, error, may_run_again=training.choices.retries)
+        return step.close(
+            settings, error, may_run_again=training.request.on_out_of_memory == "retry"
+        )
     except MicroBatchesTooLarge:
         if error is not None:
             free_frames(error)  # they hold the batch, or activations if the leader failed

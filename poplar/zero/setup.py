@@ -26,6 +26,7 @@ from poplar.zero.engine import Engine
 from poplar.zero.factors.layers import factored_layers
 from poplar.zero.factors.parameter import FactoredParameter
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.held_memory import OnOutOfMemory
 from poplar.zero.input_cast import cast_inputs
 from poplar.zero.opaque_parameter import (
     OpaqueBytes,
@@ -42,6 +43,7 @@ from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.stages.strategy import Layouts, Strategy
+from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.streams import HostCopies
 from poplar.zero.unit import (
     Member,
@@ -100,6 +102,13 @@ class Request:
     """The modules of `Plan.factored`, by name."""
     local: frozenset[str] = frozenset()
     """Names of parameters of which each rank has a part of its own."""
+    cast_to: torch.dtype | None
+    """The dtype that `compute_dtype` leads to on these ranks; None: that of each parameter."""
+    on_out_of_memory: OnOutOfMemory
+    on_nonfinite: OnNonFinite
+    allow_forward_state: bool
+    trains_whole_model: bool
+    """`params` was not given."""
 
     def identity(self) -> dict[str, Any]:
         """What must be equal on all ranks, as text for error messages."""
@@ -113,6 +122,8 @@ class Request:
             "param groups": [_comparable(group) for group in self.groups],
             "units": list(self.unit_names),
             "compute_dtype": str(self.compute_dtype),
+            "on_out_of_memory": self.on_out_of_memory,
+            "on_nonfinite": self.on_nonfinite,
             "reduce_dtype": str(self.reduce_dtype),
             "values of the model": self.values.identity,
             "model": [
@@ -170,6 +181,8 @@ def check_request(
     device: torch.device | str | None = None,
     granularity: Granularity | None = None,
     local: Collection[str] = (),
+    on_out_of_memory: OnOutOfMemory = "retry",
+    on_nonfinite: OnNonFinite = "raise",
 ) -> Request:
     """Check the user's arguments on this rank alone.
 
@@ -180,6 +193,8 @@ def check_request(
     Raises:
         ValueError, TypeError, RuntimeError: what is wrong and how to fix it.
     """
+    check_choice("on_out_of_memory", on_out_of_memory, OnOutOfMemory)
+    check_choice("on_nonfinite", on_nonfinite, OnNonFinite)
     model_checks.reject_wrapped(model)
     if not allow_forward_state:
         model_checks.reject_batch_norm(model_checks.batch_norms(model))
@@ -227,6 +242,11 @@ def check_request(
         group_of=group_of,
         factored=factored,
         local=frozenset(local),
+        cast_to=compute_dtype if isinstance(compute_dtype, torch.dtype) else None,
+        on_out_of_memory=on_out_of_memory,
+        on_nonfinite=on_nonfinite,
+        allow_forward_state=allow_forward_state,
+        trains_whole_model=params is None,
     )
 
 
@@ -332,8 +352,8 @@ def _check_on_host(classes: Sequence[OptimizerClass]) -> None:
 
 def agree_on_request(
     control: Control, request: Request, *, also: Mapping[str, Any] | None = None
-) -> torch.dtype | None:
-    """Compare the requests of all ranks; returns the compute dtype, None to keep it. Collective.
+) -> Request:
+    """Compare the requests of all ranks; returns that of this rank with `cast_to`. Collective.
 
     Args:
         request: of this rank.
@@ -363,11 +383,11 @@ def agree_on_request(
             )
         )
     if isinstance(request.compute_dtype, torch.dtype):
-        return request.compute_dtype
+        return request
     plain = {p.dtype for p in request.model.parameters() if p.is_floating_point()}
     if request.device.type == "cpu" or plain != {torch.float32} or request.opaque_tensors():
-        return None
-    return torch.float16 if lacking else torch.bfloat16
+        return request
+    return replace(request, cast_to=torch.float16 if lacking else torch.bfloat16)
 
 
 def compare_identities(identities: Sequence[Mapping[str, Any]]) -> None:
@@ -387,7 +407,6 @@ def build_engine(
     request: Request,
     comm: Communicator,
     control: Control,
-    compute_dtype: torch.dtype | None,
     check_step: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, ShardedUpdate]:
     """Build engine and update; the first rank's values and buffers are broadcast. Collective.
@@ -399,7 +418,7 @@ def build_engine(
     _move_to_device(request, strategy)
     with request.values.real_tensors(request.device):
         sharded = strategy.shards_parameters
-        units = units_of(request, control, compute_dtype, shards_parameters=sharded)
+        units = units_of(request, control, shards_parameters=sharded)
         check = partial(check_unit_names, request.plan, units, request.unit_names)
         run_on_all_ranks(control, check, doing=BUILDING)
         flats = [flat for unit in units for flat in unit.flats]
@@ -414,8 +433,8 @@ def build_engine(
             what = {f"the frozen tensors of unit {opaque.name}": packed}
             replicate(what, comm, control, doing=BUILDING)
             place_opaque(opaque, packed, request.plan, comm)
-    _replicate_unmanaged(request, units, comm, control, compute_dtype)
-    engine = assemble_engine(request, units, strategy, control, compute_dtype, check_step)
+    _replicate_unmanaged(request, units, comm, control)
+    engine = assemble_engine(request, units, strategy, control, check_step)
     update = new_update(request, strategy, engine.trained)
     compare_kernels(engine, update, BUILDING)
     return engine, update
@@ -445,7 +464,6 @@ def assemble_engine(
     units: Sequence[Unit],
     strategy: Strategy,
     control: Control,
-    compute_dtype: torch.dtype | None,
     check_step: Callable[[], None],
 ) -> Engine:
     """The engine of units that have their values. Local."""
@@ -459,7 +477,7 @@ def assemble_engine(
         check_step=check_step,
     )
     engine.follow(request.plan)
-    engine.add_changes(cast_inputs(request.model, compute_dtype, request.unit_names))
+    engine.add_changes(cast_inputs(request.model, request.cast_to, request.unit_names))
     return engine
 
 
@@ -557,7 +575,6 @@ def _move_to_device(request: Request, strategy: Strategy) -> None:
 def units_of(
     request: Request,
     control: Control,
-    compute_dtype: torch.dtype | None,
     *,
     shards_parameters: bool,
 ) -> list[Unit]:
@@ -580,7 +597,7 @@ def units_of(
         trained = id(parameter) in request.group_of
         if trained or (shards_parameters and not is_opaque(parameter)):
             group = request.group_of.get(id(parameter), -1)
-            dtype = computing_dtype(parameter, compute_dtype)
+            dtype = request.cast_to or parameter.dtype
             kind = factored.get(id(parameter))
             step = None
             if trained:
@@ -609,11 +626,6 @@ def _shares(
     return plan.shares if plan is not None else (1.0 / world,) * world, shares_by_unit(plan)
 
 
-def computing_dtype(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a parameter computes."""
-    return parameter.dtype if compute_dtype is None else compute_dtype
-
-
 def place_opaque(
     opaque: OpaqueBytes, packed: Tensor, plan: Plan | None, comm: Communicator
 ) -> None:
@@ -631,13 +643,12 @@ def _replicate_unmanaged(
     units: Sequence[Unit],
     comm: Communicator,
     control: Control,
-    compute_dtype: torch.dtype | None,
 ) -> None:
     """Give all ranks the first rank's values of what is in no unit. Collective."""
     replicate(unmanaged_tensors(request, units), comm, control, doing=BUILDING)
     for _, parameter in _unmanaged(request, units):
         if not is_opaque(parameter):
-            parameter.data = parameter.data.to(computing_dtype(parameter, compute_dtype))
+            parameter.data = parameter.data.to(request.cast_to or parameter.dtype)
 
 
 def unmanaged_tensors(request: Request, units: Sequence[Unit]) -> dict[str, Tensor]:
