@@ -142,6 +142,10 @@ gpu: ## Build for this GPU, then check and measure what needs one, in MINUTES (7
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then $(PYTHON) $(GPU_RUN); \
 	  else $(MAKE) -s setup && $(BIN)/python $(GPU_RUN) --device cpu; fi
 
+.PHONY: results
+results: setup ## Measure again all saved rows that are older than the code they measure; hours, and a run that was stopped can be repeated
+	$(BIN)/python benchmarks/remeasure.py
+
 .PHONY: clean
 clean: ## Remove build outputs and .venv
 	rm -rf build dist $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

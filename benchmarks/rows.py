@@ -81,8 +81,8 @@ def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
             output.write(json.dumps(values) + "\n")
 
 
-def read_rows(path: str | Path, benchmark: str) -> list[Row]:
-    """The rows of one benchmark in a file.
+def read_rows(path: str | Path, benchmark: str = "") -> list[Row]:
+    """The rows of one benchmark in a file; default: of all.
 
     Raises:
         ValueError: a line that is no row; the message names it.
@@ -96,7 +96,7 @@ def read_rows(path: str | Path, benchmark: str) -> list[Row]:
                 f"{path}, line {number} is not a row with benchmark, case, figures and "
                 f"provenance: {error}; remove it or measure again"
             ) from None
-        if row.benchmark == benchmark:
+        if benchmark in ("", row.benchmark):
             rows.append(row)
     return rows
 

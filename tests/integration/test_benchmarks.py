@@ -72,7 +72,16 @@ SHOWING = {
     "watched_jobs": "--show watched_jobs.jsonl",
 }
 """Options of the scripts that print saved rows, or need none."""
-NO_ROWS = {"emulation", "gpu", "gpu_build", "gpu_ranks", "network", "results", "watchdog"}
+NO_ROWS = {
+    "emulation",
+    "gpu",
+    "gpu_build",
+    "gpu_ranks",
+    "network",
+    "remeasure",
+    "results",
+    "watchdog",
+}
 """They have tests of their own, or start other processes."""
 
 
