@@ -202,7 +202,8 @@ def train(
     torch.manual_seed(0)
     rank = dist.get_rank()
     optimizer = HeteroZeroOptimizer(Llama(config), torch.optim.AdamW, plan=plan, lr=LEARNING_RATE)
-    follower = optimizer.follow_drift(profile, replan="auto") if follows else None
+    replan = "auto" if follows else "off"
+    follower = optimizer.follow_drift(profile, replan=replan, leave_out="never")
     names = ("seconds", "communication", "speeds", "losses", "samples")
     found: dict[str, Any] = {name: [] for name in names}
     for step in range(schedule.steps):

@@ -30,7 +30,7 @@ from poplar.values.communication import Communication, Precision
 from poplar.values.errors import agreed, check_class
 from poplar.values.formatting import format_names
 from poplar.values.plan import Plan
-from poplar.zero.agreement import exchange_results, run_on_all_ranks
+from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.collective_calls import CollectiveCalls, begins_step, collective, new_group
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import HeldMemory, OnOutOfMemory, held_memory
@@ -38,7 +38,7 @@ from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss, PassLoss
 from poplar.zero.micro_batches import Loss, MicroBatch, OpenedStep, Weight
 from poplar.zero.optimizers.granularity import Granularity, OptimizerFactory
-from poplar.zero.setup import BUILDING, Request, agree_on_request, check_choice, check_request
+from poplar.zero.setup import BUILDING, Request, agree_on_request, check_request
 from poplar.zero.steps.evaluation import Evaluation
 from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.steps.step import Step
@@ -48,6 +48,7 @@ from poplar.zero.weights.initial_values import Weights
 if TYPE_CHECKING:
     from poplar.checkpoint.training_state import TrainingParts
     from poplar.drift.speed_follower import SpeedFollower
+    from poplar.planner.search import Choice
     from poplar.values.profile import ClusterProfile
 
 
@@ -606,8 +607,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         The plan may also leave out other ranks than now, or none: a rank that comes back gets
         parameters, buffers and its share, and one that is left out keeps the parameters of now, or
         NaN where they were sharded (memory for all of them, unless the model was built on `meta`).
-        The ranks that are left out make the call, too. `follow_drift` ends then, and a scaler of
-        the user has on a rank that comes back what it had there.
+        The ranks that are left out make the call, too. A scaler of the user has on a rank that
+        comes back what it had there.
 
         The logger "poplar" reports the seconds, and `trace` has a span.
 
@@ -640,6 +641,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         *,
         replan: Literal["auto", "advise", "off"] = "advise",
         steps: int | None = None,
+        leave_out: Choice = "auto",
     ) -> SpeedFollower | None:
         """Notice ranks that become slower or faster while training, and plan again. Collective.
 
@@ -650,47 +652,30 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         From then on, every step, by `train_step` or `micro_batches`, compares the compute seconds
         of each rank with its profile, for the samples and lengths of the step. If a speed has
         changed and another plan of the same stage and global batch is faster by more than moving
-        the state costs, the first rank logs one line to the logger "poplar". Single slow steps and
-        long samples are no change.
+        the state costs, the first active rank logs one line to the logger "poplar". Single slow
+        steps and long samples are no change.
+
+        The plan may leave out other ranks than now, if `search` does. A rank that is left out times
+        a fixed piece of work, for 1 % of the time; the active ranks do not wait for it. It is taken
+        back when it has become so much faster that a plan with it is.
 
         Args:
             profile: of these ranks, the same on all of them.
             replan: "advise": only report; the plan is `plan` of the result. "auto": apply the plan
                 by `apply_plan`, whose sampler follows. "off": stop following.
             steps: that are left to train; default: a plan must pay for itself within 1000.
+            leave_out: "never": the ranks that are left out stay the same. Use it with a scaler of
+                your own, whose state a rank that is taken back does not get.
 
         Returns:
-            What it has found so far; None if it is off, or on a rank that the plan leaves out.
+            What it has found so far; None if it is off.
 
         Raises:
             ValueError: the optimizer has no plan, the profile is of other ranks, or ranks differ.
         """
-        from poplar.drift.speed_follower import SpeedFollower
-        from poplar.planner.prediction import predict
-        from poplar.values.profile import ClusterProfile
+        from poplar.drift.speed_follower import follow
 
-        def checked() -> tuple[ClusterProfile, str, int | None]:
-            check_choice("replan", replan, Literal["auto", "advise", "off"])
-            check_class("profile", profile, ClusterProfile)
-            if self.plan is None:
-                raise ValueError("follow_drift() needs an optimizer that was built with a plan")
-            predict(profile, self.plan)  # raises if it is of other ranks or another model
-            return profile, replan, steps
-
-        arguments = exchange_results(self.control, checked, what="follow_drift()")
-        if any(other != arguments[0] for other in arguments):
-            raise agreed(
-                ValueError(
-                    "the ranks passed different arguments to follow_drift(); pass the profile of "
-                    "the first rank, and the same replan and steps, on all ranks"
-                )
-            )
-        follower = None
-        if replan != "off":
-            device, applies = self._training.engine.trained[0].device, replan == "auto"
-            follower = SpeedFollower(self, profile, device, applies=applies, steps=steps)
-        self._training.follow_speeds(follower)
-        return follower
+        return follow(self, profile, replan, steps, leave_out)
 
     # Saving.
 

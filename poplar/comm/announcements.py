@@ -28,6 +28,8 @@ MOST_KEPT = 4096
 _LOOK_SECONDS = 0.05
 """Between two looks, at messages or at the store. A write for each step made steps of 12 ms 6 %
 longer."""
+_WRITES_PER_REPLY = 8
+"""Writes after which the sender looks for replies."""
 _EXIT_SECONDS = 5.0
 """How long a sender that ends waits for readers to read its last message."""
 
@@ -52,6 +54,9 @@ class Announcements:
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """To write, as functions; or read, and not returned yet."""
         self._sent = self._written = 0
+        self._reply_counts = dict.fromkeys(readers, 0)
+        self.replies: dict[int, tuple[float, Any]] = {}
+        """On the sender, by reader, its latest reply, after the `time.monotonic` of its arrival."""
 
     def send(self, message: Callable[[], Any]) -> None:
         """Send what a function returns, which is called in another thread; do not wait for it."""
@@ -73,7 +78,24 @@ class Announcements:
                 self._written += len(functions)
                 if self._writes > MOST_KEPT:
                     self._store.delete_key(f"{self._prefix}/{self._writes - MOST_KEPT}")
+                if self._writes % _WRITES_PER_REPLY == 0:
+                    self._read_replies()
                 time.sleep(_LOOK_SECONDS)
+
+    def _read_replies(self) -> None:
+        for rank in self._readers:
+            key = f"{self._reply_key(rank)}/{self._reply_counts[rank] + 1}"
+            if self._store.check([key]):
+                self._reply_counts[rank] += 1
+                self.replies[rank] = time.monotonic(), pickle.loads(self._store.get(key))
+                self._store.delete_key(key)
+
+    def reply(self, value: Any) -> None:
+        """Give the sender a value, as a reader; do not wait for it."""
+        self._reply_counts[self._group.rank] += 1
+        key = f"{self._reply_key(self._group.rank)}/{self._reply_counts[self._group.rank]}"
+        with suppress(Exception):  # the ranks' store does not answer, which `next` reports
+            self._store.set(key, pickle.dumps(value))
 
     def next(self, what: str) -> Any:
         """The next message; waits for it.
@@ -119,6 +141,9 @@ class Announcements:
             causes = [one for one in found.values() if one.is_cause] or list(found.values())
             return "; ".join(dict.fromkeys(one.reason for one in causes))
         return str(error)
+
+    def _reply_key(self, rank: int) -> str:
+        return f"{self._prefix}/reply of {rank}"
 
     def _seen_key(self, rank: int) -> str:
         return f"{self._prefix}/read by {rank}"

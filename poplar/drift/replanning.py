@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
 
 from poplar.drift.speed_levels import Row, SpeedLevels
+from poplar.planner.active_ranks import without_ranks
 from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
 from poplar.planner.prediction import predict
-from poplar.planner.search import search
+from poplar.planner.search import Choice, search
 from poplar.planner.what_if import with_slower_devices
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
@@ -24,9 +25,14 @@ CERTAINTY = 5.2
 ranks without a change, no mean is expected to be farther away."""
 LEAST_GAIN = 0.03
 """Part by which throughput must rise, so that plans do not alternate."""
+REGROUP_SECONDS = 5.0
+"""What a change of the ranks that are left out must save beside the moved state: new process groups
+and a new engine."""
 WARM_UP = 5
 """First steps, which count for nothing: ranks compile and allocate in them."""
 _ERROR_OF_MEDIAN = 1.2533
+_IDLE_ERROR = 0.02
+"""Standard error of what a rank that is left out measures: see `idle_speed`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +50,36 @@ class Replan:
 class Replanner:
     """Follows the speeds of the ranks, and searches plans at the same stage and global batch."""
 
-    def __init__(self, profile: ClusterProfile) -> None:
-        self._profile = profile
-        self._speeds = SpeedLevels(profile.world_size)
+    def __init__(
+        self,
+        profile: ClusterProfile,
+        *,
+        left_out: Collection[int] = (),
+        levels: Sequence[float] | None = None,
+        leave_out: Choice = "never",
+    ) -> None:
+        """
+        Args:
+            profile: of all ranks.
+            left_out: ranks that the current plan leaves out. As long as it does, use this object.
+            levels: by rank, as `levels` of an earlier object; default: those of the profile.
+            leave_out: "auto": plans may leave out other ranks.
+        """
+        self._profile, self._leave_out = profile, leave_out
+        everyone = range(profile.world_size)
+        self._active = [rank for rank in everyone if rank not in left_out]
+        self._planned: Sequence[float] = levels or (0.0,) * profile.world_size
+        """By rank, the level of the current plan, or of the last one that was found."""
+        self._left = self._searched = self._planned
+        """The levels when the current ranks began, and the last ones at which a plan was searched
+        for."""
+        self._speeds = SpeedLevels([self._planned[rank] for rank in self._active])
         self._left_of_warm_up = WARM_UP
-        self._planned: Sequence[float] = self._speeds.levels
-        """The levels of the current plan, or of the last one that was found."""
-        self._searched: Sequence[float] = self._planned
-        """The last levels at which a plan was searched for."""
+
+    @property
+    def levels(self) -> Sequence[float]:
+        """By rank, the logarithm of its slowdown by which the latest plan was found."""
+        return self._planned
 
     def add(
         self,
@@ -60,14 +88,16 @@ class Replanner:
         *,
         steps_left: float,
         largest_batches: Mapping[int, int] = MappingProxyType({}),
+        idle: Mapping[int, float] = MappingProxyType({}),
     ) -> Replan | None:
-        """Add steps of all ranks, and look for a change once.
+        """Add steps of all active ranks, and look for a change once.
 
         Args:
-            steps: by step and rank.
+            steps: by step and active rank.
             plan: the current plan.
             steps_left: steps in which a new plan pays for itself.
             largest_batches: by rank, the largest micro-batch that fits, where it is known.
+            idle: by rank that is left out, the change of its level since then, where it is known.
 
         Returns:
             A faster plan, if there is one and a speed has changed.
@@ -79,20 +109,21 @@ class Replanner:
             else:
                 self._speeds.add(rows)
         self._speeds.look_for_changes()
-        shared, certain = self._changes()
+        now, errors = self._levels_now(idle)
+        shared, certain = self._changes(now, errors)
         if max(certain) - min(certain) <= LEAST_CHANGE:
             return None
         levels = [
-            before + shared if error < math.inf and not change else now
-            for now, error, before, change in zip(
-                self._speeds.levels, self._speeds.errors, self._planned, certain, strict=True
+            before + shared if error < math.inf and not change else level
+            for level, error, before, change in zip(
+                now, errors, self._planned, certain, strict=True
             )
         ]
         if max(map(_distance, levels, self._searched)) < LEAST_CHANGE / 2:
             return None
         profile = self._profile.with_largest_batches(largest_batches)
         cluster = with_slower_devices(profile, list(map(math.exp, levels)))
-        found = _faster_plan(cluster, plan, steps_left)
+        found = _faster_plan(cluster, plan, steps_left, self._leave_out)
         self._searched = levels
         if found is None:
             return None
@@ -107,15 +138,29 @@ class Replanner:
         self._planned = levels
         return Replan(plan=found[0], gain=found[1], slowdowns=slowdowns)
 
-    def _changes(self) -> tuple[float, list[float]]:
+    def _levels_now(self, idle: Mapping[int, float]) -> tuple[list[float], list[float]]:
+        """By rank, its level and the standard error of it; infinite if it is not known."""
+        now, errors = list(self._planned), [math.inf] * len(self._planned)
+        for rank, level, error in zip(
+            self._active, self._speeds.levels, self._speeds.errors, strict=True
+        ):
+            now[rank], errors[rank] = level, error
+        for rank, change in idle.items():
+            now[rank], errors[rank] = self._left[rank] + change, _IDLE_ERROR
+        return now, errors
+
+    def _changes(self, now: Sequence[float], errors: Sequence[float]) -> tuple[float, list[float]]:
         """Changes of levels since the last plan.
 
         Returns:
-            What all ranks share, on which no plan depends; by rank, the least change beside it.
+            What all active ranks share, on which no plan depends; by rank, the least change beside
+            it.
         """
-        errors = self._speeds.errors
-        changes = list(map(operator.sub, self._speeds.levels, self._planned))
-        shared, shared_error = _weighted_median(changes, [error**-2.0 for error in errors])
+        changes = list(map(operator.sub, now, self._planned))
+        active = self._active
+        shared, shared_error = _weighted_median(
+            [changes[rank] for rank in active], [errors[rank] ** -2.0 for rank in active]
+        )
         beside = [change - shared for change in changes]
         certain = (
             change if abs(change) > CERTAINTY * math.hypot(error, shared_error) else 0.0
@@ -135,22 +180,23 @@ def _weighted_median(values: Sequence[float], weights: Sequence[float]) -> tuple
 
 
 def _faster_plan(
-    cluster: ClusterProfile, plan: Plan, steps_left: float
+    cluster: ClusterProfile, plan: Plan, steps_left: float, leave_out: Choice
 ) -> tuple[Plan, float] | None:
     """The best plan at this stage and its gain in throughput, if it pays."""
+    left_out = plan.left_out if leave_out == "never" else ()
     try:
         found = search(
-            cluster,
+            without_ranks(cluster, left_out),
             global_batch=plan.global_batch,
             stages=(plan.stage,),
             recompute="auto" if any(unit.recomputed_on for unit in plan.units) else "never",
             factored="never",
             host_state="auto" if plan.host_state else "never",
-            leave_out="never",
+            leave_out=leave_out,
             communication=plan.communication,
         )
         # `apply_plan` does not change these.
-        found = replace(found, transport=plan.transport, factored=plan.factored)
+        found = replace(found.beside(left_out), transport=plan.transport, factored=plan.factored)
         now, then = (predict(cluster, each).step_seconds for each in (plan, found))
     except (DoesNotFit, NoPlanFits):
         return None
@@ -165,11 +211,11 @@ def _distance(one: float, other: float) -> float:
 
 def _moving_seconds(cluster: ClusterProfile, old: Plan, new: Plan) -> float:
     """About how long it takes to send the state that changes its owner, at most."""
-    if not old.stage:
-        return 0.0  # every rank has all of it
-    moved = sum(
-        max(0.0, after - before) for before, after in zip(old.shares, new.shares, strict=True)
-    )
+    moved = float(len(set(old.left_out) - set(new.left_out)))  # at stage 0, all of it to each
+    if old.stage:
+        both = zip(old.shares, new.shares, strict=True)
+        moved = sum(max(0.0, after - before) for before, after in both)
     model = cluster.model
     each = (model.param_bytes + model.optimizer_bytes) / max(model.param_bytes, 1.0)
-    return moved * each * cluster.network.all_gather_seconds
+    regrouping = REGROUP_SECONDS if old.left_out != new.left_out else 0.0
+    return moved * each * cluster.network.all_gather_seconds + regrouping

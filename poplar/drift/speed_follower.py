@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
+from poplar.comm.announcements import Announcements
 from poplar.data import pytree
+from poplar.drift.idle_speed import FRESH_SECONDS, IdleSpeed
 from poplar.drift.replanning import Replan, Replanner
 from poplar.drift.speed_levels import Row
 from poplar.planner.active_ranks import active_part
 from poplar.planner.cost_model import costs_of
+from poplar.planner.prediction import predict
+from poplar.planner.search import Choice
 from poplar.system.devices import slowdown_reasons
-from poplar.values.formatting import format_signed_percent
+from poplar.values.errors import agreed, check_class
+from poplar.values.formatting import format_ranks, format_signed_percent
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
+from poplar.zero.agreement import exchange_results
 from poplar.zero.micro_batches import MicroBatch
+from poplar.zero.setup import check_choice
 from poplar.zero.streams import PassWork, RankTimes
 
 if TYPE_CHECKING:
@@ -34,67 +41,136 @@ _MOST_BATCHES = 16
 _LOGGER = logging.getLogger("poplar")
 
 
+def follow(
+    optimizer: HeteroZeroOptimizer,
+    profile: ClusterProfile,
+    replan: Literal["auto", "advise", "off"],
+    steps: int | None,
+    leave_out: Choice,
+) -> SpeedFollower | None:
+    """`HeteroZeroOptimizer.follow_drift`, which documents it. Collective over all ranks."""
+    training, doing = optimizer._training, "follow_drift()"
+
+    def checked() -> tuple[ClusterProfile, str, int | None, str]:
+        check_choice("replan", replan, Literal["auto", "advise", "off"])
+        check_choice("leave_out", leave_out, Choice)
+        check_class("profile", profile, ClusterProfile)
+        if optimizer.plan is None:
+            raise ValueError("follow_drift() needs an optimizer that was built with a plan")
+        predict(profile, optimizer.plan)  # raises if it is of other ranks or another model
+        return profile, replan, steps, leave_out
+
+    if training.ranks.left_out:
+        training.calls.let_all_run(doing if training.ranks.is_active else "")
+    arguments = exchange_results(training.ranks.whole_control, checked, what=doing)
+    if any(other != arguments[0] for other in arguments):
+        raise agreed(
+            ValueError(
+                "the ranks passed different arguments to follow_drift(); pass the profile of "
+                "the first rank, and the same replan, steps and leave_out, on all ranks"
+            )
+        )
+    follower = None
+    if replan != "off":
+        applies = replan == "auto"
+        follower = SpeedFollower(
+            optimizer, profile, applies=applies, steps=steps, leave_out=leave_out
+        )
+    training.follow_speeds(follower)
+    return follower
+
+
 class SpeedFollower:
     """Made by `HeteroZeroOptimizer.follow_drift`, which documents it.
 
-    The first rank alone estimates speeds and searches, because the bits of logarithms differ
-    between processors. All ranks learn in the next step that it has found a plan, and then get it.
+    The first active rank alone estimates speeds and searches, because the bits of logarithms differ
+    between processors. All active ranks learn in the next step that it has found a plan, and then
+    get it. A rank that is left out measures itself and reports to the first active rank.
     """
 
     plan: Plan | None = None
     """The latest plan that was found to be faster; None if there has been none. Equal on all
-    ranks."""
+    active ranks."""
 
     def __init__(
         self,
         optimizer: HeteroZeroOptimizer,
         profile: ClusterProfile,
-        device: torch.device,
         *,
         applies: bool,
         steps: int | None,
+        leave_out: Choice,
     ) -> None:
         """
         Args:
             optimizer: whose steps it follows.
-            profile: of its ranks.
-            device: of this rank.
+            profile: of all ranks.
             applies: faster plans are applied.
             steps: that are left to train; None: unknown.
+            leave_out: "auto": plans may leave out other ranks.
         """
         self._optimizer = weakref.ref(optimizer)
-        self._control, self._device = optimizer.control, device
-        self._rank = self._control.group.rank
-        assert optimizer.plan is not None, "follow_drift() has refused an optimizer without one"
-        # Ranks that the plan leaves out are in no group of the others, and have no times.
-        self._left_out = optimizer.plan.left_out
-        self._profile, _ = active_part(profile, optimizer.plan)
-        self._applies = applies
-        self._replanner = Replanner(self._profile)
+        self._profile, self._applies, self._leave_out = profile, applies, leave_out
         self._steps_left = UNKNOWN_STEPS if steps is None else steps
         self._counts_down = steps is not None
+        self._times_left_out = 0
+        self.messages: list[str] = []
+        """What was reported so far, on a rank that is left out as far as it concerned it. Equal on
+        all active ranks."""
+        self.follow_ranks(None)
+
+    def follow_ranks(self, levels: Sequence[float] | None) -> None:
+        """Follow the ranks that train now. Local, on all ranks.
+
+        Args:
+            levels: `levels` on the first of them; None: the speeds are those of the profile.
+        """
+        optimizer = self._current_optimizer()
+        ranks = optimizer._training.ranks
+        may_change = self._leave_out == "auto" and optimizer._changes.ranks_may_change
+        self._replanner = Replanner(
+            self._profile,
+            left_out=ranks.left_out,
+            levels=levels,
+            leave_out="auto" if may_change else "never",
+        )
+        self._idle: IdleSpeed | None = None
+        if not ranks.is_active:
+            self._times_left_out += 1
+            self._idle = IdleSpeed(optimizer._training.request.device, self._times_left_out)
         self._found: Replan | None = None
         self._expected: tuple[Plan | None, dict[int, float]] = None, {}
         """A plan, and the seconds of its passes by their samples."""
         self._unread: list[Sequence[RankTimes]] = []
-        self.messages: list[str] = []
-        """What was reported so far, equal on all ranks."""
+
+    @property
+    def levels(self) -> Sequence[float]:
+        """By rank, the logarithm of its slowdown, as far as this rank knows."""
+        return self._replanner.levels
 
     @property
     def wants_to_agree(self) -> bool:
         """This rank has found a plan."""
         return self._found is not None
 
+    def measure(self) -> None:
+        """Measure this rank, which is left out, if it is time to, and report it. Local."""
+        announcements = self._current_optimizer()._training.ranks.announcements
+        if self._idle is not None and announcements is not None:
+            change = self._idle.change()
+            if change is not None:
+                announcements.reply(change)
+
     def work(self, micro_batch: MicroBatch) -> PassWork:
         """What a pass of this rank computes."""
-        plan, samples = self._current_optimizer().plan, micro_batch.samples
-        # The property makes a new one for each call if ranks are left out.
-        if plan is not self._expected[0] and plan != self._expected[0]:
+        plan, samples = self._current_plan(), micro_batch.samples
+        if plan is not self._expected[0]:
             self._expected = plan, {}
         expected = self._expected[1].get(samples)
         if expected is None:
-            costs = costs_of(self._profile, self._current_plan())
-            expected = self._expected[1][samples] = costs.pass_seconds(self._rank, samples)
+            rank = self._current_optimizer().control.group.rank
+            costs = costs_of(*active_part(self._profile, plan))
+            expected = self._expected[1][samples] = costs.pass_seconds(rank, samples)
         elements = sum(tensor.numel() for tensor in pytree.tensors(micro_batch.batch))
         return PassWork(expected, float(micro_batch.samples), float(elements))
 
@@ -110,34 +186,52 @@ class SpeedFollower:
             self._steps_left = max(0, self._steps_left - 1)
         if agree:
             self._agree(step)
-        elif self._rank == 0:
+        elif (optimizer := self._current_optimizer()).control.group.rank == 0:
             self._unread.append(times)
             if len(self._unread) == STEPS_PER_LOOK:
                 steps = [list(map(_row, each)) for each in self._unread]
                 self._unread.clear()
+                ranks = optimizer._training.ranks
+                largest = optimizer.largest_batches
                 self._found = self._replanner.add(
                     steps,
                     self._current_plan(),
                     steps_left=self._steps_left,
-                    largest_batches=self._current_optimizer().largest_batches,
+                    largest_batches={ranks.active[at]: most for at, most in largest.items()},
+                    idle=_fresh(ranks.announcements),
                 )
 
     def _agree(self, step: int) -> None:
         """Report the plan of the first rank, and apply it if that was asked for. Collective."""
-        mine = self._found, slowdown_reasons(self._device)
-        received = self._control.exchange_objects(mine, what="a plan for changed speeds")
+        optimizer = self._current_optimizer()
+        training = optimizer._training
+        mine = self._found, slowdown_reasons(training.request.device)
+        received = optimizer.control.exchange_objects(mine, what="a plan for changed speeds")
         self._found, found = None, received[0][0]
         if found is None:
             return
-        self.plan = found.plan.beside(self._left_out)
-        reasons = [reason for _, reason in received]
-        message = f"step {step}: {_message(found, self.plan, reasons)}"
+        plan, before = found.plan, training.ranks.left_out
+        reasons = dict(zip(training.ranks.active, (reason for _, reason in received), strict=True))
+        order = plan, f"step {step}: {_message(found, before, reasons)}"
         if self._applies and not self._changes_soon():
-            self._current_optimizer().apply_plan(self.plan)
+            if plan.left_out == before:
+                self.obey(order)
+            else:
+                training.calls.end_by(order, partial(self.obey, order))
         else:
-            message += " with optimizer.apply_plan() of this plan"
+            self._note(plan, f"{order[1]} with optimizer.apply_plan() of this plan")
+
+    def obey(self, order: tuple[Plan, str]) -> None:
+        """Change to a plan, and report it. Collective, over all ranks if others are left out."""
+        plan, message = order
+        self._current_optimizer()._changes.apply(plan, None)
+        self._note(plan, message)
+
+    def _note(self, plan: Plan, message: str) -> None:
+        self.plan = plan
         self.messages.append(message)
-        if self._rank == 0:
+        optimizer = self._current_optimizer()
+        if optimizer.is_active and optimizer.control.group.rank == 0:
             _LOGGER.warning(message)
 
     def _changes_soon(self) -> bool:
@@ -146,15 +240,21 @@ class SpeedFollower:
         return optimizer is not None and optimizer.pending_plan is not None
 
     def _current_plan(self) -> Plan:
-        """Of the active ranks alone."""
         plan = self._current_optimizer().plan
         assert plan is not None, "follow_drift() has refused an optimizer without one"
-        return plan.of_active_ranks()
+        return plan
 
     def _current_optimizer(self) -> HeteroZeroOptimizer:
         optimizer = self._optimizer()
         assert optimizer is not None, "it calls this object"
         return optimizer
+
+
+def _fresh(announcements: Announcements | None) -> dict[int, float]:
+    """By rank that is left out, the change of its level that it has reported of late."""
+    replies = {} if announcements is None else dict(announcements.replies)
+    since = time.monotonic() - FRESH_SECONDS
+    return {rank: change for rank, (when, change) in replies.items() if when > since}
 
 
 def _row(times: RankTimes) -> Row:
@@ -163,22 +263,27 @@ def _row(times: RankTimes) -> Row:
     return Row(times.compute_seconds, work.expected_seconds, length)
 
 
-def _message(found: Replan, plan: Plan, reasons: Sequence[str]) -> str:
+def _message(found: Replan, before: Sequence[int], reasons: Mapping[int, str]) -> str:
     """`rank 2 is 1.9x slower (power cap); new batches 12,12,5; +38 %`.
 
     Args:
-        found: of the active ranks.
-        plan: its plan, of all ranks.
+        found: the plan.
+        before: ranks that the plan of before leaves out.
         reasons: by active rank, why it may be slower.
     """
-    changes = []
+    plan, changes = found.plan, []
     for rank, factor in found.slowdowns.items():
         is_slower = factor > 1.0
-        because = f" ({reasons[rank]})" if is_slower and reasons[rank] else ""
+        because = f" ({reasons[rank]})" if is_slower and reasons.get(rank) else ""
         times = f"{max(factor, 1.0 / factor):.2g}x {'slower' if is_slower else 'faster'}"
-        changes.append(f"rank {plan.active_ranks[rank]} is {times}{because}")
+        changes.append(f"rank {rank} is {times}{because}")
     more = f" and {len(changes) - _MOST_RANKS} more" if len(changes) > _MOST_RANKS else ""
     shown = ", ".join(changes[:_MOST_RANKS]) or "the speeds of the ranks have changed"
+    for ranks, what in (
+        (set(plan.left_out) - set(before), "left out"),
+        (set(before) - set(plan.left_out), "taken back"),
+    ):
+        more += f"; {format_ranks(sorted(ranks))} {what}" if ranks else ""
     samples = [str(plan.samples(rank)) for rank in range(plan.world_size)]
     batches = ",".join([*samples[:_MOST_BATCHES], "..."] if samples[_MOST_BATCHES:] else samples)
     return f"{shown}{more}; new batches {batches}; {format_signed_percent(found.gain)}"

@@ -64,9 +64,10 @@ class Row(NamedTuple):
 class SpeedLevels:
     """The levels of all ranks, step by step."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = [_RankLevel() for _ in range(ranks)]
-        self._lengths = _LengthEffect(ranks)
+    def __init__(self, levels: Sequence[float]) -> None:
+        """`levels`: by rank, before anything is known."""
+        self._ranks = list(map(_RankLevel, levels))
+        self._lengths = _LengthEffect(len(levels))
 
     def add_lengths(self, rows: Sequence[Row]) -> None:
         """Add a step whose lengths are those of the profile on average, and that counts no more."""
@@ -102,8 +103,8 @@ class SpeedLevels:
 class _RankLevel:
     """The level of one rank."""
 
-    def __init__(self) -> None:
-        self.level = 0.0
+    def __init__(self, level: float) -> None:
+        self.level = level
         self.deviation = FIRST_DEVIATION
         self._measured: deque[float] = deque(maxlen=NEIGHBOURS)
         self._residuals: deque[float] = deque(maxlen=WINDOW)

@@ -146,7 +146,7 @@ def prepare(
         )
     optimizer = HeteroZeroOptimizer(model, optimizer_class, plan=plan, params=params, **options)
     if profile is not None and replan != "off":
-        optimizer.follow_drift(profile, replan=replan)
+        optimizer.follow_drift(profile, replan=replan, leave_out="never")
     if loss_fn is not None:
         optimizer._training.checks.loss.expect(loss_fn, "to micro_batches")
     accelerator.gradient_accumulation_steps = 1

@@ -13,7 +13,7 @@ from poplar.training.plan_schedule import PlanSchedule
 from poplar.training.trained_model import TrainedModel
 from poplar.values.errors import agreed, check_class
 from poplar.values.plan import Plan
-from poplar.zero.agreement import exchange_results, run_on_all_ranks
+from poplar.zero.agreement import caught, exchange_results, run_on_all_ranks
 from poplar.zero.setup import (
     STRATEGY_CLASSES,
     Request,
@@ -166,6 +166,7 @@ class PlanChanges:
                 self._change(state_plan(plan, union, training.request.stage))
             training.regroup(plan.active_ranks, plan)
         self._change(plan)
+        training.hand_over_speeds(ranks.active[0])
 
     def _prepared(self, plan: Plan, world_size: int | None = None) -> tuple[Request, list[Unit]]:
         """The request of another plan, and its units if they are not those of now. Local.
@@ -196,6 +197,11 @@ class PlanChanges:
             units = units_of(request, training.ranks.control, shards_parameters=sharded)
         check_unit_names(plan, units or engine.units, request.unit_names)
         return request, units
+
+    @property
+    def ranks_may_change(self) -> bool:
+        """Whether other ranks can be left out than now."""
+        return caught(self._check_change_of_ranks) is None
 
     def _check_change_of_ranks(self) -> None:
         """Check that other ranks can be left out. Local."""

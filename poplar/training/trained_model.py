@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 import weakref
 from collections import defaultdict
@@ -36,8 +35,6 @@ from poplar.zero.steps.step_hooks import has_hooks
 from poplar.zero.steps.step_settings import StepSettings
 from poplar.zero.unit import Unit
 from poplar.zero.update import ShardedUpdate
-
-_LOGGER = logging.getLogger("poplar")
 
 
 class TrainedModel:
@@ -128,9 +125,31 @@ class TrainedModel:
             send_masters(self.engine, self.update)
 
     def follow_speeds(self, follower: SpeedFollower | None) -> None:
-        """Report the times of later steps to `follower`, as long as the same ranks train."""
+        """Report the times of later steps to `follower`, which all ranks have, or none. Local."""
         self._follower = follower
-        self.step.follow_speeds(follower)
+        if self.ranks.is_active:
+            self.step.follow_speeds(follower)
+
+    def hand_over_speeds(self, first: int) -> None:
+        """Follow the speeds of the ranks that train now. Collective over all ranks.
+
+        Args:
+            first: of the ranks that trained before, which knows the speeds of all.
+        """
+        if self._follower is not None:
+            levels = self._follower.levels
+            known = self.ranks.whole_control.exchange_objects(
+                levels, what="the speeds of the ranks"
+            )
+            self._follower.follow_ranks(known[first])
+
+    def _measure(self) -> None:
+        if self._follower is not None:
+            self._follower.measure()
+
+    def _obey(self, order: Any) -> None:
+        assert self._follower is not None, "all ranks have one, and only theirs give orders"
+        self._follower.obey(order)
 
     # What belongs to an engine.
 
@@ -179,9 +198,9 @@ class TrainedModel:
             "parameters; call this on the active ranks only (optimizer.is_active)"
         )
         assert self.ranks.announcements is not None
-        self.calls = LeftOutCalls(
-            whole, self.ranks.announcements, {"evaluate()": _check_no_batches}
-        )
+        checks = {"evaluate()": _check_no_batches}
+        given = whole, self.ranks.announcements, checks
+        self.calls = LeftOutCalls(*given, run=self._obey, idle=self._measure)
 
     def _have_no_engine(self, why: str) -> Any:
         self.state = defaultdict(dict)
@@ -269,9 +288,6 @@ class TrainedModel:
         before, old, update = self.ranks, self.engine, self.update
         everyone = range(before.whole.size)
         self.ranks = before.changed(tuple(rank for rank in everyone if rank not in active))
-        if self._follower is not None:
-            self._follower = None
-            _LOGGER.warning("follow_drift() has ended: other ranks train now; call it again")
         self._unregister()
         if not self.ranks.is_active:
             if before.is_active:

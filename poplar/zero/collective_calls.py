@@ -106,6 +106,7 @@ class CollectiveCalls:
         """The user's function that is running in a call."""
         self._half_loaded = ""
         """The load that has failed on a rank after it had changed values."""
+        self._last_part: tuple[Any, Callable[[], object]] | None = None
         self._all_run = False
         """Ranks that are left out run the rest of the call that is running, too."""
 
@@ -125,7 +126,7 @@ class CollectiveCalls:
         Args:
             name: of the call, if they wait in it for an announcement.
         """
-        if name:
+        if name and not self._all_run:
             self.announce(name, _JOIN)
         self._all_run = True
 
@@ -138,13 +139,26 @@ class CollectiveCalls:
         with self.running(name):
             result = function(*args, **kwargs)
             if self._depth == 1 and not self._all_run:
-                self.announce(name, result)
+                (order, run), self._last_part = self._last_part or (None, _nothing), None
+                self.announce(name, result, order=order)
+                if order is not None:
+                    self._all_run = True
+                    run()
         return result
 
-    def announce(self, name: str, result: Any = None, failure: str = "") -> None:
+    def end_by(self, order: Any, run: Callable[[], object]) -> None:
+        """Let all ranks run a last part of the call that is running, after its result is known.
+
+        Args:
+            order: by which ranks that are left out know what to run; not None.
+            run: the part, on this rank.
+        """
+        self._last_part = order, run
+
+    def announce(self, name: str, result: Any = None, failure: str = "", order: Any = None) -> None:
         """Tell ranks that are left out, if there are any, of a call that is over."""
         if self._announcements is not None:
-            self._announcements.send(lambda: (name, failure, _announced(result)))
+            self._announcements.send(lambda: (name, failure, _announced(result), order))
 
     def of_user(self, function: Callable[P, R], name: str) -> Callable[P, R]:
         """A function of the user, in which methods that all ranks call raise: other ranks may not
@@ -240,15 +254,20 @@ class LeftOutCalls(CollectiveCalls):
         group: Group,
         announcements: Announcements,
         checks: Mapping[str, Callable[..., None]],
+        run: Callable[[Any], object],
+        idle: Callable[[], object],
     ) -> None:
         """
         Args:
             group: all ranks.
             announcements: of the active ranks.
             checks: by name of a call, a function that checks its arguments on this rank.
+            run: runs the last part of a call, by the order of `end_by`.
+            idle: what the rank does in each call, while the others run it.
         """
-        super().__init__(group, lambda name, error: None)
+        super().__init__(group, _nothing)
         self._rank, self._received, self._checks = group.rank, announcements, checks
+        self._run, self._idle = run, idle
 
     def call(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The announced result of the active ranks' call, without running the function.
@@ -259,7 +278,8 @@ class LeftOutCalls(CollectiveCalls):
         """
         if name in self._checks:
             self._checks[name](*args, **kwargs)
-        called, failure, result = self._received.next(name)
+        self._idle()
+        called, failure, result, order = self._received.next(name)
         if failure:
             raise agreed(RankFailed(f"the active ranks failed in {called}: {failure}"))
         if called != name:
@@ -271,6 +291,10 @@ class LeftOutCalls(CollectiveCalls):
             with self.running(name, left_out=True):
                 self.let_all_run()
                 return function(*args, **kwargs)
+        if order is not None:
+            with self.running(name, left_out=True):
+                self.let_all_run()
+                self._run(order)
         return result  # type: ignore[no-any-return]
 
     @contextmanager
@@ -284,6 +308,10 @@ class LeftOutCalls(CollectiveCalls):
             f"rank {self._rank}: {name} on a rank that the plan leaves out, which has no values of "
             "the training; call it on the active ranks only (optimizer.is_active)"
         )
+
+
+def _nothing(*_: Any) -> None:
+    """Does nothing."""
 
 
 @contextmanager

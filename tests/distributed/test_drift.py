@@ -5,19 +5,27 @@ What the ranks measure is replaced, so that no test depends on the speed of the 
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
 import ranks as harness
 import torch
-from ranks import Pool
+from ranks import Failure, Pool
 from records import cluster
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
+from poplar.comm import announcements
+from poplar.drift import idle_speed
+from poplar.training.trained_model import TrainedModel
 from poplar.values.profile import BatchPoint, ClusterProfile, ModelProfile
 from poplar.zero.streams import RankTimes, StepTiming
 
@@ -32,8 +40,8 @@ NEW_ENGINE = 20
 """Step before which stage 0 becomes stage 1: the speeds are followed across the change."""
 
 
-def profile(ranks: int = RANKS) -> ClusterProfile:
-    """Equal ranks."""
+def profile(ranks: int = RANKS, collective: float = 1e-4) -> ClusterProfile:
+    """Equal ranks. `collective`: seconds of a reduce-scatter or all-gather of the model."""
     made = cluster((1.0 / SECONDS,) * ranks, ("device",) * ranks)
     points = tuple(
         BatchPoint(batch=batch, seconds=SECONDS * batch, activation_bytes=1024 * batch)
@@ -42,7 +50,9 @@ def profile(ranks: int = RANKS) -> ClusterProfile:
     devices = tuple(
         replace(device, points=points, optimizer_seconds=1e-4) for device in made.devices
     )
-    network = replace(made.network, reduce_scatter_seconds=1e-4, all_gather_seconds=1e-4)
+    network = replace(
+        made.network, reduce_scatter_seconds=collective, all_gather_seconds=collective
+    )
     model = ModelProfile(unit_numels=(64, 64, 64, 9))
     return replace(made, devices=devices, network=network, model=model)
 
@@ -140,13 +150,143 @@ def test_advice_changes_no_plan_and_all_ranks_know_all_times(ranks: Pool) -> Non
     assert outcomes[0].computed[SLOW.start] == pytest.approx([0.016, 0.04, 0.016])
 
 
+@dataclass(frozen=True)
+class Left:
+    """What a rank saw of a rank that was left out for a while."""
+
+    losses: list[float]
+    samples: list[tuple[int, ...]]
+    """By step and rank."""
+    active: list[bool]
+    messages: list[str]
+
+
+def train_without_a_slow_rank(
+    stage: int, slow_rank: int, *, open_form: bool, workers: int, replan: str
+) -> Left:
+    """A rank is 20x slower from `SLOW.start` on, and fast again once it has been left out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 1))
+    plan, group = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, stage), harness.group()
+    optimizer = HeteroZeroOptimizer(
+        model.to(harness.device()), torch.optim.AdamW, plan=plan, process_group=group, lr=1e-2
+    )
+    given = profile(collective=0.003 if stage == 3 else 0.01)
+    follower = optimizer.follow_drift(given, replan=replan, steps=100_000)
+    rank, step, seen, times = harness.rank(), 0, Left([], [], [], []), StepTiming.times
+
+    def factor() -> float:
+        since = seen.active.index(False) if False in seen.active else step
+        return 20.0 if rank == slow_rank and SLOW.start <= step < since + 10 else 1.0
+
+    def measured(timing: StepTiming) -> RankTimes:
+        expected = times(timing).work.expected_seconds
+        return times(timing)._replace(compute_seconds=factor() * expected)
+
+    def seconds_of_work(_: torch.device) -> float:
+        return factor()
+
+    def step_loss(batch: Tensor) -> float:
+        if not open_form:
+            return optimizer.train_step(loss_fn, batch).loss
+        total = torch.zeros((), device=harness.device())
+        for micro_batch in optimizer.micro_batches(batch):
+            loss = loss_fn(model, micro_batch)
+            loss.backward()
+            total += loss.detach() * len(micro_batch) / GLOBAL_BATCH
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.distributed.all_reduce(total, group=group)
+        return float(total)
+
+    data = torch.randn(GLOBAL_BATCH * STEPS, 8, generator=torch.Generator().manual_seed(0))
+    sampler = HeteroBatchSampler(len(data), plan, seed=0, rank=rank)
+    multiprocessing.current_process()._config["daemon"] = False  # it may have children then
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
+    with ExitStack() as stack:
+        if follower is not None:
+            stack.enter_context(mock.patch.object(StepTiming, "times", measured))
+            stack.enter_context(mock.patch.object(idle_speed, "seconds_of_work", seconds_of_work))
+            stack.enter_context(mock.patch.object(idle_speed, "REST_SECONDS", 0.0))
+            stack.enter_context(mock.patch.object(announcements, "_WRITES_PER_REPLY", 1))
+        for step, batch in enumerate(loader):  # noqa: B007 (`factor` reads it)
+            current = optimizer.plan
+            assert current is not None
+            seen.samples.append(tuple(map(current.samples, range(RANKS))))
+            seen.active.append(optimizer.is_active)
+            seen.losses.append(step_loss(batch.to(harness.device())))
+            time.sleep(0.02 if follower is not None else 0.0)  # replies come every 50 ms
+    if follower is not None:
+        seen.messages.extend(follower.messages)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("stage", "slow_rank", "open_form", "workers"),
+    [(0, 1, False, 0), (1, 0, True, 0), (3, 0, False, 1), (2, 2, True, 1)],
+)
+def test_a_slow_rank_is_left_out_and_taken_back_with_the_same_losses(
+    ranks: Pool, stage: int, slow_rank: int, open_form: bool, workers: int
+) -> None:
+    run = partial(ranks.run, train_without_a_slow_rank, stage, slow_rank, ranks=RANKS)
+    given = {"open_form": open_form, "workers": workers}
+    alone = run(**given, replan="off")[0]
+    outcomes = run(**given, replan="auto")
+    for rank, seen in enumerate(outcomes):
+        assert seen.losses == pytest.approx(alone.losses, rel=1e-4)
+        assert seen.samples == outcomes[0].samples
+        left, back = seen.messages
+        assert f"rank {slow_rank} is 20x slower; rank {slow_rank} left out; new batches" in left
+        assert f"rank {slow_rank} is 20x faster; rank {slow_rank} taken back; new b" in back
+        assert all(seen.active) == (rank != slow_rank)
+    samples = outcomes[0].samples
+    without = tuple(0 if rank == slow_rank else 6 for rank in range(RANKS))
+    assert list(dict.fromkeys(samples)) == [(4, 4, 4), without]
+    assert samples[SLOW.start + 20] == without
+    assert samples[-1] == (4, 4, 4)
+
+
+def fail_in_a_change(failing: int) -> tuple[list[Failure], list[Failure]]:
+    """What the step raises at whose end rank 0 is taken back and rank 2 left out, and the next."""
+    plan = Plan.even(2, GLOBAL_BATCH, GLOBAL_BATCH, 1).beside((0,))
+    with harness.separate_group() as group:
+        model = nn.Linear(8, 1).to(harness.device())
+        given = {"process_group": group, "timeout": timedelta(seconds=20), "lr": 1e-2}
+        optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, **given)
+        follower = optimizer.follow_drift(profile(), replan="auto")
+        order = Plan.even(2, GLOBAL_BATCH, GLOBAL_BATCH, 1).beside((2,)), "another plan"
+        regroup = TrainedModel.regroup
+
+        def failing_regroup(*args: Any) -> None:
+            if harness.rank() == failing:
+                raise OverflowError("planted")
+            regroup(*args)
+
+        with mock.patch.object(TrainedModel, "regroup", failing_regroup):
+            if optimizer.is_active:
+                optimizer._training.calls.end_by(order, partial(follower.obey, order))
+            batch = torch.ones(6, 8, device=harness.device()) if optimizer.is_active else None
+            with harness.catching() as caught:
+                optimizer.train_step(loss_fn, batch)
+        with harness.catching() as later:
+            optimizer.train_step(loss_fn, batch)
+        return caught, later
+
+
+@pytest.mark.parametrize("failing", range(RANKS))
+def test_a_rank_that_fails_in_the_change_is_named_on_all_ranks(ranks: Pool, failing: int) -> None:
+    for rank, (caught, later) in enumerate(ranks.run(fail_in_a_change, failing, ranks=RANKS)):
+        assert "planted" in caught[0].message, (rank, caught)
+        assert later, "no rank goes on"
+
+
 def follow_beside_a_rank_that_is_left_out() -> tuple[list[str], list[int]]:
     """Messages, and the samples of the last step; rank 2 is slower."""
     plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1).beside((0,))
     model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
     optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, process_group=group, lr=1e-2)
-    follower = optimizer.follow_drift(profile(RANKS + 1), replan="auto")
-    assert (follower is None) == (harness.rank() == 0)
+    follower = optimizer.follow_drift(profile(RANKS + 1), replan="auto", leave_out="never")
+    assert follower is not None
     rank, times, slower = harness.rank(), StepTiming.times, 1.0
 
     def measured(timing: StepTiming) -> RankTimes:
@@ -158,14 +298,13 @@ def follow_beside_a_rank_that_is_left_out() -> tuple[list[str], list[int]]:
             samples = optimizer.plan.samples(rank) if optimizer.plan else 0
             batch = torch.ones(samples, 8, device=harness.device()) if samples else None
             optimizer.train_step(loss_fn, batch)
-    if follower is None or optimizer.plan is None:
-        return [], []
+    assert optimizer.plan is not None
     return follower.messages, list(map(optimizer.plan.samples, range(RANKS + 1)))
 
 
 def test_plan_follows_ranks_beside_one_that_is_left_out(ranks: Pool) -> None:
     left_out, *active = ranks.run(follow_beside_a_rank_that_is_left_out, ranks=RANKS + 1)
-    assert left_out == ([], [])
+    assert left_out[0] == []
     (message,), samples = active[0]
     assert active == [active[0]] * RANKS
     assert "rank 2 is 2.5x slower" in message

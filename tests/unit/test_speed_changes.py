@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 
 import pytest
+import torch
 from records import cluster
 
+from poplar.drift import idle_speed
 from poplar.drift.replanning import WARM_UP, Replan, Replanner
 from poplar.drift.speed_follower import STEPS_PER_LOOK
 from poplar.drift.speed_levels import Row, SpeedLevels
@@ -52,7 +55,7 @@ def replans(seed: int, changes: Changes, number: int, stage: int) -> list[tuple[
     """The plans that are found in so many steps, each of which is applied after the next step."""
     noise = random.Random(seed)
     plan = search(PROFILE, global_batch=96, stages=(stage,))
-    replanner = Replanner(PROFILE)
+    replanner = Replanner(PROFILE, leave_out="auto")
     found: list[tuple[int, Replan]] = []
     unread: list[list[Row]] = []
     new: Replan | None = None
@@ -80,7 +83,7 @@ def found_within(events: int, factor: float, after: int) -> int:
     for event in range(events):
         noise = random.Random(f"{factor} {event}")
         start, rank = noise.randrange(40, 80), noise.randrange(len(SPEEDS))
-        levels = SpeedLevels(len(SPEEDS))
+        levels = SpeedLevels([0.0] * len(SPEEDS))
         noticed = False
         for step, ratios in enumerate(steps(noise, [(start, rank, factor)], start + after)):
             rows = [row(noise, ratio, 0.2) for ratio in ratios]
@@ -144,3 +147,62 @@ def test_a_change_does_not_pay_in_the_last_steps():
         for ratios in steps(noise, [(40, 0, 2.0)], 80)
     ]
     assert not any(found)
+
+
+SLOW_LINKS = replace(
+    PROFILE,
+    network=replace(PROFILE.network, reduce_scatter_seconds=0.1, all_gather_seconds=0.1),
+)
+
+
+def first_plan(
+    plan: Plan, levels: Sequence[float] | None, slower: float, idle: dict[int, float]
+) -> tuple[Replan | None, Sequence[float]]:
+    """The first plan that is found in 60 steps in which rank 3 is slower; the levels after it."""
+    noise, left_out = random.Random(0), plan.left_out
+    replanner = Replanner(SLOW_LINKS, left_out=left_out, levels=levels, leave_out="auto")
+    for ratios in steps(noise, [(20, 3, slower)], 60):
+        rows = [row(noise, ratio, 0.2) for at, ratio in enumerate(ratios) if at not in left_out]
+        if (found := replanner.add([rows], plan, steps_left=10_000, idle=idle)) is not None:
+            return found, replanner.levels
+    return None, replanner.levels
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_plan_leaves_out_a_rank_until_it_has_recovered(stage):
+    plan = search(SLOW_LINKS, global_batch=96, stages=(stage,))
+    assert not plan.left_out
+    left, levels = first_plan(plan, None, 30.0, {})
+    assert left.plan.left_out == (3,)
+    assert left.slowdowns[3] == pytest.approx(30.0, rel=0.15)
+    without = left.plan
+    assert first_plan(without, levels, 1.0, {})[0] is None, "nothing is known of it"
+    for still in (0.02, -0.02, -0.3):
+        assert first_plan(without, levels, 1.0, {3: still})[0] is None
+    back, _ = first_plan(without, levels, 1.0, {3: -math.log(30.0)})
+    assert not back.plan.left_out
+    assert list(back.slowdowns) == [3]
+    assert abs(back.plan.samples(3) - plan.samples(3)) <= 3
+
+
+def test_plans_without_other_ranks_need_to_be_allowed():
+    replanner, noise = Replanner(SLOW_LINKS), random.Random(0)
+    plan = search(SLOW_LINKS, global_batch=96, stages=(1,))
+    found = [
+        replanner.add([[row(noise, ratio, 0.2) for ratio in ratios]], plan, steps_left=10_000)
+        for ratios in steps(noise, [(20, 3, 30.0)], 60)
+    ]
+    assert [new.plan.left_out for new in found if new is not None] == [()]
+
+
+def test_a_rank_that_is_left_out_again_must_be_fast_for_longer(monkeypatch):
+    measured: list[float] = []
+    monkeypatch.setattr(idle_speed, "seconds_of_work", lambda _: measured.pop(0))
+    monkeypatch.setattr(idle_speed, "REST_SECONDS", 0.0)
+    for times, needed in ((1, 3), (2, 6), (3, 12)):
+        speed = idle_speed.IdleSpeed(torch.device("cpu"), times)
+        measured[:] = [2.2, 2.0, 2.1, *(needed - 1) * [1.0], 4.0, *needed * [1.0]]
+        changes = [speed.change() for _ in range(2 * needed)]
+        assert changes[: needed - 1] == [None] * (needed - 1)
+        assert changes[needed - 1 : -1] == pytest.approx([math.log(2.0)] * needed)
+        assert changes[-1] == pytest.approx(math.log(0.5))

@@ -292,7 +292,7 @@ class PoplarStrategy(DDPStrategy):
         if schedulers:
             StepCounter(optimizer)
         if self._profile is not None and self._replan != "off":
-            optimizer.follow_drift(self._profile, replan=self._replan)
+            optimizer.follow_drift(self._profile, replan=self._replan, leave_out="never")
         self._optimizer, self._owned = optimizer, module
         if self._given_plan is not None:  # else `autotune` has looked
             optimizer._training.checks.loss.expect(self._discarded_loss, "to PoplarStrategy")

@@ -490,6 +490,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 self._profile,
                 replan=self.poplar.replan,
                 steps=self.state.max_steps - self.state.global_step,
+                leave_out="never",
             )
         loggers = list(self._loggers)
         if self._profile is not None and self.poplar.run_record:

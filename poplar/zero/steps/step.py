@@ -55,6 +55,23 @@ class SpeedFollower(Protocol):
     def wants_to_agree(self) -> bool:
         """All ranks are to agree on something after the next step."""
 
+    @property
+    def levels(self) -> Sequence[float]:
+        """By rank, how slow it is, as far as this rank knows."""
+
+    def follow_ranks(self, levels: Sequence[float]) -> None:
+        """Other ranks train now. Local, on all ranks.
+
+        Args:
+            levels: as the first of the ranks that trained before knows them.
+        """
+
+    def measure(self) -> None:
+        """This rank is left out and waits for the others. Local."""
+
+    def obey(self, order: Any) -> None:
+        """Run the last part of a call, as the active ranks do. Collective over all ranks."""
+
     def work(self, micro_batch: MicroBatch) -> PassWork:
         """What a pass of this rank computes."""
 
