@@ -7,6 +7,7 @@ import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from statistics import median
 from types import MappingProxyType
 
 from poplar.drift.speed_levels import Row, SpeedLevels
@@ -128,8 +129,8 @@ class Replanner:
         if found is None:
             return None
         changes = list(map(operator.sub, levels, self._planned))
-        # If half of the ranks have changed, `shared` lies between two levels.
-        usual = min(changes, key=lambda change: (round(abs(change - shared), 2), abs(change)))
+        middle = median(changes)  # if half of the ranks have changed, it lies between two levels
+        usual = min(changes, key=lambda change: (round(abs(change - middle), 2), abs(change)))
         slowdowns = {
             rank: math.exp(change - usual)
             for rank, change in enumerate(changes)
