@@ -57,6 +57,7 @@ class Replanner:
         *,
         left_out: Collection[int] = (),
         levels: Sequence[float] | None = None,
+        since: Mapping[int, float] = MappingProxyType({}),
         leave_out: Choice = "never",
     ) -> None:
         """
@@ -64,6 +65,7 @@ class Replanner:
             profile: of all ranks.
             left_out: ranks that the current plan leaves out. As long as it does, use this object.
             levels: by rank, as `levels` of an earlier object; default: those of the profile.
+            since: by rank that was left out before, its level then.
             leave_out: "auto": plans may leave out other ranks.
         """
         self._profile, self._leave_out = profile, leave_out
@@ -71,9 +73,10 @@ class Replanner:
         self._active = [rank for rank in everyone if rank not in left_out]
         self._planned: Sequence[float] = levels or (0.0,) * profile.world_size
         """By rank, the level of the current plan, or of the last one that was found."""
-        self._left = self._searched = self._planned
-        """The levels when the current ranks began, and the last ones at which a plan was searched
-        for."""
+        self._searched: Sequence[float] = self._planned
+        """The last levels at which a plan was searched for."""
+        self.since = {rank: since.get(rank, self._planned[rank]) for rank in left_out}
+        """By rank that is left out, its level when it was."""
         self._speeds = SpeedLevels([self._planned[rank] for rank in self._active])
         self._left_of_warm_up = WARM_UP
 
@@ -147,7 +150,7 @@ class Replanner:
         ):
             now[rank], errors[rank] = level, error
         for rank, change in idle.items():
-            now[rank], errors[rank] = self._left[rank] + change, _IDLE_ERROR
+            now[rank], errors[rank] = self.since[rank] + change, _IDLE_ERROR
         return now, errors
 
     def _changes(self, now: Sequence[float], errors: Sequence[float]) -> tuple[float, list[float]]:

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from poplar.comm.announcements import Announcements
 from poplar.data import pytree
@@ -114,17 +114,19 @@ class SpeedFollower:
         self._steps_left = UNKNOWN_STEPS if steps is None else steps
         self._counts_down = steps is not None
         self._times_left_out = 0
+        self._idle: IdleSpeed | None = None
         self.messages: list[str] = []
         """What was reported so far, on a rank that is left out as far as it concerned it. Equal on
         all active ranks."""
-        self.follow_ranks(None)
+        self.follow_ranks((None, {}, self._steps_left))
 
-    def follow_ranks(self, levels: Sequence[float] | None) -> None:
+    def follow_ranks(self, known: Any) -> None:
         """Follow the ranks that train now. Local, on all ranks.
 
         Args:
-            levels: `levels` on the first of them; None: the speeds are those of the profile.
+            known: as `known` on the first of the ranks that trained before.
         """
+        levels, since, self._steps_left = known
         optimizer = self._current_optimizer()
         ranks = optimizer._training.ranks
         may_change = self._leave_out == "auto" and optimizer._changes.ranks_may_change
@@ -132,10 +134,12 @@ class SpeedFollower:
             self._profile,
             left_out=ranks.left_out,
             levels=levels,
+            since=since,
             leave_out="auto" if may_change else "never",
         )
-        self._idle: IdleSpeed | None = None
-        if not ranks.is_active:
+        if ranks.is_active:
+            self._idle = None
+        elif self._idle is None:
             self._times_left_out += 1
             self._idle = IdleSpeed(optimizer._training.request.device, self._times_left_out)
         self._found: Replan | None = None
@@ -144,9 +148,9 @@ class SpeedFollower:
         self._unread: list[Sequence[RankTimes]] = []
 
     @property
-    def levels(self) -> Sequence[float]:
-        """By rank, the logarithm of its slowdown, as far as this rank knows."""
-        return self._replanner.levels
+    def known(self) -> Any:
+        """What this rank knows of the speeds of all, for `follow_ranks`."""
+        return self._replanner.levels, self._replanner.since, self._steps_left
 
     @property
     def wants_to_agree(self) -> bool:

@@ -137,10 +137,8 @@ class TrainedModel:
             first: of the ranks that trained before, which knows the speeds of all.
         """
         if self._follower is not None:
-            levels = self._follower.levels
-            known = self.ranks.whole_control.exchange_objects(
-                levels, what="the speeds of the ranks"
-            )
+            what = "the speeds of the ranks"
+            known = self.ranks.whole_control.exchange_objects(self._follower.known, what=what)
             self._follower.follow_ranks(known[first])
 
     def _measure(self) -> None:

@@ -181,6 +181,8 @@ def test_a_plan_leaves_out_a_rank_until_it_has_recovered(stage):
         assert first_plan(without, levels, 1.0, {3: still})[0] is None
     back, _ = first_plan(without, levels, 1.0, {3: -math.log(30.0)})
     assert not back.plan.left_out
+    since = Replanner(SLOW_LINKS, left_out=(2, 3), levels=(0.0,) * 4, since={3: 1.0, 0: 2.0}).since
+    assert since == {2: 0.0, 3: 1.0}, "rank 3 has stayed left out"
     assert list(back.slowdowns) == [3]
     assert abs(back.plan.samples(3) - plan.samples(3)) <= 3
 

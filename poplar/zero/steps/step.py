@@ -56,14 +56,14 @@ class SpeedFollower(Protocol):
         """All ranks are to agree on something after the next step."""
 
     @property
-    def levels(self) -> Sequence[float]:
-        """By rank, how slow it is, as far as this rank knows."""
+    def known(self) -> Any:
+        """What this rank knows of the speeds of all."""
 
-    def follow_ranks(self, levels: Sequence[float]) -> None:
+    def follow_ranks(self, known: Any) -> None:
         """Other ranks train now. Local, on all ranks.
 
         Args:
-            levels: as the first of the ranks that trained before knows them.
+            known: to the first of the ranks that trained before.
         """
 
     def measure(self) -> None:
