@@ -16,10 +16,10 @@ import pytest
 import ranks as harness
 import torch
 import training
+from failing_calls import DEADLINE, Calls, Place, gathered, places_to_fail
 from ranks import Failure, Pool, one_off
 from reference import Recipe
 from subset import choose
-from test_every_call import Calls, Place
 from test_plan_changes import SPEC, one_process, train, train_with_loader
 from torch import Tensor, nn
 from training import STAGES, Run, assert_exact
@@ -126,7 +126,10 @@ def test_change_has_the_bits_of_a_new_optimizer_with_the_saved_state(
         torch.testing.assert_close(state, wanted_state, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("workers", "open_form"), [(0, True), (1, False), (1, True)])
+@pytest.mark.parametrize(
+    ("workers", "open_form"),  # `test_plan_changes.py` has workers, which start slowly
+    choose(quick=[(0, False)], full=[(0, False), (0, True), (1, False), (1, True)]),
+)
 def test_sampler_follows_with_loader_workers_and_resuming(
     ranks: Pool, tmp_path: Path, workers: int, open_form: bool
 ) -> None:
@@ -187,31 +190,27 @@ def step_under(optimizer: HeteroZeroOptimizer) -> float:
     return optimizer.train_step(training.loss_of(run.recipe), training.batch_of(run, 0)).loss
 
 
-def count_calls(before: Plan, after: Plan) -> int:
-    calls = Calls(None)
+def fail_at(before: Plan, after: Plan) -> dict[Place, tuple[str, str, str]]:
+    """For each place: where this rank failed, and what the change and the next step raised."""
+    found = {}
     with harness.separate_group() as group:
-        optimizer = optimizer_of(before, group)
+        optimizer, calls = optimizer_of(before, group), Calls(None)
         step_under(optimizer)
         with calls.running():
             optimizer.apply_plan(after)
-    return calls.count
-
-
-def fail_at(before: Plan, after: Plan, places: Sequence[Place]) -> list[tuple[str, str, str]]:
-    """For each place: where this rank failed, and what the change and the next step raised."""
-    found = []
-    for place in places:
+        called = gathered(calls.names, group)
+    for place in places_to_fail(called, f"{before} {after}", quick=1, full=12):
         harness.note(str(place))
         calls = Calls(place if place.rank == harness.rank() else None)
         with harness.separate_group() as group:
-            optimizer = optimizer_of(before, group, timeout=timedelta(seconds=20))
+            optimizer = optimizer_of(before, group, timeout=DEADLINE)
             step_under(optimizer)
             with harness.catching() as caught, calls.running():
                 optimizer.apply_plan(after)
             with harness.catching() as later:
                 step_under(optimizer)
         messages = [one[0].message if one else "" for one in (caught, later)]
-        found.append((calls.fired, *messages))
+        found[place] = (calls.fired, *messages)
     return found
 
 
@@ -221,15 +220,9 @@ def fail_at(before: Plan, after: Plan, places: Sequence[Place]) -> list[tuple[st
 def test_an_error_at_any_call_of_a_change_reaches_all_ranks(
     ranks: Pool, before: Plan, after: Plan
 ) -> None:
-    counts = ranks.run(count_calls, before, after)
-    each = choose(quick=1, full=12)
-    places = [
-        Place(rank, 1 + (7 + place * count) // each % count)
-        for rank, count in enumerate(counts)
-        for place in range(each)
-    ]
-    by_rank = ranks.run(fail_at, before, after, places, timeout=60 * len(places))
-    for place, *outcomes in zip(places, *by_rank, strict=True):
+    by_rank = ranks.run(fail_at, before, after, timeout=1200)
+    for place in by_rank[0]:
+        outcomes = [outcomes[place] for outcomes in by_rank]
         fired = outcomes[place.rank][0]
         raised, later = ([outcome[at] for outcome in outcomes] for at in (1, 2))
         assert all(raised) or not any(raised) or all(later), (place, outcomes)

@@ -1,30 +1,36 @@
 """An error at any call that a rank makes in a collective method reaches all ranks.
 
-A rank raises when it enters the n-th Python function of a step, of Poplar or of the user, for every
-n, or of another collective method. Then either all ranks raise, no rank applies the step, and the
-next step is right; or all ranks stop, with the cause, and none goes on. No rank goes on with a part
-of the parameters left behind.
+A rank raises when it enters a Python function of a step, of Poplar or of the user, or of another
+collective method (see `failing_calls.py`). Then either all ranks raise, no rank applies the step,
+and the next step is right; or all ranks stop, with the cause, and none goes on. No rank goes on
+with a part of the parameters left behind.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
+from failing_calls import (
+    DEADLINE,
+    SECONDS,
+    Calls,
+    Fault,
+    Place,
+    attempt,
+    gathered,
+    places_to_fail,
+)
 from ranks import Pool
 from records import cluster
 from subset import choose
@@ -34,40 +40,10 @@ from training import STAGES
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.values.communication import Precision
-from poplar.zero import collective_calls
 
 RANKS = 2
-DEADLINE = timedelta(seconds=20)
-SECONDS = 10.0
-"""In which all ranks raise: far less than the deadline; a loaded machine is slow."""
+CALL_SECONDS = 600.0
 TRANSPORTS = ("shared_memory", "process_group")
-
-
-_OPTIMIZER = "poplar.optimizer.HeteroZeroOptimizer"
-_FULL = "poplar.training.unsharded_model"
-_CHECKPOINT = "poplar.checkpoint"
-_CALLS = "poplar.zero.collective_calls"
-_LOOP = "poplar.zero.micro_batch_loop.MicroBatchLoop"
-BEFORE = {
-    *(f"{_OPTIMIZER}.{name}" for name in ("micro_batches", "collective_calls", "full_parameters")),
-    *(f"{_FULL}.full_parameters{part}" for part in ("", ".<locals>.running")),
-    *(f"{_CHECKPOINT}.save.{name}" for name in ("save_checkpoint", "save_now")),
-    *(f"{_CHECKPOINT}.load.{name}" for name in ("load_checkpoint", "load_as")),
-    *(f"{_CHECKPOINT}.manager.CheckpointManager.{n}" for n in ("load_latest", "collective_calls")),
-    *(f"{_CALLS}.{name}" for name in ("_raising", "_Nesting.enter")),
-    *(f"{_CALLS}.CollectiveCalls.{name}" for name in ("call", "running")),
-    *(f"{_CALLS}.{name}.<locals>.collective_call" for name in ("collective", "begins_step")),
-    *(f"{_OPTIMIZER}.micro_batches.<locals>.{name}" for name in ("begin", "running")),
-    *(f"{_LOOP}.{name}" for name in ("__init__", "__enter__", "__exit__", "close", "is_running")),
-    f"{_LOOP}._takes_part",
-}
-"""Functions that a rank enters before it begins a collective call, or between two calls. An error
-there is its own alone: the program may go on with the call that the others make."""
-AT_ANY_TIME = ("__del__", "leave")
-
-
-class Fault(Exception):
-    """What the program of one rank raises."""
 
 
 @dataclass(frozen=True)
@@ -85,77 +61,6 @@ class Case:
     """In `METHODS`, and called after the steps; default: the next step."""
     communication: Precision = "exact"
     """Of gradients and parameters."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank fails."""
-
-    rank: int
-    call: int
-    name: str = ""
-    """Count calls of this function; default: of all."""
-
-
-class Calls:
-    """Raises at a call, or counts them: a profiling function."""
-
-    def __init__(
-        self, place: Place | None, kind: type[BaseException] = Fault, *, after: str = ""
-    ) -> None:
-        """`after`: count from the first call of this function on, `Group.of` for instance."""
-        self.place, self.kind, self.after = place, kind, after
-        self.has_begun = False
-        self.count = 0
-        self.fired = ""
-        self.fired_at = 0.0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        module = frame.f_globals.get("__name__", "")
-        name = frame.f_code.co_name
-        if event != "call" or self.fired or not is_of_step(frame, self.has_begun):
-            return
-        if self.after:
-            if name == self.after:
-                self.after, self.has_begun = "", True
-            return
-        if self.place is not None and not name.startswith(self.place.name):
-            return
-        self.count += 1
-        if self.place is not None and self.count == self.place.call:
-            self.fired, self.fired_at = f"{module}.{frame.f_code.co_qualname}", time.monotonic()
-            raise self.kind(f"at call {self.count}, {self.fired}")
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        sys.setprofile(self)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-
-
-def is_of_step(frame: FrameType, begun: bool) -> bool:
-    """Whether a function is called in a collective method, and not before it begins.
-
-    `begun`: it has begun in any case.
-    """
-    module, code = frame.f_globals.get("__name__", ""), frame.f_code
-    if module == __name__:
-        return code.co_name.startswith("user_")
-    # The end of an `any` finalizes its expression, and no error of a finalizer leaves it.
-    if not module.startswith("poplar.") or code.co_name in (*AT_ANY_TIME, "<genexpr>"):
-        return False
-    return f"{module}.{code.co_qualname}" not in BEFORE or begun or has_begun(frame)
-
-
-def has_begun(frame: FrameType | None) -> bool:
-    """Whether this rank is in a collective call, or in the loop over a step's micro-batches."""
-    if collective_calls._NESTING.depth:
-        return True
-    while frame is not None and frame.f_code.co_qualname != "MicroBatchLoop.__next__":
-        frame = frame.f_back
-    return frame is not None and frame.f_locals["self"].is_running
 
 
 # On ranks
@@ -304,8 +209,8 @@ class Outcome:
     """The next step has the result of a run without the fault."""
 
 
-def count_calls(case: Case, folder: str = "") -> tuple[int, list[Tensor], list[Tensor]]:
-    """Calls of this rank in what will fail; the values before it, and after the next step."""
+def count_calls(case: Case, folder: str) -> tuple[list[Counter[str]], list[Tensor], list[Tensor]]:
+    """Calls of all ranks in what will fail; the values before it, and after the next step."""
     with harness.separate_group() as group:
         training = Training(case, group)
         training.begin(Path(folder, "counted"))
@@ -316,28 +221,24 @@ def count_calls(case: Case, folder: str = "") -> tuple[int, list[Tensor], list[T
             training = Training(case, group)
             training.begin(Path(folder, "undisturbed"))
             training.take_step()
-        return calls.count, before, training.values()
+        return gathered(calls.names, group), before, training.values()
 
 
-def attempt(act: Callable[[], object], calls: Calls | None = None) -> str | None:
-    """What a call raised."""
-    try:
-        with nullcontext() if calls is None else calls.running():
-            act()
-    except (Exception, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+def fail_at(
+    case: Case, places: Sequence[Place] = (), folder: str = "", *, full: int = 1
+) -> dict[Place, Outcome]:
+    """What this rank does if a rank fails at each of the places.
 
-
-def fail_at(case: Case, places: Sequence[Place], folder: str = "") -> list[Outcome]:
-    """What this rank does if a rank fails at each of the places."""
-    _, before, after = count_calls(case, f"{folder}/again")
-    outcomes = []
+    `full`: places of each rank with `--full`, if none are given.
+    """
+    called, before, after = count_calls(case, f"{folder}/again")
+    places = places or places_to_fail(called, str(case), quick=1, full=full)
+    outcomes = {}
     for number, place in enumerate(places):
         harness.note(f"{case} {place}")
         with harness.separate_group() as group:  # a stopped rank closes its connections
             own = Path(folder, str(number))
-            outcomes.append(fail_once(Training(case, group), place, own, before, after))
+            outcomes[place] = fail_once(Training(case, group), place, own, before, after)
         gc.collect()
     return outcomes
 
@@ -365,13 +266,18 @@ def fail_once(
     )
 
 
-def fail_to_build(case: Case, places: Sequence[Place]) -> list[Outcome]:
+def fail_to_build(case: Case) -> dict[Place, Outcome]:
     """What this rank does if a rank fails in the constructor."""
-    outcomes = []
-    for place in places:
+    calls = Calls(None, after="of")
+    with harness.separate_group() as group:
+        with calls.running():
+            Training(case, group)
+        called = gathered(calls.names, group)
+    outcomes = {}
+    for place in [Place(1, 1), *places_to_fail(called, str(case), quick=1, full=10)]:
         mine = place if place.rank == harness.rank() else None
         with harness.separate_group() as group:
-            outcomes.append(build_once(case, mine, group))
+            outcomes[place] = build_once(case, mine, group)
         gc.collect()
         with harness.separate_group() as group:
             Training(case, group).take_step()
@@ -394,13 +300,6 @@ def build_once(case: Case, place: Place | None, group: dist.ProcessGroup) -> Out
         later_at=time.monotonic(),
         is_right=True,
     )
-
-
-def count_calls_to_build(case: Case) -> int:
-    calls = Calls(None, after="of")
-    with harness.separate_group() as group, calls.running():
-        Training(case, group)
-    return calls.count
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
@@ -442,16 +341,6 @@ def problem_of(case: Case, place: Place, outcomes: Sequence[Outcome]) -> str | N
     return None if named and stopped else "the ranks stopped without the cause"
 
 
-def sampled_places(case: Case, counts: Sequence[int], number: int) -> list[Place]:
-    """Places of both ranks, spread over the calls of the step."""
-    seed = hash((case.stage, case.open_form, case.step, case.interrupt)) + len(case.transport)
-    return [
-        Place(rank, 1 + (seed + place * (count - 1)) // number % count)
-        for rank, count in enumerate(counts)
-        for place in range(number)
-    ]
-
-
 CASES = [
     Case(stage, open_form, transport, step, interrupt)
     for stage in STAGES
@@ -470,19 +359,17 @@ COMPRESSED = [replace(case, communication="int4") for case in CASES]
     "case", choose(quick=[*FEW, *COMPRESSED[::11]], full=[*CASES, *COMPRESSED]), ids=str
 )
 def test_an_error_at_any_call_reaches_all_ranks(ranks: Pool, case: Case) -> None:
-    counts = [count for count, _, _ in ranks.run(count_calls, case, ranks=RANKS)]
-    places = sampled_places(case, counts, choose(quick=1, full=10))
-    check(case, places, ranks.run(fail_at, case, places, ranks=RANKS, timeout=60 * len(places)))
+    check(case, ranks.run(fail_at, case, full=10, ranks=RANKS, timeout=CALL_SECONDS))
 
 
 def test_an_error_where_a_rank_begins_the_next_pass_reaches_all_ranks(ranks: Pool) -> None:
     case = Case(1, open_form=True, transport="process_group", step=1, interrupt=True)
     names = ("__next__", "running", "_raising")
     places = [Place(number % RANKS, 2, name) for number, name in enumerate(names)]
-    by_rank = ranks.run(fail_at, case, places, ranks=RANKS, timeout=240)
-    check(case, places, by_rank)
-    for place, outcomes in zip(places, zip(*by_rank, strict=True), strict=True):
-        assert outcomes[place.rank].fired.endswith(place.name)
+    by_rank = ranks.run(fail_at, case, places, ranks=RANKS)
+    check(case, by_rank)
+    for place in places:
+        assert by_rank[place.rank][place].fired.endswith(place.name)
 
 
 @pytest.mark.every_combination
@@ -491,8 +378,7 @@ def test_an_error_at_the_first_call_reaches_all_ranks(
     ranks: Pool, method: str, tmp_path: Path
 ) -> None:
     case = Case(1, False, "process_group", step=0, interrupt=True, method=method)
-    places = [Place(1, 1)]
-    check(case, places, ranks.run(fail_at, case, places, str(tmp_path), ranks=RANKS))
+    check(case, ranks.run(fail_at, case, [Place(1, 1)], str(tmp_path), ranks=RANKS))
 
 
 @pytest.mark.every_combination
@@ -504,10 +390,10 @@ def test_after_an_error_of_the_user_training_continues(
     case = Case(stage, open_form, TRANSPORTS[stage % 2], step=stage % 2)
     names = ("user_loss", "user_weight", "user_forward_hook", "user_step_hook")
     places = [Place((stage + number) % RANKS, 1, name) for number, name in enumerate(names)]
-    by_rank = ranks.run(fail_at, case, places, ranks=RANKS, timeout=240)
-    check(case, places, by_rank)
+    by_rank = ranks.run(fail_at, case, places, ranks=RANKS)
+    check(case, by_rank)
     for outcomes in by_rank:
-        assert all(outcome.raised and not outcome.later for outcome in outcomes), outcomes
+        assert all(o.raised and not o.later for o in outcomes.values()), outcomes
 
 
 ALL_METHODS = [
@@ -523,22 +409,16 @@ SOME_METHODS = [case for number, case in enumerate(ALL_METHODS) if number % 8 ==
 @pytest.mark.every_combination
 @pytest.mark.parametrize("case", choose(quick=SOME_METHODS, full=ALL_METHODS), ids=str)
 def test_an_error_in_any_method_reaches_all_ranks(ranks: Pool, case: Case, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    counts = [count for count, _, _ in ranks.run(count_calls, case, folder, ranks=RANKS)]
-    places = sampled_places(case, counts, choose(quick=1, full=3))
-    seconds = 60 * (1 + len(places))
-    check(case, places, ranks.run(fail_at, case, places, folder, ranks=RANKS, timeout=seconds))
+    check(case, ranks.run(fail_at, case, folder=str(tmp_path), full=3, ranks=RANKS))
 
 
 @pytest.mark.every_combination
 @pytest.mark.parametrize("stage", choose(quick=[3], full=STAGES))
 def test_an_error_in_the_constructor_reaches_all_ranks(ranks: Pool, stage: int) -> None:
     case = Case(stage, False, TRANSPORTS[stage % 2], step=0)
-    counts = ranks.run(count_calls_to_build, case, ranks=RANKS)
-    places = [Place(1, 1), *sampled_places(case, counts, choose(quick=2, full=10))]
-    seconds = 60 * len(places)
-    by_rank = ranks.run(fail_to_build, case, places, ranks=RANKS, timeout=seconds)
-    for place, *outcomes in zip(places, *by_rank, strict=True):
+    by_rank = ranks.run(fail_to_build, case, ranks=RANKS, timeout=CALL_SECONDS)
+    for place in by_rank[0]:
+        outcomes = [outcomes[place] for outcomes in by_rank]
         fault = outcomes[place.rank]
         if not any(o.raised or o.later for o in outcomes):
             continue  # in code that may fail, as in a finalizer
@@ -557,10 +437,10 @@ def test_every_method_that_all_ranks_call_is_tested() -> None:
     assert covered == (named - contexts) | {"zero_grad"}
 
 
-def check(case: Case, places: Sequence[Place], by_rank: Sequence[Sequence[Outcome]]) -> None:
+def check(case: Case, by_rank: Sequence[Mapping[Place, Outcome]]) -> None:
     problems, counts, slowest = [], Counter[str](), 0.0
-    for number, place in enumerate(places):
-        outcomes = [outcomes[number] for outcomes in by_rank]
+    for place in by_rank[0]:
+        outcomes = [outcomes[place] for outcomes in by_rank]
         problem = problem_of(case, place, outcomes)
         if problem is not None:
             problems.append(f"{place}: {problem}: {outcomes}")

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
+from failing_calls import (
+    DEADLINE,
+    SECONDS,
+    Calls,
+    Place,
+    attempt,
+    gathered,
+    places_to_fail,
+)
 from ranks import Pool
-from subset import choose
-from test_every_call import DEADLINE, RANKS, SECONDS, Calls, Outcome, Place, attempt, user_loss
+from test_every_call import RANKS, Outcome, user_loss
 from torch import Tensor, nn
 
 import poplar
@@ -38,29 +46,28 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
-def run(name: str, calls: Calls) -> str | None:
+def run(name: str, calls: Calls, group: dist.ProcessGroup) -> str | None:
     """What one call of a function raised."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).to(harness.device())
     batch = torch.randn(4, 8, device=harness.device())
-    with harness.separate_group() as group:  # a stopped rank closes its connections
-        return attempt(lambda: FUNCTIONS[name](model, batch, group), calls)
+    return attempt(lambda: FUNCTIONS[name](model, batch, group), calls)
 
 
-def count_calls(name: str) -> int:
+def fail_at(name: str) -> dict[Place, Outcome]:
+    """What this rank does if a rank fails at each of the places."""
     calls = Calls(None, after="of")
-    raised = run(name, calls)
-    assert raised is None, raised
-    return calls.count
-
-
-def fail_at(name: str, places: Sequence[Place]) -> list[Outcome]:
-    outcomes = []
-    for place in places:
+    with harness.separate_group() as group:
+        raised = run(name, calls, group)
+        assert raised is None, raised
+        called = gathered(calls.names, group)
+    outcomes = {}
+    for place in places_to_fail(called, name, quick=1, full=20):
         harness.note(f"{name} {place}")
         calls = Calls(place if place.rank == harness.rank() else None, after="of")
-        raised = run(name, calls)
-        outcomes.append(Outcome(calls.fired, calls.fired_at, raised, time.monotonic()))
+        with harness.separate_group() as group:  # a stopped rank closes its connections
+            raised = run(name, calls, group)
+            outcomes[place] = Outcome(calls.fired, calls.fired_at, raised, time.monotonic())
         gc.collect()
     return outcomes
 
@@ -68,15 +75,9 @@ def fail_at(name: str, places: Sequence[Place]) -> list[Outcome]:
 @pytest.mark.every_combination
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_error_at_any_call_reaches_all_ranks(ranks: Pool, name: str) -> None:
-    counts = ranks.run(count_calls, name, ranks=RANKS, timeout=120)
-    number = choose(quick=2, full=20)
-    places = [
-        Place(rank, 1 + place * (counts[rank] - 1) // number)
-        for place in range(number)
-        for rank in (range(RANKS) if number > RANKS else [place % RANKS])
-    ]
-    by_rank = ranks.run(fail_at, name, places, ranks=RANKS, timeout=60 * len(places))
-    for place, *outcomes in zip(places, *by_rank, strict=True):
+    by_rank = ranks.run(fail_at, name, ranks=RANKS, timeout=1200)
+    for place in by_rank[0]:
+        outcomes = [outcomes[place] for outcomes in by_rank]
         fault = outcomes[place.rank]
         if not any(outcome.raised for outcome in outcomes):
             continue  # it was not reached this time, or in code that may fail

@@ -1,6 +1,6 @@
 """An error at any call of a step with DDP or FSDP2 reaches all ranks.
 
-A rank raises when it enters the n-th Python function of Poplar in the constructor of
+A rank raises when it enters a Python function of Poplar in the constructor of
 `UnequalPasses`, in its loop, in `backward` or in `global_loss`. Then all ranks raise at once, or
 are stopped with the cause, and none goes on alone.
 """
@@ -8,9 +8,8 @@ are stopped with the cause, and none goes on alone.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -18,15 +17,22 @@ import pytest
 import ranks as harness
 import torch.distributed as dist
 import unequal_passes as training
+from failing_calls import (
+    DEADLINE,
+    SECONDS,
+    Calls,
+    Place,
+    attempt,
+    gathered,
+    places_to_fail,
+)
 from ranks import Pool
-from subset import choose
-from test_every_call import SECONDS, Calls, Outcome, Place, attempt
+from test_every_call import Outcome
 from unequal_passes import Job
 
 from poplar import Plan
 
 RANKS = 2
-DEADLINE = timedelta(seconds=20)
 PARTS = ("building", "a step")
 BEFORE = {"__call__", "__iter__", "__next__", "__init__", "__enter__", "__exit__", "__del__"}
 """Functions that are entered before a collective method begins, or at any time."""
@@ -77,13 +83,14 @@ class Training:
         return self.take_step
 
 
-def count_calls(stage: int, part: str) -> int:
+def count_calls(stage: int, part: str) -> list[Counter[str]]:
+    """Calls of all ranks."""
     with harness.separate_group() as group:
         act = Training(job_of(stage), group).reach(part)
         calls = CallsOfPasses(None, after=after(part))
         with calls.running():
             act()
-        return calls.count
+        return gathered(calls.names, group)
 
 
 def after(part: str) -> str:
@@ -91,13 +98,14 @@ def after(part: str) -> str:
     return "of" if part == "building" else ""
 
 
-def fail_at(stage: int, part: str, places: Sequence[Place]) -> list[Outcome]:
+def fail_at(stage: int, part: str) -> dict[Place, Outcome]:
     """What this rank does if a rank fails at each of the places."""
-    outcomes = []
-    for place in places:
+    outcomes = {}
+    called = count_calls(stage, part)
+    for place in places_to_fail(called, f"{part} {stage}", quick=2, full=40):
         harness.note(f"{stage} {part} {place}")
         with harness.separate_group() as group:  # a stopped rank closes its connections
-            outcomes.append(fail_once(Training(job_of(stage), group), part, place))
+            outcomes[place] = fail_once(Training(job_of(stage), group), part, place)
     return outcomes
 
 
@@ -132,18 +140,10 @@ def problem_of(place: Place, outcomes: Sequence[Outcome]) -> str | None:
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_error_at_any_call_reaches_all_ranks(ranks: Pool, stage: int, part: str) -> None:
-    counts = ranks.run(count_calls, stage, part, ranks=RANKS)
-    number = choose(quick=2, full=40)
-    places = [
-        Place(rank, 1 + (7 * stage + place * count // number) % count)
-        for rank, count in enumerate(counts)
-        for place in range(number)
-    ]
-    run = partial(ranks.run, ranks=RANKS, timeout=60 * len(places))
-    by_place = zip(*run(fail_at, stage, part, places), strict=True)
+    by_rank = ranks.run(fail_at, stage, part, ranks=RANKS, timeout=1200)
     found = [
         f"{place}: {problem}: {outcomes}"
-        for place, outcomes in zip(places, by_place, strict=True)
-        if (problem := problem_of(place, outcomes)) is not None
+        for place in by_rank[0]
+        if (problem := problem_of(place, outcomes := [o[place] for o in by_rank])) is not None
     ]
     assert not found, "\n".join(found)
