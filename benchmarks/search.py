@@ -49,6 +49,7 @@ AMPLE_MEMORY, SMALL_MEMORY = (16, 56), (6, 16)
 SMALL = ((4, 2), (8, 4))
 """Ranks and device groups of the clusters with little memory."""
 CATALOGUE = ("16:10", "16:13", "8:32", "8:43", "8:36", "8:34")
+QUICK_CATALOGUE = ("4:1",)
 GIB = 2**30
 
 
@@ -91,7 +92,7 @@ def main() -> None:
 def cases(quick: bool) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
     """Ranks, device groups and global batch: one varied at a time, and the cases with a target."""
     if quick:
-        yield from ((8, 4, 512, AMPLE_MEMORY), (4, 2, 32, SMALL_MEMORY))
+        yield 4, 2, 32, SMALL_MEMORY
         return
     for ranks in RANKS:
         yield ranks, min(USUAL_GROUPS, ranks), 8 * ranks, AMPLE_MEMORY
@@ -219,11 +220,11 @@ def targets(rows: Sequence[Row]) -> Iterator[Target]:
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = new_parser(__doc__, rounds=3, quick="two small clusters")
-    parser.add_argument("--catalogue", nargs="*", default=CATALOGUE, metavar="RANKS:SEED")
+    parser = new_parser(__doc__, rounds=3, quick="two clusters of 4 ranks")
+    parser.add_argument("--catalogue", nargs="*", metavar="RANKS:SEED")
     options = parser.parse_args()
-    if options.quick:
-        options.catalogue = options.catalogue[:1]
+    if options.catalogue is None:
+        options.catalogue = QUICK_CATALOGUE if options.quick else CATALOGUE
     return options
 
 
