@@ -27,6 +27,8 @@ CAN_SHARE = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
 _MIN_BYTES = 1 << 30
 _DEFAULT_MEMORY = 1 << 38
 """Bytes of memory to assume if the system does not report any."""
+_CHECKED_BYTES = 1 << 20
+"""After as many bytes of new blocks, the host is asked again for its free memory."""
 _CACHE_SETTING = "POPLAR_MEMORY_CACHE"
 """Environment variable. `off` returns unused memory to the system at once, as an allocator without
 a cache does; its next use then has to fault it in again."""
@@ -128,6 +130,8 @@ class SegmentPool:
         self._is_over = is_over
         self._blocks: list[Block] = []
         self._idle: dict[int, list[Block]] = {}
+        self._unchecked = 0
+        """Bytes of new blocks since the host was asked for its free memory."""
 
     def allocate(self, nbytes: int) -> Block:
         """A block of at least `nbytes` that no peer reads.
@@ -150,7 +154,10 @@ class SegmentPool:
                 f"cannot share {nbytes} bytes: {self._next} of the segment's {self._end} bytes are "
                 "in use; use communicator='process_group'"
             )
-        free = host_limits.free_memory()
+        self._unchecked += size
+        free = None
+        if self._unchecked >= _CHECKED_BYTES:  # the host's answer takes about a millisecond
+            free, self._unchecked = host_limits.free_memory(), 0
         if free is not None and nbytes > free:
             # Otherwise the kernel would kill a process, without an error message.
             raise MemoryError(
