@@ -2,7 +2,7 @@
 
 `make test` runs a representative subset. Tests marked `full` are left out. Of a test with several
 parameters, it runs as many combinations as `covering_subset` needs. Of a parameter `stage`, it
-covers two values (`stages_of`). A test marked `every_combination` runs all of them. Random tests
+covers one value (`stage_of`). A test marked `every_combination` runs all of them. Random tests
 draw fewer cases. `make test-all` passes `--full` and runs everything. The last line of a run says
 how many tests were left out.
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import fork_server
 from ranks import Pool
-from subset import FULL_VARIABLE, covering_subset, stages_of
+from subset import FULL_VARIABLE, covering_subset, stage_of
 
 # Ranks share few cores with everything else on the machine, so neither an example nor drawing it
 # has a time limit.
@@ -79,8 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cases = [{k: id(v) for k, v in item.callspec.params.items()} for item in combinations]
         stages = {item.callspec.params.get("stage") for item in combinations}
         if all(isinstance(stage, int) for stage in stages):
-            covered = stages_of(test, stages)
-            chosen = covering_subset(cases, [("stage", id(stage)) for stage in stages - covered])
+            others = stages - {stage_of(test, stages)}
+            chosen = covering_subset(cases, [("stage", id(stage)) for stage in others])
         else:
             chosen = covering_subset(cases)
         selected -= {id(item) for number, item in enumerate(combinations) if number not in chosen}

@@ -20,15 +20,15 @@ def choose(*, quick: T, full: T) -> T:
     return full if os.environ.get(FULL_VARIABLE) == "1" else quick
 
 
-def stages_of(test: str, stages: Collection[int]) -> set[int]:
-    """The stages that the subset covers of a test: the highest, and one that its name chooses.
+def stage_of(test: str, stages: Collection[int]) -> int:
+    """The stage that the subset covers of a test, which its name chooses.
 
-    Names choose evenly, so the tests of one subject together cover all stages.
+    Half of the names choose the highest stage, at which most is sharded, and others evenly, so the
+    tests of one subject together cover all stages.
     """
     *others, highest = sorted(stages)
-    if not others:
-        return {highest}
-    return {highest, others[zlib.crc32(test.encode()) % len(others)]}
+    choices = [*others, *[highest] * max(1, len(others))]
+    return choices[zlib.crc32(test.encode()) % len(choices)]
 
 
 def covering_subset(
