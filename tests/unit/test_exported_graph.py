@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import ModelSpec
+from subset import choose
 from torch import nn
 from virtual_programme import loss_and_gradients, random_programme
 
@@ -93,10 +94,15 @@ def values_of(model, batch, found):
 
 
 @pytest.mark.parametrize(
-    ("samples", "ratios"), [(4, (1,)), (5, (2, 1)), (7, (4, 2, 1)), (3, (1, 0, 2)), (1, (1, 1))]
+    "division",  # samples, and the ratios in which ranks divide them
+    choose(  # one export per task serves all tests
+        quick=[(4, (2, 1)), (4, (4, 2, 1)), (4, (1, 0, 2)), (1, (1, 1))],
+        full=[(4, (1,)), (5, (2, 1)), (7, (4, 2, 1)), (3, (1, 0, 2)), (1, (1, 1))],
+    ),
 )
 @pytest.mark.parametrize("task", TASKS)
-def test_ranks_with_parts_of_the_batch_compute_the_loss_and_its_gradients(task, samples, ratios):
+def test_ranks_with_parts_of_the_batch_compute_the_loss_and_its_gradients(task, division):
+    samples, ratios = division
     *_, found = exported(task, samples)
     check_loss_and_gradients(task, samples, data_parallel(found.graph, ratios))
 
@@ -117,10 +123,10 @@ def check_loss_and_gradients(task, samples, programme):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("task", TASKS)
 def test_any_programme_computes_the_loss_and_its_gradients(task, seed):
-    *_, found = exported(task, 3)
+    *_, found = exported(task, 4)
     draws = random.Random(seed)
     ratios = draws.choice([(2, 1), (4, 2, 1), (1, 0, 2), (0, 1)])
-    check_loss_and_gradients(task, 3, random_programme(found.graph, ratios, draws))
+    check_loss_and_gradients(task, 4, random_programme(found.graph, ratios, draws))
 
 
 @pytest.mark.parametrize("task", TASKS)
