@@ -143,6 +143,19 @@ def test_sampler_follows_with_loader_workers_and_resuming(
         training.assert_close(found, parameters)
 
 
+@pytest.mark.parametrize(("workers", "open_form"), [(0, False), (1, True)])
+def test_a_rank_comes_back_after_plans_that_it_was_not_told(
+    ranks: Pool, tmp_path: Path, workers: int, open_form: bool
+) -> None:
+    plans = [plan_of(2, 1), plan_of(2, 1, turn=1), plan_of(1, 1, turn=2), plan_of(2)]
+    given = {"open_form": open_form, "resume_at": 14, "folder": str(tmp_path / "saved")}
+    losses, parameters = one_process()
+    for own, _, found in ranks.run(train_with_loader, plans, workers, **given):
+        if not open_form:
+            torch.testing.assert_close(own, losses, rtol=1e-5, atol=0)
+        training.assert_close(found, parameters)
+
+
 def train_from_meta(stages: Sequence[int], changing: bool) -> dict[str, Tensor] | None:
     """Train a model that was built on `meta`, and leave out other ranks before each step."""
     torch.manual_seed(0)
