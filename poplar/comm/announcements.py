@@ -28,8 +28,8 @@ MOST_KEPT = 4096
 _LOOK_SECONDS = 0.05
 """Between two looks, at messages or at the store. A write for each step made steps of 12 ms 6 %
 longer."""
-_WRITES_PER_REPLY = 8
-"""Writes after which the sender looks for replies."""
+_REPLY_SECONDS = 0.4
+"""Between two looks of the sender at replies, after a write."""
 _EXIT_SECONDS = 5.0
 """How long a sender that ends waits for readers to read its last message."""
 
@@ -67,6 +67,7 @@ class Announcements:
             _thread.start_new_thread(self._write_all, ())
 
     def _write_all(self) -> None:
+        looked = time.monotonic()
         with suppress(Exception):  # of the ranks' failure, or of their store, as at their end
             while True:
                 functions = [self._messages.get()]
@@ -78,24 +79,24 @@ class Announcements:
                 self._written += len(functions)
                 if self._writes > MOST_KEPT:
                     self._store.delete_key(f"{self._prefix}/{self._writes - MOST_KEPT}")
-                if self._writes % _WRITES_PER_REPLY == 0:
+                if time.monotonic() >= looked + _REPLY_SECONDS:
                     self._read_replies()
+                    looked = time.monotonic()
                 time.sleep(_LOOK_SECONDS)
 
     def _read_replies(self) -> None:
         for rank in self._readers:
-            key = f"{self._reply_key(rank)}/{self._reply_counts[rank] + 1}"
-            if self._store.check([key]):
-                self._reply_counts[rank] += 1
+            while self._store.check([key := self._reply_key(rank)]):
                 self.replies[rank] = time.monotonic(), pickle.loads(self._store.get(key))
                 self._store.delete_key(key)
+                self._reply_counts[rank] += 1
 
     def reply(self, value: Any) -> None:
         """Give the sender a value, as a reader; do not wait for it."""
-        self._reply_counts[self._group.rank] += 1
-        key = f"{self._reply_key(self._group.rank)}/{self._reply_counts[self._group.rank]}"
+        rank = self._group.rank
         with suppress(Exception):  # the ranks' store does not answer, which `next` reports
-            self._store.set(key, pickle.dumps(value))
+            self._store.set(self._reply_key(rank), pickle.dumps(value))
+            self._reply_counts[rank] += 1
 
     def next(self, what: str) -> Any:
         """The next message; waits for it.
@@ -143,7 +144,8 @@ class Announcements:
         return str(error)
 
     def _reply_key(self, rank: int) -> str:
-        return f"{self._prefix}/reply of {rank}"
+        """Of the next reply of a rank."""
+        return f"{self._prefix}/reply {self._reply_counts[rank] + 1} of {rank}"
 
     def _seen_key(self, rank: int) -> str:
         return f"{self._prefix}/read by {rank}"

@@ -208,7 +208,7 @@ def train_without_a_slow_rank(
             stack.enter_context(mock.patch.object(StepTiming, "times", measured))
             stack.enter_context(mock.patch.object(idle_speed, "seconds_of_work", seconds_of_work))
             stack.enter_context(mock.patch.object(idle_speed, "REST_SECONDS", 0.0))
-            stack.enter_context(mock.patch.object(announcements, "_WRITES_PER_REPLY", 1))
+            stack.enter_context(mock.patch.object(announcements, "_REPLY_SECONDS", 0.0))
         for step, batch in enumerate(loader):  # noqa: B007 (`factor` reads it)
             current = optimizer.plan
             assert current is not None
