@@ -95,31 +95,13 @@ def _connect(group: Group, choice: str, device: torch.device, planned: str | Non
     return _connect_to_hosts(group, choice, control, hosts, device)
 
 
-def candidates(group: Group, device: torch.device) -> tuple[str, ...]:
-    """Names of transports to compare with the default one. Collective.
-
-    Every one works for these ranks and supports tensors of this device. Shared memory and staging
-    are not among them: where ranks can share memory, that is the default already, and staging is
-    the default where nothing else works.
-    """
-    if not group.supports(device):
-        return ()
-    return _without_shared_memory(_find_hosts(Control(group)))
-
-
-def _without_shared_memory(hosts: Hosts) -> tuple[str, ...]:
-    """Transports that need no shared memory, the default one first."""
-    if is_hierarchical([len(ranks) for ranks in hosts.members]):
-        return ("hierarchical:process_group", "process_group")
-    return ("process_group",)
-
-
 def _default(group: Group, hosts: Hosts, device: torch.device) -> str:
     """The transport of `"auto"`."""
     share_host = len(hosts.members) < group.size
     if share_host and device.type == "cpu" and group.is_on_host(device):
         return "shared_memory" if len(hosts.members) == 1 else "hierarchical"
-    return _without_shared_memory(hosts)[0]
+    relieves = is_hierarchical([len(ranks) for ranks in hosts.members])
+    return "hierarchical:process_group" if relieves else "process_group"
 
 
 def _connect_default(

@@ -225,7 +225,7 @@ def _within_one_host(network: NetworkProfile) -> NetworkProfile:
         receive_seconds_per_byte=within(network.receive_seconds_per_byte),
         hosts=(),
         network_seconds_per_byte=(),
-        transports=(),
+        transport=None,
     )
 
 

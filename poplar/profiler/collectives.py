@@ -1,15 +1,10 @@
-"""Times the collectives of training on buffers of the model's sizes, over the fastest transport.
-
-A transport that reduces in another order than the default one changes bits. It is chosen only if it
-is clearly faster, which happens only between several hosts. The plan names the chosen transport.
-"""
+"""Times the collectives of training on buffers of the model's sizes, over the default transport."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -21,7 +16,6 @@ from poplar.comm import Communicator, Work, connect
 from poplar.comm.host_memory.segment import caches_memory
 from poplar.comm.host_topology import Hosts, host_id
 from poplar.comm.shard_layout import ALIGNMENT, Layout
-from poplar.comm.transport_selection import candidates
 from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.session import Session
 from poplar.profiler.timing import seconds_of
@@ -43,13 +37,6 @@ MOST_HOSTS_ONE_BY_ONE = 64
 """Hosts up to which the rates are measured."""
 SMALL_BUFFERS = 4
 """Buffers with which the latency of a collective is measured."""
-TRANSPORT_SECONDS = 3.0
-"""Time budget for the choice of a transport, about."""
-OTHER_ORDER_ADVANTAGE = 1.1
-"""How many times faster than the default a transport must be that adds in another order. Its sums
-have other bits, so timing noise must not select it."""
-MOST_NUMEL = 1 << 22
-"""Largest buffer that is timed for this choice, in elements."""
 _IN_FLIGHT = 2
 
 
@@ -61,12 +48,6 @@ class Collectives:
     comm: Communicator
     numels: Sequence[int]
     """Elements of each flat buffer of the model."""
-
-    def over(self, transport: str) -> Collectives:
-        """The same collectives over another transport."""
-        if transport == self.comm.name:
-            return self
-        return replace(self, comm=connect(self.session.group, transport, self.session.device))
 
     @cached_property
     def _gradient(self) -> Tensor:
@@ -169,17 +150,11 @@ Issue = Callable[[Collectives, Layout], Work]
 
 
 def measure_network(session: Session, budget: float) -> NetworkProfile:
-    """Time even shares, and what gives the rates, in about `budget` seconds. Collective.
-
-    Over the fastest transport.
-    """
+    """Time even shares, and what gives the rates, in about `budget` seconds. Collective."""
     comm = connect(session.group, "auto", session.device)
     numels = flat_numels(session)
     numels, scale = sample_buffers(numels, _largest_buffer(session, max(numels)))
     collectives = Collectives(session, comm, numels)
-    transports = time_transports(collectives)
-    if transports:
-        collectives = collectives.over(transports[0][0])
     ranks = session.group.size
     owners: list[tuple[int, ...]] = [(rank,) for rank in range(ranks)]
     if ranks > MOST_RANKS_ONE_BY_ONE:
@@ -197,8 +172,8 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
         receive_seconds_per_byte=tuple(receive for receive, _ in rates),
         send_seconds_per_byte=tuple(send for _, send in rates),
         receive_buffers=_receive_buffers(session),
-        hosts=collectives.comm.hosts,
-        transports=transports,
+        hosts=comm.hosts,
+        transport=comm.name if ranks > 1 and session.group.supports(session.device) else None,
         collective_latency_seconds=collectives.latencies(part) if ranks > 1 else (),
         within_host_seconds=tuple(scale * each for each in _within_hosts(collectives, part)),
     )
@@ -287,66 +262,3 @@ def sample_buffers(
         step += 1
     sample = ranked[step // 2 :: step]
     return sample, sum(parts) / sum(sample)
-
-
-def sample_numels(numels: Sequence[int]) -> list[int]:
-    """The smallest, a middle and the largest flat buffer of a model, without duplicates."""
-    ranked = sorted(min(numel, MOST_NUMEL) for numel in numels)
-    return sorted({ranked[0], ranked[len(ranked) // 2], ranked[-1]})
-
-
-def time_transports(usual: Collectives) -> tuple[tuple[str, float], ...]:
-    """Names for `connect` and seconds, fastest first, those that there was time for. Collective.
-
-    Compares the default transport and `candidates`. Seconds are those of a reduce-scatter and an
-    all-gather of sample buffers, under even shares and with half of the model on one rank.
-
-    Returns:
-        Empty if there is no choice: one rank, one transport, or a process group that cannot carry
-        the tensors of the device. Transports of another reduction order than the default one are
-        left out if they are not clearly faster.
-    """
-    session, order = usual.session, usual.comm.reduction_order
-    group = session.group
-    if group.size == 1 or not group.supports(session.device):
-        return ()
-    names = tuple(dict.fromkeys((usual.comm.name, *candidates(group, session.device))))
-    if len(names) == 1:
-        return ()
-    sample = replace(usual, numels=sample_numels(usual.numels))
-    ways = {name: sample.over(name) for name in names}
-    even = (1.0 / group.size,) * group.size
-    skewed = (0.5, *(0.5 / (group.size - 1),) * (group.size - 1))
-    each = TRANSPORT_SECONDS / (4 * len(names))
-    for way in ways.values():  # NCCL connects ranks in their first collective
-        way.seconds(Collectives.reduce_scatter, even, budget=0.0)
-    deadline = time.monotonic() + TRANSPORT_SECONDS
-
-    def seconds(way: Collectives) -> float:
-        """Infinite if time is up on any rank."""
-        if any(way.exchange(float(time.monotonic() > deadline))):
-            return math.inf
-        return sum(sum(way.both_seconds(shares, each)) for shares in (even, skewed))
-
-    found = {name: seconds(way) for name, way in ways.items()}
-    orders = {name: way.comm.reduction_order for name, way in ways.items()}
-    return ranked(found, orders, order)
-
-
-def ranked(
-    seconds: Mapping[str, float], orders: Mapping[str, str], usual: str
-) -> tuple[tuple[str, float], ...]:
-    """Transports by seconds, without those that had no time or change bits for little.
-
-    Args:
-        seconds: by name; infinite without time.
-        orders: the reduction order of each.
-        usual: the reduction order of the default transport.
-    """
-    same = min((seconds[name] for name in seconds if orders[name] == usual), default=math.inf)
-    in_time = [
-        (name, taken)
-        for name, taken in seconds.items()
-        if taken < math.inf and (orders[name] == usual or OTHER_ORDER_ADVANTAGE * taken < same)
-    ]
-    return tuple(sorted(in_time, key=lambda way: way[1]))

@@ -118,8 +118,8 @@ class Plan(Document):
     """Units with their own settings; others follow the plan. `ModelProfile.unit_names` has the
     names at stage 3. If a unit has its own shares, each block is a separate unit."""
     transport: str | None = None
-    """Transport, as `communicator` of `HeteroZeroOptimizer` names it. The planner stores the
-    fastest one that was measured, so that later runs use it. None: chosen by the ranks' hosts."""
+    """Transport, as `communicator` of `HeteroZeroOptimizer` names it. The planner stores the one
+    that was measured, so that later runs use it. None: chosen by the ranks' hosts."""
     factored: Annotated[
         tuple[str, ...], Rule("all different", lambda names: len(set(names)) == len(names))
     ] = ()

@@ -395,19 +395,13 @@ class NetworkProfile:
     network_seconds_per_byte: tuple[NonNegative, ...] = ()
     """The part of each rank's rates that is the network between hosts, which the ranks of its host
     share. Empty: not known, and all of them if the transport is hierarchical."""
-    transports: tuple[tuple[str, float], ...] = ()
-    """Transports to choose from, by name and seconds of sample collectives, fastest first. The
-    first one was measured here. Empty: there was no choice."""
+    transport: str | None = None
+    """The transport that was measured, as `Plan.transport`. None: not known."""
     collective_latency_seconds: _Latencies = ()
     """Seconds of a small reduce-scatter and of a small all-gather. Empty: not measured."""
     within_host_seconds: _Latencies = ()
     """Both collectives as above, but among the ranks of each host alone, on the slowest host.
     Empty: there is one host, or each has one rank."""
-
-    @property
-    def transport(self) -> str | None:
-        """The transport that was measured; None if there was no choice."""
-        return self.transports[0][0] if self.transports else None
 
     def times(self, reduce_scatter: float, all_gather: float) -> NetworkProfile:
         """The network with collectives that take so many times as long."""

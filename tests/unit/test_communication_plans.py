@@ -49,7 +49,7 @@ def cluster(
     rate: float = GIGABIT,
     hosts: tuple[int, ...] = (),
     within: tuple[float, float] = (0.01, 0.01),
-    transports: tuple[tuple[str, float], ...] = (),
+    transport: str | None = None,
     latency: float = 1e-4,
     sample: float = 4e-3,
     known: bool = True,
@@ -76,7 +76,7 @@ def cluster(
         collective_latency_seconds=(latency,) * 2,
         hosts=hosts,
         within_host_seconds=within if hosts else (),
-        transports=transports,
+        transport=transport,
     )
     model = ModelProfile(unit_numels=(NUMEL // 4,) * 4, param_bytes=param_bytes)
     return ClusterProfile(devices=(device,) * ranks, model=model, network=network)
@@ -157,7 +157,7 @@ def test_links_within_hosts_carry_exact_values_if_they_are_known_apart() -> None
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", COMPRESSED)
 def test_in_shared_memory_nothing_is_faster(stage: int, precision: str) -> None:
-    profile = cluster(3, transports=(("shared_memory", 1.0), ("process_group", 2.0)))
+    profile = cluster(3, transport="shared_memory")
     exact = StageCosts(profile, stage).communication((1 / 3,) * 3)
     found = StageCosts(compressed(profile, precision), stage).communication((1 / 3,) * 3)
     assert found.reduce >= exact.reduce
@@ -318,7 +318,7 @@ def test_auto_takes_8_bits_where_4_gain_little_more() -> None:
     [
         pytest.param(cluster(2, rate=1e12), id="a fast network"),
         pytest.param(cluster(2, sample=10.0), id="long passes"),
-        pytest.param(cluster(2, transports=(("shared_memory", 1.0),)), id="shared memory"),
+        pytest.param(cluster(2, transport="shared_memory"), id="shared memory"),
         pytest.param(cluster(2, known=False), id="an older profile"),
         pytest.param(cluster(1), id="one rank"),
     ],

@@ -134,7 +134,6 @@ def network_cost(
         first += ranks
     comm = CountedCommunicator(group, counters)
     monkeypatch.setattr(collectives, "connect", lambda *_: comm)
-    monkeypatch.setattr(collectives, "time_transports", lambda usual: ())
     monkeypatch.setattr(collectives, "flat_numels", lambda session: list(numels))
     monkeypatch.setattr(collectives, "find_hosts", lambda session: Hosts(tuple(members)))
     measure_network(session, budget=1e9)

@@ -1,4 +1,4 @@
-"""Which transport is used where, and which are timed; without GPUs and without other ranks."""
+"""Which transport is used where; without GPUs and without other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from poplar.comm import transport_selection
 from poplar.comm.host_memory.rendezvous import NotOneHost
 from poplar.comm.host_topology import Hosts
-from poplar.comm.transport_selection import candidates, connect
+from poplar.comm.transport_selection import connect
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -51,29 +51,6 @@ def test_gpus_use_hierarchical_where_it_relieves_a_network(
 ) -> None:
     group = a_group(monkeypatch, "cpu:gloo,cuda:nccl", names)
     assert connect(group, "auto", CUDA) == expected
-
-
-@pytest.mark.parametrize(
-    ("backend", "device", "names", "expected"),
-    [
-        ("cuda:nccl", CUDA, "aaaa", ("process_group",)),
-        ("cuda:nccl", CUDA, "aabb", ("hierarchical:process_group", "process_group")),
-        ("cuda:nccl", CUDA, "abbb", ("hierarchical:process_group", "process_group")),
-        ("cuda:nccl", CUDA, "abcd", ("process_group",)),
-        ("cpu:gloo,cuda:gloo", CUDA, "aabb", ()),
-        ("cpu:gloo", CUDA, "aaaa", ()),
-        ("cpu:gloo", CPU, "aaaa", ("process_group",)),
-        ("cpu:gloo", CPU, "aabb", ("hierarchical:process_group", "process_group")),
-    ],
-)
-def test_only_transports_that_the_backend_supports_are_candidates(
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
-    device: torch.device,
-    names: str,
-    expected: tuple[str, ...],
-) -> None:
-    assert candidates(a_group(monkeypatch, backend, names), device) == expected
 
 
 @pytest.mark.parametrize("choice", ["auto", "staged"])
