@@ -72,9 +72,6 @@ class UnitPlan:
         object.__setattr__(self, "recomputed_on", tuple(sorted(self.recomputed_on)))
 
 
-_RENAMED = {"keep_gathered": "persistent"}
-_REPEATED = ("strategy", "transport")
-"""Fields of units in older plans, which had the values of the plan."""
 _PREDICTED: Mapping[str, Any] = {
     "step_seconds": NonNegative,
     "samples_per_second": Annotated[float, Rule("at least 0", lambda rate: rate >= 0.0)],
@@ -409,20 +406,6 @@ class Plan(Document):
             micro_batches=tuple(passes),
             shares=tuple([1.0 / len(passes) for _ in passes] if shares is None else shares),
         )
-
-    @classmethod
-    def _current_fields(cls, content: Any) -> dict[str, Any]:
-        """The fields in JSON content; units of older plans repeat the stage and the transport."""
-        fields = super(Plan, cls)._current_fields(content)
-        units = fields.get("units")
-        if isinstance(units, (list, tuple)):
-            fields["units"] = [
-                {_RENAMED.get(name, name): unit[name] for name in unit if name not in _REPEATED}
-                if isinstance(unit, Mapping) and "keep_gathered" in unit
-                else unit
-                for unit in units
-            ]
-        return fields
 
     @property
     def world_size(self) -> int:

@@ -372,14 +372,6 @@ def test_file_round_trip(tmp_path):
     assert again.prediction == {"step_seconds": 1.5}
 
 
-def test_units_of_older_plans_follow_the_plan():
-    unit = UnitPlan("layers.0", persistent=True)
-    plan = spelled_out(stage=3, units=(unit,))
-    old = {"name": "layers.0", "strategy": "sharded_parameters", "shares": None}
-    old |= {"keep_gathered": True, "transport": None, "recomputed_on": []}
-    assert Plan.from_dict({**plan.to_dict(), "units": [old]}) == plan
-
-
 def test_state_in_host_memory_is_written_printed_and_read():
     plan = spelled_out(host_state=(0, 0.5, 1))
     assert [plan.part_on_host(rank) for rank in range(3)] == [0.0, 0.5, 1.0]
