@@ -211,7 +211,6 @@ def reasons(profile: ClusterProfile, chosen: Plan, prediction: Prediction | None
         return
     seconds = formatting.format_seconds(prediction.step_seconds)
     yield f"A step is predicted to take {seconds}, bound by {prediction.bound}."
-    yield from _about_batches(profile, chosen)
     if prediction.optimality_gap:
         yield (
             "On the measured curves, no other plan of this stage is faster by more than "
@@ -223,29 +222,3 @@ def reasons(profile: ClusterProfile, chosen: Plan, prediction: Prediction | None
             yield f"{sentence[0].upper()}{sentence[1:]}."
         for change in explanation.changes[:_MAX_CHANGES]:
             yield f"What would help: {change}."
-
-
-def _about_batches(profile: ClusterProfile, chosen: Plan) -> Iterator[str]:
-    samples = [chosen.samples(rank) for rank in range(chosen.world_size)]
-    if max(samples) == min(samples):
-        yield "Every rank gets the same number of samples."
-        return
-    working = [rank for rank, count in enumerate(samples) if count]
-    idle = [rank for rank, count in enumerate(samples) if not count]
-    if idle:
-        ranks, verb = (
-            formatting.format_ranks(idle).capitalize(),
-            "gets" if len(idle) == 1 else "get",
-        )
-        yield f"{ranks} {verb} no samples: the step is shorter without."
-    most = max(working, key=samples.__getitem__)
-    least = min(working, key=samples.__getitem__)
-    if samples[most] != samples[least]:
-        speeds = [
-            max(point.batch / point.seconds for point in profile.devices[rank].points)
-            for rank in (most, least)
-        ]
-        yield (
-            f"Rank {most} gets {samples[most]} samples and rank {least} gets {samples[least]}: "
-            f"alone, at their best batches, they run {speeds[0]:.1f} and {speeds[1]:.1f} samples/s."
-        )
