@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from poplar.values.communication import EXACT, Communication
+from poplar.values.formatting import format_table
 from poplar.values.schema import to_json_types
 
 _ROWS = 10
@@ -152,11 +153,7 @@ class Verification:
             numbers = (worst.relative_error, worst.max_error, worst.gradient_norm)
             low, high, norm = (f"{number:.1e}" for number in numbers)
             rows.append((low, high, norm, worst.name))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            f"{low:>{widths[0]}}  {high:>{widths[1]}}  {norm:>{widths[2]}}  {name}"
-            for low, high, norm, name in rows
-        ]
+        lines = format_table(*rows, right=(0, 1, 2)).splitlines()
         rest = len(self.parameters) - len(shown)
         return [*lines, f"... and {rest} more with smaller errors"] if rest else lines
 
