@@ -102,6 +102,7 @@ class Replanner:
             steps_left: steps in which a new plan pays for itself.
             largest_batches: by rank, the largest micro-batch that fits, where it is known.
             idle: by rank that is left out, the change of its level since then, where it is known.
+                Without it, the rank stays left out.
 
         Returns:
             A faster plan, if there is one and a speed has changed.
@@ -127,7 +128,9 @@ class Replanner:
             return None
         profile = self._profile.with_largest_batches(largest_batches)
         cluster = with_slower_devices(profile, list(map(math.exp, levels)))
-        found = _faster_plan(cluster, plan, steps_left, self._leave_out)
+        known = idle if self._leave_out == "auto" else ()
+        staying = [rank for rank in plan.left_out if rank not in known]
+        found = _faster_plan(cluster, plan, steps_left, staying, self._leave_out)
         self._searched = levels
         if found is None:
             return None
@@ -184,13 +187,22 @@ def _weighted_median(values: Sequence[float], weights: Sequence[float]) -> tuple
 
 
 def _faster_plan(
-    cluster: ClusterProfile, plan: Plan, steps_left: float, leave_out: Choice
+    cluster: ClusterProfile,
+    plan: Plan,
+    steps_left: float,
+    staying: Sequence[int],
+    leave_out: Choice,
 ) -> tuple[Plan, float] | None:
-    """The best plan at this stage and its gain in throughput, if it pays."""
-    left_out = plan.left_out if leave_out == "never" else ()
+    """The best plan at this stage and its gain in throughput, if it pays.
+
+    Args:
+        staying: ranks that stay left out.
+        leave_out: "auto": it may leave out others.
+    """
+    others = [rank for rank in range(cluster.world_size) if rank not in staying]
     try:
         found = search(
-            without_ranks(cluster, left_out),
+            without_ranks(cluster, staying),
             global_batch=plan.global_batch,
             stages=(plan.stage,),
             recompute="auto" if any(unit.recomputed_on for unit in plan.units) else "never",
@@ -200,7 +212,9 @@ def _faster_plan(
             communication=plan.communication,
         )
         # `apply_plan` does not change these.
-        found = replace(found.beside(left_out), transport=plan.transport, factored=plan.factored)
+        found = replace(found, transport=plan.transport, factored=plan.factored)
+        left_out = sorted([*staying, *(others[rank] for rank in found.left_out)])
+        found = found.of_active_ranks().beside(left_out)
         now, then = (predict(cluster, each).step_seconds for each in (plan, found))
     except (DoesNotFit, NoPlanFits):
         return None

@@ -208,3 +208,18 @@ def test_a_rank_that_is_left_out_again_must_be_fast_for_longer(monkeypatch):
         assert changes[: needed - 1] == [None] * (needed - 1)
         assert changes[needed - 1 : -1] == pytest.approx([math.log(2.0)] * needed)
         assert changes[-1] == pytest.approx(math.log(0.5))
+
+
+def test_a_rank_of_which_nothing_is_known_stays_left_out():
+    """Also if others have become so much slower that it would be worth to have."""
+    plan = Plan.proportional(SPEEDS[:2], 96, 1, 20).beside((2, 3))
+    noise, later = random.Random(0), [(20, 1, 40.0)]
+    for idle, left_out in (({}, (1, 2, 3)), ({3: 0.0}, (1, 2))):
+        replanner = Replanner(PROFILE, left_out=plan.left_out, leave_out="auto")
+        plans = []
+        for ratios in steps(noise, later, 60):
+            rows = [row(noise, ratio, 0.2) for ratio in ratios[:2]]
+            found = replanner.add([rows], plan, steps_left=10_000, idle=idle)
+            plans += [] if found is None else [found.plan]
+        assert plans
+        assert set(plans[0].left_out) - {1} == set(left_out) - {1}
