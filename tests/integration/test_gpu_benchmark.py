@@ -40,8 +40,9 @@ Run = Callable[..., tuple[int, str, dict[str, str]]]
 
 
 @pytest.fixture
-def run_parts(tmp_path, monkeypatch, capsys) -> Run:
+def run_parts(tmp_path, monkeypatch, capsys) -> Iterator[Run]:
     """Returns the exit status, the console output and the archived files of a run of some parts."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
 
     def run_them(*parts: Part, minutes: float = 1.0) -> tuple[int, str, dict[str, str]]:
         monkeypatch.setattr(gpu, "parts", lambda folder, device: list(parts))
@@ -49,7 +50,9 @@ def run_parts(tmp_path, monkeypatch, capsys) -> Run:
             gpu.main(["--output", str(tmp_path), "--minutes", str(minutes)])
         return ended.value.code, capsys.readouterr().out, archived(tmp_path / gpu.ARCHIVE)
 
-    return run_them
+    yield run_them
+    for number, handler in handlers.items():  # the script's would end the tests
+        signal.signal(number, handler)
 
 
 def archived(path: Path) -> dict[str, str]:
@@ -105,7 +108,7 @@ import sys
 sys.path.insert(0, {folder!r})
 import gpu
 from gpu_parts import Part
-slow = "import time; print('begun', flush=True); time.sleep(100)  # " + {output!r}
+slow = "import time; open({begun!r}, 'w'); time.sleep(100)  # {output}"
 gpu.parts = lambda folder, device: [
     Part(name="done", command=["-c", "print('1 passed')"], seconds=60, verdict="passed"),
     Part(name="slow", command=["-c", slow], seconds=60, verdict="passed"),
@@ -116,23 +119,27 @@ gpu.main(["--output", {output!r}])
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_stopped_run_leaves_an_archive_of_what_it_has_done(tmp_path, number):
-    program = STOPPED.format(folder=str(Path(gpu.__file__).parent), output=str(tmp_path))
+    output, begun = tmp_path / "output", tmp_path / "begun"
+    folder = str(Path(gpu.__file__).parent)
+    program = STOPPED.format(folder=folder, output=str(output), begun=str(begun))
     run = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     assert run.stdout.readline().startswith(b"done: ok")
-    time.sleep(0.5)  # the slow part has begun
+    while not begun.exists():
+        assert run.poll() is None
+        time.sleep(0.02)
     run.send_signal(number)
-    assert run.wait(timeout=30)
+    assert run.wait(timeout=120)
     run.stdout.close()
-    files = archived(tmp_path / gpu.ARCHIVE)
+    files = archived(output / gpu.ARCHIVE)
     assert files["gpu/done.log"] == "1 passed\n"
     if number != signal.SIGKILL:
         assert "gpu/slow.log" in files
         assert not [
             command
             for command in Path("/proc").glob("[0-9]*/cmdline")
-            if f"time.sleep(100)  # {tmp_path}" in command.read_text(errors="replace")
+            if f"time.sleep(100)  # {output}" in command.read_text(errors="replace")
         ]
 
 
