@@ -7,7 +7,6 @@ import random
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +248,7 @@ def test_an_error_at_any_call_of_a_change_reaches_all_ranks(
 def lose(lost: int, left_out: int) -> Failure | None:
     """A rank is killed, and the others leave out the rank that is given."""
     with harness.separate_group() as group:
-        optimizer = optimizer_of(plan_of(2, 1), group, timeout=timedelta(seconds=5))
+        optimizer = optimizer_of(plan_of(2, 1), group, timeout=DEADLINE)
         step_under(optimizer)
         if harness.rank() == lost:
             os.kill(os.getpid(), signal.SIGKILL)

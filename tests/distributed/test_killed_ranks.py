@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from unittest import mock
 import pytest
 import ranks as harness
 import torch
+import torch.distributed as dist
 import training
 from native_calls import native_calls, streams_wait
 from ranks import Failure, one_off
@@ -29,6 +31,11 @@ from poplar.comm import Group, subgroup
 
 TIMEOUT = timedelta(seconds=2)
 LOST = 1
+
+
+def timeout_after(how: signal.Signals) -> timedelta:
+    """Ranks need not wait for the deadline to learn that a process has exited."""
+    return TIMEOUT if how == signal.SIGSTOP else timedelta(minutes=2)
 
 
 def train_until(run: Run, how: signal.Signals) -> Failure | None:
@@ -51,7 +58,7 @@ def train_until(run: Run, how: signal.Signals) -> Failure | None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_survivors_raise_and_name_the_lost_rank(how: signal.Signals, stage: int) -> None:
     plan = Plan.manual("1,1,2", stage=stage)
-    run = Run(Recipe(batches=(4, 4)), plan, engine={"timeout": TIMEOUT})
+    run = Run(Recipe(batches=(4, 4)), plan, engine={"timeout": timeout_after(how)})
     for rank, failure in enumerate(one_off(3, train_until, run, how, lost=[LOST])):
         if rank == LOST:
             continue
@@ -63,12 +70,15 @@ def test_survivors_raise_and_name_the_lost_rank(how: signal.Signals, stage: int)
 def build_until_killed(slow: int) -> Failure | None:
     """One rank dies after its address is known, and before another one has connected to it."""
     make = subgroup._new_process_group_helper
+    processes = [0] * harness.size()
+    dist.all_gather_object(processes, os.getpid(), harness.group())
+    lost = os.pidfd_open(processes[LOST])
 
     def make_late(*arguments: Any, **options: Any) -> Any:
         if harness.rank() == LOST:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if harness.rank() == slow:
-            time.sleep(0.6)
+            select.select([lost], [], [])  # until it has exited
         return make(*arguments, **options)
 
     with (
@@ -111,7 +121,7 @@ def test_collectives_on_devices_are_aborted_and_the_lost_rank_is_named(
     how: signal.Signals, stage: int
 ) -> None:
     """Their streams wait for the lost rank, and the host finds out in the control channel."""
-    engine = {"timeout": TIMEOUT, "communicator": "process_group"}
+    engine = {"timeout": timeout_after(how), "communicator": "process_group"}
     run = Run(Recipe(batches=(4, 4)), Plan.manual("1,1,2", stage=stage), engine=engine)
     answers = one_off(3, train_on_streams_until, run, how, lost=[LOST])
     for rank, answer in enumerate(answers):

@@ -23,7 +23,7 @@ from poplar.monitoring import JsonLines, Monitor
 from poplar.values.errors import RankFailed
 
 RECIPE = Recipe(max_norm=0.1, batches=(12, 12))
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(minutes=1)
 
 
 def plan_of(stage: int, left_out: int = 1) -> Plan:

@@ -47,7 +47,7 @@ def seeds_of(given: str) -> list[int]:
 GIVEN = os.environ.get("POPLAR_FAULT_SEEDS")
 SEEDS = seeds_of(GIVEN) if GIVEN else range(choose(quick=10, full=200))
 DEADLINE = timedelta(seconds=5)
-"""Of ranks that wait for a lost rank. Others wait longer: ranks may still be importing modules."""
+"""Of ranks that wait for a stopped rank. Others need not wait for the deadline."""
 STEPS = 3
 MOST_STEPS = 400
 """A killed rank dies before this step."""
@@ -133,7 +133,7 @@ class Fault:
 
     @property
     def run(self) -> Run:
-        timeout = DEADLINE if self.kind in SIGNALS else timedelta(seconds=30)
+        timeout = DEADLINE if self.kind == "stop" else timedelta(seconds=60)
         options = {
             "communicator": self.transport,
             "timeout": timeout,
