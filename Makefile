@@ -12,6 +12,8 @@ DEEPSPEED ?= deepspeed==0.19.8
 DEMO_FLAGS ?=
 # tests/distributed runs beside the other tests (tests/conftest.py).
 TEST_FLAGS ?= -n 2
+# Test modules stay compiled for the next run, which takes each worker seconds.
+export PYTHONDONTWRITEBYTECODE :=
 CUDA_BUILD := build/cuda-check
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS)
