@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -117,7 +119,8 @@ def distributed(task: str, programme: Programme) -> DistributedTraining:
 
 
 def train(task: str, programme: Programme) -> tuple[list[Any], list[Tensor]]:
-    training = distributed(task, programme)
+    with exported_once(task):
+        training = distributed(task, programme)
     results = []
     for batch in global_batches(task):
         own = part_of(batch, training.plan, harness.rank())
@@ -135,8 +138,14 @@ def test_a_given_programme_trains_as_one_process(ranks: Pool) -> None:
         close(values, [p.detach() for p in expected["values"].values()])
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the tests find the plan that the first one of them measured."""
+    return tmp_path_factory.mktemp("cache")
+
+
 def train_found(
-    programme: Programme, measured: Comparison | None, **options: Any
+    cache: Path, programme: Programme, measured: Comparison | None, **options: Any
 ) -> tuple[str, bool, list[Any], int]:
     """As if the search had found a programme, which only the first rank does.
 
@@ -155,6 +164,7 @@ def train_found(
     with (
         mock.patch("poplar.programmes.run.distribute.plan_programme", calls),
         mock.patch("poplar.programmes.run.distribute.compare", comparison),
+        mock.patch.dict(os.environ, POPLAR_CACHE=str(cache)),
         exported_once("mixture"),
     ):
         training = poplar.distribute(
@@ -163,7 +173,6 @@ def train_found(
             global_batches("mixture")[0],
             global_batch=SAMPLES,
             seconds=0.5,
-            cache=False,
             progress=False,
             process_group=harness.group(),
             **OPTIONS,
@@ -183,10 +192,12 @@ FASTER = Comparison(first_seconds=0.1, second_seconds=0.2, ratio=0.5)
 SLOWER = Comparison(first_seconds=0.3, second_seconds=0.2, ratio=1.5)
 
 
-def test_a_programme_that_computes_something_else_is_not_used(ranks: Pool) -> None:
+def test_a_programme_that_computes_something_else_is_not_used(ranks: Pool, cache: Path) -> None:
     programme = experts_divided(exported_loss("mixture"), (2, 1))
     measured = replace(FASTER, difference="the loss of a first step was 1 by the programme")
-    for explained, by_programme, _, _ in ranks.run(train_found, programme, measured, ranks=2):
+    for explained, by_programme, _, _ in ranks.run(
+        train_found, cache, programme, measured, ranks=2
+    ):
         assert not by_programme
         assert "computes something else (the loss of a first step was 1 by" in explained
 
@@ -200,11 +211,15 @@ def test_first_steps_with_another_loss_or_gradient_differ() -> None:
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_all_ranks_train_by_what_was_faster_in_trials(ranks: Pool, is_faster: bool) -> None:
+def test_all_ranks_train_by_what_was_faster_in_trials(
+    ranks: Pool, cache: Path, is_faster: bool
+) -> None:
     programme = experts_divided(exported_loss("mixture"), (2, 1))
     expected = train_in_one_process("mixture")["results"]
     measured = FASTER if is_faster else SLOWER
-    for explained, by_programme, results, _ in ranks.run(train_found, programme, measured, ranks=2):
+    for explained, by_programme, results, _ in ranks.run(
+        train_found, cache, programme, measured, ranks=2
+    ):
         assert by_programme == is_faster
         took = (
             "measured in trials: 0.1 s per step, and 0.2 s with data parallelism"
@@ -215,24 +230,26 @@ def test_all_ranks_train_by_what_was_faster_in_trials(ranks: Pool, is_faster: bo
         close(results, expected)
 
 
-def test_trials_leave_the_model_as_it_was(ranks: Pool) -> None:
+def test_trials_leave_the_model_as_it_was(ranks: Pool, cache: Path) -> None:
     """Training afterwards is that of one process, whichever was faster."""
     programme = experts_divided(exported_loss("mixture"), (2, 1))
     expected = train_in_one_process("mixture")["results"]
-    outcomes = ranks.run(train_found, programme, None, ranks=2)
+    outcomes = ranks.run(train_found, cache, programme, None, ranks=2)
     for explained, by_programme, results, trials in outcomes:
         assert trials == 1
         assert (explained, by_programme) == outcomes[0][:2]
         close(results, expected)
 
 
-def train_without_trials(programme: Programme) -> tuple[str, bool, list[Any], int]:
-    return train_found(programme, None, verify=False)
+def train_without_trials(cache: Path, programme: Programme) -> tuple[str, bool, list[Any], int]:
+    return train_found(cache, programme, None, verify=False)
 
 
-def test_without_trials_the_prediction_decides(ranks: Pool) -> None:
+def test_without_trials_the_prediction_decides(ranks: Pool, cache: Path) -> None:
     programme = experts_divided(exported_loss("mixture"), (2, 1))
-    for explained, by_programme, _, trials in ranks.run(train_without_trials, programme, ranks=2):
+    for explained, by_programme, _, trials in ranks.run(
+        train_without_trials, cache, programme, ranks=2
+    ):
         assert by_programme
         assert trials == 0
         assert "2.00 times as fast as data parallelism" in explained

@@ -361,7 +361,7 @@ def lose_a_rank(seconds: float, how: int) -> str | None:
     ("how", "seconds", "cause"),
     [
         (signal.SIGKILL, 60.0, "its process has exited"),
-        (signal.SIGSTOP, 1.5, "no answer"),
+        (signal.SIGSTOP, 3.0, "no answer"),
     ],
 )
 def test_killed_or_stopped_rank_is_named(how, seconds, cause):
@@ -391,7 +391,7 @@ def continue_after_a_timeout(seconds: float) -> list[str]:
 
 
 def test_no_collective_runs_after_a_failed_one():
-    answers = harness.one_off(WORLD, continue_after_a_timeout, 1.0)
+    answers = harness.one_off(WORLD, continue_after_a_timeout, 2.0)
     for rank in (0, 2, 3):
         first, second = answers[rank]
         assert f"rank {rank}: the second failed, waiting for rank(s) 1" in first
