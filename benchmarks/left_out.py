@@ -6,7 +6,11 @@ link of a given rate, train a Llama. Jobs train in turns: the plan with all rank
 leaves the last rank out, and twice that plan on the other ranks alone. How much the latter two
 differ shows what differences are noise.
 
+`--recovers` trains one job, in which the quota of the last rank is divided by `SLOWER` for a while:
+`follow_drift` leaves the rank out, and takes it back. The same steps run with `leave_out="never"`.
+
     python benchmarks/left_out.py --quick
+    python benchmarks/left_out.py --recovers --stages 1
     python benchmarks/left_out.py --stages 0 1 2 3 --output rows.jsonl
 """
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import sys
@@ -47,12 +52,14 @@ from rows import (
 )
 
 from poplar import HeteroZeroOptimizer, Plan, profile_cluster, search
+from poplar.drift import idle_speed
 from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.model_shapes import TrainingJob, architecture
 from poplar.hardware.simulated_cluster import simulated_cluster
-from poplar.planner.search import plan_or_error
+from poplar.planner.search import Choice, plan_or_error
+from poplar.values.profile import ClusterProfile
 
-SIMULATED, MEASURED = "left_out_simulated", "left_out"
+SIMULATED, MEASURED, RECOVERED = "left_out_simulated", "left_out", "left_out_recovered"
 CLUSTERS = 20
 """Random clusters of several hosts, beside the one with eight A100."""
 EIGHT_AND_ONE: list[dict[str, Any]] = [
@@ -72,6 +79,13 @@ LEARNING_RATE = 1e-4
 PORT = 29517
 MOST_COST = 1.01
 """Seconds of a step with a rank left out over those without that rank."""
+SLOWER, FASTER_LINK = 5.0, 1e9
+"""With `--recovers`: of the last rank, and bits per second of each host."""
+SLOW_AT, FAST_AT, LAST = 60, 260, 2000
+"""Steps from which on it is slow, and fast again, and the last one at the latest."""
+REST_SECONDS, AFTER, SETTLED = 10.0, 40, 20
+"""Between two measurements of the rank; steps after it is back; steps after a change that are not
+timed."""
 SIMULATED_COLUMNS = (
     Column("cluster (simulated)", "cluster"),
     Column("model", "model"),
@@ -97,6 +111,17 @@ MEASURED_COLUMNS = (
         "{:.4f} ({:.4f} to {:.4f})",
     ),
 )
+RECOVERED_COLUMNS = (
+    Column("stage", "stage"),
+    Column("step before", "before", "{:.4f} s"),
+    Column("slow, all ranks", "slow_all", "{:.4f} s"),
+    Column("slow, left out", "slow_left_out", "{:.4f} s"),
+    Column("gain", "gain", "{:.2f}x"),
+    Column("steps to leave", "steps_to_leave"),
+    Column("seconds to come back", "seconds_to_return", "{:.1f}"),
+    Column("step after", "after", "{:.4f} s"),
+    Column("loss difference", "loss_difference", "{:.1e}"),
+)
 
 
 def main() -> None:
@@ -106,15 +131,29 @@ def main() -> None:
     if options.show:
         simulated = read_rows(options.show, SIMULATED)
         measured = read_rows(options.show, MEASURED)
+        recovered = read_rows(options.show, RECOVERED)
     else:
         os.environ["OMP_NUM_THREADS"] = "1"  # more threads would share the rank's quota
-        simulated = list(map(simulate, range(3 if options.quick else CLUSTERS + 1)))
-        measured = [measure(stage, options.rounds, quick=options.quick) for stage in options.stages]
+        simulated, measured, recovered = [], [], []
+        if options.recovers:
+            recovered = [measure(stage, 1, quick=True, recovers=True) for stage in options.stages]
+        else:
+            simulated = list(map(simulate, range(3 if options.quick else CLUSTERS + 1)))
+            given = {"quick": options.quick}
+            measured = [measure(stage, options.rounds, **given) for stage in options.stages]
     if options.output:
-        write_rows(options.output, [*simulated, *measured])
-    console.print(table_of(simulated, SIMULATED_COLUMNS))
-    console.print(table_of(measured, MEASURED_COLUMNS))
-    print_targets(targets(simulated, measured), console)
+        write_rows(options.output, [*simulated, *measured, *recovered])
+    tables = (
+        (simulated, SIMULATED_COLUMNS),
+        (measured, MEASURED_COLUMNS),
+        (recovered, RECOVERED_COLUMNS),
+    )
+    for rows, columns in tables:
+        if rows:
+            console.print(table_of(rows, columns))
+    for line in [line for row in recovered for line in row["messages"]]:
+        console.print(f"  {line}")
+    print_targets([*targets(simulated, measured), *recovered_targets(recovered)], console)
 
 
 def simulate(seed: int) -> Row:
@@ -168,19 +207,21 @@ def host_text(host: dict[str, Any]) -> str:
     return f"{device['count']} {device['gpu']} at {host['network_gbit_per_s']}G"
 
 
-def measure(stage: int, rounds: int, *, quick: bool) -> Row:
+def measure(stage: int, rounds: int, *, quick: bool, recovers: bool = False) -> Row:
     """One row of real ranks."""
+    bits = FASTER_LINK if recovers else LINK_BITS
     with (
         tempfile.TemporaryDirectory() as folder,
-        EmulatedNetwork(hosts=max(HOST_OF) + 1, bits_per_second=LINK_BITS) as hosts,
+        EmulatedNetwork(hosts=max(HOST_OF) + 1, bits_per_second=bits) as hosts,
         EmulatedCluster.quotas(QUOTAS) as ranks,
     ):
         path = Path(folder, "found.json")
-        given = (ranks, hosts, stage, rounds, quick, str(path))
+        given = (ranks, hosts, stage, 0 if recovers else rounds, quick, str(path))
         run_ranks(train_all, len(QUOTAS), *given, before=EnterHost(hosts))
         figures = json.loads(path.read_text("utf-8"))
-    case = {"stage": stage, "quotas": QUOTAS, "hosts": HOST_OF, "link_bits_per_s": LINK_BITS}
-    return Row.of(MEASURED, {**case, "quick": quick, "rounds": rounds}, figures)
+    case = {"stage": stage, "quotas": QUOTAS, "hosts": HOST_OF, "link_bits_per_s": bits}
+    name = RECOVERED if recovers else MEASURED
+    return Row.of(name, {**case, "quick": quick, "rounds": rounds}, figures)
 
 
 class EnterHost:
@@ -194,7 +235,10 @@ class EnterHost:
 
 
 def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool, path: str) -> None:
-    """Plan, and train the three jobs in turns. Collective; the first rank writes the figures."""
+    """Plan, and train the three jobs in turns. Collective; the first rank writes the figures.
+
+    No rounds: train one job whose last rank is slow for a while.
+    """
     torch.set_num_threads(1)
     rank = dist.get_rank()
     # As torchrun does it: the store is a server that the first host runs.
@@ -204,8 +248,7 @@ def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool, 
     near = dist.new_group([each for each in range(len(QUOTAS)) if each != FAR])
     ranks.enter(rank)
     config = replace(SIZES["tiny" if quick else "demo"], context=CONTEXT)
-    tokens = torch.randint(256, (GLOBAL_BATCH, config.context + 1))
-    whole = {"input": tokens[:, :-1], "target": tokens[:, 1:]}
+    whole = whole_batch(0, config)
     profile = profile_cluster(
         Llama(config),
         next_byte_loss,
@@ -218,6 +261,13 @@ def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool, 
     )
     request: dict[str, Any] = {"global_batch": GLOBAL_BATCH, "stages": (stage,)}
     all_ranks = search(profile, **request, leave_out="never")
+    if not rounds:
+        given = (ranks, profile, all_ranks, config)
+        figures = recovered_figures(*(slowed(*given, leave_out=one) for one in ("never", "auto")))
+        if rank == 0:
+            Path(path).write_text(json.dumps(figures), encoding="utf-8")
+        dist.barrier()
+        return
     chosen = search(profile, **request, leave_out="auto")
     predicted = [plan.prediction["step_seconds"] for plan in (all_ranks, chosen)]
     left = chosen if chosen.left_out == (FAR,) else without_far(all_ranks)
@@ -234,6 +284,82 @@ def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool, 
         }
         Path(path).write_text(json.dumps(figures), encoding="utf-8")
     dist.barrier()
+
+
+def slowed(
+    ranks: Ranks,
+    profile: ClusterProfile,
+    plan: Plan,
+    config: LlamaConfig,
+    *,
+    leave_out: Choice,
+) -> dict[str, Any]:
+    """Train while the last rank becomes slow and fast again. Collective."""
+    torch.manual_seed(0)
+    idle_speed.REST_SECONDS = REST_SECONDS
+    rank = dist.get_rank()
+    optimizer = HeteroZeroOptimizer(Llama(config), torch.optim.AdamW, plan=plan, lr=LEARNING_RATE)
+    given: dict[str, Any] = {"replan": "auto", "steps": 100_000, "leave_out": leave_out}
+    follower = optimizer.follow_drift(profile, **given)
+    seconds, losses, left = [], [], []
+    for step in range(FAST_AT if leave_out == "never" else LAST):
+        if step in (SLOW_AT, FAST_AT) and rank == 0:
+            ranks.change(FAR, QUOTAS[FAR] / (SLOWER if step == SLOW_AT else 1.0))
+        current = optimizer.plan
+        assert current is not None
+        left.append(bool(current.left_out))
+        if step > FAST_AT and not any(left[-AFTER:]):
+            break
+        part, began = None, time.perf_counter()
+        if optimizer.is_active:
+            first, samples = current.offset(rank), current.samples(rank)
+            whole = whole_batch(step, config)
+            part = {name: each[first : first + samples] for name, each in whole.items()}
+        losses.append(optimizer.train_step(next_byte_loss, part).loss)
+        seconds.append(time.perf_counter() - began)
+    if leave_out == "never" and rank == 0:
+        ranks.change(FAR, QUOTAS[FAR])
+    optimizer.release()
+    return {"seconds": seconds, "losses": losses, "left": left, "messages": follower.messages}
+
+
+def recovered_figures(fixed: dict[str, Any], followed: dict[str, Any]) -> dict[str, Any]:
+    """The figures of two runs of the same steps."""
+    seconds, left = followed["seconds"], followed["left"]
+    leaves = left.index(True, SLOW_AT) if True in left[SLOW_AT:] else FAST_AT
+    returns = left.index(False, FAST_AT) if False in left[FAST_AT:] else len(seconds)
+    slow = median(fixed["seconds"][SLOW_AT + SETTLED : FAST_AT])
+    without = median(seconds[min(leaves + SETTLED, FAST_AT - 1) : FAST_AT])
+    pairs = zip(fixed["losses"], followed["losses"], strict=False)
+    return {
+        "before": median(seconds[SETTLED:SLOW_AT]),
+        "slow_all": slow,
+        "slow_left_out": without,
+        "gain": slow / without,
+        "steps_to_leave": leaves - SLOW_AT,
+        "seconds_to_return": sum(seconds[FAST_AT:returns]),
+        "after": median(seconds[returns + SETTLED // 2 :] or [math.nan]),
+        "loss_difference": max(abs(one - other) / other for one, other in pairs),
+        "messages": followed["messages"],
+    }
+
+
+def recovered_targets(rows: Sequence[Row]) -> Iterator[Target]:
+    """It pays to leave the slow rank out, it comes back, and losses do not change."""
+    for row in rows:
+        case = f"stage {row['stage']}, recovers"
+        yield Target(case=case, what="gain while slow", value=row["gain"], wanted=1.0)
+        value, most = row["after"] / row["before"], 1.1
+        yield Target(case=case, what="step after", value=value, wanted=most, at_most=True)
+        value = row["loss_difference"]
+        yield Target(case=case, what="loss difference", value=value, wanted=1e-4, at_most=True)
+
+
+def whole_batch(step: int, config: LlamaConfig) -> dict[str, Any]:
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(256, (GLOBAL_BATCH, config.context + 1), generator=generator)
+    return {"input": tokens[:, :-1], "target": tokens[:, 1:]}
 
 
 def without_far(plan: Plan) -> Plan:
@@ -326,6 +452,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     quick = "a tiny model at stage 1 and few clusters"
     parser = new_parser(__doc__, show=True, rounds=24, quick=quick)
     parser.add_argument("--stages", type=int, choices=range(4), default=None, nargs="+")
+    parser.add_argument("--recovers", action="store_true", help="a rank is slow for a while")
     options = parser.parse_args(arguments)
     options.stages = options.stages or ([1] if options.quick else [0, 1, 2, 3])
     return options

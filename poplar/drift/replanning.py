@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import median
@@ -26,6 +27,11 @@ CERTAINTY = 5.2
 ranks without a change, no mean is expected to be farther away."""
 LEAST_GAIN = 0.03
 """Part by which throughput must rise, so that plans do not alternate."""
+LEAST_USE = 1.06
+"""Seconds of a step without ranks that have no samples, over those with them, up to which they are
+left out: they can be measured then, and a device that is slow is slow in collectives, too. No more
+than a predicted step is usually wrong by, as what is measured with all ranks is not known of some.
+"""
 REGROUP_SECONDS = 5.0
 """What a change of the ranks that are left out must save beside the moved state: new process groups
 and a new engine."""
@@ -199,10 +205,10 @@ def _faster_plan(
         staying: ranks that stay left out.
         leave_out: "auto": it may leave out others.
     """
-    others = [rank for rank in range(cluster.world_size) if rank not in staying]
-    try:
+
+    def fastest(without: Sequence[int]) -> tuple[Plan, float]:
         found = search(
-            without_ranks(cluster, staying),
+            without_ranks(cluster, without),
             global_batch=plan.global_batch,
             stages=(plan.stage,),
             recompute="auto" if any(unit.recomputed_on for unit in plan.units) else "never",
@@ -213,9 +219,20 @@ def _faster_plan(
         )
         # `apply_plan` does not change these.
         found = replace(found, transport=plan.transport, factored=plan.factored)
-        left_out = sorted([*staying, *(others[rank] for rank in found.left_out)])
+        others = [rank for rank in range(cluster.world_size) if rank not in without]
+        left_out = sorted([*without, *(others[rank] for rank in found.left_out)])
         found = found.of_active_ranks().beside(left_out)
-        now, then = (predict(cluster, each).step_seconds for each in (plan, found))
+        return found, predict(cluster, found).step_seconds
+
+    try:
+        found, then = fastest(staying)
+        now = predict(cluster, plan).step_seconds
+        useless = [rank for rank in found.active_ranks if not found.samples(rank)]
+        if useless and leave_out == "auto":
+            with suppress(DoesNotFit, NoPlanFits):
+                other, seconds = fastest([*staying, *useless])
+                if seconds <= LEAST_USE * then:
+                    found, then = other, seconds
     except (DoesNotFit, NoPlanFits):
         return None
     gain = now / then - 1.0

@@ -223,3 +223,17 @@ def test_a_rank_of_which_nothing_is_known_stays_left_out():
             plans += [] if found is None else [found.plan]
         assert plans
         assert set(plans[0].left_out) - {1} == set(left_out) - {1}
+
+
+@pytest.mark.parametrize("leave_out", ["auto", "never"])
+def test_a_rank_without_samples_is_left_out(leave_out):
+    """Its links cost nothing here, but it could not be measured otherwise."""
+    noise, replanner = random.Random(0), Replanner(PROFILE, leave_out=leave_out)
+    plan = search(PROFILE, global_batch=96, stages=(1,))
+    found = [
+        replanner.add([[row(noise, ratio, 0.2) for ratio in ratios]], plan, steps_left=10_000)
+        for ratios in steps(noise, [(20, 3, 60.0)], 60)
+    ]
+    (new,) = filter(None, found)
+    assert new.plan.samples(3) == 0
+    assert new.plan.left_out == ((3,) if leave_out == "auto" else ())
