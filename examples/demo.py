@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from launch import LaunchError, run_ranks
 from llama import SIZES, Llama, next_byte_loss
-from noise import OtherLoad, describe, warnings_of
+from other_load import OtherLoad, describe, warnings_of
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -101,7 +101,7 @@ def compare(options: argparse.Namespace) -> None:
     similar = measure_similar_plans(runs[-1], profile, options.similar_plans, console)
     if dist.get_rank() == 0:
         write_outputs(console, record, options.output)
-        summarize(console, record, warnings_of(other_load, before, after), similar)
+        summarize(console, record, warnings_of(other_load, before, after, planned), similar)
 
 
 def report_speeds(console: Console, speeds: Sequence[Speed]) -> None:
@@ -321,6 +321,7 @@ def outcome_of(
         "speedup": round(planned.samples_per_second / even.samples_per_second, 3),
         "fraction_of_sum_of_speeds": round(planned.samples_per_second / total, 3),
         "predicted_step_seconds": rounded(planned.predicted_step_seconds),
+        "predicted_step_interval": (planned.plan.prediction or {}).get("step_interval"),
         "measured_step_seconds": rounded(planned.measured_step_seconds),
         "max_loss_difference": max_loss_difference,
         "noise": list(noise_warnings),

@@ -210,7 +210,8 @@ def reasons(profile: ClusterProfile, chosen: Plan, prediction: Prediction | None
         yield "This plan cannot be predicted: it goes beyond what was measured."
         return
     seconds = formatting.format_seconds(prediction.step_seconds)
-    yield f"A step is predicted to take {seconds}, bound by {prediction.bound}."
+    interval = formatting.format_interval(prediction.step_seconds, prediction.step_interval)
+    yield f"A step is predicted to take {seconds} ({interval}), bound by {prediction.bound}."
     if prediction.optimality_gap:
         yield (
             "On the measured curves, no other plan of this stage is faster by more than "

@@ -27,6 +27,7 @@ synchronization per step were observed, `d` takes the place of `e`.
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from poplar.planner.cost_model import StageCosts, costs_of, step_seconds_of
 from poplar.planner.prediction import fits
 from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
+from poplar.values.curve import deviation
 from poplar.values.observation import Observation, medians_by_plan
 from poplar.values.plan import (
     FIRST_STAGE_SHARDING_PARAMETERS,
@@ -132,7 +134,7 @@ def fit(
             not used, and the overlap is fitted: see [Note: overlap]. On a CPU collectives use the
             cores that compute, so apparent overlap is noise.
     """
-    raw = [seen for turn in turns for seen in turn]
+    cluster, raw = _at_usual_speeds(cluster, [seen for turn in turns for seen in turn])
     if asynchronous and cluster.overlap == 0.0:
         cluster = replace(cluster, overlap=_fitted_overlap(cluster, raw))
     observations = medians_by_plan(at_profiled_speed(cluster, seen) for seen in raw)
@@ -184,6 +186,42 @@ def at_profiled_speed(cluster: ClusterProfile, observation: Observation) -> Obse
         for own, factor in zip(seen.pass_seconds, factors, strict=True)
     )
     return replace(seen, pass_seconds=tuple(passes), slowdowns=())
+
+
+def _at_usual_speeds(
+    cluster: ClusterProfile, raw: Sequence[Observation]
+) -> tuple[ClusterProfile, list[Observation]]:
+    """The profile with each curve at the speed that its rank usually had, and the observations.
+
+    A curve is measured once, maybe while another program ran. Slowdowns are of other moments. Their
+    median, with that of the curve itself (1), is the usual speed, and how much they differ shows
+    how much the rank's speed changes.
+    """
+    known = [seen.slowdowns for seen in raw if seen.slowdowns]
+    if not known:
+        return cluster, list(raw)
+    by_rank = [[1.0, *map(_plausible, own)] for own in zip(*known, strict=True)]
+    usual = list(map(median, by_rank))
+    devices = (
+        with_error(device, deviation(own))
+        for device, own in zip(with_slower_devices(cluster, usual).devices, by_rank, strict=True)
+    )
+    seen = [
+        replace(one, slowdowns=tuple(map(operator.truediv, one.slowdowns, usual)))
+        if one.slowdowns
+        else one
+        for one in raw
+    ]
+    return replace(cluster, devices=tuple(devices)), seen
+
+
+def with_error(device: DeviceProfile, error: float) -> DeviceProfile:
+    """The device whose pass times have this relative error beside their own ones."""
+    points = (
+        replace(p, spread_seconds=math.hypot(p.spread_seconds, error * p.seconds))
+        for p in device.points
+    )
+    return replace(device, points=tuple(points))
 
 
 def _at_observed_speeds(

@@ -32,6 +32,7 @@ from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.what_if import Change, Changed, DeviceGroup, device_groups, with_equal_devices
 from poplar.values.communication import EXACT, Communication
 from poplar.values.formatting import (
+    NOISY,
     format_bytes,
     format_percent,
     format_ranks,
@@ -41,8 +42,6 @@ from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.values.schema import to_json_types
 
-PREDICTION_ERROR = 0.04
-"""Default error of a predicted step, as a fraction; see the benchmark of predictions."""
 NOISE = PREFERENCE
 """Smaller gains are not reported: a search may return a plan that is slower by as much."""
 WORTH_IT, NOT_WORTH_IT, NEEDED = "worth it", "not worth it", "needed"
@@ -148,7 +147,7 @@ class Explanation:
             sentences.append(f"another plan gives {format_signed_percent(self.faster_plan)}")
         gain = "no even plan fits"
         if self.over_even is not None:
-            error = f"error ±{100 * self.error:.3g} %"
+            error = f"error ±{100 * self.error:.2g} %{', noisy' if self.error > NOISY else ''}"
             gain = f"{format_signed_percent(self.over_even)}, {error}: {self.verdict}"
         if self.communication.compresses:
             sentences.append(str(self.communication))
@@ -173,7 +172,7 @@ def explain(
     *,
     stages: Sequence[int] = ALL_STAGES,
     max_micro_batch: int | None = None,
-    error: float = PREDICTION_ERROR,
+    error: float | None = None,
     **choices: Any,
 ) -> Explanation:
     """Find what bounds a plan, what would help most, and what each group of devices adds.
@@ -183,8 +182,8 @@ def explain(
         plan: for this cluster. Other plans are searched for the same global batch.
         stages: ZeRO stages that other plans may have.
         max_micro_batch: most samples of one pass in other plans; None: what was measured.
-        error: relative error of a predicted step, from 0 to below 1. Smaller gains are not worth
-            it.
+        error: relative error of a predicted step, at least 0. Smaller gains are not worth it. None:
+            half of the interval of the plan's step.
         choices: `recompute`, `factored` and `host_state` of other plans, as for `search`. They
             communicate as this one, as far as their stages can.
 
@@ -192,8 +191,8 @@ def explain(
         DoesNotFit: the plan needs more memory than there is, or batches that were not measured.
         ValueError: a plan for another cluster, or arguments out of range.
     """
-    if not (math.isfinite(error) and 0.0 <= error < 1.0):
-        raise ValueError(f"error must be a fraction of a step from 0 to below 1, got {error}")
+    if error is not None and not (math.isfinite(error) and error >= 0.0):
+        raise ValueError(f"error must be a fraction of a step of at least 0, got {error}")
 
     def fastest(changed: ClusterProfile, policy: str = "exact") -> Plan | None:
         with suppress(NoPlanFits):
@@ -209,6 +208,7 @@ def explain(
         return None
 
     prediction = predict(cluster, plan)
+    error = prediction.error if error is None else error
     even = fastest(cluster, policy="even")
     over_even = None if even is None else _gain(predicted_seconds(even), prediction.step_seconds)
     left_out = tuple(_reasons(cluster, plan, fastest))

@@ -7,20 +7,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 from poplar.planner.active_ranks import active_part
 from poplar.planner.cost_model import StageCosts, costs_of
 from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import DoesNotFit, shortfall_of
+from poplar.values.curve import DEVIATIONS, LEVEL
 from poplar.values.errors import check_class
 from poplar.values.formatting import format_percent
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile, NetworkProfile
 from poplar.values.schema import to_json_types
 
+MODEL_ERROR = 0.05
+"""Half of the interval of a plan that did not run on a steady machine, as a fraction of the step:
+81 % of the plans in `benchmarks/results/prediction.jsonl` were within it."""
+TRIAL_NOISE = 0.007
+"""Relative standard deviation that steps of a plan that ran have at least."""
+_QUANTILES = (1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2
+_LEAST = 1e-4
+_HALVINGS = 30
+_normal = NormalDist()
 _SLOWER_LINK = 1.1
 """How many times slower than all others a measured link must be to be reported as the slowest."""
 _MAX_SLOWDOWN = 2.0
@@ -33,6 +45,8 @@ class Prediction:
     """What the cost model expects of one plan."""
 
     step_seconds: float
+    step_interval: tuple[float, float]
+    """In which the step lies with a probability of `LEVEL`."""
     samples_per_second: float
     compute_seconds: tuple[float, ...]
     """By rank: the sum of its passes, with the engine's overhead."""
@@ -50,6 +64,12 @@ class Prediction:
     """Upper bound on how much shorter the step of another plan at this stage can be, as a fraction
     of this step. 0.0: proven optimal; None: no search. The search covers the number of persistent
     units, not which units."""
+
+    @property
+    def error(self) -> float:
+        """Half of the interval, as a fraction of the step."""
+        low, high = self.step_interval
+        return (high - low) / 2.0 / self.step_seconds if self.step_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """This prediction as JSON types."""
@@ -160,6 +180,7 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
     )
     prediction = Prediction(
         step_seconds=step,
+        step_interval=_interval(costs, compute, step),
         samples_per_second=plan.global_batch / step if step else math.inf,
         compute_seconds=tuple(compute),
         optimizer_seconds=tuple(optimizer),
@@ -180,19 +201,71 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
     )
 
 
+def _interval(costs: StageCosts, compute: Sequence[float], step: float) -> tuple[float, float]:
+    """In which a step lies whose ranks compute so long, each with the error of its curve.
+
+    The step ends with the slowest rank, so errors of several ranks make it longer rather than
+    shorter. What the cost model leaves out is added to both sides.
+    """
+    ranks = Counter(
+        (seconds, device.noise)
+        for seconds, device in zip(compute, costs.cluster.devices, strict=True)
+        if seconds
+    )
+    longest, model = max(compute), MODEL_ERROR * step
+    low, middle, high = (_latest(ranks, longest, p) for p in _QUANTILES)
+    step += middle - longest
+    return (
+        min(step, step - math.hypot(middle - low, model)),
+        step + math.hypot(high - middle, model),
+    )
+
+
+def _latest(ranks: Mapping[tuple[float, float], int], longest: float, part: float) -> float:
+    """The seconds within which all ranks have ended with this probability."""
+    if not any(noise for _, noise in ranks):
+        return longest
+
+    def falls_short(seconds: float) -> bool:
+        logs = (
+            many * math.log(max(_normal.cdf((seconds / mean - 1.0) / max(noise, _LEAST)), 1e-300))
+            for (mean, noise), many in ranks.items()
+        )
+        return math.fsum(logs) < math.log(part)
+
+    low, high = 0.0, 8.0 * longest
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if falls_short(middle) else (low, middle)
+    return high
+
+
 def describe(
-    cluster: ClusterProfile, plan: Plan, policy: str, optimality_gap: float | None = None
+    cluster: ClusterProfile,
+    plan: Plan,
+    policy: str,
+    optimality_gap: float | None = None,
+    *,
+    noise: float | None = None,
 ) -> Plan:
     """Attach a prediction to a plan, as JSON types, with the device columns of the plan's table.
 
-    A plan without a transport gets the one that was measured.
+    A plan without a transport gets the one that was measured. `noise` is the relative standard
+    deviation of its steps, if it ran; then the interval follows from that.
     """
     prediction = dataclasses.replace(predict(cluster, plan), optimality_gap=optimality_gap)
+    if noise is not None:
+        step = prediction.step_seconds
+        half = DEVIATIONS * max(noise, TRIAL_NOISE) * step
+        prediction = dataclasses.replace(prediction, step_interval=(step - half, step + half))
+    fields = prediction.to_dict()
+    if "simulated" in cluster.identity:
+        del fields["step_interval"]  # nothing was measured: `poplar simulate` shows wider ones
     return dataclasses.replace(
         plan,
         transport=plan.transport or active_part(cluster, plan)[0].network.transport,
         prediction={
-            **prediction.to_dict(),
+            **fields,
             "devices": [device.name for device in cluster.devices],
             "memory_limit_bytes": [device.memory_bytes for device in cluster.devices],
             "policy": policy,

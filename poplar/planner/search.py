@@ -57,8 +57,8 @@ CHOICES: Mapping[str, Collection[str]] = {
 _SENDS_MOST = 2
 """A stage at which one precision stands for all that can be sent."""
 WORTH_NOISE = 0.07
-"""Part by which fewer bits per element must make a step faster: 3 % beyond the usual error of a
-predicted step (4 %). Noise in the gradient is no free gain."""
+"""Part by which fewer bits per element must make a step faster: 2 % beyond the error of a
+predicted step on a quiet machine (5 %). Noise in the gradient is no free gain."""
 _MOST_SETS = 24
 """Sets of active ranks that are searched, at most, beside that of all ranks."""
 

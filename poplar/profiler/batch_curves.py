@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from poplar.profiler.batch_sizes import (
     NEAR_ENOUGH,
@@ -27,8 +28,8 @@ from poplar.profiler.passes import Passes, PassParts
 from poplar.profiler.progress import Report
 from poplar.profiler.session import Session
 from poplar.system import devices
-from poplar.values.curve import straightened
-from poplar.values.profile import BatchPoint, ClusterProfile
+from poplar.values.curve import fitted
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
 
 TIMES_EACH = 5
 """Passes of a size that are timed, if all sizes take equally long."""
@@ -66,12 +67,12 @@ def measure_curves(session: Session, report: Report) -> tuple[list[BatchCurve], 
     if session.memory.fits_unsharded:
         curves, noise = _plain_curves(session, report)
         if curves and not _may_grow(session, curves):
-            return _straightened(curves), noise
+            return _smoothed(curves), noise
     with sharded_passes(session) as passes:
         more, noise_of_more = _engine_curves(session, passes, curves, report)
     if curves:
-        return _straightened(map(_extended, curves, more)), max(noise, noise_of_more)
-    return _straightened(more), noise_of_more
+        return _smoothed(map(_extended, curves, more)), max(noise, noise_of_more)
+    return _smoothed(more), noise_of_more
 
 
 def _plain_curves(session: Session, report: Report) -> tuple[list[BatchCurve], float]:
@@ -185,8 +186,8 @@ def _extended(curve: BatchCurve, more: BatchCurve) -> BatchCurve:
     )
 
 
-def _straightened(curves: Iterable[BatchCurve]) -> list[BatchCurve]:
-    return [replace(curve, points=on_a_line(curve.points)) for curve in curves]
+def _smoothed(curves: Iterable[BatchCurve]) -> list[BatchCurve]:
+    return [replace(curve, points=smoothed(curve.points)) for curve in curves]
 
 
 def measure_points(
@@ -261,14 +262,17 @@ def times_to_be_sure(curves: Iterable[Sequence[BatchPoint]]) -> float:
     return float(max(1.0, (unsure / SURE) ** 2))
 
 
-def on_a_line(points: Sequence[BatchPoint]) -> list[BatchPoint]:
-    """The points, moved onto a straight line if noise explains their distance to it."""
-    line = straightened(
+def smoothed(points: Sequence[BatchPoint]) -> list[BatchPoint]:
+    """The points on the curve that all of them show together: see `fitted`."""
+    values, errors = fitted(
         [point.batch for point in points],
         [point.seconds for point in points],
         [point.spread_seconds for point in points],
     )
-    return [replace(point, seconds=value) for point, value in zip(points, line, strict=True)]
+    return [
+        replace(point, seconds=value, spread_seconds=error)
+        for point, value, error in zip(points, values, errors, strict=True)
+    ]
 
 
 def at_speed_of(known: BatchPoint, new: BatchPoint, again: BatchPoint) -> BatchPoint:
@@ -281,10 +285,27 @@ def at_speed_of(known: BatchPoint, new: BatchPoint, again: BatchPoint) -> BatchP
 def with_measured(
     profile: ClusterProfile, points: Sequence[Sequence[BatchPoint]]
 ) -> ClusterProfile:
-    """The profile with more points, by rank. They replace points of the same batch."""
+    """The profile with more points, by rank. They replace points of the same batch.
+
+    A new point is moved towards the curve as far as its error is larger than what the curve leaves
+    open there: it may have steps up to the next point.
+    """
     measured = []
     for device, new in zip(profile.devices, points, strict=True):
-        merged = {point.batch: point for point in (*device.points, *new)}
+        merged = {point.batch: point for point in (*device.points, *map(partial(_on, device), new))}
         ordered = tuple(merged[batch] for batch in sorted(merged))
         measured.append(replace(device, points=ordered))
     return replace(profile, devices=tuple(measured))
+
+
+def _on(device: DeviceProfile, new: BatchPoint) -> BatchPoint:
+    """A new point beside the curve of a device."""
+    above = next((p for p in device.points if p.batch > new.batch), None)
+    if above is None or not new.spread_seconds:
+        return new
+    expected = device.seconds(new.batch)
+    open_variance = ((above.seconds - expected) / 2.0) ** 2
+    proven = open_variance / (open_variance + new.spread_seconds**2)
+    seconds = expected + proven * (new.seconds - expected)
+    error = math.hypot(math.sqrt(proven) * new.spread_seconds, device.noise * seconds)
+    return replace(new, seconds=seconds, spread_seconds=error)

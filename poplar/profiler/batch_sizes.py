@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle
-from statistics import median
 
 import torch
 
 from poplar.profiler.passes import Passes
 from poplar.profiler.session import Session
 from poplar.profiler.timing import repeats_in_a_sample
-from poplar.values.curve import error_of_median
+from poplar.values.curve import errors_of_medians, usual_value
 from poplar.values.profile import BatchPoint
 
 DEFAULT_MAX_BATCH = 1024
@@ -186,7 +185,7 @@ def time_sizes(
     least: int,
     samples: Samples | None = None,
 ) -> list[BatchPoint]:
-    """Time sizes in turns, so that a disturbance affects all of them; returns medians.
+    """Time sizes in turns, so that a disturbance affects all of them.
 
     Args:
         passes: of this rank.
@@ -203,11 +202,8 @@ def time_sizes(
             break
         repeats = repeats_in_a_sample(size.seconds)
         samples[size.batch].append(passes.seconds(size.batch, repeats))
+    errors = errors_of_medians([samples[size.batch] for size in sizes])
     return [
-        replace(
-            size,
-            seconds=median(samples[size.batch]),
-            spread_seconds=error_of_median(samples[size.batch]),
-        )
-        for size in sizes
+        replace(size, seconds=usual_value(samples[size.batch]), spread_seconds=error)
+        for size, error in zip(sizes, errors, strict=True)
     ]

@@ -55,7 +55,8 @@ from poplar.profiler.session import Session
 from poplar.profiler.timing import peak_flops
 from poplar.profiler.unit_hooks import mean_of
 from poplar.system import devices, host_limits
-from poplar.values.formatting import format_bytes
+from poplar.values.curve import DEVIATIONS
+from poplar.values.formatting import NOISY, format_bytes
 from poplar.values.observation import Observation
 from poplar.values.plan import Plan
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
@@ -65,9 +66,6 @@ NETWORK = 0.08
 """Part of the time budget for the collectives."""
 STEPS = 0.4
 """Part of the time budget for steps of the engine, over all stages."""
-MOST_SPREAD = 0.03
-"""Relative standard error of a median pass time above which a profile says that it is uncertain:
-about as much as good plans differ by."""
 
 
 class Profiler:
@@ -128,7 +126,6 @@ class Profiler:
             backward_fraction=fmean(curve.parts.backward_fraction for curve in curves),
             memory_reserve=MEMORY_RESERVE,
             identity=session.identity,
-            notes=tuple(noise_notes(profiles)),
         )
         session.limit_plain_passes([curve.largest_unsharded for curve in curves])
         return with_recomputed_curves(session, profile, report)
@@ -217,12 +214,12 @@ def noise_notes(profiles: Sequence[DeviceProfile]) -> Iterable[str]:
                 "are those of a hot or capped device"
             )
     for rank, device in enumerate(profiles):
-        spread, batch = max((p.spread_seconds / p.seconds, p.batch) for p in device.points)
-        if spread > MOST_SPREAD:
+        noise = DEVIATIONS * device.noise
+        if noise > NOISY:
             yield (
-                f"the times of rank {rank} are noisy: the median time of {batch} samples has a "
-                f"standard error of {spread:.1%} (more than {MOST_SPREAD:.0%}), so predictions may "
-                "be off by as much; profile again on a quieter machine or with a larger seconds="
+                f"rank {rank} is noisy: its passes took between {1.0 - noise:.0%} and "
+                f"{1.0 + noise:.0%} of their usual time (80 %); profile again on a quieter machine "
+                "or with a larger seconds="
             )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from poplar.profiler.batch_curves import TIMES_EACH, on_a_line, tried_sizes
+from poplar.profiler.batch_curves import TIMES_EACH, smoothed, tried_sizes
 from poplar.profiler.batch_sizes import SizeLimits, climb, probe, time_sizes
 from poplar.profiler.engine_passes import sharded_passes
 from poplar.profiler.memory_budget import MemoryBudget
@@ -100,7 +100,7 @@ def _measured(session: Session, passes: Passes, device: DeviceProfile) -> list[l
         return time_sizes(passes, chosen[own], seconds=seconds, least=2)
 
     return session.on_all_ranks(
-        lambda: on_a_line(passes.together(time_passes)), "timing passes with recomputation"
+        lambda: smoothed(passes.together(time_passes)), "timing passes with recomputation"
     )
 
 

@@ -56,8 +56,12 @@ CANDIDATES = 2
 CONTENDERS = 3
 """Plans in one turn, at most."""
 TURNS = 7
+"""Turns of plans that are equally fast. The time budget is for so many."""
 LEAST_TURNS = 3
 """No plan joins so late that it would have fewer turns, and a plan without rivals has no more."""
+SURE = 0.01
+"""Relative standard error of the step times above which trials go on until time is up."""
+MOST_TURNS = 40
 TURN_STEPS = range(3, 16)
 """Steps of a plan in a turn: as many as the budget allows."""
 CLOSE = 0.04
@@ -346,12 +350,12 @@ class Tuner:
         self, tuned: Tuned, found: Plan, other: Plan, seconds: float, report: Report
     ) -> tuple[bool, tuple[Observation, ...]]:
         """Whether a plan is clearly faster than another one, and what was observed."""
-        trials, both = Trials(), [found, other]
+        trials, both = Trials(_noise(tuned.profile)), [found, other]
         for _ in range(LEAST_TURNS):
             self._add_turn(trials, tuned.profile, both, seconds, report)
             both = [plan for plan in both if trials.ran_last(plan)]
         is_faster = both[:1] == [found] and (
-            len(both) == 1 or (1.0 + CLOSE) * trials.ratio(*both) < 1.0
+            len(both) == 1 or trials.is_slower(other, found, by=CLOSE)
         )
         return is_faster, (*tuned.observations, *trials.observations())
 
@@ -391,8 +395,8 @@ class Tuner:
         steps = [predict(profile, plan).step_seconds for plan in plans[:CONTENDERS]]
         one_turn = (TURN_STEPS[0] + 1) * sum(steps)
         running = list(plans[: CONTENDERS if one_turn <= seconds else CANDIDATES])
-        trials = Trials()
-        for turn in range(1, TURNS + 1):
+        trials = Trials(_noise(profile))
+        for turn in range(1, MOST_TURNS + 1):
             began = time.perf_counter()
             order = running if turn % 2 else running[::-1]  # so that no plan always runs last
             short = self._add_turn(trials, profile, order, seconds, report)
@@ -400,15 +404,18 @@ class Tuner:
             if not running:
                 profile = _with_less_memory(profile, short)
                 running = [self._search(profile)[0]]
-                continue
+                if turn < TURNS:
+                    continue
+                break
             fastest = trials.ranking(running)[0]
-            running = [p for p in running if trials.ratio(p, fastest) <= 1.0 + CLOSE]
+            running = [p for p in running if not trials.is_slower(p, fastest, by=CLOSE)]
             half_a_turn = (time.perf_counter() - began) / 2
             if self._seconds_left(ends - half_a_turn) <= 0.0:
                 break
             if turn <= TURNS - LEAST_TURNS:
                 running = self._with_newcomer(profile, trials, running)
-            if len(running) == 1 and trials.turns(running[0]) >= LEAST_TURNS:
+            enough = LEAST_TURNS if len(running) == 1 else TURNS
+            if all(trials.turns(p) >= enough and trials.error(p) <= SURE for p in running):
                 break
         if not trials.turns(running[0]):
             raise agreed(
@@ -417,10 +424,11 @@ class Tuner:
                     f"{running[0]}; pass a smaller memory_limit"
                 )
             )
-        best, observations = trials.ranking(running)[0], trials.observations()
+        best, observations = _simplest(trials, running), trials.observations()
         profile = self._refined(profile, observations)
         profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
-        plan = describe(profile, best, self.job.policy)
+        spread = trials.noise(best)
+        plan = describe(profile, best, self.job.policy, noise=spread)
         tuned = Tuned(plan, profile, observations)
         return self.session.on_first_rank(lambda: tuned, "the choice of a plan")
 
@@ -521,6 +529,23 @@ def _references(
         size = max([*wanted] or [*passes, 1])
         references.append(min(device.points, key=lambda p: abs(math.log(p.batch / size))))
     return references
+
+
+def _noise(profile: ClusterProfile) -> float:
+    """Relative standard deviation of a step: that of the noisiest rank."""
+    return max(device.noise for device in profile.devices)
+
+
+def _simplest(trials: Trials, plans: Sequence[Plan]) -> Plan:
+    """The plan of the fewest passes, then with even shares, of those that may be the fastest."""
+    fastest, *others = trials.ranking(plans)
+    close = [plan for plan in others if not trials.is_slower(plan, fastest)]
+
+    def complexity(plan: Plan) -> tuple[int, bool]:
+        passes = max(sum(map(bool, own)) for own in plan.micro_batches)
+        return passes, len(set(plan.shares)) > 1
+
+    return min([fastest, *close], key=complexity)
 
 
 def _with_less_memory(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:

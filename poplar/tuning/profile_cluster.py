@@ -16,7 +16,7 @@ from torch import nn
 from poplar.planner import calibration
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.profiler.cache import Cache, default_folder
-from poplar.profiler.cluster_profiler import Profiler
+from poplar.profiler.cluster_profiler import Profiler, noise_notes
 from poplar.profiler.job import Job
 from poplar.profiler.progress import Report, show_progress
 from poplar.values.plan import Plan
@@ -151,9 +151,9 @@ def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> 
     turns = profiler.observe(profile, plans, report)
     observed = {seen.plan for turn in turns for seen in turn}
     notes += [f"{_what(plan)} ran out of memory" for plan in plans if plan not in observed]
-    profile = replace(profile, notes=tuple(notes))
     profile = profiler.with_later_memory(profile)
-    return calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)
+    profile = calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)
+    return replace(profile, notes=(*noise_notes(profile.devices), *notes))
 
 
 def _what(plan: Plan) -> str:

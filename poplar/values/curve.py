@@ -9,10 +9,26 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import NormalDist, fmean, median
 
+LEVEL = 0.8
+"""Probability with which a value lies in its interval."""
+DEVIATIONS = NormalDist().inv_cdf((1.0 + LEVEL) / 2.0)
+"""Standard deviations on each side of the mean in such an interval: 1.28."""
 _LEAST_ERROR = 1e-3
 """Relative error that is assumed at least: a few samples may agree by chance."""
+_SHARED_SAMPLES = 4
+"""Samples that what all series of a device show is worth."""
+_ROUNDS = 5
+"""Of fitting a line and the variance of the points' true distances to it."""
+_DEVIATION = 1.4826
+"""Standard deviation over median deviation of a normal distribution."""
+_MEDIAN_OVER_MEAN = math.sqrt(math.pi / 2)
+"""Standard error of a median over that of a mean."""
+_USUAL_SAMPLES = 4
+_FAR = 3.0
+_ROUNDS = 5
+"""Of fitting a line and the variance of the points' true distances to it."""
 _ERROR_PER_DEVIATION = 1.4826 * math.sqrt(math.pi / 2)
 """Standard deviation over median deviation of a normal distribution, times the standard error of a
 median over that of a mean."""
@@ -46,45 +62,91 @@ class MonotoneCurve:
         return max(value, 0.0 if batch >= batches[0] else values[0] * batch / batches[0])
 
 
-def error_of_median(samples: Sequence[float]) -> float:
-    """Standard error of the median, from the median absolute deviation; 0 for a single sample.
+def deviation(samples: Sequence[float], usual: float = 0.0) -> float:
+    """Relative standard deviation of values above 0, from the median deviation of the median.
 
-    Robust: a few disturbed samples do not change it.
+    Robust: a few disturbed samples do not change it. A few samples may agree by chance, so the
+    `usual` deviation counts as much as `_USUAL_SAMPLES` samples; 0: unknown.
     """
-    middle = median(samples)
-    deviation = median(abs(sample - middle) for sample in samples)
-    return _ERROR_PER_DEVIATION * deviation / math.sqrt(len(samples))
+    count, middle = len(samples), median(samples)
+    own = _DEVIATION * median(abs(sample / middle - 1.0) for sample in samples)
+    own *= math.sqrt(count / max(1, count - 1))
+    if not usual:
+        return own
+    return math.sqrt((count * own**2 + _USUAL_SAMPLES * usual**2) / (count + _USUAL_SAMPLES))
 
 
-def straightened(
+def error_of_median(samples: Sequence[float], usual: float = 0.0) -> float:
+    """Relative standard error of the median, from `deviation`; 0 for a single sample alone."""
+    return _MEDIAN_OVER_MEAN * deviation(samples, usual) / math.sqrt(len(samples))
+
+
+def usual_value(samples: Sequence[float]) -> float:
+    """The mean of values above 0 without outliers: those are counted as `_FAR` deviations away.
+
+    Passes that take longer now and then make the mean of a step longer, which a median would miss.
+    """
+    middle, far = median(samples), _FAR * deviation(samples) * median(samples)
+    return fmean(min(max(sample, middle - far), middle + far) for sample in samples)
+
+
+def errors_of_medians(samples: Sequence[Sequence[float]]) -> list[float]:
+    """Standard errors of the medians of series of one device, whose deviations tell of each other.
+
+    0 if no series has several samples.
+    """
+    usual = median([deviation(own) for own in samples if len(own) > 1] or [0.0])
+    return [median(own) * error_of_median(own, usual) for own in samples]
+
+
+def fitted(
     batches: Sequence[int], values: Sequence[float], errors: Sequence[float]
-) -> list[float]:
-    """Replace values by a weighted least-squares line if noise alone explains their distance to it.
+) -> tuple[list[float], list[float]]:
+    """Values on the curve that all points show together, and their standard errors.
 
-    The line uses all points at once, so it is usually closer to the truth than each point. Values
-    stay unchanged if the line misses them by more than their errors explain, if there are fewer
-    than three points, or if an error is unknown (0).
+    The curve is a line and what the data prove beyond it: the distances to the weighted
+    least-squares line are shrunk by the part of them that the errors explain (empirical Bayes; the
+    variance of true distances is that of DerSimonian and Laird). Exact values stay as they are,
+    very noisy ones move onto the line, and so one lucky value moves nothing.
 
     Args:
         batches: at least one, ascending.
         values: above 0.
         errors: standard errors of the values.
+
+    Returns:
+        Both unchanged if an error is 0 (unknown), if there are fewer than three points, or if the
+        line falls.
     """
-    surplus = len(batches) - 2
-    if surplus < 1 or min(errors) <= 0.0:
-        return list(values)
-    spread = [max(error, _LEAST_ERROR * value) for value, error in zip(values, errors, strict=True)]
-    weights = [error**-2 for error in spread]
-    weight = math.fsum(weights)
-    middle = math.fsum(w * batch for w, batch in zip(weights, batches, strict=True)) / weight
-    height = math.fsum(w * value for w, value in zip(weights, values, strict=True)) / weight
-    away = [batch - middle for batch in batches]
-    lever = math.fsum(w * a * a for w, a in zip(weights, away, strict=True))
-    slope = math.fsum(w * a * v for w, a, v in zip(weights, away, values, strict=True)) / lever
-    line = [height + slope * a for a in away]
-    missed = math.fsum(w * (v - on) ** 2 for w, v, on in zip(weights, values, line, strict=True))
-    too_far = missed > surplus + math.sqrt(2.0 * surplus)
-    return list(values) if too_far or slope < 0.0 or line[0] <= 0.0 else line
+    unchanged = list(values), list(errors)
+    if len(batches) < 3 or min(errors) <= 0.0:
+        return unchanged
+    noise = [max(e / v, _LEAST_ERROR) ** 2 for e, v in zip(errors, values, strict=True)]
+    beyond, line = 0.0, list(values)
+    for _ in range(_ROUNDS):
+        # Relative to the line: a lucky value must not count more because it is small.
+        weights = [1.0 / (n + beyond) / on**2 for n, on in zip(noise, line, strict=True)]
+        weight = math.fsum(weights)
+        middle = math.fsum(w * b for w, b in zip(weights, batches, strict=True)) / weight
+        height = math.fsum(w * v for w, v in zip(weights, values, strict=True)) / weight
+        away = [batch - middle for batch in batches]
+        lever = math.fsum(w * a * a for w, a in zip(weights, away, strict=True))
+        slope = math.fsum(w * a * v for w, a, v in zip(weights, away, values, strict=True)) / lever
+        slope = min(slope, height / middle)  # no latency is negative
+        line = [height + slope * a for a in away]
+        if slope < 0.0:
+            return unchanged
+        missed = [v / on - 1.0 for v, on in zip(values, line, strict=True)]
+        surplus = math.fsum(m * m / n for m, n in zip(missed, noise, strict=True)) - (len(line) - 2)
+        beyond = max(0.0, surplus / math.fsum(1.0 / n for n in noise))
+    proven = [beyond / (beyond + n) for n in noise]
+    found = [on * (1.0 + p * m) for on, p, m in zip(line, proven, missed, strict=True)]
+    of_line = [math.sqrt(1.0 / weight + a * a / lever) for a in away]
+    left = [
+        math.hypot(math.sqrt(p * n) * on, (1.0 - p) * of)
+        for p, n, on, of in zip(proven, noise, line, of_line, strict=True)
+    ]
+    return found, left
 
 
 def pooled(values: Sequence[float]) -> list[float]:

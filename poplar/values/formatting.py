@@ -8,6 +8,9 @@ import unicodedata
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
+NOISY = 0.1
+"""Half of an interval, as a fraction, above which a figure is called noisy everywhere: twice the
+error of predictions on a quiet machine."""
 _BYTE_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1), ("B", 1, 0))
 _PARSED_UNITS = {
     "": 1,
@@ -70,6 +73,19 @@ def format_seconds(seconds: float) -> str:
     if size >= 0.1:
         return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms" if size >= 1e-4 or not size else f"{1e6 * seconds:.3g} µs"
+
+
+def format_interval(step: float, interval: Sequence[float]) -> str:
+    """`80 %: 0.902 to 0.981 s`, with `noisy` if it is wider than `NOISY` on both sides."""
+    low, high = map(format_seconds, interval)
+    number, _, unit = low.partition(" ")
+    low = number if high.endswith(f" {unit}") else low
+    return f"80 %: {low} to {high}" + (", noisy" if is_noisy(step, interval) else "")
+
+
+def is_noisy(step: float, interval: Sequence[float]) -> bool:
+    """Whether half of an 80 % interval is more than the part `NOISY` of the step."""
+    return interval[1] - interval[0] > 2.0 * NOISY * step
 
 
 def format_rate(samples_per_second: float) -> str:

@@ -7,11 +7,17 @@ is often a few percent faster or slower from one minute to the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from poplar.values.curve import DEVIATIONS, deviation, error_of_median
 from poplar.values.plan import Plan
+
+_OF_ONE_TURN = 0.1
+"""Relative standard deviation of a step time that is assumed of a single turn: another program may
+have run all the while."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +39,9 @@ class Observation:
 class Trials:
     """Observations of any number of plans, one dictionary per turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, noise: float = 0.0) -> None:
+        """`noise`: relative standard deviation of a step time, as far as it is known before."""
+        self._noise = noise
         self._turns: list[dict[Plan, Observation]] = []
 
     def add(self, turn: Sequence[Observation]) -> None:
@@ -54,11 +62,37 @@ class Trials:
 
     def ratio(self, plan: Plan, other: Plan) -> float:
         """Step time of `plan` over that of `other`: the median of the turns that both ran in."""
-        return median(
+        return median(self._ratios(plan, other))
+
+    def _ratios(self, plan: Plan, other: Plan) -> list[float]:
+        return [
             turn[plan].step_seconds / turn[other].step_seconds
             for turn in self._turns
             if plan in turn and other in turn
-        )
+        ]
+
+    def is_slower(self, plan: Plan, other: Plan, *, by: float = 0.0) -> bool:
+        """Whether `plan` is slower by more than this fraction, beyond chance."""
+        ratios = self._ratios(plan, other)
+        noise = max(self._usual_noise(), 0.0 if len(ratios) > 1 else _OF_ONE_TURN)
+        doubt = DEVIATIONS * error_of_median(ratios, math.sqrt(2.0) * noise)
+        return median(ratios) * (1.0 - doubt) > 1.0 + by
+
+    def noise(self, plan: Plan) -> float:
+        """Relative standard deviation of the step times of a plan over turns; see `deviation`."""
+        return deviation(self._seconds(plan), self._usual_noise())
+
+    def error(self, plan: Plan) -> float:
+        """Relative standard error of the step time of a plan."""
+        return error_of_median(self._seconds(plan), self._usual_noise())
+
+    def _usual_noise(self) -> float:
+        """That of all plans, and that known before."""
+        times = [self._seconds(plan) for plan in {plan for turn in self._turns for plan in turn}]
+        return median([self._noise, *(deviation(own) for own in times if len(own) > 1)])
+
+    def _seconds(self, plan: Plan) -> list[float]:
+        return [turn[plan].step_seconds for turn in self._turns if plan in turn]
 
     def ranking(self, plans: Sequence[Plan]) -> list[Plan]:
         """The plans, fastest first. Any two of them must have shared a turn."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from poplar.values.formatting import (
     format_bytes,
+    format_interval,
     format_passes,
     format_percent,
     format_rate,
@@ -69,6 +70,8 @@ def summary(prediction: Mapping[str, Any]) -> list[str]:
     if (step := prediction.get("step_seconds")) is None:
         return []
     line = f"predicted {format_seconds(step)} a step"
+    if interval := prediction.get("step_interval"):
+        line += f" ({format_interval(step, interval)})"
     if rate := prediction.get("samples_per_second"):
         line += f", {format_rate(rate)}"
     if bound := prediction.get("bound"):

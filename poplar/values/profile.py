@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from statistics import median
 from typing import Annotated
 
 from poplar.values.communication import BITS, EXACT, Communication
@@ -76,12 +77,12 @@ class BatchPoint:
 
     batch: PositiveCount
     seconds: Positive
-    """Median over repetitions, without waiting for other ranks. If noise explains the distance of a
-    curve's points to a straight line, the value on that line."""
+    """Mean over repetitions without outliers, without waiting for other ranks; on the curve that
+    all points of the rank show together."""
     activation_bytes: Count
     """Peak memory above the model state."""
     spread_seconds: NonNegative = 0.0
-    """Standard error of `seconds`; 0 if unknown."""
+    """Standard error of `seconds`, with how much the rank's speed changes; 0 if unknown."""
     unit_bytes: tuple[Count, ...] = ()
     """The most activation bytes of each unit from the end of the backward before to the end of its
     own. Resident units share the end of the pass. A gradient that is not complete counts as far
@@ -161,6 +162,11 @@ class DeviceProfile:
             for p in (*self.points, *self.recomputed_points)
         )
         return (len(self.points), *curves, *(getattr(self, name) for name in _COSTS))
+
+    @property
+    def noise(self) -> float:
+        """The relative standard error of its pass times."""
+        return median(point.spread_seconds / point.seconds for point in self.points)
 
     @property
     def max_batch(self) -> int:

@@ -36,6 +36,7 @@ MEASURING = {
     "largest_model": "--limits 2 1 --largest 24 --width 256",
     "learning": "--quick",
     "left_out": "--quick --rounds 2",
+    "noise": "--clusters 7",
     "memory": "--models convolutional --stages 3 --batches 1",
     "optimizers": "--quick --rounds 1",
     "paper": "--quick --clusters A --models bert-large --stages 1",

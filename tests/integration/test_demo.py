@@ -12,13 +12,13 @@ import pytest
 from records import SPEEDS, cluster, synthetic_record
 from rich.console import Console
 
-from poplar import predict, search
+from poplar import Plan, predict, search
 from poplar.monitoring import RunRecord
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import demo
-from noise import describe, warnings_of
+from other_load import describe, warnings_of
 from similar_plans import own_part, similar_plans
 from train_llama import progress
 
@@ -143,6 +143,14 @@ class TestNoise:
         assert "rank 1" in warning
         assert "-20 %" in warning
         assert "limit: 10 %" in warning
+
+    @pytest.mark.parametrize(("high", "warnings"), [(1.05, 0), (1.3, 1)])
+    def test_uncertain_prediction_is_reported(self, high, warnings):
+        prediction = {"step_seconds": 1.0, "step_interval": [2.0 - high, high]}
+        plan = dataclasses.replace(Plan.even(2, 8, 2, 0), prediction=prediction)
+        found = warnings_of(0.0, self.SPEEDS, self.SPEEDS, plan)
+        assert len(found) == warnings
+        assert all("0.7 to 1.3 s, noisy" in warning for warning in found)
 
     def test_summary_and_json_contain_the_warnings(self, capsys):
         shown = io.StringIO()

@@ -129,11 +129,28 @@ def test_residuals_are_recovered_and_predict_other_plans(stage):
 def test_temporary_slowdown_of_a_device_is_not_engine_overhead(stage):
     slowness = (1.3, 0.9, 1.0, 1.1)
     now = with_slower_devices(plain(), slowness)
-    seen = [replace(observed(now, plan), slowdowns=slowness) for plan in two_plans(stage)]
-    found = fitted(plain(), seen)
+    turns = [
+        [replace(observed(at, plan), slowdowns=factors) for plan in two_plans(stage)]
+        for at, factors in ((now, slowness), (plain(), (1.0,) * 4))
+    ]
+    found = fit(plain(), turns, asynchronous=False)
     assert_predicts(found, [observed(plain(), plan) for plan in two_plans(stage)])
     for device in found.devices:
         assert device.pass_overhead_seconds == pytest.approx((0.0,) * 4, abs=1e-12)
+
+
+def test_curves_are_at_the_usual_speed_and_know_how_much_it_changes():
+    """The curve of rank 1 was measured while another program ran."""
+    slowdowns = [(1.0, 0.5, 1.0, 1.2), (1.0, 0.5, 1.0, 0.8), (1.0, 0.5, 1.0, 1.0)]
+    at = [(with_slower_devices(plain(), own), own) for own in slowdowns]
+    turns = [[replace(observed(now, p), slowdowns=own) for p in two_plans(0)] for now, own in at]
+    found = fit(plain(), turns, asynchronous=False)
+    for factor, device, known in zip(
+        (1.0, 0.5, 1.0, 1.0), found.devices, plain().devices, strict=True
+    ):
+        assert device.seconds(4) == pytest.approx(factor * known.seconds(4))
+    steady, _, _, changing = (device.noise for device in found.devices)
+    assert steady < 0.02 < 0.1 < changing
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)
@@ -360,7 +377,7 @@ def test_hidden_communication_is_subtracted_once_at_every_stage(overlap, slownes
     found = fitted(communicating(), seen, asynchronous=True)
     assert found.overlap == pytest.approx(overlap, abs=0.02)
     assert found.network.step_seconds == pytest.approx(residuals, abs=0.005)
-    assert largest_error(found, true, predicted_seconds) < 0.01
+    assert largest_error(found, now, predicted_seconds) < 0.01  # the usual speed
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])

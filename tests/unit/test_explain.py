@@ -210,7 +210,7 @@ def test_the_verdict_compares_with_the_even_plan():
     equal = explained(cluster_of(device(), device()), 32)
     assert equal.over_even == pytest.approx(0.0)
     assert equal.verdict == NOT_WORTH_IT
-    assert "over an even plan: +0.0 %, error ±4 %: not worth it" in str(equal)
+    assert "over an even plan: +0.0 %, error ±5 %: not worth it" in str(equal)
     small = device(memory=58 * MB, sample_bytes=1000 * MB)
     uneven_only = explained(cluster_of(device(), small), 8)
     assert uneven_only.over_even is None
@@ -259,7 +259,7 @@ def test_a_batch_in_a_gap_of_the_profile_is_uncertain():
     assert explain(cluster_of(device(largest=64)), Plan.manual([20], stage=0)).uncertainties == ()
 
 
-@pytest.mark.parametrize("error", [-0.1, 1.0, float("nan")])
+@pytest.mark.parametrize("error", [-0.1, float("inf"), float("nan")])
 def test_an_invalid_error_is_refused(error):
     cluster = cluster_of(device())
     with pytest.raises(ValueError, match="error must be a fraction of a step"):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from poplar.profiler.cluster_profiler import MOST_SPREAD, noise_notes
+import pytest
+
+from poplar.profiler.cluster_profiler import noise_notes
+from poplar.values.curve import DEVIATIONS
+from poplar.values.formatting import NOISY, format_interval, is_noisy
 from poplar.values.profile import BatchPoint, DeviceProfile
 
 
@@ -18,13 +22,19 @@ def device(spreads: dict[int, float], throttled: str = "") -> DeviceProfile:
 
 
 def test_steady_devices_have_no_notes():
-    assert list(noise_notes([device({1: 0.01, 2: 0.9 * MOST_SPREAD})] * 2)) == []
+    assert list(noise_notes([device({1: 0.01, 2: 0.9 * NOISY / DEVIATIONS})] * 2)) == []
 
 
 def test_note_names_the_noisy_rank_with_figures():
-    (noisy,) = noise_notes([device({1: 0.0}), device({1: 0.0, 4: 0.08})])
-    assert "rank 1 are noisy: the median time of 4 samples has a standard error of 8.0%" in noisy
-    assert f"more than {MOST_SPREAD:.0%}" in noisy
+    (noisy,) = noise_notes([device({1: 0.0}), device({1: 0.2, 4: 0.2})])
+    assert "rank 1 is noisy: its passes took between 74% and 126% of their usual time" in noisy
+
+
+@pytest.mark.parametrize(("high", "text"), [(1.09, "80 %: 0.91 to 1.09 s"), (1.2, ", noisy")])
+def test_step_is_noisy_if_its_interval_is_wide(high, text):
+    interval = (2.0 - high, high)
+    assert format_interval(1.0, interval).endswith(text)
+    assert is_noisy(1.0, interval) == text.endswith("noisy")
 
 
 def test_notes_name_the_throttled_rank_and_the_reason():

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from poplar import Plan
 from poplar.pair.speed import Speed
+from poplar.values.formatting import NOISY, format_interval, is_noisy
 
 MAX_OTHER_LOAD = 0.05
 """Fraction of the cores' time that other processes may use."""
-MAX_SPEED_CHANGE = 0.10
+MAX_SPEED_CHANGE = NOISY
 """Relative change of a rank's speed between two measurements."""
 
 
@@ -79,10 +81,17 @@ def busy_seconds() -> dict[int, float]:
 
 
 def warnings_of(
-    other_load: float | None, before: Sequence[Speed], after: Sequence[Speed]
+    other_load: float | None,
+    before: Sequence[Speed],
+    after: Sequence[Speed],
+    planned: Plan | None = None,
 ) -> list[str]:
     """A sentence for each reason to distrust the figures; empty on a quiet machine."""
     found = []
+    prediction = (planned and planned.prediction) or {}
+    step, interval = prediction.get("step_seconds"), prediction.get("step_interval")
+    if interval and is_noisy(step, interval):
+        found.append(f"the predicted step is uncertain ({format_interval(step, interval)})")
     if other_load is not None and other_load > MAX_OTHER_LOAD:
         found.append(
             f"other processes used {100 * other_load:.0f} % of the ranks' cores during training "
