@@ -225,7 +225,7 @@ def train_without_a_slow_rank(
 @pytest.mark.parametrize(
     ("stage", "slow_rank", "open_form", "workers"),
     choose(
-        quick=[(2, 2, True, 1)],
+        quick=[(2, 2, True, 0)],
         full=[(0, 1, False, 0), (1, 0, True, 0), (3, 0, False, 1), (2, 2, True, 1)],
     ),
 )
