@@ -92,7 +92,12 @@ SAVED = (
     Saved("checkpoint_format.jsonl", ("poplar/checkpoint", "poplar/zero"), 0.1, ("checkpoint.py",)),
     Saved("elastic.jsonl", ("poplar/elastic", "poplar/checkpoint", *STEP), 0.2, ("elastic.py",)),
     Saved("drift.jsonl", ("poplar/drift", *STEP, *PLAN), 0.5, ("drift.py", "drift.py --overhead")),
-    Saved("left_out.jsonl", (*STEP, *PLAN), 0.5, ("left_out.py",)),
+    Saved(
+        "left_out.jsonl",
+        ("poplar/drift", *STEP, *PLAN),
+        0.6,
+        ("left_out.py", "left_out.py --recovers --stages 1"),
+    ),
     Saved("allreduce.jsonl", ("csrc", "poplar/comm", "poplar/ops"), 0.6, (
         "allreduce.py", *(f"allreduce.py --link {rate}" for rate in ("0.1", "1", "10", "25")),
     ), "`make peers`, Open MPI"),
