@@ -6,7 +6,6 @@ updates. The ZeRO stages are in `poplar.zero`, the transports in `poplar.comm`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -50,9 +49,6 @@ if TYPE_CHECKING:
     from poplar.drift.speed_follower import SpeedFollower
     from poplar.planner.search import Choice
     from poplar.values.profile import ClusterProfile
-
-
-_LOGGER = logging.getLogger("poplar")
 
 
 class HeteroZeroOptimizer(torch.optim.Optimizer):

@@ -17,21 +17,16 @@ DEVIATIONS = NormalDist().inv_cdf((1.0 + LEVEL) / 2.0)
 """Standard deviations on each side of the mean in such an interval: 1.28."""
 _LEAST_ERROR = 1e-3
 """Relative error that is assumed at least: a few samples may agree by chance."""
-_SHARED_SAMPLES = 4
-"""Samples that what all series of a device show is worth."""
-_ROUNDS = 5
-"""Of fitting a line and the variance of the points' true distances to it."""
 _DEVIATION = 1.4826
 """Standard deviation over median deviation of a normal distribution."""
 _MEDIAN_OVER_MEAN = math.sqrt(math.pi / 2)
 """Standard error of a median over that of a mean."""
 _USUAL_SAMPLES = 4
+"""Samples that the usual deviation counts as much as."""
 _FAR = 3.0
+"""Standard deviations from which on a value is an outlier."""
 _ROUNDS = 5
 """Of fitting a line and the variance of the points' true distances to it."""
-_ERROR_PER_DEVIATION = 1.4826 * math.sqrt(math.pi / 2)
-"""Standard deviation over median deviation of a normal distribution, times the standard error of a
-median over that of a mean."""
 
 
 @dataclass(frozen=True)
