@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from poplar.cli import pair, plan, profile, simulate, watch
+from poplar.cli import checkpoint, pair, plan, profile, simulate, watch
 from poplar.cli.options import AsJson, Debug, Device, Function, PlanFile, RunFile
 from poplar.cli.output import command_output
 from poplar.values.plan import Plan
@@ -99,3 +99,6 @@ def report(
         write_report(RunRecord.from_json(run), output)
         result.document = {"report": str(output)}
         result.show(f"written to {output}")
+
+
+app.add_typer(checkpoint.commands, name="checkpoint")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from poplar.hardware.gpu_specifications import Specification, find_device
+from poplar.values.regular_files import read_regular
 from poplar.values.schema import Fraction, Positive, Rule, from_fields
 
 if sys.version_info >= (3, 11):
@@ -111,7 +112,7 @@ class ClusterFile:
             OSError: the file cannot be read.
         """
         try:
-            content = tomllib.loads(Path(path).read_bytes().decode())
+            content = tomllib.loads(read_regular(path).decode())
         except (ValueError, RecursionError) as error:  # errors of TOML and Unicode are values
             raise ValueError(f"{path} is not valid TOML: {error}") from error
         return cls.from_dict(content, source=str(path))

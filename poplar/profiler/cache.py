@@ -18,7 +18,11 @@ from typing import Any
 
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
+from poplar.values.regular_files import read_regular
 from poplar.values.schema import parse_json
+
+_MOST_BYTES = 1 << 30
+"""Size of a file, at most."""
 
 
 def default_folder() -> Path | None:
@@ -45,7 +49,7 @@ class Cache:
         """
         path = self._path(identity)
         try:
-            return _parsed(path.read_bytes().decode(), identity)
+            return _parsed(read_regular(path, _MOST_BYTES).decode(), identity)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # whatever the file has become, the job can be measured again

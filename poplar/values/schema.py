@@ -20,6 +20,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union
 
+from poplar.values.regular_files import read_regular
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -98,11 +100,11 @@ class Document:
         """Read a file that `to_json` wrote.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: it cannot be read, or is no regular file.
             ValueError: the file is damaged or its content is invalid; names the file.
         """
         try:
-            content = parse_json(Path(path).read_bytes().decode())
+            content = parse_json(read_regular(path).decode())
         except ValueError as error:  # decoding errors are values, too
             raise ValueError(f"{path} is damaged or not JSON ({error}); {cls._remedy}") from error
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -357,9 +358,9 @@ def a_changed_number(path: Path) -> None:
     path.write_text(json.dumps(document))
 
 
-def a_folder(path: Path) -> None:
+def no_file(path: Path, make: Callable[[Path], None]) -> None:
     path.unlink()
-    path.mkdir()
+    make(path)
 
 
 def edited(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -377,7 +378,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another shape": (lambda path: path.write_text("[1, 2, 3]"), "TypeError"),
     "a changed number": (a_changed_number, "its checksum is wrong"),
     "nested": (lambda path: path.write_text("[" * 100_000 + "]" * 100_000), "nested too deeply"),
-    "a folder": (a_folder, "IsADirectoryError"),
+    "a pipe": (lambda path: no_file(path, os.mkfifo), "not a regular file"),
+    "a folder": (lambda path: no_file(path, Path.mkdir), "not a regular file"),
 }
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another format": (lambda c: c["profile"].update(version=99), "profile format 99"),

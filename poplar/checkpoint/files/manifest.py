@@ -7,15 +7,18 @@ An unknown version is refused. The files are those of `torch.distributed.checkpo
 
 from __future__ import annotations
 
-import io
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from poplar._core import crc32c
 from poplar.checkpoint.files.data_file import Stored
+from poplar.checkpoint.files.metadata_file import is_count
 from poplar.checkpoint.files.stored_files import open_stored, read_stored
 from poplar.values.errors import DamagedCheckpoint
 from poplar.values.schema import Count, PositiveCount, from_fields, parse_json
@@ -74,6 +77,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = parse_json(data)
         version, crc = content["version"], content.pop("crc32c")
+        if not is_count(version) or version < 1:
+            raise TypeError(f"version must be at least 1, got {version!r}")
         changed = crc != crc32c(_sorted_text(content).encode())
     except Exception as error:  # json and content of other types raise many
         raise DamagedCheckpoint(
@@ -87,8 +92,8 @@ def read_manifest(folder: Path) -> Manifest:
     if changed:
         raise DamagedCheckpoint(path, "its checksum does not match its content")
     try:
-        manifest = from_fields(Manifest, content)
-    except ValueError as error:
+        manifest = _checked(content)
+    except (TypeError, ValueError) as error:
         raise DamagedCheckpoint(path, f"it has other fields than expected ({error})") from error
     check_files(folder, manifest)
     return manifest
@@ -98,15 +103,38 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """Check that all files are in a folder and have their sizes.
 
     Raises:
-        DamagedCheckpoint: one is missing, has another size, or is no file in the folder.
+        DamagedCheckpoint: one is missing, has another size, or is no regular file in the folder.
     """
     for name, stored in manifest.files.items():
-        with open_stored(folder, name) as file:
-            found = file.seek(0, io.SEEK_END)
+        descriptor = open_stored(folder, name)
+        try:
+            found = os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
         if found != stored.length:
             raise DamagedCheckpoint(
                 folder / name, f"it has {found} bytes, but {stored.length} were written"
             )
+
+
+def _checked(content: Mapping[str, Any]) -> Manifest:
+    """The manifest; raises ValueError or TypeError for content of other types."""
+    manifest = from_fields(Manifest, content)
+    for mapping in (manifest.versions, manifest.computes_in, manifest.base):
+        if not all(isinstance(text, str) for text in mapping.values()):
+            raise TypeError("versions, computes_in and base must be mappings to strings")
+    for name, dtype in manifest.computes_in.items():
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"computes_in[{name!r}] must be a dtype, got {dtype!r}")
+    files = {name: _stored(name, entry) for name, entry in manifest.files.items()}
+    return replace(manifest, files=files)
+
+
+def _stored(file: str, entry: Any) -> Stored:
+    stored = Stored(*entry)
+    if not all(is_count(number) for number in stored):
+        raise ValueError(f"files[{file!r}] must be bytes and a checksum, got {entry!r}")
+    return stored
 
 
 def _sorted_text(content: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """An existing checkpoint: its names, shapes and values, and whether its files are as written.
 
-It may come from a stranger: only files of its folder are opened, values are tensors and plain
-types, and tensors have the dtype and shape that the metadata says.
+It may come from a stranger: only regular files of the folder are opened, values are tensors and
+plain types, and tensors have the dtype and shape that the metadata says.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class OpenedCheckpoint:
         index, described = item.storage_index, self.described[item.storage_index.fqn]
         sizes = next(part.sizes for part in described.chunks if part.offsets == index.offset)
         file_name, offset, length = self._place(index)
-        with open_stored(self.folder, file_name) as file:
+        with os.fdopen(open_stored(self.folder, file_name), "rb") as file:
             view: Any = _create_file_view(file, offset, length)
             stored = torch.load(view, map_location="cpu", weights_only=True)
         if (stored.dtype, stored.shape) != (described.properties.dtype, sizes):
@@ -207,7 +207,9 @@ class OpenedCheckpoint:
     def _read_value(self, index: MetadataIndex) -> Any:
         file_name, offset, length = self._place(index)
         path = self.folder / file_name
-        with open_stored(self.folder, file_name) as file:
+        with os.fdopen(open_stored(self.folder, file_name), "rb") as file:
+            if offset + length > os.fstat(file.fileno()).st_size:
+                raise DamagedCheckpoint(path, f"it has no byte {offset + length - 1}")
             file.seek(offset)
             item = io.BytesIO(file.read(length))
         try:

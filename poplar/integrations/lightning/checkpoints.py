@@ -6,15 +6,15 @@ schedulers) as `state["lightning"]`. A checkpoint with weights only is a file, a
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from poplar.checkpoint.files.opened import OpenedCheckpoint
+from poplar.checkpoint.conversion import convert
 from poplar.checkpoint.load import load_checkpoint
-from poplar.checkpoint.save import STATE, save_now
-from poplar.checkpoint.saved_names import read_groups
+from poplar.checkpoint.save import save_now
 from poplar.optimizer import HeteroZeroOptimizer
 
 LIGHTNING = "lightning"
@@ -45,39 +45,12 @@ def load_folder(
 
 def read_folder(folder: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """A folder as the checkpoint of a single process, on the CPU. Local."""
-    opened = OpenedCheckpoint(folder, weights_only=weights_only)
-    opened.verify()
-    saved = {
-        n.removeprefix(STATE): opened.value(n) for n in opened.described if n.startswith(STATE)
-    }
-    values = _lightning_values(folder, saved)
-    return {
-        **values,
-        "state_dict": _weights(opened),
-        "optimizer_states": [_optimizer_state(opened)],
-    }
-
-
-def _weights(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """The state dict of the model, in the dtypes in which it computes."""
-    names = dict.fromkeys(str(path[1]) for path in opened.paths.values() if path[0] == "model")
-    weights = {name: opened.model_value(name) for name in names}
-    computes_in = {} if opened.manifest is None else opened.manifest.computes_in
-    for name, dtype in computes_in.items():
-        weights[name] = weights[name].to(getattr(torch, dtype))
-    return weights
-
-
-def _optimizer_state(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """The state dict of a plain torch optimizer with the same param groups."""
-    groups = read_groups(opened)
-    numbers = {name: n for n, name in enumerate(name for g in groups for name in g["params"])}
-    state: dict[int, dict[str, Any]] = {}
-    for name, path in opened.paths.items():
-        if path[:2] == ("optim", "state"):
-            state.setdefault(numbers[str(path[2])], {})[str(path[3])] = opened.value(name)
-    packed = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
-    return {"state": state, "param_groups": packed}
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch, "checkpoint.pt")
+        convert(folder, file, "torch", weights_only=weights_only)
+        read = torch.load(file, map_location="cpu", weights_only=weights_only)
+    values = _lightning_values(folder, read["state"])
+    return {**values, "state_dict": read["model"], "optimizer_states": [read["optimizer"]]}
 
 
 def to_lightning_checkpoint(folder: str | Path, file: str | Path) -> None:

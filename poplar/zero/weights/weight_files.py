@@ -22,12 +22,15 @@ from safetensors.torch import _TYPES
 from torch import Tensor, nn
 
 from poplar.values.formatting import format_names
+from poplar.values.regular_files import open_regular, read_regular
 from poplar.values.schema import parse_json
 
 DTYPES: Mapping[torch.dtype, str] = {d: name for name, d in _TYPES.items() if d is not None}
 """Names of dtypes in headers, as far as the installed version of the library knows them."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_INDEX_BYTES = 64 << 20
+"""More than the index of any model has."""
 _SAMPLE = 8
 """Elements at each of three places of a tensor, by which files of different ranks are compared."""
 _LISTED = 5
@@ -53,7 +56,7 @@ class SafetensorsFile:
         """
         self.path = path
         try:
-            with path.open("rb") as file:
+            with os.fdopen(open_regular(path), "rb") as file:
                 # The library checks names, places, the sizes of header and file, and nesting.
                 with safe_open(path, framework="np"):
                     pass
@@ -89,7 +92,7 @@ class SafetensorsFile:
         values = torch.empty(max(0, stop - start), dtype=dtype, device="cpu")
         buffer = values.view(torch.uint8).numpy().data
         place = stored.begin + start * values.itemsize
-        with self.path.open("rb", buffering=0) as file:
+        with os.fdopen(open_regular(self.path), "rb", buffering=0) as file:
             while buffer:
                 count = os.preadv(file.fileno(), [buffer], place)
                 if not count:
@@ -208,7 +211,7 @@ def _contents(file: Path) -> Mapping[Path, list[str] | None]:
     if file.suffix != ".json":
         return {file: None}
     try:
-        pairs = list(parse_json(file.read_bytes())["weight_map"].items())
+        pairs = list(parse_json(read_regular(file, _INDEX_BYTES))["weight_map"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"cannot read {file} as an index of safetensors files ({type(error).__name__}: {error})"

@@ -1,0 +1,168 @@
+"""Writes the content of a checkpoint for programs that read no distributed checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from poplar.checkpoint.files.metadata_file import METADATA
+from poplar.checkpoint.files.opened import OpenedCheckpoint
+from poplar.checkpoint.save import SCALER, STATE
+from poplar.checkpoint.saved_model import Writer
+from poplar.checkpoint.saved_names import read_groups
+from poplar.values.errors import DamagedCheckpoint
+from poplar.zero.weights.weight_files import DTYPES
+
+Format = Literal["torch", "safetensors"]
+Dtype = Literal["model", "stored"]
+
+
+def convert(
+    folder: Path,
+    output: Path,
+    to: Format,
+    *,
+    dtype: Dtype = "model",
+    weights_only: bool = True,
+) -> None:
+    """Convert a checkpoint, in one process.
+
+    Args:
+        folder: the checkpoint; its checksums are verified first.
+        output: the file to write.
+        to: "torch": a file for `torch.load`, with "model", "optimizer", "step", "scaler" and
+            "state", which needs memory for all of them; "safetensors": a file with the weights,
+            which needs memory for one of them.
+        dtype: of the weights: as the "model" computes, or as "stored", trained ones in fp32.
+        weights_only: as for `load_checkpoint`.
+
+    Raises:
+        FileExistsError: the output exists.
+        DamagedCheckpoint, FileNotFoundError: as `load_checkpoint`.
+        ValueError: it has a newer format, or contains an object of a class, see `weights_only`.
+    """
+    if output.exists():
+        raise FileExistsError(f"{output} exists; choose another name, or remove it first")
+    opened = OpenedCheckpoint(folder, weights_only=weights_only)
+    opened.verify()
+    (_to_torch if to == "torch" else _to_safetensors)(opened, output, dtype)
+
+
+def _to_torch(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> None:
+    values: dict[str, Any] = {
+        "model": _model(opened, dtype),
+        "optimizer": plain_optimizer_state(opened),
+        "step": None if opened.manifest is None else opened.manifest.step,
+        "scaler": opened.value(SCALER) if SCALER in opened.described else None,
+        "state": {
+            name.removeprefix(STATE): opened.value(name)
+            for name in opened.described
+            if name.startswith(STATE)
+        },
+    }
+    aside = output.with_name(f"{output.name}.incomplete")
+    torch.save(values, aside)
+    aside.replace(output)
+
+
+def _model(opened: OpenedCheckpoint, dtype: Dtype) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in _names(opened):
+        if opened.tensor(name) is not None:
+            values[name.removeprefix("model.")] = _value(opened, name, dtype)
+        else:
+            own = str(opened.paths[name][1]) if name in opened.paths else name[len("model.") :]
+            values[own] = opened.model_value(own)
+    return values
+
+
+def plain_optimizer_state(opened: OpenedCheckpoint) -> dict[str, Any]:
+    """The state dict of a plain torch optimizer with the same param groups."""
+    groups = read_groups(opened)
+    numbers = {
+        name: n for n, name in enumerate(name for group in groups for name in group["params"])
+    }
+    state: dict[int, dict[str, Any]] = {}
+    for name, path in opened.paths.items():
+        if len(path) == 4 and path[:2] == ("optim", "state"):
+            if path[2] not in numbers:
+                raise DamagedCheckpoint(
+                    opened.folder / METADATA, f"{path[2]!r} has state, but is in no param group"
+                )
+            value = _value(opened, name, "stored")
+            state.setdefault(numbers[str(path[2])], {})[str(path[3])] = value
+    packed = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+    return {"state": state, "param_groups": packed}
+
+
+def _to_safetensors(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> None:
+    tied = _tied(opened)
+    tensors = [(name, _described(opened, name, dtype)) for name in _names(opened)]
+    for name, like in tensors:
+        if like is None or like.dtype not in DTYPES:
+            kind = "not a tensor" if like is None else like.dtype
+            raise TypeError(
+                f"{opened.folder}: {name!r} is {kind}, which safetensors cannot store; convert to "
+                "torch"
+            )
+    kept = [(n.removeprefix("model."), t) for n, t in tensors if t is not None and n not in tied]
+    short = {a.removeprefix("model."): b.removeprefix("model.") for a, b in tied.items()}
+    writer = Writer(output, kept, short)
+    try:
+        for name, _ in kept:
+            writer.write(name, _value(opened, f"model.{name}", dtype))
+        writer.finish()
+        writer.publish()
+    finally:
+        writer.discard()
+
+
+def _names(opened: OpenedCheckpoint) -> list[str]:
+    return sorted(name for name in opened.described if name.startswith("model."))
+
+
+def _tied(opened: OpenedCheckpoint) -> Mapping[str, str]:
+    """Names with the same place in the files as an earlier one."""
+    places: dict[str, list[Any]] = {}
+    for index, place in opened.metadata.storage_data.items():
+        entry = (place.relative_path, place.offset)
+        places.setdefault(index.fqn, []).append(entry)
+    first: dict[Any, str] = {}
+    tied = {}
+    for name in _names(opened):
+        stored = first.setdefault(tuple(sorted(places.get(name, []))) or name, name)
+        if stored != name:
+            tied[name] = stored
+    return tied
+
+
+def _described(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> Tensor | None:
+    """A tensor without memory of the shape and dtype that is written."""
+    found = opened.tensor(name)
+    if found is None:
+        return None
+    return torch.empty(found.size, dtype=_dtype(opened, name, dtype), device="meta")
+
+
+def _dtype(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> torch.dtype:
+    found = opened.tensor(name)
+    assert found is not None
+    stored: torch.dtype = found.properties.dtype
+    if dtype == "stored" or opened.manifest is None:
+        return stored
+    computing = opened.manifest.computes_in.get(name.removeprefix("model."))
+    found_dtype: torch.dtype = stored if computing is None else getattr(torch, computing)
+    return found_dtype
+
+
+def _value(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> Any:
+    found = opened.tensor(name)
+    if found is None:
+        return opened.value(name)
+    value = opened.empty(name, _dtype(opened, name, dtype))
+    opened.read_into({name: value})
+    return value
