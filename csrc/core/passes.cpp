@@ -171,18 +171,20 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(
     }
   }
   const auto some = economical(sizes, costs, rate, kNever);
-  for (std::int64_t held = 1; held < total; ++held) {
+  for (std::int64_t held = 1; held < total - 1; ++held) {
     if (wasted[held] > most_waste) {
       continue;
     }
     for (const auto& [waste, size] : some) {
-      const double together = wasted[held] + waste;
-      if (together > most_waste) {
+      if (wasted[held] + waste > most_waste) {
         break;
       }
-      if (held + size < total && together < wasted[held + size]) {
-        wasted[held + size] = together;
-        added[held + size] = size;
+      // A part that is not full leaves one for the last part: more would make that one costlier.
+      const std::int64_t next = std::min(held + size, total - 1);
+      const double together = wasted[held] + waste + rate * static_cast<double>(held + size - next);
+      if (together <= most_waste && together < wasted[next]) {
+        wasted[next] = together;
+        added[next] = next - held;
       }
     }
   }

@@ -9,7 +9,7 @@ import random
 import planning_oracle
 import pytest
 from all_ranks import alternatives, search
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES, Oracle
 from subset import choose
@@ -50,6 +50,7 @@ def seconds_of(plan):
 UNEQUAL = {(3, 50)}
 """Stages and seeds where prediction and oracle differ, by 0.9 %: one rank whose last unit has only
 frozen parameters. Which of the two overlaps as the engine does is not known yet."""
+KNOWN_ERROR = 0.009
 
 
 def some_shares(oracle, global_batch, draw):
@@ -66,8 +67,6 @@ def some_shares(oracle, global_batch, draw):
 def test_no_plan_is_faster_than_the_one_that_search_finds(stage, first_seed):
     fitting = 0
     for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
-        if (stage, seed) in UNEQUAL:
-            continue
         draw = random.Random(4 * seed + stage)
         ranks = draw.choice((1, 2, 2, 2, 3, 3))
         global_batch = draw.randint(1, LARGEST_GLOBAL_BATCH[ranks])
@@ -75,14 +74,15 @@ def test_no_plan_is_faster_than_the_one_that_search_finds(stage, first_seed):
         oracle = Oracle(cluster, stage)
         plan = best_found(cluster, global_batch=global_batch, stages=(stage,))
         shares = some_shares(oracle, global_batch, draw)
+        known = KNOWN_ERROR if (stage, seed) in UNEQUAL else 0.0
         if plan is not None:
             fitting += 1
             shares.append(plan.shares)
             assert oracle.fits(plan.micro_batches, plan.shares, slack=1.0), seed
             own = oracle.seconds(plan.micro_batches, plan.shares)
-            assert seconds_of(plan) == pytest.approx(own, rel=1e-9), seed
+            assert abs(seconds_of(plan) / own - 1.0) == pytest.approx(known, abs=1e-9, rel=0.1)
         least = oracle.best(global_batch, shares)
-        assert seconds_of(plan) <= least * (1 + 1e-9), f"seed {seed}: {ranks} ranks"
+        assert seconds_of(plan) <= least * (1 + known + 1e-9), f"seed {seed}: {ranks} ranks"
     assert fitting > SEEDS_PER_TEST / 2
 
 
@@ -460,6 +460,7 @@ def test_the_order_of_ranks_does_not_change_the_step_time(seed, stage, global_ba
     more=st.floats(0, 3),
     multiple=st.sampled_from((1, 1, 2)),
 )
+@example(parts={1: 1.0, 3: 1.0}, first={1: 0.0}, total=4, more=1.0, multiple=1)
 def test_cheapest_cover_matches_a_naive_dynamic_program(parts, first, total, more, multiple):
     first_sizes, first_costs = sorted(first), sorted(first.values())
     sizes = sorted(parts)
