@@ -24,8 +24,8 @@ from subset import choose
 from poplar.zero import collective_calls
 
 DEADLINE = timedelta(seconds=120)
-SECONDS = 60.0
-"""In which all ranks raise: less than the deadline, so that none has waited for it."""
+SECONDS = 10.0
+"""In which all ranks raise: far less than the deadline; a loaded machine is slow."""
 
 _OPTIMIZER = "poplar.optimizer.HeteroZeroOptimizer"
 _FULL = "poplar.training.unsharded_model"
