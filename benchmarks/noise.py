@@ -30,7 +30,6 @@ from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
 from poplar.profiler import batch_sizes, trial_runs
 from poplar.tuning import autotune
-from poplar.values.plan import Plan
 
 LARGE = 0.05
 """Regrets above this are counted; *beyond*: those above it and half of the plan's interval."""
@@ -62,7 +61,7 @@ def simulate(seed: int) -> Row:
     least = min(map(machine.mean_seconds, best))
     figures: dict[str, Any] = {"seconds": took, "passes": max(map(len, tuned.plan.micro_batches))}
     for name, plan, seconds in (("profiled", before, profiled), ("tuned", tuned.plan, measured)):
-        low, high = interval_of(plan)
+        low, high = plan.prediction["step_interval"]
         figures |= {
             f"{name}_regret": machine.mean_seconds(plan) / least - 1.0,
             f"{name}_error": plan.prediction["step_seconds"] / seconds - 1.0,
@@ -71,12 +70,6 @@ def simulate(seed: int) -> Row:
         }
     case = {"seed": seed, "noise": kind, "stage": machine.stages[0], "ranks": true.world_size}
     return Row.of("noise", case, figures, packages=())
-
-
-def interval_of(plan: Plan) -> tuple[float, float]:
-    """Of the predicted step."""
-    step = plan.prediction["step_seconds"]
-    return plan.prediction.get("step_interval") or (0.96 * step, 1.04 * step)
 
 
 def summaries(rows: Sequence[Row]) -> Iterator[Row]:

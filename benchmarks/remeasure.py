@@ -86,6 +86,7 @@ SAVED = (
     Saved("search.jsonl", SEARCH, 0.1, ("search.py --rounds 5", "search.py --catalogue")),
     Saved("recomputation.jsonl", SEARCH, 0.0, ()),
     Saved("per_tensor.jsonl", ("poplar/programmes", *SEARCH), 0.1, ("per_tensor.py",)),
+    Saved("noise.jsonl", ("poplar/step", *PLAN), 0.1, ("noise.py --clusters 1008",)),
     Saved("codec.jsonl", ("csrc/ops/cpu", "csrc/include"), 0.1, ("codec.py",)),
     Saved("optimizers.jsonl", STEP, 0.1, ("optimizers.py",)),
     Saved("convergence.jsonl", STEP, 0.2, ("convergence.py",)),
@@ -103,20 +104,18 @@ SAVED = (
     ), "`make peers`, Open MPI"),
     Saved("largest_model.jsonl", (*STEP, *PLAN), 0.3, ("largest_model.py",)),
     Saved("largest_base.jsonl", (*STEP, *PLAN), 0.4, ("largest_base.py",)),
-    Saved("watched_jobs.jsonl", ("poplar/watch",), 0.5, ("watched_jobs.py",), "`make peers`"),
+    Saved("watched_jobs.jsonl", ("poplar/watch", *STEP), 0.5, ("watched_jobs.py",), "`make peers`"),
     Saved("prediction.jsonl", (*STEP, *PLAN), 1.0, ("prediction.py --seconds 90 --rounds 3",)),
     Saved("learning.jsonl", STEP, 3.0, ("learning.py",), resumes=True),
     Saved("slow_links.jsonl", (*STEP, *PLAN), 0.5, (
         "train.py --clusters 2:1@100M 4:2:1@100M --stages 0 1 2 --policies even exact int8 int4 "
         "--peers ddp fsdp2 --samples 8 --steps 15",
     )),
-    Saved("per_tensor_measured.jsonl", ("poplar/programmes", *STEP, *PLAN), 3.0, (
-        "train.py --clusters 2:1@1G 2:1:1@1G 4:2:1@1G --model vgg --stages 0 1 "
-        "--policies even flops exact programme --samples 8 --steps 15",
-        "train.py --clusters 2:1@1G 2:1:1@1G 4:2:1@1G --model mixture --stages 0 1 "
-        "--policies even flops exact programme --samples 8 --steps 15",
-        "train.py --clusters 2:1@1G 2:1:1@1G 4:2:1@1G --model vit --stages 0 1 "
-        "--policies even flops exact programme --samples 8 --steps 15",
+    Saved("per_tensor_measured.jsonl", ("poplar/programmes", *STEP, *PLAN), 3.0, tuple(
+        "train.py --quick --no-memory --no-parts --stages 0 1 --peers ddp deepspeed "
+        "--policies even flops exact programme --samples 8 --steps 10 --context 16 "
+        f"--clusters 2:1 2:1:1 4:2:1 2:1@1G 2:1:1@1G 4:2:1@1G --model {model}"
+        for model in ("mixture", "vgg", "encoder", "vit")
     ), "`make peers`"),
     Saved("uneven_baseline.jsonl", (*STEP, *PLAN), 0.5, (
         "train.py --clusters 2:1:1 --samples 16",

@@ -64,6 +64,7 @@ SHOWING = {
     "gpu_step": "--show h200/step.jsonl",
     "gpu_unequal": "--show h200/unequal.jsonl",
     "left_out": "--show left_out.jsonl",
+    "noise": "--show noise.jsonl",
     "optimizers": "--show optimizers.jsonl",
     "pairs": "",
     "per_tensor": "--show per_tensor.jsonl --markdown",

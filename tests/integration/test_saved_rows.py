@@ -39,6 +39,17 @@ def test_every_file_of_rows_can_be_measured_again_or_says_why_not():
     assert all((ROOT / path).exists() for path in paths)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("command", [c for saved in SAVED for c in saved.commands])
+def test_commands_have_options_that_their_scripts_know(command):
+    script, *words = command.split()
+    program = [sys.executable, str(ROOT / "benchmarks" / script)]
+    # argparse checks values that come before --help; unknown options only without it.
+    done = subprocess.run([*program, *words, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in words if word.startswith("--"))
+
+
 def test_documents_cite_rows_that_exist():
     documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("benchmarks/*.md")]
     cited = {
