@@ -59,6 +59,14 @@ class Training:
         """One step on the global batch. Collective."""
         return self.optimizer.train_step(loss_fn, self.batch, max_norm=1.0)
 
+    def finish(self) -> dict[str, Tensor]:
+        """All steps but the first one; returns the parameters after them. Collective."""
+        for _ in range(STEPS - 1):
+            self.step()
+        found = self.parameters()
+        self.optimizer.release()
+        return found
+
     def parameters(self) -> dict[str, Tensor]:
         """Copies of all parameters. Collective."""
         with self.optimizer.full_parameters():
