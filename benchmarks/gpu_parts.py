@@ -17,13 +17,14 @@ PYTEST = ("-m", "pytest", "-q", "--maxfail=10", "-p", "no:cacheprovider")
 PASSED = r"\b[1-9]\d* passed"
 RANKS_PASSED = r"^([1-9]\d*) of \1 tasks passed"
 # Tests that only need nvcc need no GPU.
-OPERATORS = ("--full", "unit/test_ops.py", "-k", "cuda and not test_cuda_")
+OPERATORS = ("--full", "unit/test_ops.py", "unit/test_codec.py", "-k", "cuda and not test_cuda_")
 # A few tests of each kernel: every launch is many times slower under the sanitizer.
 MEMORY = (
     "pack_of_thousands or large_pack or pack_in_place or block_sums_give or more_ranks "
     "or (clip_coefficient_matches and 0.05) "
     "or exact_sums_are_exact or norm_is_the_square_root or (rank_sum_computes and dtype1) "
-    "or (adamw_gives and False) or adamw_of_more_shards or exact_sum_of_more"
+    "or (adamw_gives and False) or adamw_of_more_shards or exact_sum_of_more "
+    "or encode_of_many or ranks_are_summed"
 )
 COMPILERS = {"CC": "gcc", "CXX": "g++", "CUDAHOSTCXX": "g++"}
 """The system's: an operator that raises ends a process that has two C++ runtimes, as it has if
@@ -58,7 +59,8 @@ def parts(output: Path, device: str) -> list[Part]:
     cuda = device == "cuda"
     rows = output / "ranks.jsonl"
     found = [build(cuda)]
-    for task, seconds in (("exact", 90), ("delays", 90), ("plans", 60)):
+    limits = {"exact": 90, "delays": 90, "plans": 60, "codecs": 90, "elastic": 60, "drift": 120}
+    for task, seconds in limits.items():
         found.append(of_ranks(f"two ranks: {task}", [task], device, rows, seconds))
     failures = ["raises", "late", "exits"]
     found += [
@@ -71,6 +73,7 @@ def parts(output: Path, device: str) -> list[Part]:
             seconds=60,
         ),
         of_tests("operators", OPERATORS if cuda else ("unit/test_ops.py", "-k", "pack"), 90),
+        of_codec(output, device),
         step(output, device),
         pair(output, device),
         unequal(output, device),
@@ -116,6 +119,18 @@ def of_ranks(name: str, tasks: Sequence[str], device: str, rows: Path, seconds: 
 def of_tests(name: str, arguments: Sequence[str], seconds: float) -> Part:
     """A part that runs tests; it fails if all of them are skipped."""
     return Part(name=name, command=[*PYTEST, *arguments], seconds=seconds, verdict=PASSED)
+
+
+def of_codec(output: Path, device: str) -> Part:
+    """Encoding and decoding beside copying."""
+    quick = () if device == "cuda" else ("--quick",)
+    options = ("--device", device, *quick, "--output", output / "codec.jsonl")
+    return Part(
+        name="codec",
+        command=[HERE / "codec.py", *options],
+        seconds=60,
+        verdict=r"^\d+ of \d+ targets met",
+    )
 
 
 def step(output: Path, device: str) -> Part:

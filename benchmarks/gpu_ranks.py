@@ -7,6 +7,9 @@ r"""Two unequal ranks on one GPU: training against one process, delays, failures
     late      a rank that comes after the deadline: the other one raises in time and lives on
     exits     a rank whose process ends: the other one raises in time and lives on
     plans     plans that change between steps, and a rank left out, against one process
+    codecs    compressed communication at every stage, beside exact gradients
+    elastic   checkpoints in memory, also of a lost rank, loaded with other shares
+    drift     a rank that becomes slower: the plan follows
     bases     adapters on a quantised base at every stage, against one process
     memory    memory runs out at each allocation of a step: all ranks raise, and the next step works
 
@@ -32,7 +35,10 @@ import torch.distributed as dist
 from rows import Row, read_rows, write_rows
 from single_gpu import nccl, ranks
 from two_ranks.bases import bases
+from two_ranks.codecs import codecs
 from two_ranks.delays import delays
+from two_ranks.drift import drift
+from two_ranks.elastic import elastic
 from two_ranks.exact import exact
 from two_ranks.failures import exits, late, raises
 from two_ranks.memory import memory
@@ -41,7 +47,11 @@ from two_ranks.rank import BENCHMARK, RANKS, ROWS, Rank
 from watchdog import Ended, watch
 
 TASKS: dict[str, Callable[[Rank], None]] = {
-    task.__name__: task for task in (exact, delays, plans, bases, raises, late, exits, memory)
+    task.__name__: task
+    for task in (
+        *(exact, delays, plans, codecs, elastic, drift, bases),
+        *(raises, late, exits, memory),
+    )
 }
 
 

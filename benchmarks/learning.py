@@ -10,13 +10,15 @@ the samples of each batch in reverse order: it shows how much rounding alone cha
     nice -n 19 python benchmarks/learning.py --output benchmarks/results/learning.jsonl
     python benchmarks/learning.py --show benchmarks/results/learning.jsonl --draw curves.svg
 
-Runs that the output file already has are skipped, so a command that was ended can be repeated.
+Runs that the output file already has are skipped, so a command that was ended can be repeated. With
+`--device cuda` both ranks share a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -43,7 +45,9 @@ from rows import (
     table_of,
     write_rows,
 )
+from single_gpu import nccl
 from text import load_text
+from torch import Tensor
 
 from poplar import HeteroZeroOptimizer, Plan
 
@@ -82,6 +86,7 @@ class Case:
     width: int
     layers: int
     context: int
+    device: str = "cpu"
 
     @property
     def config(self) -> LlamaConfig:
@@ -97,12 +102,17 @@ class Case:
         )
 
     @property
+    def is_cuda(self) -> bool:
+        """Whether the ranks share a GPU."""
+        return self.device == "cuda"
+
+    @property
     def command(self) -> str:
         """What measures this row."""
         return (
             f"python benchmarks/learning.py --communications {self.communication} "
             f"--stages {self.stage} --seeds {self.seed} --steps {self.steps} --width {self.width} "
-            f"--layers {self.layers} --context {self.context}"
+            f"--layers {self.layers} --context {self.context} --device {self.device}"
         )
 
 
@@ -127,7 +137,8 @@ def main() -> None:
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """All runs: one stage after the other, and within a stage all runs of a seed."""
-    sizes = {name: getattr(options, name) for name in ("steps", "width", "layers", "context")}
+    names = ("steps", "width", "layers", "context", "device")
+    sizes = {name: getattr(options, name) for name in names}
     for number, stage in enumerate(options.stages):
         for seed in options.seeds:
             for communication in options.communications:
@@ -141,13 +152,20 @@ def measure(case: Case) -> Row:
     """Train one run on two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found.json")
-        run_ranks(train, len(SHARES), case, str(path))
+        options = {"before": be_a_host, "backend": "cpu:gloo,cuda:nccl"} if case.is_cuda else {}
+        run_ranks(train, len(SHARES), case, str(path), **options)
         found = json.loads(path.read_text("utf-8"))
     losses = found.pop("losses")
     parts = [losses[start : start + EVERY] for start in range(0, len(losses), EVERY)]
     found["losses"] = [round(mean(part), 5) for part in parts]
     found["last_loss"] = mean(losses[-100:])
-    return Row.of(BENCHMARK, asdict(case), found | {"command": case.command})
+    figures = found | {"command": case.command}
+    return Row.of(BENCHMARK, asdict(case), figures, device=case.device)
+
+
+def be_a_host(rank: int) -> None:
+    """For NCCL, which refuses two ranks of one host on one GPU."""
+    os.environ.update(nccl.one_host_per_rank(rank))
 
 
 def train(case: Case, path: str) -> None:
@@ -155,11 +173,13 @@ def train(case: Case, path: str) -> None:
     rank = dist.get_rank()
     plan = Plan(stage=case.stage, global_batch=SAMPLES, micro_batches=MICRO_BATCHES, shares=SHARES)
     torch.manual_seed(case.seed)
-    model, (data, held_out) = Llama(case.config), load_text(case.context)
+    device = torch.device(case.device)
+    model, (data, held_out) = Llama(case.config).to(device), load_text(case.context)
     optimizer = HeteroZeroOptimizer(
         model,
         torch.optim.AdamW,
         plan=plan,
+        compute_dtype=torch.float32,
         communication=EXACT if case.communication == REORDERED else case.communication,
         lr=LEARNING_RATE,
         betas=(0.9, 0.95),
@@ -175,13 +195,14 @@ def train(case: Case, path: str) -> None:
         samples = torch.randint(len(data), (SAMPLES,), generator=draws).tolist()
         if case.communication == REORDERED:
             samples.reverse()
-        batch = batch_of(data, samples[own])
+        batch = moved(batch_of(data, samples[own]), device)
         losses.append(float(optimizer.train_step(next_byte_loss, batch, max_norm=1.0).loss))
         scheduler.step()
         if rank == 0 and step % 100 == 99:
             print(f"{case.command}: step {step + 1}, loss {losses[-1]:.4f}", file=sys.stderr)
     seconds = time.perf_counter() - began
-    held_out_loss = optimizer.evaluate(next_byte_loss, evaluation(held_out)[rank :: len(SHARES)])
+    batches = [moved(batch, device) for batch in evaluation(held_out)[rank :: len(SHARES)]]
+    held_out_loss = optimizer.evaluate(next_byte_loss, batches)
     if rank == 0:
         found = {
             "losses": losses,
@@ -190,6 +211,11 @@ def train(case: Case, path: str) -> None:
             "seconds": seconds,
         }
         Path(path).write_text(json.dumps(found), encoding="utf-8")
+
+
+def moved(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The batch on a device."""
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def exact_of(row: Row, rows: Sequence[Row]) -> Row | None:
@@ -277,6 +303,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     sizes = {"steps": (1500, 5), "width": (448, 64), "layers": (4, 2), "context": (64, 32)}
     for name, (default, _) in sizes.items():
         parser.add_argument(f"--{name}", type=at_least(1), help=f"(default: {default})")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the curves as SVG")
     options = parser.parse_args(arguments)
     options.communications = options.communications or list(COMMUNICATIONS)

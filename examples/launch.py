@@ -38,6 +38,7 @@ def run_ranks(
     *args: Any,
     cores: tuple[int, ...] | None = None,
     before: Callable[[int], None] | None = None,
+    backend: str = "gloo",
 ) -> None:
     """Run `work(*args)` on `ranks` processes with one thread each.
 
@@ -47,6 +48,7 @@ def run_ranks(
         args: arguments of `work`; must be picklable.
         cores: the core that each rank is bound to; None: not bound.
         before: called with the rank before the rendezvous, e.g. to enter a network namespace.
+        backend: of the default process group.
 
     Raises:
         LaunchError: a rank raised an exception or was ended by a signal.
@@ -55,7 +57,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         started = mp.start_processes(
             _rank,
-            (ranks, folder, cores, before, work, args),
+            (ranks, folder, cores, before, backend, work, args),
             nprocs=ranks,
             join=False,
             # CUDA may not be used in forks of a process that has found devices.
@@ -88,6 +90,7 @@ def _rank(
     folder: str,
     cores: tuple[int, ...] | None,
     before: Callable[[int], None] | None,
+    backend: str,
     work: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
@@ -101,7 +104,7 @@ def _rank(
         if before is not None:
             before(rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+            backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
         )
         work(*args)
     except Exception:

@@ -86,11 +86,13 @@ def new_batch(device: torch.device, samples: int) -> dict[str, Tensor]:
     return {"input": text[:, :-1].to(device), "target": text[:, 1:].to(device)}
 
 
-def train_in_one_process(device: torch.device, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+def train_in_one_process(
+    device: torch.device, steps: int, samples: int = PASSES * sum(MICRO_BATCHES)
+) -> tuple[dict[str, Tensor], list[float]]:
     """The reference: plain PyTorch on the whole batch; returns the parameters and the losses."""
     model, losses = new_model(device), []
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
-    batch = new_batch(device, PASSES * sum(MICRO_BATCHES))
+    batch = new_batch(device, samples)
     for _ in range(steps):
         loss = next_byte_loss(model, batch)
         optimizer.zero_grad()

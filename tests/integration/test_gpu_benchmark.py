@@ -151,11 +151,14 @@ def named(name: str, device: str = "cuda") -> Part:
 def test_parts_are_the_same_on_every_device():
     names = [[one.name for one in gpu_parts.parts(Path("out"), kind)] for kind in ("cuda", "cpu")]
     assert names[0] == names[1]
-    assert names[0][:7] == [
+    assert names[0][:10] == [
         "build",
         "two ranks: exact",
         "two ranks: delays",
         "two ranks: plans",
+        "two ranks: codecs",
+        "two ranks: elastic",
+        "two ranks: drift",
         "two ranks: quantised bases",
         "two ranks: failures",
         "two ranks: short memory",
@@ -179,9 +182,8 @@ def collected_tests() -> Iterator[Callable[[Part], frozenset[str]]]:
 
 def test_all_operator_tests_run_except_those_that_only_need_nvcc(collected_tests):
     on_gpu = collected_tests(named("operators"))
-    everything = collected_tests(
-        gpu_parts.of_tests("all", ["--full", "unit/test_ops.py"], seconds=1.0)
-    )
+    files = ["unit/test_ops.py", "unit/test_codec.py"]
+    everything = collected_tests(gpu_parts.of_tests("all", ["--full", *files], seconds=1.0))
     assert {name for name in everything if name.endswith(("cuda]", "-cuda]"))} > on_gpu
     left_out = {name.partition("[")[0] for name in everything - on_gpu if "cuda]" in name}
     assert all(name.startswith("test_cuda_") for name in left_out)

@@ -1,0 +1,100 @@
+"""A rank that becomes slower: the plan follows, and training still equals one process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from llama import next_byte_loss
+from torch import Tensor, nn
+
+from poplar import HeteroZeroOptimizer, profile_cluster, search
+from two_ranks.rank import Rank
+from two_ranks.training import (
+    OPTIONS,
+    STAGES,
+    TOLERANCE,
+    new_batch,
+    new_model,
+    relative_error,
+    train_in_one_process,
+)
+
+SAMPLES = 16
+SLOW_AT, MOST_STEPS, AFTER = 12, 60, 3
+"""Steps until rank 1 becomes slower, in which another plan must have come, and after it."""
+SLOWER_SECONDS = 0.004
+"""By sample: several times what the model takes."""
+
+
+@dataclass
+class Loss:
+    """Waits on the host, within the pass, once the rank is slow."""
+
+    is_slow: bool = False
+
+    def __call__(self, model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+        if self.is_slow:
+            time.sleep(SLOWER_SECONDS * len(part["input"]))
+        return next_byte_loss(model, part)
+
+
+def drift(own: Rank) -> None:
+    """Follow one change at each stage."""
+    for stage in STAGES:
+        began = time.monotonic()
+        model, optimizer = followed(own, stage)
+        loss, samples = Loss(), []
+        while len(samples) < MOST_STEPS and not has_changed(samples[:-AFTER]):
+            loss.is_slow = own.rank == 1 and len(samples) >= SLOW_AT
+            plan, batch = optimizer.plan, new_batch(own.device, SAMPLES)
+            assert plan is not None
+            own_samples = slice(
+                plan.offset(own.rank), plan.offset(own.rank) + plan.samples(own.rank)
+            )
+            samples.append(plan.samples(1))
+            part = {name: value[own_samples] for name, value in batch.items()}
+            optimizer.train_step(loss, part, max_norm=1.0)
+        with optimizer.full_parameters():
+            trained = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+        optimizer.release()
+        expected, _ = train_in_one_process(own.device, len(samples), SAMPLES)
+        off = relative_error(trained, expected)
+        if own.rank == 0:
+            own.note(
+                "drift",
+                f"stage {stage}",
+                has_changed(samples) and off <= len(samples) * TOLERANCE,
+                f"samples of rank 1: {samples[SLOW_AT - 1]}, then {samples[-1]}",
+                steps_to_plan=len(samples) - AFTER - SLOW_AT,
+                parameters=off,
+                seconds=time.monotonic() - began,
+            )
+
+
+def followed(own: Rank, stage: int) -> tuple[nn.Module, HeteroZeroOptimizer]:
+    """A model with a plan from a short profile, which follows the speeds."""
+    model = new_model(own.device)
+    profile = profile_cluster(
+        model,
+        next_byte_loss,
+        new_batch(own.device, 2),
+        stages=(stage,),
+        max_batch=SAMPLES,
+        seconds=3,
+        cache=False,
+        progress=False,
+        compute_dtype=torch.float32,
+    )
+    plan = search(profile, global_batch=SAMPLES, stages=(stage,), leave_out="never")
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.AdamW, plan=plan, compute_dtype=torch.float32, **OPTIONS
+    )
+    optimizer.follow_drift(profile, replan="auto", leave_out="never")
+    return model, optimizer
+
+
+def has_changed(samples: list[int]) -> bool:
+    """Whether rank 1 got fewer samples after it had become slower."""
+    return any(one < samples[SLOW_AT - 1] for one in samples[SLOW_AT:])
