@@ -90,6 +90,7 @@ class ShardFile:
 
         Raises:
             OSError: there is too little memory; says how much is needed.
+            RuntimeError: the memory cannot be pinned, as that of a file on a disk.
         """
         if size <= self.bytes.numel():
             return
@@ -112,7 +113,8 @@ class ShardFile:
         self._unpin()
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         if self._pinned:
-            self._unpin = pin(self.bytes)
+            where = f"the folder must be in memory, as /dev/shm is: {self._path.parent}"
+            self._unpin = pin(self.bytes, where)
 
     def begin(self) -> None:
         """Note that the content is about to change."""

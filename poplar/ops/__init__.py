@@ -43,35 +43,34 @@ EXACT_BITS = plain.EXACT_BITS
 """Bits between the units of two consecutive words of an exact sum."""
 
 _library = torch.library.Library("poplar", "DEF")
+# No argument has a default: torch calls Python functions without the arguments that equal one.
 _library.define("copy_(Tensor(a!) target, Tensor source) -> ()")
 _library.define(
-    "pack_(Tensor(a!) bucket, Tensor[] grads, int[] offsets, float weight, "
-    "bool accumulate=False) -> ()"
+    "pack_(Tensor(a!) bucket, Tensor[] grads, int[] offsets, float weight, bool accumulate) -> ()"
 )
 _library.define(
-    "rank_sum_(Tensor(a!) out, Tensor[] received, bool accumulate=False, "
-    "Tensor(b!)? sums=None) -> ()"
+    "rank_sum_(Tensor(a!) out, Tensor[] received, bool accumulate, Tensor(b!)? sums) -> ()"
 )
 _library.define(
     "rank_sum_chunks_(Tensor(a!) out, Tensor[] received, Tensor(b!) work_counters, "
-    "Tensor(c!)? sums=None) -> ()"
+    "Tensor(c!)? sums) -> ()"
 )
 _library.define(
     "encode_(Tensor(a!) codes, Tensor[] values, int[] offsets, float weight, int bits, int first, "
     "int key) -> ()"
 )
 _library.define(
-    "decode_sum_(Tensor(a!) out, Tensor[] received, int bits, bool accumulate=False, "
-    "Tensor(b!)? sums=None) -> ()"
+    "decode_sum_(Tensor(a!) out, Tensor[] received, int bits, bool accumulate, "
+    "Tensor(b!)? sums) -> ()"
 )
 _library.define("block_sums_of_squares(Tensor flat) -> Tensor")
 _library.define("exact_sum_(Tensor(a!) total, Tensor[] values) -> ()")
 _library.define("exact_norm(Tensor totals) -> Tensor")
-_library.define("clip_coefficient(Tensor norm, float max_norm, Tensor? scale=None) -> Tensor")
+_library.define("clip_coefficient(Tensor norm, float max_norm, Tensor? scale) -> Tensor")
 _library.define(
     "adamw_(Tensor(a!)[] values, Tensor[] gradients, Tensor(b!)[] means, "
-    "Tensor(c!)[] square_means, Tensor(d!)[] rounded, float[] rules, Tensor? scale=None, "
-    "Tensor? found_inf=None) -> ()"
+    "Tensor(c!)[] square_means, Tensor(d!)[] rounded, float[] rules, Tensor? scale, "
+    "Tensor? found_inf) -> ()"
 )
 
 

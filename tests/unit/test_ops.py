@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import random
@@ -696,6 +697,12 @@ def one_shard(f, *, gradient=None, mean=None, low=None, rule=RULE):
     return (*([tensor] for tensor in given), [f(0) if low is None else low], list(rule))
 
 
+def all_arguments(name, given):
+    """Those given, and the defaults of the plain function: the schema has none."""
+    parameters = list(inspect.signature(PLAIN[name]).parameters.values())
+    return (*given, *(each.default for each in parameters[len(given) :]))
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -782,8 +789,9 @@ def one_shard(f, *, gradient=None, mean=None, low=None, rule=RULE):
 @pytest.mark.parametrize("plain", [False, True])
 def test_all_providers_raise_the_same_errors(device, name, arguments, message, plain):
     function = PLAIN[name] if plain else getattr(torch.ops.poplar, name)
+    given = arguments(lambda numel: torch.zeros(numel, device=device))
     with pytest.raises(RuntimeError, match=message):
-        function(*arguments(lambda numel: torch.zeros(numel, device=device)))
+        function(*all_arguments(name, given))
 
 
 @pytest.mark.parametrize(
@@ -820,7 +828,14 @@ def test_all_providers_raise_the_same_errors(device, name, arguments, message, p
 )
 def test_opcheck(device, name, arguments):
     sample = arguments(lambda *shape: torch.randn(*shape, device=device))
-    torch.library.opcheck(getattr(torch.ops.poplar, name).default, sample)
+    torch.library.opcheck(getattr(torch.ops.poplar, name).default, all_arguments(name, sample))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_providers_in_python_get_every_argument(device, name):
+    """PyTorch calls them without arguments that equal a default of the schema."""
+    schema = getattr(torch.ops.poplar, name).default._schema
+    assert not any(argument.has_default_value() for argument in schema.arguments)
 
 
 def test_operators_write_to_leaves_that_require_gradients(device):

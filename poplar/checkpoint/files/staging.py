@@ -15,6 +15,7 @@ from poplar.checkpoint.files.data_file import Pickled
 _ALIGNMENT = 64
 _PORTABLE = 1
 """`cudaHostRegisterPortable`: pinned for all devices."""
+_ADVICE = "free host memory, or save to a folder with CheckpointManager(asynchronous=False)"
 
 
 class Staging:
@@ -49,22 +50,24 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free it first
         self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         if pinned:
-            self._unpin = weakref.finalize(self, pin(self._buffer))
+            self._unpin = weakref.finalize(self, pin(self._buffer, _ADVICE))
 
 
-def pin(memory: Tensor) -> Callable[[], None]:
+def pin(memory: Tensor, advice: str) -> Callable[[], None]:
     """Pin memory, as much as there is: `pin_memory=True` takes the next power of two.
 
     Returns:
         Ends it; the memory is kept until then.
+
+    Raises:
+        RuntimeError: the driver refuses; the message ends with `advice`.
     """
     cuda = torch.cuda.cudart()
     failure = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
     if failure:
         raise RuntimeError(
             f"CUDA error {failure} while {memory.nbytes} bytes of host memory were pinned for a "
-            "copy of the training state; free host memory, or save to a folder with "
-            "CheckpointManager(asynchronous=False)"
+            f"copy of the training state; {advice}"
         )
 
     def unpin() -> None:
