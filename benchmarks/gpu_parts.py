@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -65,6 +65,7 @@ def parts(output: Path, device: str) -> list[Part]:
     failures = ["raises", "late", "exits"]
     found += [
         of_ranks("two ranks: quantised bases", ["bases"], device, rows, 90),
+        of_triton(device, rows),
         of_ranks("two ranks: failures", failures, device, rows, 120),
         of_ranks("two ranks: short memory", ["memory"], device, rows, 60),
         of_tests(
@@ -114,6 +115,12 @@ def of_ranks(name: str, tasks: Sequence[str], device: str, rows: Path, seconds: 
         seconds=seconds,
         verdict=RANKS_PASSED,
     )
+
+
+def of_triton(device: str, rows: Path) -> Part:
+    """Two ranks whose operators are Triton's: every launcher, through PyTorch's dispatcher."""
+    part = of_ranks("two ranks: Triton", ["exact", "codecs"], device, rows, 150)
+    return replace(part, environment={"POPLAR_OPS": "triton"})
 
 
 def of_tests(name: str, arguments: Sequence[str], seconds: float) -> Part:

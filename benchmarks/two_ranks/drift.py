@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from poplar import HeteroZeroOptimizer, profile_cluster, search
 from two_ranks.rank import Rank
 from two_ranks.training import (
-    OPTIONS,
     STAGES,
     TOLERANCE,
     new_batch,
@@ -24,19 +23,20 @@ from two_ranks.training import (
 SAMPLES = 16
 SLOW_AT, MOST_STEPS, AFTER = 12, 60, 3
 """Steps until rank 1 becomes slower, in which another plan must have come, and after it."""
-SLOWER_SECONDS = 0.004
-"""By sample: several times what the model takes."""
+LEARNING_RATE = 1e-3
+"""Small, so that rounding errors do not grow in so many steps."""
+SECONDS = {False: 0.002, True: 0.01}
+"""By sample, of a rank that is slow or not: more than the model takes on any device."""
 
 
 @dataclass
 class Loss:
-    """Waits on the host, within the pass, once the rank is slow."""
+    """Waits on the host within the pass, for each sample: longer once the rank is slow."""
 
     is_slow: bool = False
 
     def __call__(self, model: nn.Module, part: dict[str, Tensor]) -> Tensor:
-        if self.is_slow:
-            time.sleep(SLOWER_SECONDS * len(part["input"]))
+        time.sleep(SECONDS[self.is_slow] * len(part["input"]))
         return next_byte_loss(model, part)
 
 
@@ -59,7 +59,7 @@ def drift(own: Rank) -> None:
         with optimizer.full_parameters():
             trained = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
         optimizer.release()
-        expected, _ = train_in_one_process(own.device, len(samples), SAMPLES)
+        expected, _ = train_in_one_process(own.device, len(samples), SAMPLES, lr=LEARNING_RATE)
         off = relative_error(trained, expected)
         if own.rank == 0:
             own.note(
@@ -78,7 +78,7 @@ def followed(own: Rank, stage: int) -> tuple[nn.Module, HeteroZeroOptimizer]:
     model = new_model(own.device)
     profile = profile_cluster(
         model,
-        next_byte_loss,
+        Loss(),
         new_batch(own.device, 2),
         stages=(stage,),
         max_batch=SAMPLES,
@@ -89,7 +89,7 @@ def followed(own: Rank, stage: int) -> tuple[nn.Module, HeteroZeroOptimizer]:
     )
     plan = search(profile, global_batch=SAMPLES, stages=(stage,), leave_out="never")
     optimizer = HeteroZeroOptimizer(
-        model, torch.optim.AdamW, plan=plan, compute_dtype=torch.float32, **OPTIONS
+        model, torch.optim.AdamW, plan=plan, compute_dtype=torch.float32, lr=LEARNING_RATE, eps=1e-3
     )
     optimizer.follow_drift(profile, replan="auto", leave_out="never")
     return model, optimizer

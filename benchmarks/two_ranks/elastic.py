@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from poplar.elastic import MemoryCheckpoints
 from two_ranks.rank import RANKS, Rank
@@ -19,7 +21,8 @@ def elastic(own: Rank) -> None:
         for spares in range(RANKS):
             began = time.monotonic()
             # With a spare shard, each rank is a host of its own, with its own folder.
-            folder = own.folder / f"memory-{stage}-{own.rank if spares else 0}"
+            name = f"{own.folder.name}-{stage}-{own.rank if spares else 0}"
+            folder = Path("/dev/shm", f"poplar-{name}")
             settings: dict[str, Any] = {"folder": folder, "spare_shards": spares}
             training = Training(own, stage)
             memory = MemoryCheckpoints(training.optimizer, **settings)
@@ -37,6 +40,8 @@ def elastic(own: Rank) -> None:
                 found = training.finish()
                 is_equal &= all(torch.equal(found[name], value) for name, value in expected.items())
             memory.remove()
+            dist.barrier()
+            shutil.rmtree(folder, ignore_errors=True)
             if own.rank == 0:
                 own.note(
                     "elastic",

@@ -87,11 +87,14 @@ def new_batch(device: torch.device, samples: int) -> dict[str, Tensor]:
 
 
 def train_in_one_process(
-    device: torch.device, steps: int, samples: int = PASSES * sum(MICRO_BATCHES)
+    device: torch.device,
+    steps: int,
+    samples: int = PASSES * sum(MICRO_BATCHES),
+    **options: Any,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """The reference: plain PyTorch on the whole batch; returns the parameters and the losses."""
     model, losses = new_model(device), []
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    optimizer = torch.optim.AdamW(model.parameters(), **{**OPTIONS, **options})
     batch = new_batch(device, samples)
     for _ in range(steps):
         loss = next_byte_loss(model, batch)
