@@ -7,10 +7,10 @@ safetensors, nvcc, and no network. Without a GPU, `--device cpu` runs all parts 
 The first part builds the package for this GPU. The others follow in order of value: two unequal
 ranks on the one GPU against one process, the same under random delays, plans that change,
 compressed communication, checkpoints in memory, a rank that becomes slower, quantised bases,
-Triton's operators, failing ranks, memory that runs out at each allocation, steps without host synchronization, the
-operators, and a step beside FSDP2. Each part is a process with its own limit and log. After each
-one, all logs and rows are in one archive, FOLDER/gpu.tar.gz, also if the run is stopped. In a copy
-without git, set `POPLAR_COMMIT` for the rows.
+Triton's operators, failing ranks, memory that runs out at each allocation, steps without host
+synchronization, the operators, and a step beside FSDP2. Each part is a process with its own limit
+and log. After each one, all logs and rows are in one archive, FOLDER/gpu.tar.gz, also if the run is
+stopped. In a copy without git, set `POPLAR_COMMIT` for the rows.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class ShardFile:
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         if self._pinned:
             where = f"the folder must be in memory, as /dev/shm is: {self._path.parent}"
-            self._unpin = pin(self.bytes, where)
+            self._unpin = pin(self, self.bytes, where)
 
     def begin(self) -> None:
         """Note that the content is about to change."""

@@ -71,6 +71,36 @@ def test_room_is_reserved_before_anything_is_written(tmp_path: Path):
         file.reserve(2 << 20)
 
 
+class Driver:
+    """Refuses to pin memory twice, as CUDA does."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
+        if any(start < end and begin < start + size for begin, end in self.pinned.items()):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        self.pinned[start] = start + size
+        return 0
+
+    def cudaHostUnregister(self, start: int) -> None:
+        del self.pinned[start]
+
+
+def test_memory_of_a_file_is_pinned_only_while_the_file_is_open(tmp_path: Path):
+    driver = Driver()
+    with mock.patch.object(torch.cuda, "cudart", return_value=driver):
+        for size in (1 << 20, 2 << 20, 2 << 20):
+            file = ShardFile(tmp_path / "part", pinned=True)
+            file.reserve(size)
+            assert list(driver.pinned) == [file.bytes.data_ptr()]
+            del file
+            assert not driver.pinned
+        driver.cudaHostRegister = lambda *_: 1
+        with pytest.raises(RuntimeError, match=r"the folder must be in memory, as /dev/shm is: /"):
+            ShardFile(tmp_path / "part", pinned=True)
+
+
 def test_folders_of_agents_that_have_ended_are_removed(tmp_path: Path):
     with mock.patch.object(agent_folder, "_ROOT", tmp_path):
         own = agent_folder.agent_folder()

@@ -50,14 +50,15 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free it first
         self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         if pinned:
-            self._unpin = weakref.finalize(self, pin(self._buffer, _ADVICE))
+            self._unpin = pin(self, self._buffer, _ADVICE)
 
 
-def pin(memory: Tensor, advice: str) -> Callable[[], None]:
+def pin(owner: object, memory: Tensor, advice: str) -> Callable[[], object]:
     """Pin memory, as much as there is: `pin_memory=True` takes the next power of two.
 
     Returns:
-        Ends it; the memory is kept until then.
+        Ends it, as the end of `owner` does: later memory at this address could not be pinned. The
+        memory is kept until then.
 
     Raises:
         RuntimeError: the driver refuses; the message ends with `advice`.
@@ -73,7 +74,7 @@ def pin(memory: Tensor, advice: str) -> Callable[[], None]:
     def unpin() -> None:
         cuda.cudaHostUnregister(memory.data_ptr())
 
-    return unpin
+    return weakref.finalize(owner, unpin)
 
 
 def _padded(size: int) -> int:
