@@ -7,8 +7,8 @@ runs of a seed differ only in what ranks send. Without compression all stages ha
 the samples of each batch in reverse order: it shows how much rounding alone changes the losses.
 
     python benchmarks/learning.py --quick
-    nice -n 19 python benchmarks/learning.py --output benchmarks/results/learning.jsonl
-    python benchmarks/learning.py --show benchmarks/results/learning.jsonl --draw curves.svg
+    nice -n 19 python benchmarks/learning.py --output learning.jsonl
+    python benchmarks/learning.py --show benchmarks/results/h200/learning.jsonl --draw curves.svg
 
 Runs that the output file already has are skipped, so a command that was ended can be repeated. With
 `--device cuda` both ranks share a GPU.

@@ -44,8 +44,6 @@ class Saved:
     """Of scripts in this folder, without `--output`; none: no script is left that measures it."""
     needs: str = ""
     """Beside two idle cores and root."""
-    resumes: bool = False
-    """The script skips what its output file has."""
 
     @property
     def path(self) -> Path:
@@ -106,7 +104,6 @@ SAVED = (
     Saved("largest_base.jsonl", (*STEP, *PLAN), 0.4, ("largest_base.py",)),
     Saved("watched_jobs.jsonl", ("poplar/watch", *STEP), 0.5, ("watched_jobs.py",), "`make peers`"),
     Saved("prediction.jsonl", (*STEP, *PLAN), 1.0, ("prediction.py --seconds 90 --rounds 3",)),
-    Saved("learning.jsonl", STEP, 3.0, ("learning.py",), resumes=True),
     Saved("slow_links.jsonl", (*STEP, *PLAN), 0.5, (
         "train.py --clusters 2:1@100M 4:2:1@100M --stages 0 1 2 --policies even exact int8 int4 "
         "--peers ddp fsdp2 --samples 8 --steps 15",
@@ -122,6 +119,8 @@ SAVED = (
     ), "`make peers`"),
     Saved("train.jsonl", (*STEP, *PLAN), 5.0, ("train.py",), "`make peers`"),
     Saved("h200/ranks.jsonl", STEP, 0.1, (), "a GPU: `make gpu`"),
+    Saved("h200/learning.jsonl", STEP, 0.1, (), "a GPU: `learning.py --device cuda`"),
+    Saved("h200/codec.jsonl", ("csrc/ops/cuda", "csrc/include"), 0.1, (), "a GPU: `make gpu`"),
     Saved("h200/step.jsonl", STEP, 0.1, (), "a GPU: `make gpu`"),
     Saved("h200/unequal.jsonl", (*STEP, *PLAN), 0.1, (), "a GPU: `make gpu`"),
 )  # fmt: skip
@@ -150,8 +149,7 @@ def measure(saved: Saved) -> None:
     for output, command in zip(done, saved.commands, strict=True):
         if not output.exists():
             unfinished = output.with_suffix(output.suffix + ".unfinished")
-            if not saved.resumes:
-                unfinished.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
             script, *options = shlex.split(command)
             program = [sys.executable, str(ROOT / "benchmarks" / script), *options]
             subprocess.run([*program, "--output", str(unfinished)], check=True)

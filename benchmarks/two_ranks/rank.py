@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from rows import Row, write_rows
 
+from poplar import ops
+
 RANKS = 2
 ROWS, BENCHMARK = "rows.jsonl", "gpu_ranks"
 
@@ -29,7 +31,12 @@ class Rank(NamedTuple):
         """Write a row. Call it on one rank."""
         row = Row.of(
             BENCHMARK,
-            {"task": task, "case": case, "backend": dist.get_backend_config()},
+            {
+                "task": task,
+                "case": case,
+                "operators": ops.providers()[self.device.type].name,
+                "backend": dist.get_backend_config(),
+            },
             {"ok": ok, "message": message, **figures},
             packages=("torch", "triton"),
             device=self.device.type,

@@ -63,6 +63,7 @@ SHOWING = {
     "elastic": "--show elastic.jsonl",
     "gpu_step": "--show h200/step.jsonl",
     "gpu_unequal": "--show h200/unequal.jsonl",
+    "learning": "--show h200/learning.jsonl",
     "left_out": "--show left_out.jsonl",
     "noise": "--show noise.jsonl",
     "optimizers": "--show optimizers.jsonl",
