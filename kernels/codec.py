@@ -34,13 +34,15 @@ def _level(x, GROUPS: tl.constexpr, DISTANCE: tl.constexpr):
 def _random_words(group, low, high, GROUPS: tl.constexpr):
     """32 words for each group; `group` is the number of the first one in the whole flat tensor."""
     word = group * 32 + tl.reshape(tl.arange(0, GROUPS * 32), [GROUPS, 32])
-    word = (word + low + (word >> 32) * 0x9E3779B9).to(tl.uint32)
+    low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+    word = (word + low.to(tl.int64) + (word >> 32) * 0x9E3779B9).to(tl.uint32)
     word = (word ^ (word >> 16)) * 0x21F0AAAD
-    word = (word ^ (word >> 15) ^ high.to(tl.uint32)) * 0x735A2D97
+    word = (word ^ (word >> 15) ^ high) * 0x735A2D97
     return word ^ (word >> 15)
 
 
-@triton.jit
+# Keys and numbers differ from call to call; Triton would compile again for multiples of 16 and 1.
+@triton.jit(do_not_specialize=["groups", "segments", "first_group", "key_low", "key_high"])
 def encode_kernel(
     codes_ptr,
     table_ptr,
@@ -93,7 +95,7 @@ def encode_kernel(
     tl.store(end + 1, (scale >> 8).to(tl.uint8), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ranks"])
 def decode_kernel(
     out_ptr,
     table_ptr,
@@ -155,7 +157,7 @@ def encode_(
         return
     flat = [tensor.contiguous() for tensor in values]
     table, segments = value_table(flat, offsets, codes.device)
-    low, high = random_key(key)
+    low, high = (word - (word >> 31 << 32) for word in random_key(key))  # always int32
     encode_kernel[(triton.cdiv(groups * 64, TILE),)](
         codes,
         table,

@@ -310,7 +310,7 @@ def launched_variants() -> list[tuple[str, str, dict[str, str], dict[str, Any]]]
         norm = {"sums_ptr": "*fp32", "flat_ptr": dtype, "numel": "i64"}
         found.append(("norm", "block_sums_kernel", norm, {}))
     encode = {"codes_ptr": "*u8", "table_ptr": "*i64", "groups": "i64", "segments": "i32"}
-    encode |= {"first_group": "i64", "key_low": "i64", "key_high": "i64"}
+    encode |= {"first_group": "i64", "key_low": "i32", "key_high": "i32"}
     for bits in (8, 4):
         found.append(("codec", "encode_kernel", encode, {"BITS": bits}))
     table = {"table_ptr": "*i64", "rows": "i32"}
@@ -377,6 +377,14 @@ def compile_kernel(
 def compiled(request: pytest.FixtureRequest) -> list[tuple[Any, ...]]:
     """Each variant with its code for a chip."""
     return [(*own, compile_kernel(request.param, *own)) for own in compiled_variants()]
+
+
+def test_another_key_or_number_of_tensors_compiles_nothing_again():
+    from poplar.kernels.codec import decode_kernel, encode_kernel
+
+    fixed = {each.name for each in encode_kernel.params if each.do_not_specialize}
+    assert fixed == {"groups", "segments", "first_group", "key_low", "key_high"}
+    assert next(each for each in decode_kernel.params if each.name == "ranks").do_not_specialize
 
 
 @pytest.mark.slow
