@@ -100,7 +100,7 @@ def test_exact_sums_equal_plain_for_any_threads(threads: int) -> None:
 def test_adamw_equals_plain_for_any_threads(threads: int, rounded: torch.dtype | None) -> None:
     shards = Shards.draw(Draw(threads, "cpu"), [70_001, 5, 1_500_000, 0, 9_000], [rounded, None])
     ours, theirs = shards.copy(), shards.copy()
-    OPERATORS.adamw_(*ours.arguments(), ours.numbers())
+    OPERATORS.adamw_(*ours.arguments(), ours.numbers(), None, None)
     plain.adamw_(*theirs.arguments(), theirs.numbers())
     for one, other in zip(ours.flat(), theirs.flat(), strict=True):
         assert_same_bits(one, other)
