@@ -245,6 +245,8 @@ def _run_worker(
     stacks = open(Path(folder) / f"stacks-{own_rank}", "w")  # noqa: SIM115 (open as long as the process runs)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # As in a program: workers of loaders would be new processes, which import torch for seconds.
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     distributed_c10d.ProcessGroupGloo = _Gloo
     # Test models are tiny; otherwise all their blocks would form one unit.

@@ -126,7 +126,8 @@ def test_the_loop_equals_one_process_and_resumes(three, tmp_path, stage, save_at
 def train_under_a_measured_plan(cls: Any) -> Any:
     as_launched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    tuning = {"seconds": 2.0, "cache": False, "verify": False, "progress": False}
+    seconds = choose(quick=0.3, full=2.0)
+    tuning = {"seconds": seconds, "cache": False, "verify": False, "progress": False}
     engine = {"on_nonfinite": "skip", "allow_forward_state": True}  # not options of AdamW
     parts = prepared(None, accelerator, cls, tuning=tuning, replan="auto", **engine)
     return parts.optimizer.plan.global_batch, run_loop(accelerator, parts, 0, "unused")

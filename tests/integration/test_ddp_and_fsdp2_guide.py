@@ -36,7 +36,7 @@ def sharded_script() -> str:
 def test_script_plans_and_trains(tmp_path: Path, engine: str) -> None:
     """As it stands with `--full`; otherwise it may spend fewer seconds on measurements."""
     script = tmp_path / "train.py"
-    budget = choose(quick="seconds=1,", full="seconds=10,")
+    budget = choose(quick="seconds=0.3,", full="seconds=10,")
     program = SCRIPT if engine == "ddp" else sharded_script()
     script.write_text(replaced(program, "seconds=10,", budget))
     variables = {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}

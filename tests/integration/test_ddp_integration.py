@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import unequal_passes as training
 from ranks import Failure, Pool
+from subset import choose
 from torch import Tensor
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +43,8 @@ DDP_OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def test_losses_are_those_of_one_process(ranks: Pool) -> None:
-    jobs = [Job(name, UNEQUAL, steps=20) for name in ("llama", "bert", "gpt2")]
+    steps = choose(quick=6, full=20)
+    jobs = [Job(name, UNEQUAL, steps=steps) for name in ("llama", "bert", "gpt2")]
     jobs += [
         Job("tagger", ONE_WITHOUT_SAMPLES, steps=5, max_norm=0.1),
         Job("tagger", ONE_WITHOUT_SAMPLES, ddp={"gradient_as_bucket_view": True}),

@@ -11,6 +11,7 @@ import ranks as harness
 import torch.distributed.checkpoint as dcp
 import unequal_passes as training
 from ranks import Pool
+from subset import choose
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -32,6 +33,9 @@ WITHOUT_SAMPLES = {
 }
 """Rank 0 has micro-batches without a label, rank 1 has no samples."""
 
+STEPS = choose(quick=6, full=20)
+"""Of the models of transformers."""
+
 
 def plan_of(micro_batches: tuple[tuple[int, ...], ...], stage: int) -> Plan:
     samples = sum(map(sum, micro_batches))
@@ -43,7 +47,7 @@ def plan_of(micro_batches: tuple[tuple[int, ...], ...], stage: int) -> Plan:
 def test_losses_are_those_of_one_process(ranks: Pool, stage: int, model: str) -> None:
     jobs = [Job("tagger", plan_of(WITHOUT_SAMPLES[stage], stage), max_norm=0.1)]
     job = Job("tagger", plan_of(PLANS[stage], stage))
-    jobs += [replace(job, model=model, steps=20), replace(job, optimizer="SGD")]
+    jobs += [replace(job, model=model, steps=STEPS), replace(job, optimizer="SGD")]
     by_rank = ranks.run(training.train_many, jobs, ranks=3)
     for number, job in enumerate(jobs):
         assert_equal_losses([losses[number] for losses in by_rank], job)

@@ -20,6 +20,7 @@ import torch
 import torchrun
 from collected import names_with_a_gpu
 from ranks import Pool
+from subset import choose
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -220,7 +221,11 @@ def run_task(task: str, folder: Path) -> None:
     gpu_ranks.TASKS[task](own)
 
 
-@pytest.mark.parametrize("task", ["exact", "delays", "plans", "bases", "raises", "memory"])
+TASKS = ["exact", "delays", "plans", "codecs", "elastic", "drift", "bases", "raises", "memory"]
+"""Those whose ranks live on. `exits` and `late` have ranks of their own."""
+
+
+@pytest.mark.parametrize("task", choose(quick=["exact"], full=TASKS))
 def test_task_of_two_ranks_passes_on_the_cpu(two_ranks, tmp_path, task):
     two_ranks.run(run_task, task, tmp_path)
     check_rows(tmp_path / gpu_ranks.ROWS)
@@ -228,7 +233,7 @@ def test_task_of_two_ranks_passes_on_the_cpu(two_ranks, tmp_path, task):
 
 @pytest.mark.parametrize(
     "task",
-    ["exits", pytest.param("late", marks=pytest.mark.full)],  # `late` waits for deadlines
+    choose(quick=["raises"], full=["exits", "late"]),  # the latter wait for deadlines
 )
 def test_script_starts_the_ranks_of_a_task(tmp_path, task):
     output = tmp_path / "rows.jsonl"

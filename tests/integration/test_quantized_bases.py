@@ -62,11 +62,13 @@ def whole(model: Any, optimizer: HeteroZeroOptimizer) -> dict[str, Tensor]:
         return trained_values(model)
 
 
-def by_optimizer(kind: str, stage: int, folder: str, shares: Any = SHARES) -> Result:
+def by_optimizer(
+    kind: str, stage: int, folder: str, shares: Any = SHARES, steps: int = STEPS
+) -> Result:
     model, plan = adapted(kind), plan_of(stage, shares)
     optimizer = optimizer_of(model, plan)
     optimizer.evaluate(loss_fn, [collated(samples()[:2])])  # changes no weight
-    losses = [float(optimizer.train_step(loss_fn, b).loss) for b in batches_of(plan, STEPS)]
+    losses = [float(optimizer.train_step(loss_fn, b).loss) for b in batches_of(plan, steps)]
     return losses, whole(model, optimizer)
 
 
@@ -210,8 +212,9 @@ def test_losses_and_adapters_equal_those_of_one_process(
 @pytest.mark.parametrize("kind", quantized.BASES)
 @pytest.mark.parametrize("stage", range(1, 4))
 def test_adapters_have_the_same_bits_under_other_shares(three, tmp_path, kind, stage) -> None:
-    first = three.run(by_optimizer, kind, stage, str(tmp_path))[0]
-    second = three.run(by_optimizer, kind, stage, str(tmp_path), OTHER_SHARES)[0]
+    steps = choose(quick=5, full=STEPS)
+    first = three.run(by_optimizer, kind, stage, str(tmp_path), steps=steps)[0]
+    second = three.run(by_optimizer, kind, stage, str(tmp_path), OTHER_SHARES, steps)[0]
     assert first[0] == second[0]
     torch.testing.assert_close(first[1], second[1], rtol=0, atol=0)
 

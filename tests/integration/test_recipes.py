@@ -166,6 +166,7 @@ def save_diffusion_model(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.full  # importing diffusers takes longer than training
 def test_accelerate_trains_adapters_of_a_diffusion_model(tmp_path: Path) -> None:
     model = save_diffusion_model(tmp_path / "model")
     images = tmp_path / "images"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from readme import patched
+from subset import choose
 from test_checkpoint_guide import ROOT, launch
 
 CHANGED_LINES = 5
@@ -39,7 +40,7 @@ def test_program_with_trainer_plans_trains_and_resumes(tmp_path: Path) -> None:
         "--save_steps",
         "4",
         "--seconds",
-        "2",
+        choose(quick="0.5", full="2"),
         "--no_verify",
     )
     assert "step 4: evaluation loss" in first

@@ -127,6 +127,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a mean over labels": {"model": lambda model: MeanForCausalLM(model.config)},
     "wide tail": {"args": {"num_train_epochs": 2, "max_steps": -1}, "samples": 55},
 }
+QUICK = set(FEATURES) - {
+    *("autocast", "compiled", "in the order of the dataset"),
+    *("token counts", "plain SGD", "Adafactor"),
+}
+FEATURE_STEPS = choose(quick=4, full=6)
+"""More than those that warm up."""
 
 
 def trained(trainer_class: Any, feature: str, folder: str, sizes: dict[str, int], **options: Any):
@@ -136,7 +142,7 @@ def trained(trainer_class: Any, feature: str, folder: str, sizes: dict[str, int]
     callbacks = [callback() for callback in own.pop("callbacks", ())]
     trainer = trainer_class(
         wanted.get("model", lambda model: model)(model_of("llama")),
-        arguments(folder, **({"max_steps": 6} | wanted.get("args", {}) | sizes)),
+        arguments(folder, **({"max_steps": FEATURE_STEPS} | wanted.get("args", {}) | sizes)),
         data_collator=padded,
         callbacks=callbacks,
         **own,
@@ -320,7 +326,7 @@ def test_stop_resume_evaluate_predict_save_load(three, tmp_path, stage):
 
 
 @pytest.mark.parametrize("stage", PLANS)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", choose(quick=sorted(QUICK), full=list(FEATURES)))
 def test_features_train_with_equal_losses(three, tmp_path, feature, stage):
     if (feature, stage) == ("Adafactor", 3):
         pytest.skip("needs whole tensors")
@@ -515,7 +521,7 @@ def plan_and_train(folder: str, balanced: bool) -> Any:
         data_collator=padded,
         train_dataset=Sentences(40),
         poplar=PoplarArguments(
-            seconds=2.0,
+            seconds=choose(quick=0.3, full=2.0),
             cache=False,
             verify=False,
             replan="auto",

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from models import ModelSpec
 from ranks import Failure, Pool, one_off
 from records import cluster as measured_cluster
+from subset import choose
 from torch import Tensor, nn
 
 import poplar
@@ -93,7 +94,7 @@ def known(speeds: tuple[float, ...] = (40.0, 30.0, 20.0, 10.0), **changes: Any) 
 # All ranks, one plan
 
 
-@pytest.mark.parametrize("stage", ["auto", *STAGES])
+@pytest.mark.parametrize("stage", choose(quick=["auto", 3], full=["auto", *STAGES]))
 def test_all_ranks_get_the_same_plan_with_prediction(ranks: Pool, measured, stage):
     first, *others = ranks.run(tuned, profile=measured, stage=stage)
     plan = first.plan
@@ -520,7 +521,7 @@ class NoisyBench(Bench):
         return self._noise.choice([0.0, 1e-9, 10.0 ** self._noise.uniform(-6.0, 2.0)])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=choose(quick=5, full=25), deadline=None)
 @given(noise=st.randoms(use_true_random=False), asynchronous=st.booleans())
 def test_no_noise_makes_tuning_fail(noise, asynchronous):
     """Nor does it give anything but a valid profile, which checks all of its times."""
