@@ -135,12 +135,12 @@ cuda-check: setup ## Compile the CUDA operators for every architecture of nvcc (
 # On a machine with a GPU, `$(PYTHON)` needs a CUDA build of torch and the packages that
 # `benchmarks/gpu.py --help` lists; nothing is downloaded. Without make, run that script.
 GPU_OUT ?= gpu
-MINUTES ?= 7
+MINUTES ?= 10
 GPU_FLAGS ?=
 GPU_RUN = benchmarks/gpu.py --minutes $(MINUTES) --output $(GPU_OUT) $(GPU_FLAGS)
 
 .PHONY: gpu
-gpu: ## Build for this GPU, then check and measure what needs one, in MINUTES (7); logs and rows in GPU_OUT/gpu.tar.gz. Without a GPU: the same parts on the CPU
+gpu: ## Build for this GPU, then check and measure what needs one, in MINUTES (10); logs and rows in GPU_OUT/gpu.tar.gz. Without a GPU: the same parts on the CPU
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then $(PYTHON) $(GPU_RUN); \
 	  else $(MAKE) -s setup && $(BIN)/python $(GPU_RUN) --device cpu; fi
 

@@ -1,6 +1,6 @@
-r"""Check and measure what needs a GPU, in the minutes that one is rented for: `make gpu MINUTES=7`.
+r"""Check and measure what needs a GPU, in the minutes that one is rented for: `make gpu MINUTES=10`.
 
-Without make: `python benchmarks/gpu.py --minutes 7 --output FOLDER`. It needs a Python with a CUDA
+Without make: `python benchmarks/gpu.py --minutes 10 --output FOLDER`. It needs a Python with a CUDA
 build of torch, scikit-build-core, pybind11, cmake, ninja, pytest, hypothesis, numpy, rich and
 safetensors, nvcc, and no network. Without a GPU, `--device cpu` runs all parts on the CPU.
 
@@ -196,7 +196,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=7.0, help="for all parts (default: 7)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all parts (default: 10)")
     parser.add_argument("--output", type=Path, default=Path("gpu"), metavar="FOLDER")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
