@@ -1,4 +1,4 @@
-r"""Check and measure what needs a GPU, in the minutes that one is rented for: `make gpu MINUTES=10`.
+r"""Check and measure what needs a GPU, in the minutes that one is rented for: `make gpu`.
 
 Without make: `python benchmarks/gpu.py --minutes 10 --output FOLDER`. It needs a Python with a CUDA
 build of torch, scikit-build-core, pybind11, cmake, ninja, pytest, hypothesis, numpy, rich and
