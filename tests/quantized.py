@@ -8,11 +8,13 @@ from typing import Any
 
 import peft
 import torch
+from subset import choose
 from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
-WORDS, LENGTH, BATCH, STEPS = 50, 8, 12, 20
+WORDS, LENGTH, BATCH = 50, 8, 12
+STEPS = choose(quick=6, full=20)
 OPTIONS = {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.0}
 BASES = {
     "4-bit": BitsAndBytesConfig(

@@ -126,14 +126,16 @@ def test_the_loop_equals_one_process_and_resumes(three, tmp_path, stage, save_at
 def train_under_a_measured_plan(cls: Any) -> Any:
     as_launched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    seconds = choose(quick=0.3, full=2.0)
-    tuning = {"seconds": seconds, "cache": False, "verify": False, "progress": False}
+    short = choose(quick={"seconds": 0.3, "stage": 2}, full={"seconds": 2.0})
+    tuning = {**short, "cache": False, "verify": False, "progress": False}
     engine = {"on_nonfinite": "skip", "allow_forward_state": True}  # not options of AdamW
     parts = prepared(None, accelerator, cls, tuning=tuning, replan="auto", **engine)
     return parts.optimizer.plan.global_batch, run_loop(accelerator, parts, 0, "unused")
 
 
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize(
+    "cls", [torch.optim.AdamW, pytest.param(torch.optim.Adafactor, marks=pytest.mark.full)]
+)
 def test_without_a_plan_the_ranks_are_measured(three, cls):
     expected, _ = train_alone(cls)
     for global_batch, norms in three.run(train_under_a_measured_plan, cls):

@@ -51,10 +51,10 @@ MEASURING = {
 SLOW = {
     *("allreduce", "checkpoint", "convergence", "drift", "elastic", "gpu_unequal"),
     *("host_overhead", "largest_base", "largest_model", "learning", "left_out", "memory"),
-    *("optimizers", "prediction", "train", "watched_jobs"),
+    *("optimizers", "per_tensor", "prediction", "train", "watched_jobs"),
 }
-"""Only with --full: they start ranks or profile. Tests of their parts run always, and so does
-host_overhead.py in test_host_overhead_benchmark.py."""
+"""Only with --full: they start ranks, profile, or search for long. Tests of their parts run always,
+and so does host_overhead.py in test_host_overhead_benchmark.py."""
 SHOWING = {
     "allreduce": "--show allreduce.jsonl",
     "codec": "--show codec.jsonl",

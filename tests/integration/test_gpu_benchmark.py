@@ -231,10 +231,8 @@ def test_task_of_two_ranks_passes_on_the_cpu(two_ranks, tmp_path, task):
     check_rows(tmp_path / gpu_ranks.ROWS)
 
 
-@pytest.mark.parametrize(
-    "task",
-    choose(quick=["raises"], full=["exits", "late"]),  # the latter wait for deadlines
-)
+@pytest.mark.full  # new processes import all, and these tasks wait for deadlines
+@pytest.mark.parametrize("task", ["exits", "late"])
 def test_script_starts_the_ranks_of_a_task(tmp_path, task):
     output = tmp_path / "rows.jsonl"
     options = [task, "--device", "cpu", "--seconds", "200", "--output", str(output)]

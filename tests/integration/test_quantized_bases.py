@@ -62,17 +62,16 @@ def whole(model: Any, optimizer: HeteroZeroOptimizer) -> dict[str, Tensor]:
         return trained_values(model)
 
 
-def by_optimizer(
-    kind: str, stage: int, folder: str, shares: Any = SHARES, steps: int = STEPS
-) -> Result:
+def by_optimizer(kind: str, stage: int, folder: str, shares: Any = SHARES) -> Result:
     model, plan = adapted(kind), plan_of(stage, shares)
     optimizer = optimizer_of(model, plan)
     optimizer.evaluate(loss_fn, [collated(samples()[:2])])  # changes no weight
-    losses = [float(optimizer.train_step(loss_fn, b).loss) for b in batches_of(plan, steps)]
+    losses = [float(optimizer.train_step(loss_fn, b).loss) for b in batches_of(plan, STEPS)]
     return losses, whole(model, optimizer)
 
 
 SETTINGS = {
+    "max_steps": STEPS,
     "learning_rate": OPTIONS["lr"],
     "adam_epsilon": OPTIONS["eps"],
     "weight_decay": 0.0,
@@ -212,9 +211,8 @@ def test_losses_and_adapters_equal_those_of_one_process(
 @pytest.mark.parametrize("kind", quantized.BASES)
 @pytest.mark.parametrize("stage", range(1, 4))
 def test_adapters_have_the_same_bits_under_other_shares(three, tmp_path, kind, stage) -> None:
-    steps = choose(quick=5, full=STEPS)
-    first = three.run(by_optimizer, kind, stage, str(tmp_path), steps=steps)[0]
-    second = three.run(by_optimizer, kind, stage, str(tmp_path), OTHER_SHARES, steps)[0]
+    first = three.run(by_optimizer, kind, stage, str(tmp_path))[0]
+    second = three.run(by_optimizer, kind, stage, str(tmp_path), OTHER_SHARES)[0]
     assert first[0] == second[0]
     torch.testing.assert_close(first[1], second[1], rtol=0, atol=0)
 
@@ -229,7 +227,7 @@ def profiled(kind: str, stages: tuple[int, ...]) -> tuple[bool, float, float, st
     before = [part.clone() for inside in parts for part in inside]
     batch = collated(samples()[:BATCH])
     options: dict[str, Any] = {"process_group": pool.group(), "cache": False, "progress": False}
-    options |= {"seconds": 0.3, "max_batch": 2, "stages": stages}
+    options |= {"seconds": 0.3, "max_batch": choose(quick=1, full=2), "stages": stages}
     cluster = poplar.profile_cluster(model, loss_fn, batch, **options)
     after = [part for p in frozen for part in component_tensors(p)]
     unchanged = all(map(torch.equal, before, after))
@@ -244,9 +242,9 @@ def profiled(kind: str, stages: tuple[int, ...]) -> tuple[bool, float, float, st
 
 def test_profiling_counts_the_bytes_of_a_base_and_leaves_it_unchanged(three: Pool) -> None:
     identities = set()
-    all_stages = choose(quick=(3,), full=(0, 1, 2, 3))
+    all_stages, count = choose(quick=((3,), 2), full=((0, 1, 2, 3), 3))
     for kind, stages in (("4-bit", all_stages), ("int8", (1,))):
-        for unchanged, counted, loss, identity in three.run(profiled, kind, stages):
+        for unchanged, counted, loss, identity in three.run(profiled, kind, stages, ranks=count):
             assert unchanged
             assert counted == pytest.approx(1.0, rel=0.05)
             assert loss == pytest.approx(quantized.one_process(kind)[0][0], rel=1e-4)

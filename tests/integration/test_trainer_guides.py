@@ -39,8 +39,7 @@ def test_program_with_trainer_plans_trains_and_resumes(tmp_path: Path) -> None:
         "4",
         "--save_steps",
         "4",
-        "--seconds",
-        choose(quick="0.5", full="2"),
+        *choose(quick=("--seconds", "0.5", "--stage", "2"), full=("--seconds", "2")),
         "--no_verify",
     )
     assert "step 4: evaluation loss" in first

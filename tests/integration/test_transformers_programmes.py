@@ -85,7 +85,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         transformers.BertConfig(**{**SIZES, **WITHOUT_DROPOUT})
     ),
 }
-QUICK = ("llama", "mixtral, grouped", "mixtral, batched", "modernbert")
+QUICK = ("llama", "mixtral, grouped", "modernbert")
+BATCHED = pytest.param("mixtral, batched", marks=pytest.mark.full)
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in MODELS if name not in QUICK]
 
 
@@ -126,7 +127,7 @@ def test_random_programmes_compute_the_loss_and_its_gradients(name: str) -> None
         torch.testing.assert_close(gradients, wanted, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mixtral, grouped", "mixtral, batched"])
+@pytest.mark.parametrize("name", ["mixtral, grouped", BATCHED])
 def test_experts_of_mixtral_can_be_divided(name: str) -> None:
     graph = exported(name)[2].graph
     experts = [node for source, node in graph.parameters.items() if ".experts." in source]
