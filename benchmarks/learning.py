@@ -60,6 +60,8 @@ LEARNING_RATE = 5e-4
 """The largest, after a tenth of the steps; it begins at a 25th, and ends at almost 0."""
 EVERY = 10
 """A row has the mean loss of each so many steps."""
+DRAWN = 3
+"""Of these means, in each point of a curve."""
 MOST_INT4 = 0.005
 """By which the held-out loss at 4 bits may differ from the exact one, as a fraction of it."""
 COLUMNS = (
@@ -252,6 +254,12 @@ def targets(rows: Sequence[Row]) -> Iterator[Target]:
         yield Target(case=case, what=what, value=value, wanted=wanted, at_most=True)
 
 
+def drawn(row: Row) -> list[float]:
+    """The loss of each point of a curve."""
+    losses = row["losses"]
+    return [mean(losses[start : start + DRAWN]) for start in range(0, len(losses), DRAWN)]
+
+
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Losses above, and below them the differences from the exact run of the seed, as SVG."""
     import matplotlib
@@ -275,11 +283,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             for row in rows:
                 if (row["communication"], row["stage"]) != (communication, own_stage):
                     continue
-                at = [EVERY * (number + 0.5) for number in range(len(row["losses"]))]
-                above.plot(at, row["losses"], color=color, linewidth=0.7, label=next(labels, None))
+                losses = drawn(row)
+                at = [EVERY * DRAWN * (number + 0.5) for number in range(len(losses))]
+                above.plot(at, losses, color=color, linewidth=0.7, label=next(labels, None))
                 exact = exact_of(row, rows)
                 if exact is not None and exact is not row:
-                    parts = zip(row["losses"], exact["losses"], strict=True)
+                    parts = zip(losses, drawn(exact), strict=True)
                     percents = [100 * (one / other - 1) for one, other in parts]
                     below.plot(at, percents, color=color, linewidth=0.7)
         above.set_title(f"stage {stage}")
