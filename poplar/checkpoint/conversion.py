@@ -53,7 +53,14 @@ def convert(
 
 
 def _to_torch(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> None:
-    values: dict[str, Any] = {
+    aside = output.with_name(f"{output.name}.incomplete")
+    torch.save(values_of(opened, dtype), aside)
+    aside.replace(output)
+
+
+def values_of(opened: OpenedCheckpoint, dtype: Dtype = "model") -> dict[str, Any]:
+    """All values of a checkpoint, as `convert` writes them for "torch"."""
+    return {
         "model": _model(opened, dtype),
         "optimizer": plain_optimizer_state(opened),
         "step": None if opened.manifest is None else opened.manifest.step,
@@ -64,9 +71,6 @@ def _to_torch(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> None:
             if name.startswith(STATE)
         },
     }
-    aside = output.with_name(f"{output.name}.incomplete")
-    torch.save(values, aside)
-    aside.replace(output)
 
 
 def _model(opened: OpenedCheckpoint, dtype: Dtype) -> dict[str, Any]:

@@ -6,13 +6,13 @@ schedulers) as `state["lightning"]`. A checkpoint with weights only is a file, a
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from poplar.checkpoint.conversion import convert
+from poplar.checkpoint.conversion import values_of
+from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
 from poplar.optimizer import HeteroZeroOptimizer
@@ -45,10 +45,9 @@ def load_folder(
 
 def read_folder(folder: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """A folder as the checkpoint of a single process, on the CPU. Local."""
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch, "checkpoint.pt")
-        convert(folder, file, "torch", weights_only=weights_only)
-        read = torch.load(file, map_location="cpu", weights_only=weights_only)
+    opened = OpenedCheckpoint(folder, weights_only=weights_only)
+    opened.verify()
+    read = values_of(opened)
     values = _lightning_values(folder, read["state"])
     return {**values, "state_dict": read["model"], "optimizer_states": [read["optimizer"]]}
 
