@@ -113,8 +113,12 @@ class ShardFile:
         self._unpin()
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         if self._pinned:
-            where = f"the folder must be in memory, as /dev/shm is: {self._path.parent}"
-            self._unpin = pin(self, self.bytes, where)
+            self._unpin = pin(
+                self,
+                self.bytes,
+                "free host memory, or pass another folder=: CUDA pins files in memory only, as in "
+                f"/dev/shm, but this one is {self._path}",
+            )
 
     def begin(self) -> None:
         """Note that the content is about to change."""

@@ -21,9 +21,6 @@ from poplar.values.profile import ClusterProfile
 from poplar.values.regular_files import read_regular
 from poplar.values.schema import parse_json
 
-_MOST_BYTES = 1 << 30
-"""Size of a file, at most."""
-
 
 def default_folder() -> Path | None:
     """`$POPLAR_CACHE`, or `poplar` in the user's cache folder; None for a user without a home."""
@@ -49,7 +46,7 @@ class Cache:
         """
         path = self._path(identity)
         try:
-            return _parsed(read_regular(path, _MOST_BYTES).decode(), identity)
+            return _parsed(read_regular(path).decode(), identity)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # whatever the file has become, the job can be measured again
