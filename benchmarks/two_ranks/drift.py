@@ -50,11 +50,9 @@ def drift(own: Rank) -> None:
             loss.is_slow = own.rank == 1 and len(samples) >= SLOW_AT
             plan, batch = optimizer.plan, new_batch(own.device, SAMPLES)
             assert plan is not None
-            own_samples = slice(
-                plan.offset(own.rank), plan.offset(own.rank) + plan.samples(own.rank)
-            )
+            first, count = plan.offset(own.rank), plan.samples(own.rank)
             samples.append(plan.samples(1))
-            part = {name: value[own_samples] for name, value in batch.items()}
+            part = {name: value[first : first + count] for name, value in batch.items()}
             optimizer.train_step(loss, part, max_norm=1.0)
         with optimizer.full_parameters():
             trained = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}

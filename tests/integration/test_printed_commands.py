@@ -43,6 +43,11 @@ def lines_of(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
 
 
+def test_every_page_that_shows_an_output_is_compared():
+    pages = {page for page in DOCS.rglob("*.md") if "\n$ poplar " in page.read_text("utf-8")}
+    assert pages == {parameters.values[0] for parameters in printed_commands()} != set()
+
+
 @pytest.mark.parametrize(("page", "command", "output"), printed_commands())
 def test_pages_show_what_commands_print(page, command, output, tmp_path, monkeypatch):
     (tmp_path / "docs").symlink_to(DOCS)
