@@ -69,6 +69,9 @@ def run_in_rank(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start the ranks of each task; the exit status is 1 if a task failed or hung."""
     options = parse_options(arguments)
+    if options.show:
+        show_rows(read_rows(options.show, BENCHMARK))
+        return
     if options.inside:
         run_in_rank(options)
     failed = []
@@ -100,15 +103,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def show(task: str, rows: Sequence[Row], ended: Ended) -> list[str]:
     """Print the rows of a task; returns its name if it failed."""
-    for row in rows:
-        numbers = {k: v for k, v in row.figures.items() if k not in ("ok", "message")}
-        figures = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
-        verdict = "ok" if row["ok"] else "WRONG"
-        print(f"{row['task']}, {row['case']}: {verdict}. {figures} {row['message']}")
+    show_rows(rows)
     ok = ended.verdict == "ok" and bool(rows) and all(row["ok"] for row in rows)
     if ended.verdict != "ok":
         print(f"{task}: {ended.report}")
     return [] if ok else [task]
+
+
+def show_rows(rows: Sequence[Row]) -> None:
+    """Print a line for each case."""
+    for row in rows:
+        numbers = {k: v for k, v in row.figures.items() if k not in ("ok", "message")}
+        figures = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+        verdict = "ok" if row["ok"] else "WRONG"
+        operators = row.get("operators") or ""
+        case = f"{row['task']}, {row['case']}, {operators}"
+        print(f"{case}: {verdict}. {figures} {row['message']}")
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -116,7 +126,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tasks", nargs="+", choices=TASKS, metavar="TASK")
+    parser.add_argument("tasks", nargs="*", metavar="TASK")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print saved rows, run no task")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit of each task")
     parser.add_argument(
@@ -127,7 +138,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows as JSON lines")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not (options.tasks or options.show) or not TASKS.keys() >= {*options.tasks}:
+        parser.error(f"expected --show FILE, or tasks of {', '.join(TASKS)}; got {options.tasks}")
+    return options
 
 
 if __name__ == "__main__":

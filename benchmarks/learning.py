@@ -77,6 +77,15 @@ COLUMNS = (
 )
 
 
+MEANS = (
+    *(Column(name, name) for name in ("communication", "stage", "seeds")),
+    Column("loss, last 100 steps", "last_loss", "{:.4f}"),
+    Column("of exact, %", "last_loss_of_exact", "{:+.2f}"),
+    Column("held out", "held_out_loss", "{:.4f}"),
+    Column("of exact, %", "held_out_loss_of_exact", "{:+.2f}"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One run."""
@@ -132,6 +141,7 @@ def main() -> None:
                 write_rows(options.output, [row])
     console = new_console()
     console.print(table_of(compared(rows), COLUMNS))
+    console.print(table_of(list(means(rows)), MEANS, "means of the seeds that also ran exactly"))
     print_targets(targets(rows), console)
     if options.draw:
         draw(rows, options.draw)
@@ -234,6 +244,21 @@ def compared(rows: Sequence[Row]) -> list[Row]:
         of_exact = exact and 100 * (row["held_out_loss"] / exact["held_out_loss"] - 1)
         found.append(replace(row, figures={**row.figures, "of_exact": of_exact}))
     return found
+
+
+def means(rows: Sequence[Row]) -> Iterator[Row]:
+    """For each communication and stage, the mean losses, and these beside those of exact runs."""
+    groups: dict[tuple[str, int], list[tuple[Row, Row]]] = {}
+    for row in rows:
+        if (exact := exact_of(row, rows)) is not None:
+            groups.setdefault((row["communication"], row["stage"]), []).append((row, exact))
+    for (communication, stage), pairs in sorted(groups.items()):
+        figures: dict[str, float] = {"seeds": len(pairs)}
+        for name in ("last_loss", "held_out_loss"):
+            found, expected = (mean(row[name] for row in own) for own in zip(*pairs, strict=True))
+            figures |= {name: found, f"{name}_of_exact": 100 * (found / expected - 1)}
+        case = {"communication": communication, "stage": stage}
+        yield replace(pairs[0][0], case=case, figures=figures)
 
 
 def targets(rows: Sequence[Row]) -> Iterator[Target]:

@@ -107,6 +107,7 @@ def markdown(cases: Mapping[tuple[str, str], Sequence[Row]]) -> Iterator[str]:
         ("plans and programmes", ()),
         ("plans with factors or without", ("exact", "unfactored")),
         ("programmes", ("programme",)),
+        ("plans with compressed communication", ("int8", "int4")),
     ):
         found = errors(every, *policies)
         if found:
