@@ -48,7 +48,7 @@ def test_every_page_that_shows_an_output_is_compared():
     assert pages == {parameters.values[0] for parameters in printed_commands()} != set()
 
 
-@pytest.mark.parametrize(("page", "command", "output"), printed_commands())
+@pytest.mark.parametrize(("page", "command", "output"), [*printed_commands()])
 def test_pages_show_what_commands_print(page, command, output, tmp_path, monkeypatch):
     (tmp_path / "docs").symlink_to(DOCS)
     monkeypatch.chdir(tmp_path)
