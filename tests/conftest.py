@@ -3,8 +3,9 @@
 `make test` runs a representative subset. Tests marked `full` are left out. Of a test with several
 parameters, it runs as many combinations as `covering_subset` needs. Of a parameter `stage`, it
 covers one value (`stage_of`). A test marked `every_combination` runs all of them. Random tests
-draw fewer cases. `make test-all` passes `--full` and runs everything. The last line of a run says
-how many tests were left out.
+draw fewer cases. Of slow tests, one part runs (`slow_tests`), unless their file is named on the
+command line. `make test-all` passes `--full` and runs everything. The last line of a run says how
+many tests were left out.
 
 With `-n 2` (pytest-xdist), as `make test` passes, one worker runs tests/distributed, one test after
 the other, because they share a pool of ranks. The other one runs all other files, until both share
@@ -28,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import fork_server
+import slow_tests
 from ranks import Pool
 from subset import FULL_VARIABLE, covering_subset, stage_of
 
@@ -47,6 +49,9 @@ torch.set_num_threads(1)
 gc.disable()  # until the modules are imported
 
 LEFT_OUT = pytest.StashKey[int]()
+SECONDS = pytest.StashKey[dict[str, list[float]]]()
+PART_VARIABLE = "POPLAR_TEST_PART"
+"""Environment variable, the part of the slow tests: workers of xdist inherit it."""
 TOGETHER = "tests/distributed/"
 """One worker runs all files in this folder. Other files run beside each other."""
 
@@ -58,12 +63,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get(FULL_VARIABLE) == "1",
         help="run all parameter combinations and all random cases, as `make test-all` does",
     )
+    parts = [*map(str, range(slow_tests.PARTS)), slow_tests.ALL]
+    parser.addoption("--part", choices=parts, help="of the slow tests; default: by the commit")
+    parser.addoption(
+        "--save-slow-tests",
+        action="store_true",
+        help=f"write {slow_tests.LIST.name} from the times of this run",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     full = config.getoption("--full")
     os.environ[FULL_VARIABLE] = "1" if full else "0"  # read by test modules and worker processes
     hypothesis.settings.load_profile("full" if full else "subset")
+    if part := slow_tests.ALL if full else config.getoption("--part"):
+        os.environ[PART_VARIABLE] = part
+    elif PART_VARIABLE not in os.environ:
+        os.environ[PART_VARIABLE] = slow_tests.part_of_commit(config.rootpath)
+    config.stash[SECONDS] = {}
+    config.pluginmanager.register(_Times(config.stash[SECONDS]))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -84,6 +102,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             chosen = covering_subset(cases)
         selected -= {id(item) for number, item in enumerate(combinations) if number not in chosen}
+    if not any(argument.endswith(".py") for argument in config.args):
+        remaining = [item for item in items if id(item) in selected]
+        tests = [item.nodeid.partition("[")[0] for item in remaining]
+        part = os.environ[PART_VARIABLE]
+        others = slow_tests.in_other_parts(tests, slow_tests.listed(), part)
+        selected -= {id(remaining[number]) for number in others}
     left_out = [item for item in items if id(item) not in selected]
     items[:] = [item for item in items if id(item) in selected]
     config.hook.pytest_deselected(items=left_out)
@@ -115,8 +139,22 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()  # libraries report what is left at the end
+    if session.config.getoption("--save-slow-tests") and not hasattr(session.config, "workerinput"):
+        slow_tests.save(session.config.stash[SECONDS])
     if hasattr(session.config, "workeroutput"):  # a worker of xdist, which collected the tests
         session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+class _Times:
+    """Seconds of all cases, by test."""
+
+    def __init__(self, seconds: dict[str, list[float]]) -> None:
+        self._seconds = seconds
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            test = report.nodeid.partition("[")[0]
+            self._seconds.setdefault(test, []).append(report.duration)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -128,7 +166,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     left_out = terminalreporter.config.stash.get(LEFT_OUT, 0)
     if left_out:
         terminalreporter.write_line(
-            f"left out: {left_out} tests, which `make test-all` runs (pytest --full)"
+            f"left out: {left_out} tests, which `make test-all` runs (pytest --full); part "
+            f"{os.environ[PART_VARIABLE]} of the slow tests was run (--part)"
         )
 
 
