@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -163,14 +163,20 @@ def _may_grow(session: Session, curves: Sequence[BatchCurve]) -> bool:
 
     Without larger batches on any rank, passes on the engine would show nothing new.
     """
-    limits = SizeLimits.of(session, sharded=True)
     points = curves[session.group.rank].points
     last = points[-1]
-    largest = min(limits.max_batch, last.batch * limits.longest_seconds / last.seconds)
-    if len(points) > 1:
-        largest = min(largest, largest_on_a_line(points, limits.activation_bytes))
-    grows = session.group.size > 1 and int(largest) > last.batch * (1 + NEAR_ENOUGH)
-    return any(session.exchange(grows))
+
+    def largest(*, sharded: bool) -> int:
+        limits = SizeLimits.of(session, sharded=sharded)
+        in_time = min(limits.max_batch, last.batch * limits.longest_seconds / last.seconds)
+        if len(points) == 1:
+            return int(in_time)
+        return int(min(in_time, largest_on_a_line(points, limits.activation_bytes)))
+
+    # If time ends both, plain passes have shown as much.
+    has_memory = len(points) == 1 or largest(sharded=True) > largest(sharded=False)
+    grows = largest(sharded=True) > last.batch * (1 + NEAR_ENOUGH)
+    return any(session.exchange(session.group.size > 1 and has_memory and grows))
 
 
 def _extended(curve: BatchCurve, more: BatchCurve) -> BatchCurve:
@@ -214,7 +220,7 @@ def measure_points(
 
 
 def time_batches(
-    session: Session, batches: Sequence[Sequence[int]], *, least: int, seconds: float = 0.0
+    session: Session, batches: Sequence[Sequence[int]], *, least: int
 ) -> list[list[BatchPoint]]:
     """Measure batches at the present speed of the devices. Collective.
 
@@ -222,21 +228,49 @@ def time_batches(
         session: of this rank.
         batches: by rank, sizes to measure; at least one.
         least: timings of each size.
-        seconds: time at least so long.
     """
     own = batches[session.group.rank]
     with _passes_for(session, batches) as passes:
+        return _timed(session, passes, lambda: [passes.first(size) for size in own], 0.0, least)
 
-        def first() -> list[BatchPoint]:
-            return passes.together(lambda: [passes.first(size) for size in own])
 
-        by_rank = session.on_all_ranks(first, "the first passes of batch sizes")
-        sizes, seconds = by_rank[session.group.rank], max(seconds, least * _longest(by_rank))
+def time_again(
+    session: Session, known: Sequence[BatchPoint], *, least: int, seconds: float
+) -> list[BatchPoint]:
+    """Time a batch of each rank, whose memory is known, at the present speed. Collective.
 
-        def time_all() -> list[BatchPoint]:
-            return passes.together(lambda: time_sizes(passes, sizes, seconds=seconds, least=least))
+    Args:
+        session: of this rank.
+        known: by rank, the batch as it was measured before.
+        least: timings of each.
+        seconds: time at least so long.
+    """
+    own = known[session.group.rank]
+    with _passes_for(session, [[point.batch] for point in known]) as passes:
 
-        return session.on_all_ranks(time_all, "timing passes")
+        def settled() -> list[BatchPoint]:
+            return [replace(own, seconds=passes.settled_seconds(own.batch))]
+
+        return [now for (now,) in _timed(session, passes, settled, seconds, least)]
+
+
+def _timed(
+    session: Session,
+    passes: Passes,
+    first: Callable[[], list[BatchPoint]],
+    seconds: float,
+    least: int,
+) -> list[list[BatchPoint]]:
+    """Time the sizes that `first` has run, `least` times each and at least so long. Collective."""
+    by_rank = session.on_all_ranks(
+        lambda: passes.together(first), "the first passes of batch sizes"
+    )
+    sizes, seconds = by_rank[session.group.rank], max(seconds, least * _longest(by_rank))
+
+    def time_all() -> list[BatchPoint]:
+        return passes.together(lambda: time_sizes(passes, sizes, seconds=seconds, least=least))
+
+    return session.on_all_ranks(time_all, "timing passes")
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def pass_bytes(
     compiled functions are counted as they run eagerly, usually with more memory.
     """
     windows = UnitWindows(units)
-    if device.type != "cuda":
+    if counts_tensors(device):
         with eagerly(), _LiveStorages() as storages, windows.measuring(storages):
             run()
         return PassBytes(storages.highest, windows.result())
@@ -64,6 +64,11 @@ def pass_bytes(
     allocated.begin_window()
     fragmented = allocated.reserved / allocated.highest if allocated.highest else 1.0
     return PassBytes(allocated.reserved, windows.result().times(max(1.0, fragmented)))
+
+
+def counts_tensors(device: torch.device) -> bool:
+    """Whether `pass_bytes` counts tensors: then a first pass needs as much as later ones do."""
+    return device.type != "cuda"
 
 
 def batch_bytes(batch: Any, device: torch.device) -> int:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from poplar.data import pytree
 from poplar.data.lengths import SampleLengths, at_length
-from poplar.profiler.compilation import is_compiled
-from poplar.profiler.memory import PassBytes, batch_bytes, pass_bytes
+from poplar.profiler.compilation import frames_compiled, is_compiled
+from poplar.profiler.memory import PassBytes, batch_bytes, counts_tensors, pass_bytes
 from poplar.profiler.timing import seconds_of
 from poplar.profiler.unit_hooks import TrainedUnit, UnitClock, UnitFractions, median_of
 from poplar.system.devices import synchronize
@@ -145,10 +145,13 @@ class Passes:
         """Run passes until one takes about as long as the one before; returns their seconds.
 
         The first passes of a size compile, choose algorithms (cuDNN) and tune kernels, which may
-        take minutes. So they only count if the limits for the warm-up leave no other pass.
+        take minutes. So they only count if the limits for the warm-up leave no other pass. The
+        host only compiles, and one pass is enough if it did not.
         """
-        began = time.perf_counter()
+        began, compiled = time.perf_counter(), frames_compiled()
         last = self.seconds(size)
+        if counts_tensors(self.device) and frames_compiled() == compiled:
+            return last
         for _ in range(WARM_UP_PASSES - 1):
             before, last = last, self.seconds(size)
             if before <= SETTLED * last or time.perf_counter() - began >= WARM_UP_SECONDS:
@@ -196,10 +199,12 @@ class Passes:
             torch.OutOfMemoryError: the pass does not fit; all its memory is freed.
         """
         with self._memory_freed_after_failure(size), gradients_dropped(self.model):
+            # On the host the pass whose tensors are counted warms up for those that are timed.
+            counted = self.pass_bytes(size) if counts_tensors(self.device) else None
             seconds = self.settled_seconds(size)
             if self.lengths is not None:
                 self.run_longest(size)  # it may compile
-            held = self.pass_bytes(size)
+            held = counted or self.pass_bytes(size)
             given = batch_bytes(self.longest_batch(size), self.device)
             units = held.units.plus(given)
             return BatchPoint(

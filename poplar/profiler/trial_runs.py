@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.profiler.batch_curves import time_batches
+from poplar.profiler.batch_curves import time_again
 from poplar.profiler.compilation import frames_compiled
 from poplar.profiler.engine_passes import built_optimizer, put_back_on_meta
 from poplar.profiler.progress import Report
@@ -256,7 +256,5 @@ def measure_slowdowns(
         if first > largest:
             return unknown
         known.append([point for point in device.points if point.batch <= largest][-1])
-    measured = time_batches(session, [[point.batch] for point in known], seconds=seconds, least=2)
-    return [
-        now.seconds / profiled.seconds for profiled, (now,) in zip(known, measured, strict=True)
-    ]
+    measured = time_again(session, known, seconds=seconds, least=2)
+    return [now.seconds / before.seconds for before, now in zip(known, measured, strict=True)]

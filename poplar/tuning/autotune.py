@@ -284,7 +284,8 @@ class Tuner:
             return Tuned(plans[0], profile, ())
         if not job.verify:
             return Tuned(self._without_slow_ranks(profile, plans[0]), profile, ())
-        with show_progress(self.cached.show) as report, self.session.measuring():
+        left = self._seconds_left(ends)
+        with show_progress(self.cached.show, left) as report, self.session.measuring():
             if job.policy == "exact":
                 until = time.perf_counter() + POINTS_PART * self._seconds_left(ends)
                 profile, plans = self._measure_planned_batches(profile, plans, until, report)

@@ -107,7 +107,8 @@ class CachedProfile:
             profile = self.profiler.with_present_memory(profile)
             self.profiler.use(profile)
             return profile
-        with show_progress(self.show) as report, session.measuring():
+        seconds = session.job.profile_seconds
+        with show_progress(self.show, seconds) as report, session.measuring():
             profile = self.profiler.with_network(self.profiler.measure_devices(report), report)
             profile = _calibrated(self.profiler, profile, report)
         self.save(profile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import mock
 
@@ -125,6 +126,31 @@ def test_batches_that_fit_only_beside_a_shard_are_measured(ranks: Pool) -> None:
         assert batches[0][-1] > 1.5 * unsharded[0]
         assert batches[1][-1] == 32
         assert max(tried) <= 32
+
+
+def reports_of_slow_passes(seconds: float) -> tuple[list[str], list[int], int]:
+    """What was measured of a model with much memory; batches of rank 0, and the largest plain one.
+
+    Args:
+        seconds: that a pass of one sample takes.
+    """
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        time.sleep(seconds * len(batch["tokens"]))
+        return models.mean_over_samples(model, batch)
+
+    session = session_on(DEEP, loss_fn=loss, max_batch=64)
+    session.limit_passes(pass_memory(session, [MemoryBudget(2**40, 0)] * session.group.size))
+    reports: list[str] = []
+    with session.measuring():
+        curves, _ = measure_curves(session, reports.append)
+    return reports, [point.batch for point in curves[0].points], curves[0].largest_unsharded
+
+
+def test_no_larger_batches_are_tried_beside_a_shard_if_time_ended_the_plain_ones(ranks: Pool):
+    for reports, batches, largest in ranks.run(reports_of_slow_passes, 0.02, ranks=2):
+        assert largest == batches[-1] < 64
+        assert not any("sharded" in report for report in reports)
 
 
 def test_model_larger_than_a_rank_is_measured_with_five_sizes_at_most(ranks: Pool) -> None:

@@ -22,6 +22,7 @@ from poplar.data import pytree
 from poplar.profiler import batch_sizes
 from poplar.profiler import passes as measuring
 from poplar.profiler.batch_sizes import SizeLimits, climb, probe, time_sizes
+from poplar.profiler.memory import PassBytes
 from poplar.profiler.passes import Passes
 from poplar.values.curve import error_of_median
 from poplar.values.profile import BatchPoint
@@ -289,7 +290,7 @@ class ColdPasses(Passes):
     """Passes on a simulated clock whose first passes of every size compile and tune kernels."""
 
     def __init__(self, clock: Clock, cold: Callable[[int, int], float]) -> None:
-        super().__init__(nn.Linear(2, 1), lambda model, batch: None, None, torch.device("cpu"))
+        super().__init__(nn.Linear(2, 1), lambda model, batch: None, None, torch.device("cuda"))
         self._clock = clock
         self._cold = cold
         """Seconds on top of a steady pass, by size and number of earlier passes of this size."""
@@ -297,6 +298,10 @@ class ColdPasses(Passes):
 
     def batch(self, size: int) -> None:
         return None
+
+    def pass_bytes(self, size: int) -> PassBytes:
+        self.run(size)
+        return PassBytes(0)
 
     def run(self, size: int) -> None:
         self._clock.now += 0.001 * size + self._cold(size, self.ran[size])
@@ -331,6 +336,14 @@ def test_warm_passes_run_only_twice_before_memory_is_measured(clock: Clock):
     passes = ColdPasses(clock, lambda size, ran: 0.0)
     climbed_cold(passes, max_batch=4)
     assert passes.ran == {1: 3, 2: 3, 4: 3}
+
+
+def test_on_the_host_the_pass_whose_tensors_are_counted_is_the_warm_up(clock: Clock):
+    passes = ColdPasses(clock, lambda size, ran: 0.3 if ran == 0 else 0.0)
+    passes.device = torch.device("cpu")
+    found = climbed_cold(passes, max_batch=4)
+    assert passes.ran == {1: 2, 2: 2, 4: 2}
+    assert [point.seconds for point in found] == pytest.approx([0.001, 0.002, 0.004])
 
 
 def test_warm_up_of_a_size_is_limited(clock: Clock):

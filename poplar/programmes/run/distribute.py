@@ -121,12 +121,13 @@ def _training(job: DistributedJob, programme: Choice) -> DistributedTraining:
     by_programme = partial(ProgrammeTraining, job, comm, exported, decision.programme)
     if not job.verify:
         return by_programme(reason=text)
-    with show_progress(job.progress and job.group.rank == 0) as report:
+    seconds = TRIALS_PART * job.seconds
+    with show_progress(job.progress and job.group.rank == 0, seconds) as report:
         measured = compare(
             job,
             Candidate("programme", by_programme, decision.step_seconds),
             Candidate("plan", by_plan, decision.data_parallel_seconds),
-            seconds=TRIALS_PART * job.seconds,
+            seconds=seconds,
             report=report,
         )
     is_faster, reason = _outcome(measured, text)
