@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from poplar.pair.speed import Speed, measure_speeds, sum_of_speeds
 
 RANKS = 4
 SEED = 0
-CONFIG = SIZES["demo"]
+CONFIG = replace(SIZES["demo"], context=128)
 TEXT_BYTES = 8_000_000
 GLOBAL_BATCH = 72
 """Large enough that a step takes about a second and communication is a small part of it."""
@@ -407,7 +407,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--stage", choices=("auto", "0", "1", "2", "3"), default="auto", help="ZeRO stage"
     )
     parser.add_argument(
-        "--steps", type=int, help="optimizer steps under each plan (default: 30, with --quick 8)"
+        "--steps", type=int, help="optimizer steps under each plan (default: 20, with --quick 8)"
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps and shorter measurements")
     parser.add_argument(
@@ -426,13 +426,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.stage = "auto" if options.stage == "auto" else int(options.stage)
-    options.steps = (8 if options.quick else 30) if options.steps is None else options.steps
+    options.steps = (8 if options.quick else 20) if options.steps is None else options.steps
     if options.steps < 3:
         parser.error(f"--steps must be at least 3 to give a median, got {options.steps}")
     if options.similar_plans < 0:
         parser.error(f"--similar-plans must be 0 or more, got {options.similar_plans}")
-    options.measure_seconds = 4.0 if options.quick else 10.0
-    options.profile_seconds = 15.0 if options.quick else 45.0
+    options.measure_seconds = 4.0 if options.quick else 6.0
+    options.profile_seconds = 15.0 if options.quick else 30.0
     return options
 
 
