@@ -86,6 +86,7 @@ SAVED = (
     Saved("per_tensor.jsonl", ("poplar/programmes", *SEARCH), 0.1, ("per_tensor.py",)),
     Saved("noise.jsonl", ("poplar/step", *PLAN), 0.1, ("noise.py --clusters 1008",)),
     Saved("codec.jsonl", ("csrc/ops/cpu", "csrc/include"), 0.1, ("codec.py",)),
+    Saved("demo.jsonl", (*STEP, *PLAN), 0.4, ("demo_runs.py",)),
     Saved("optimizers.jsonl", STEP, 0.1, ("optimizers.py",)),
     Saved("convergence.jsonl", STEP, 0.2, ("convergence.py",)),
     Saved("checkpoint_format.jsonl", ("poplar/checkpoint", "poplar/zero"), 0.1, ("checkpoint.py",)),

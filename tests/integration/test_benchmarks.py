@@ -59,6 +59,7 @@ SHOWING = {
     "allreduce": "--show allreduce.jsonl",
     "codec": "--show codec.jsonl",
     "convergence": "--show convergence.jsonl",
+    "demo_runs": "--show demo.jsonl",
     "drift": "--show drift.jsonl",
     "elastic": "--show elastic.jsonl",
     "gpu_ranks": "--show h200/ranks.jsonl",
