@@ -84,6 +84,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Times(config.stash[SECONDS]))
 
 
+def _names_files(config: pytest.Config) -> bool:
+    return any(argument.endswith(".py") for argument in config.args)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full") or any("::" in argument for argument in config.args):
         return  # a test that is named on the command line runs in full
@@ -102,7 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             chosen = covering_subset(cases)
         selected -= {id(item) for number, item in enumerate(combinations) if number not in chosen}
-    if not any(argument.endswith(".py") for argument in config.args):
+    if not _names_files(config):
         remaining = [item for item in items if id(item) in selected]
         tests = [item.nodeid.partition("[")[0] for item in remaining]
         part = os.environ[PART_VARIABLE]
@@ -165,9 +169,10 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     left_out = terminalreporter.config.stash.get(LEFT_OUT, 0)
     if left_out:
+        part = os.environ[PART_VARIABLE]
+        slow = "" if _names_files(terminalreporter.config) else f"; of slow tests, part {part} ran"
         terminalreporter.write_line(
-            f"left out: {left_out} tests, which `make test-all` runs (pytest --full); part "
-            f"{os.environ[PART_VARIABLE]} of the slow tests was run (--part)"
+            f"left out: {left_out} tests, which `make test-all` runs (pytest --full){slow}"
         )
 
 

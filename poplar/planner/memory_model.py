@@ -72,6 +72,11 @@ class RankMemory:
         init=False, repr=False, compare=False, default_factory=dict
     )
 
+    @property
+    def is_too_small(self) -> bool:
+        """No plan fits, because what is always held does not; True is quick to find out."""
+        return max(state.fixed for state in self.state) > self.limit + SLACK_BYTES
+
     def needed(self, caps: Caps, share: float) -> float:
         """Bytes with this share and passes of these sizes."""
         needed = self._needed(False, caps.first, share)

@@ -67,7 +67,10 @@ def suggested_changes(
     ) -> int | None:
         """The highest of the stages at which a plan fits."""
         for stage in sorted(stages, reverse=True):
-            if request_shortfall(StageCosts(changed, stage), wanted) is None:
+            costs = StageCosts(changed, stage)
+            if any(memory.is_too_small for memory in costs.memories):
+                continue
+            if request_shortfall(costs, wanted) is None:
                 return stage
         return None
 
