@@ -39,6 +39,7 @@ from poplar.pair.speed import Speed, measure_speeds, sum_of_speeds
 RANKS = 4
 SEED = 0
 CONFIG = replace(SIZES["demo"], context=128)
+"""Short windows of text, so that the demo takes two minutes on two cores."""
 TEXT_BYTES = 8_000_000
 GLOBAL_BATCH = 72
 """Large enough that a step takes about a second and communication is a small part of it."""

@@ -74,7 +74,7 @@ class RankMemory:
 
     @property
     def is_too_small(self) -> bool:
-        """No plan fits, because what is always held does not; True is quick to find out."""
+        """What is always held does not fit, so no plan does. Computes no moments."""
         return max(state.fixed for state in self.state) > self.limit + SLACK_BYTES
 
     def needed(self, caps: Caps, share: float) -> float:
