@@ -76,7 +76,10 @@ def pytest_configure(config: pytest.Config) -> None:
     full = config.getoption("--full")
     os.environ[FULL_VARIABLE] = "1" if full else "0"  # read by test modules and worker processes
     hypothesis.settings.load_profile("full" if full else "subset")
-    if part := slow_tests.ALL if full else config.getoption("--part"):
+    saves = config.getoption("--save-slow-tests")
+    if saves and _names_files(config):
+        raise pytest.UsageError("--save-slow-tests is for a run of all files, but some are named")
+    if part := slow_tests.ALL if full or saves else config.getoption("--part"):
         os.environ[PART_VARIABLE] = part
     elif PART_VARIABLE not in os.environ:
         os.environ[PART_VARIABLE] = slow_tests.part_of_commit(config.rootpath)

@@ -4,7 +4,7 @@ A quarter of the tests takes five sixths of the time. A run has all fast tests a
 case of the slow ones. The part follows from the commit: the same commit always runs the same tests.
 
 `slow_tests.txt` lists the slow tests, the slowest first. Tests that it does not list always run.
-To measure again: `make test TEST_FLAGS="-n 2 --part all --save-slow-tests"`.
+To measure again: `make test TEST_FLAGS="-n 2 --save-slow-tests"`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import slow_tests
@@ -33,10 +34,15 @@ def test_a_commit_has_one_part_and_a_folder_without_commits_the_first(tmp_path):
     assert part_of_commit(tmp_path) == "0"
 
 
+@functools.cache
+def statements_of(file: str) -> list[ast.stmt]:
+    return ast.parse((ROOT / file).read_text()).body
+
+
 def test_the_list_is_sorted_and_names_tests_that_exist():
     for test in listed():
         file, *scopes, function = test.split("::")
-        inside = ast.parse((ROOT / file).read_text()).body
+        inside = statements_of(file)
         for scope in scopes:
             inside = next(c for c in inside if isinstance(c, ast.ClassDef) and c.name == scope).body
         assert function in {f.name for f in inside if isinstance(f, ast.FunctionDef)}, test
