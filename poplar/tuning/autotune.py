@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from poplar.comm import Group
-from poplar.planner.calibration import refine
+from poplar.planner.calibration import at_usual_speeds, refine
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import describe, fits, predict, unmeasured_batches
 from poplar.planner.search import CHOICES, Choice, Sends, alternatives, check_choice, search
@@ -464,9 +464,12 @@ class Tuner:
     def _with_newcomer(
         self, profile: ClusterProfile, trials: Trials, running: list[Plan]
     ) -> list[Plan]:
-        """Adds the plan that a search on the observed speeds finds, if it promises to be faster."""
+        """Adds the plan that a search on the usual speeds finds, if it promises to be faster."""
         observations = trials.observations()
         refined = self._refined(profile, observations)
+        if not self.session.asynchronous:
+            usual = at_usual_speeds(profile, trials.each())
+            refined = replace(refined, devices=usual.devices)
         found = self._search(refined)[0]
         best = min(predict(refined, seen.plan).step_seconds for seen in observations)
         promised = predict(refined, found).step_seconds

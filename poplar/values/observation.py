@@ -56,9 +56,13 @@ class Trials:
         """Whether the plan ran in the latest turn."""
         return plan in self._turns[-1]
 
+    def each(self) -> list[Observation]:
+        """The observations of all turns."""
+        return [seen for turn in self._turns for seen in turn.values()]
+
     def observations(self) -> tuple[Observation, ...]:
         """See `medians_by_plan`."""
-        return medians_by_plan(seen for turn in self._turns for seen in turn.values())
+        return medians_by_plan(self.each())
 
     def ratio(self, plan: Plan, other: Plan) -> float:
         """Step time of `plan` over that of `other`: the median of the turns that both ran in."""
