@@ -31,7 +31,7 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 from poplar.planner.cost_model import StageCosts, costs_of, step_seconds_of
 from poplar.planner.prediction import fits
@@ -179,6 +179,17 @@ def at_usual_speeds(cluster: ClusterProfile, observations: Sequence[Observation]
     """
     each = [_slowdowns(cluster, [seen]) for seen in observations]
     return with_slower_devices(cluster, [_usual(own) for own in zip(*each, strict=True)])
+
+
+def noise_of_speeds(
+    cluster: ClusterProfile, plan: Plan, observations: Sequence[Observation]
+) -> float:
+    """Relative standard deviation of a plan's step at the speeds of these steps of any plans."""
+    steps = [
+        step_seconds_of(with_slower_devices(cluster, _slowdowns(cluster, [seen])), plan)
+        for seen in observations
+    ]
+    return stdev(steps) / fmean(steps) if len(steps) > 1 else 0.0
 
 
 def _usual(slowdowns: Iterable[float]) -> float:

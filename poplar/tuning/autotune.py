@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from poplar.comm import Group
-from poplar.planner.calibration import at_usual_speeds, refine
+from poplar.planner.calibration import at_usual_speeds, noise_of_speeds, refine
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import describe, fits, predict, unmeasured_batches
 from poplar.planner.search import CHOICES, Choice, Sends, alternatives, check_choice, search
@@ -429,6 +429,8 @@ class Tuner:
         profile = self._refined(profile, observations)
         profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
         spread = trials.noise(best)
+        if not self.session.asynchronous:
+            spread = max(spread, noise_of_speeds(profile, best, trials.each()))
         plan = describe(profile, best, self.job.policy, noise=spread)
         tuned = Tuned(plan, profile, observations)
         return self.session.on_first_rank(lambda: tuned, "the choice of a plan")

@@ -22,6 +22,7 @@ from poplar.planner.calibration import (
     at_profiled_speed,
     at_usual_speeds,
     fit,
+    noise_of_speeds,
     plans_to_observe,
     refine,
 )
@@ -166,6 +167,14 @@ def test_one_slow_moment_changes_the_usual_speed_by_its_part():
         (1.0, (5 * 1.0 + 2.0) / 6, 1.0, 1.0), found.devices, plain().devices, strict=True
     ):
         assert device.seconds(4) == pytest.approx(factor * known.seconds(4))
+
+
+def test_speeds_that_change_make_the_step_of_any_plan_noisy():
+    slow = with_slower_devices(plain(), (1.2,) * 4)
+    ran, other = two_plans(0)
+    steady = [observed(plain(), ran)] * 2
+    assert noise_of_speeds(plain(), other, steady) == noise_of_speeds(plain(), other, []) == 0.0
+    assert 0.05 < noise_of_speeds(plain(), other, [*steady, observed(slow, ran)]) < 0.15
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)
