@@ -31,7 +31,7 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
 from poplar.planner.cost_model import StageCosts, costs_of, step_seconds_of
 from poplar.planner.prediction import fits
@@ -184,12 +184,18 @@ def at_usual_speeds(cluster: ClusterProfile, observations: Sequence[Observation]
 def noise_of_speeds(
     cluster: ClusterProfile, plan: Plan, observations: Sequence[Observation]
 ) -> float:
-    """Relative standard deviation of a plan's step at the speeds of these steps of any plans."""
-    steps = [
-        step_seconds_of(with_slower_devices(cluster, _slowdowns(cluster, [seen])), plan)
-        for seen in observations
-    ]
-    return stdev(steps) / fmean(steps) if len(steps) > 1 else 0.0
+    """Relative standard deviation of a plan's step at the speeds that ranks had in these steps.
+
+    Observations are compared with others of the same plan: between plans, the speeds of a rank also
+    differ by the errors of its curve.
+    """
+    by_plan: dict[Plan, list[float]] = {}
+    for seen in observations:
+        present = with_slower_devices(cluster, _slowdowns(cluster, [seen]))
+        by_plan.setdefault(seen.plan, []).append(step_seconds_of(present, plan))
+    away = [step / fmean(own) - 1.0 for own in by_plan.values() for step in own]
+    free = len(away) - len(by_plan)
+    return math.sqrt(math.fsum(a * a for a in away) / free) if free else 0.0
 
 
 def _usual(slowdowns: Iterable[float]) -> float:

@@ -177,6 +177,13 @@ def test_speeds_that_change_make_the_step_of_any_plan_noisy():
     assert 0.05 < noise_of_speeds(plain(), other, [*steady, observed(slow, ran)]) < 0.15
 
 
+def test_plans_that_a_curve_predicts_differently_do_not_make_a_step_noisy():
+    slow = with_slower_devices(plain(), (1.2,) * 4)
+    one, other = two_plans(0)
+    seen = [observed(plain(), one), observed(slow, other)] * 2
+    assert noise_of_speeds(plain(), one, seen) == pytest.approx(0.0)
+
+
 @pytest.mark.parametrize("stage", EACH_PASS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_synchronization_residual_may_be_negative(stage, sign):
