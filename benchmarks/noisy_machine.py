@@ -34,9 +34,10 @@ from poplar.values.profile import (
     NetworkProfile,
 )
 
-NOISES = ("quiet", "drift", "bursts", "quota", "tails", "shared", "all")
+NOISES = ("quiet", "drift", "bursts", "quota", "tails", "shared", "ended", "all")
 """Steady; slow changes of speed; other programs for seconds; a CPU quota's periods; single passes
-that take much longer; a core that others share, so that every pass differs; and all of these."""
+that take much longer; a core that others share, so that every pass differs; a program that ends
+while the machine is profiled; and all of these."""
 SECONDS = 60.0
 """Time budget of `autotune`."""
 GRID = 0.25
@@ -73,11 +74,15 @@ class Noise:
         keeps = math.exp(-GRID / draw.uniform(10.0, 100.0))
         busy, idle = draw.uniform(0.5, 8.0), draw.uniform(5.0, 40.0)
         slower = draw.uniform(1.1, 2.0) if has["bursts"] else 1.0
+        busy_first, ends = 1.0, 0.0
+        if has["ended"] and draw.random() < 0.5:
+            busy_first, ends = draw.uniform(1.2, 2.0), draw.uniform(5.0, 30.0)
         levels, log, on = [], draw.gauss(0.0, drift), False
-        for _ in range(int(HORIZON / GRID)):
+        for cell in range(int(HORIZON / GRID)):
             log = keeps * log + draw.gauss(0.0, drift * math.sqrt(1.0 - keeps**2))
             on = draw.random() < (1.0 - GRID / busy if on else GRID / idle)
-            levels.append(math.exp(log) * (slower if on else 1.0))
+            first = busy_first if cell * GRID < ends else 1.0
+            levels.append(math.exp(log) * (slower if on else 1.0) * first)
         self._sums = list(accumulate(levels, initial=0.0))
         self.mean_level = fmean(levels)
 

@@ -58,8 +58,6 @@ _OVERLAP_ROUNDS = 4
 _COVER = 1.25
 """Compute that can overlap, over the collectives, in passes that show the overlap."""
 _ROUNDING = 1e-12
-PROFILE_MOMENTS = 3
-"""Later moments that the profile counts as much as, in the usual speed of a rank."""
 
 
 def plans_to_observe(
@@ -165,20 +163,11 @@ def refine(
         asynchronous: as for `fit`; pass times are not used.
     """
     if not asynchronous:
-        cluster = with_slower_devices(cluster, _slowdowns(cluster, observations))
+        cluster = _at_observed_speeds(cluster, observations)
     for stage, own in _by_stage(observations).items():
         each = cluster.network.synchronization_seconds[stage]
         cluster = _with_residuals(cluster, stage, own, synchronization=each)
     return cluster
-
-
-def at_usual_speeds(cluster: ClusterProfile, observations: Sequence[Observation]) -> ClusterProfile:
-    """The profile at the speeds that the ranks usually have, by the profile and these steps.
-
-    A few steps show how fast a rank is at that moment; a plan is for all of the time after it.
-    """
-    each = [_slowdowns(cluster, [seen]) for seen in observations]
-    return with_slower_devices(cluster, [_usual(own) for own in zip(*each, strict=True)])
 
 
 def noise_of_speeds(
@@ -188,23 +177,19 @@ def noise_of_speeds(
 
     Observations are compared with others of the same plan: between plans, the speeds of a rank also
     differ by the errors of its curve.
+
+    Args:
+        cluster: measured.
+        plan: whose step is predicted at the speeds of each observation.
+        observations: of any plans; of each one, at least two show a difference.
     """
     by_plan: dict[Plan, list[float]] = {}
     for seen in observations:
-        present = with_slower_devices(cluster, _slowdowns(cluster, [seen]))
+        present = _at_observed_speeds(cluster, [seen])
         by_plan.setdefault(seen.plan, []).append(step_seconds_of(present, plan))
     away = [step / fmean(own) - 1.0 for own in by_plan.values() for step in own]
     free = len(away) - len(by_plan)
     return math.sqrt(math.fsum(a * a for a in away) / free) if free else 0.0
-
-
-def _usual(slowdowns: Iterable[float]) -> float:
-    """The mean over the profile (1) and later moments.
-
-    Not the median, which ignores another program that runs for a third of the time. On simulated
-    machines with such programs, plans for the mean cost a quarter less time beyond the best plan.
-    """
-    return fmean([1.0] * PROFILE_MOMENTS + list(slowdowns))
 
 
 def at_profiled_speed(cluster: ClusterProfile, observation: Observation) -> Observation:
@@ -230,16 +215,17 @@ def _at_usual_speeds(
 ) -> tuple[ClusterProfile, list[Observation]]:
     """The profile with each curve at the speed that its rank usually had, and the observations.
 
-    A curve is measured once, maybe while another program ran. Slowdowns are of other moments, and
-    how much they differ shows how much the rank's speed changes.
+    A curve is measured once, maybe while another program ran. Slowdowns are of other moments. Their
+    median, with that of the curve itself (1), is the usual speed, and how much they differ shows
+    how much the rank's speed changes.
     """
     known = [seen.slowdowns for seen in raw if seen.slowdowns]
     if not known:
         return cluster, list(raw)
-    by_rank = [list(map(_plausible, own)) for own in zip(*known, strict=True)]
-    usual = list(map(_usual, by_rank))
+    by_rank = [[1.0, *map(_plausible, own)] for own in zip(*known, strict=True)]
+    usual = list(map(median, by_rank))
     devices = (
-        with_error(device, deviation([1.0, *own]))
+        with_error(device, deviation(own))
         for device, own in zip(with_slower_devices(cluster, usual).devices, by_rank, strict=True)
     )
     seen = [
@@ -260,8 +246,10 @@ def with_error(device: DeviceProfile, error: float) -> DeviceProfile:
     return replace(device, points=tuple(points))
 
 
-def _slowdowns(cluster: ClusterProfile, observations: Sequence[Observation]) -> list[float]:
-    """How long the passes of each rank took without their overheads, relative to its curve."""
+def _at_observed_speeds(
+    cluster: ClusterProfile, observations: Sequence[Observation]
+) -> ClusterProfile:
+    """Scale the curve of each rank to its passes without their overheads."""
 
     def factor(rank: int, device: DeviceProfile) -> float:
         computed = profiled = 0.0
@@ -273,7 +261,8 @@ def _slowdowns(cluster: ClusterProfile, observations: Sequence[Observation]) -> 
                 profiled += curve(size)
         return _plausible(computed / profiled) if profiled else 1.0
 
-    return [factor(rank, device) for rank, device in enumerate(cluster.devices)]
+    factors = [factor(rank, device) for rank, device in enumerate(cluster.devices)]
+    return with_slower_devices(cluster, factors)
 
 
 def _device_of(cluster: ClusterProfile, seen: Observation, rank: int) -> DeviceProfile:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from poplar.comm import Group
-from poplar.planner.calibration import at_usual_speeds, noise_of_speeds, refine
+from poplar.planner.calibration import noise_of_speeds, refine
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import describe, fits, predict, unmeasured_batches
 from poplar.planner.search import CHOICES, Choice, Sends, alternatives, check_choice, search
@@ -429,7 +429,7 @@ class Tuner:
         profile = self._refined(profile, observations)
         profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
         spread = trials.noise(best)
-        if not self.session.asynchronous:
+        if not self.session.asynchronous:  # else the seconds of passes are not known
             spread = max(spread, noise_of_speeds(profile, best, trials.each()))
         plan = describe(profile, best, self.job.policy, noise=spread)
         tuned = Tuned(plan, profile, observations)
@@ -466,12 +466,9 @@ class Tuner:
     def _with_newcomer(
         self, profile: ClusterProfile, trials: Trials, running: list[Plan]
     ) -> list[Plan]:
-        """Adds the plan that a search on the usual speeds finds, if it promises to be faster."""
+        """Adds the plan that a search on the observed speeds finds, if it promises to be faster."""
         observations = trials.observations()
         refined = self._refined(profile, observations)
-        if not self.session.asynchronous:
-            usual = at_usual_speeds(profile, trials.each())
-            refined = replace(refined, devices=usual.devices)
         found = self._search(refined)[0]
         best = min(predict(refined, seen.plan).step_seconds for seen in observations)
         promised = predict(refined, found).step_seconds

@@ -641,6 +641,25 @@ def test_late_plan_can_win_on_devices_that_become_slower():
     assert bench.seen.count(decided.plan) >= autotune.LEAST_TURNS
 
 
+class Alternating(Bench):
+    """Passes of rank 0 take longer in every second run of a plan; its steps do not."""
+
+    def _observation(self, plan: Plan) -> Observation:
+        seen = super()._observation(plan)
+        slower = 1.2 if self.seen.count(plan) % 2 else 1.0
+        first, *others = seen.pass_seconds
+        return replace(seen, pass_seconds=(tuple(slower * took for took in first), *others))
+
+
+def test_interval_includes_speeds_that_changed_while_the_steps_did_not():
+    steady, changing = (kind(thorough(known()), known(), [0]) for kind in (Bench, Alternating))
+    half = {}
+    for bench in (steady, changing):
+        low, high = bench.tune().plan.prediction["step_interval"]
+        half[bench] = (high - low) / (high + low)
+    assert half[steady] < 0.02 < 0.05 < half[changing]
+
+
 def test_clearly_slower_plan_is_dropped_after_one_turn():
     first, second, *_ = predicted_order(known())
     slower = tuple(0.3 if stage == second else 0.0 for stage in STAGES)
