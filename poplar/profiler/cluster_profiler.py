@@ -49,6 +49,7 @@ from poplar.profiler.memory import model_bytes
 from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget
 from poplar.profiler.model_profile import linear_layers, model_profile, pass_memory
 from poplar.profiler.optimizer_step import measure_update
+from poplar.profiler.overlap import measure_overlap
 from poplar.profiler.progress import Report
 from poplar.profiler.recomputed_passes import with_recomputed_curves
 from poplar.profiler.session import Session
@@ -64,6 +65,8 @@ from poplar.zero.opaque_parameter import opaque_bytes
 
 NETWORK = 0.08
 """Part of the time budget for the collectives."""
+OVERLAP = 0.05
+"""Part of the time budget for collectives beside passes."""
 STEPS = 0.4
 """Part of the time budget for steps of the engine, over all stages."""
 
@@ -133,8 +136,11 @@ class Profiler:
     def with_network(self, profile: ClusterProfile, report: Report) -> ClusterProfile:
         """The profile with the times of the collectives, measured now."""
         report("the collectives")
-        network = measure_network(self.session, self.session.job.profile_seconds * NETWORK)
-        return self.with_later_memory(replace(profile, network=network))
+        session, budget = self.session, self.session.job.profile_seconds
+        profile = replace(profile, network=measure_network(session, budget * NETWORK))
+        report("collectives beside passes")
+        overlap = measure_overlap(session, profile, budget * OVERLAP)
+        return self.with_later_memory(replace(profile, overlap=overlap))
 
     def use(self, profile: ClusterProfile) -> None:
         """Measure further batches of a profile of an earlier session.

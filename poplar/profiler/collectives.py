@@ -37,7 +37,7 @@ MOST_HOSTS_ONE_BY_ONE = 64
 """Hosts up to which the rates are measured."""
 SMALL_BUFFERS = 4
 """Buffers with which the latency of a collective is measured."""
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Collectives:
         def run() -> None:
             pending: deque[Work] = deque()
             for numel in self.numels:
-                if len(pending) == _IN_FLIGHT:
+                if len(pending) == IN_FLIGHT:
                     pending.popleft().wait()
                 pending.append(issue(self, Layout.from_shares(numel, shares)))
             for work in pending:
@@ -149,12 +149,20 @@ Issue = Callable[[Collectives, Layout], Work]
 """Issues a collective on one buffer."""
 
 
-def measure_network(session: Session, budget: float) -> NetworkProfile:
-    """Time even shares, and what gives the rates, in about `budget` seconds. Collective."""
+def sampled_collectives(session: Session) -> tuple[Collectives, float]:
+    """The collectives of the model, or of a sample of it, and how much more the model has.
+    Collective.
+    """
     comm = connect(session.group, "auto", session.device)
     numels = flat_numels(session)
     numels, scale = sample_buffers(numels, _largest_buffer(session, max(numels)))
-    collectives = Collectives(session, comm, numels)
+    return Collectives(session, comm, numels), scale
+
+
+def measure_network(session: Session, budget: float) -> NetworkProfile:
+    """Time even shares, and what gives the rates, in about `budget` seconds. Collective."""
+    collectives, scale = sampled_collectives(session)
+    comm = collectives.comm
     ranks = session.group.size
     owners: list[tuple[int, ...]] = [(rank,) for rank in range(ranks)]
     if ranks > MOST_RANKS_ONE_BY_ONE:
@@ -241,7 +249,7 @@ def _bytes_at_once(ranks: int) -> int:
     Gradients of four sets of collectives; and, for each collective in flight, a bucket, its
     result, and a part as large as the bucket from every rank: one rank owns everything.
     """
-    return 4 * (4 + _IN_FLIGHT * (2 + ranks))
+    return 4 * (4 + IN_FLIGHT * (2 + ranks))
 
 
 def sample_buffers(
