@@ -132,7 +132,7 @@ def fit(
             passes separate the residual of a synchronization from that of a step.
         asynchronous: the device computes while the host goes on. Then host timings of passes are
             not used, and the overlap is fitted: see [Note: overlap]. On a CPU collectives use the
-            cores that compute, so apparent overlap is noise.
+            cores that compute, so what the profile does not know of overlap is noise.
     """
     cluster, raw = _at_usual_speeds(cluster, [seen for turn in turns for seen in turn])
     if asynchronous and cluster.overlap == 0.0:

@@ -33,7 +33,7 @@ from poplar.planner.communication_schedule import (
     Synchronization,
     schedules,
 )
-from poplar.planner.encoded_costs import with_encoding
+from poplar.planner.encoded_costs import with_encoding, without_codec
 from poplar.planner.factored_costs import Exchange, exchanges_of, seconds_of_exchange
 from poplar.planner.memory_model import Caps, RankMemory, rank_memory, sent_gradients
 from poplar.planner.recomputed_curves import with_recomputed_units
@@ -115,12 +115,12 @@ class StageCosts:
     def _schedules(self) -> tuple[CommunicationSchedule, CommunicationSchedule]:
         """Without residuals."""
         cluster = self.cluster
-        overlap = cluster.overlap, cluster.backward_fraction
         return schedules(
             cluster.model,
             self.stage,
             self.persistent,
-            *overlap,
+            self.overlap,
+            cluster.backward_fraction,
             may_merge=not self.unit_shares,
             gather_part=self._gather_part,
         )
@@ -154,7 +154,26 @@ class StageCosts:
     @cached_property
     def overlaps(self) -> bool:
         """Whether any communication runs under compute."""
-        return min(self.reducible_fraction, self.cluster.overlap) > 0.0
+        return min(self.reducible_fraction, self.overlap) > 0.0
+
+    @cached_property
+    def overlap(self) -> float:
+        """Part of communication that runs under compute: not encoding and decoding, which use the
+        same cores or device.
+        """
+        cluster = self.cluster
+        if cluster.communication == EXACT or not cluster.overlap:
+            return cluster.overlap
+        even = (1.0 / cluster.world_size,) * cluster.world_size
+
+        def seconds(collectives: CollectiveCosts) -> float:
+            return collectives.reduce_scatter.seconds(even) + collectives.all_gather.seconds(even)
+
+        sent = with_encoding(
+            self.exact_collectives, without_codec(cluster), self.stage, self._measured_buffers
+        )
+        whole = seconds(self.collectives)
+        return cluster.overlap * min(1.0, seconds(sent) / whole) if whole else cluster.overlap
 
     @cached_property
     def collectives(self) -> CollectiveCosts:

@@ -85,6 +85,12 @@ def with_encoding(
     return exact
 
 
+def without_codec(cluster: ClusterProfile) -> ClusterProfile:
+    """The cluster if encoding and decoding took no time."""
+    devices = (replace(each, encode_seconds=(), decode_seconds=()) for each in cluster.devices)
+    return replace(cluster, devices=tuple(devices))
+
+
 def may_gain(cluster: ClusterProfile) -> bool:
     """Whether encoding can make a step faster, as far as the seconds of the codec are known."""
     known = all(device.encode_seconds for device in cluster.devices)

@@ -20,7 +20,8 @@ With `n` ranks on `h` hosts and `P` parameters, one rank
                   is free), a bounded number of times: once for all, once for each of up to 8
                   ranks or, if there are more, 64 hosts, and once within hosts; then small buffers
                   of 64 elements per rank. Allocates up to 4 (8 + 2 n) bytes per element at once,
-                  and tries that first
+                  and tries that first. Between CPU hosts, 15 reductions more, beside passes, of at
+                  most what the engine has in flight
     engine steps  trains as the engine does, from one host copy of the parameters on CUDA
     a model on    is initialized again for each engine: two or three for passes, and one for each
     `meta`        plan that runs

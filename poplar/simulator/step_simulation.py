@@ -47,7 +47,7 @@ def simulate(cluster: ClusterProfile, plan: Plan) -> Timeline:
     owned = costs.owned(plan.shares)
     loads = costs.by_rank(durations.load, plan.micro_batches, owned, durations.owns)
     simulated = {load: _Rank(load, durations) for load in dict.fromkeys(loads)}
-    _run(list(simulated.values()), cluster.overlap)
+    _run(list(simulated.values()), costs.overlap)
     step = max(rank.now for rank in simulated.values())
     by_end = operator.attrgetter("end")
     spans = {load: tuple(sorted(rank.spans, key=by_end)) for load, rank in simulated.items()}

@@ -364,6 +364,20 @@ def test_an_unknown_precision_is_an_error() -> None:
 # Plans made from plans
 
 
+@pytest.mark.parametrize("precision", COMPRESSED)
+def test_only_what_is_on_the_way_overlaps(precision) -> None:
+    """Encoding takes the cores that compute; without its seconds, the overlap is as measured."""
+    sent = Communication.of(precision, 2)
+
+    def overlap(profile: ClusterProfile) -> float:
+        profile = replace(profile, overlap=0.8, communication=sent)
+        return StageCosts(profile, 2).overlap
+
+    assert overlap(cluster(known=False)) == pytest.approx(0.8)
+    assert overlap(cluster(rate=100 * GIGABIT)) < overlap(cluster()) < 0.8
+    assert StageCosts(replace(cluster(), overlap=0.8), 2).overlap == 0.8
+
+
 INT8 = Communication(gradients="int8", parameters="int8", warmup_steps=3)
 
 
