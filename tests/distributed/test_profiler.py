@@ -23,8 +23,8 @@ from training import STAGES
 
 import poplar
 from poplar import ClusterProfile, Plan
-from poplar.comm import Group
-from poplar.profiler import batch_sizes, trial_runs
+from poplar.comm import Group, host_topology
+from poplar.profiler import batch_sizes, collectives, overlap, trial_runs
 from poplar.profiler import session as sessions
 from poplar.profiler.batch_curves import TIMES_EACH, measure_curves, measure_points
 from poplar.profiler.job import Job
@@ -132,6 +132,28 @@ def test_all_ranks_get_the_same_profile(profiles: list[dict[str, Any]], tmp_path
     assert profile.model.numel >= sum(p.numel() for p in models.build(ModelSpec()).parameters())
     profile.to_json(tmp_path / "profile.json")
     assert ClusterProfile.from_json(tmp_path / "profile.json") == profile
+
+
+def profile_between_hosts() -> tuple[float, list[str]]:
+    """The overlap that this rank gets, and what the profile has changed."""
+    host = {"host_id": mock.Mock(return_value=(str(harness.rank()),))}
+    timed = mock.Mock(wraps=overlap.seconds_of)
+    with (
+        mock.patch.multiple(host_topology, **host),
+        mock.patch.multiple(collectives, **host),
+        mock.patch.multiple(overlap, LEAST_PART=0.0, seconds_of=timed),
+    ):
+        left = changes_left((1,))
+        found = profiled(stages=(1,)).overlap
+    assert timed.call_count == 2 * 3 * overlap.ROUNDS
+    return found, left
+
+
+def test_overlap_is_measured_between_hosts(ranks: Pool):
+    (first, left), *others = ranks.run(profile_between_hosts)
+    assert others == [(first, left)] * 3
+    assert 0.0 <= first <= 1.0
+    assert left == []
 
 
 def watched_session(
