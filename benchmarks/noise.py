@@ -18,7 +18,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from statistics import fmean, median, quantiles
 from typing import Any
 from unittest import mock
@@ -41,11 +41,14 @@ def simulate(seed: int) -> Row:
     """Tune one random cluster."""
     draw = random.Random(seed)
     true, kind = true_cluster(draw), NOISES[seed % len(NOISES)]
-    machine = Machine(true, [Noise(draw, kind) for _ in true.devices], (draw.choice((0, 1, 2, 3)),))
+    stages = (draw.choice((0, 1, 2, 3)),)
     batch = draw.choice((16, 24, 40, 64, 72, 100, 128))
-    with ExitStack() as stack:
-        for module in (autotune, batch_sizes, trial_runs):
-            stack.enter_context(mock.patch.object(module, "time", machine.clock))
+    quiet = Machine(true, [Noise(draw, "quiet") for _ in true.devices], stages)
+    with on_clock(quiet):
+        quiet.profile()
+    noises = [Noise(draw, kind, profiled=quiet.clock.now) for _ in true.devices]
+    machine = Machine(true, noises, stages)
+    with on_clock(machine):
         profile = machine.profile()
         profiled_at = machine.clock.now
         request = {"global_batch": batch, "stages": machine.stages, "leave_out": "never"}
@@ -70,6 +73,15 @@ def simulate(seed: int) -> Row:
         }
     case = {"seed": seed, "noise": kind, "stage": machine.stages[0], "ranks": true.world_size}
     return Row.of("noise", case, figures, packages=())
+
+
+@contextmanager
+def on_clock(machine: Machine) -> Iterator[None]:
+    """The package reads the clock of the machine inside."""
+    with ExitStack() as stack:
+        for module in (autotune, batch_sizes, trial_runs):
+            stack.enter_context(mock.patch.object(module, "time", machine.clock))
+        yield
 
 
 def summaries(rows: Sequence[Row]) -> Iterator[Row]:

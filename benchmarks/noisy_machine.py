@@ -64,7 +64,8 @@ class Clock:
 class Noise:
     """How much longer work takes on one rank at a time."""
 
-    def __init__(self, draw: random.Random, kind: str) -> None:
+    def __init__(self, draw: random.Random, kind: str, profiled: float = 0.0) -> None:
+        """`profiled`: seconds in which a quiet machine is profiled."""
         has = {name: kind in (name, "all") for name in NOISES}
         self._draw = draw
         self._jitter = draw.uniform(0.05, 0.4) if has["shared"] else draw.uniform(0.002, 0.02)
@@ -76,7 +77,7 @@ class Noise:
         slower = draw.uniform(1.1, 2.0) if has["bursts"] else 1.0
         busy_first, ends = 1.0, 0.0
         if has["ended"] and draw.random() < 0.5:
-            busy_first, ends = draw.uniform(1.2, 2.0), draw.uniform(5.0, 30.0)
+            busy_first, ends = draw.uniform(1.2, 2.0), profiled * draw.uniform(0.1, 0.9)
         levels, log, on = [], draw.gauss(0.0, drift), False
         for cell in range(int(HORIZON / GRID)):
             log = keeps * log + draw.gauss(0.0, drift * math.sqrt(1.0 - keeps**2))
@@ -210,8 +211,7 @@ class Machine:
             for plan in plans:
                 seen = self.run_plan(plan, steps=trial_runs.STEPS)
                 after = self._slowdowns(profile, plan, seconds)
-                slowdowns = tuple(map(fmean, zip(before, after, strict=True)))
-                turns[-1].append(replace(seen, slowdowns=slowdowns))
+                turns[-1].append(trial_runs.with_slowdowns(seen, before, after))
                 before = after
         return calibration.fit(profile, turns, asynchronous=False)
 

@@ -134,7 +134,10 @@ def fit(
             not used, and the overlap is fitted: see [Note: overlap]. On a CPU collectives use the
             cores that compute, so what the profile does not know of overlap is noise.
     """
-    cluster, raw = _at_usual_speeds(cluster, [seen for turn in turns for seen in turn])
+    raw = [seen for turn in turns for seen in turn]
+    if not asynchronous:
+        raw = [_with_speed_of_passes(cluster, seen) for seen in raw]
+    cluster, raw = _at_usual_speeds(cluster, raw)
     if asynchronous and cluster.overlap == 0.0:
         cluster = replace(cluster, overlap=_fitted_overlap(cluster, raw))
     observations = medians_by_plan(at_profiled_speed(cluster, seen) for seen in raw)
@@ -208,6 +211,22 @@ def at_profiled_speed(cluster: ClusterProfile, observation: Observation) -> Obse
         for own, factor in zip(seen.pass_seconds, factors, strict=True)
     )
     return replace(seen, pass_seconds=tuple(passes), slowdowns=())
+
+
+def _with_speed_of_passes(cluster: ClusterProfile, seen: Observation) -> Observation:
+    """The observation; if a speed changed meanwhile, with the slowdowns that its passes show.
+
+    The plain passes before and after such steps show neither speed, and a part of the step would
+    become a residual, even a negative one: then many passes look better than few.
+    """
+    if seen.is_steady:
+        return seen
+    factors = []
+    for rank, between in enumerate(seen.slowdowns):
+        passes = _passes(seen, rank)
+        curve = math.fsum(_device_of(cluster, seen, rank).seconds(size) for size, _ in passes)
+        factors.append(math.fsum(took for _, took in passes) / curve if curve else between)
+    return replace(seen, slowdowns=tuple(factors))
 
 
 def _at_usual_speeds(

@@ -217,10 +217,22 @@ def run_in_turns(
                 plans = [other for other in plans if other != plan]
                 continue
             after = measure_slowdowns(session, profile, plan, plain_seconds)
-            slowdowns = tuple(map(fmean, zip(before, after, strict=True)))
-            turns[-1].append(replace(seen, slowdowns=slowdowns))
+            turns[-1].append(with_slowdowns(seen, before, after))
             before = after
     return turns
+
+
+def with_slowdowns(
+    seen: Observation, before: Sequence[float], after: Sequence[float]
+) -> Observation:
+    """The observation between these slowdowns of the ranks."""
+    return replace(
+        seen,
+        slowdowns=tuple(map(fmean, zip(before, after, strict=True))),
+        speed_change=max(
+            abs(late / early - 1.0) for early, late in zip(before, after, strict=True)
+        ),
+    )
 
 
 def _plain_seconds(profile: ClusterProfile, plans: Sequence[Plan], seconds: float) -> float:

@@ -140,6 +140,22 @@ def test_temporary_slowdown_of_a_device_is_not_engine_overhead(stage):
         assert device.pass_overhead_seconds == pytest.approx((0.0,) * 4, abs=1e-12)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_program_that_ends_during_steps_leaves_no_residual(stage):
+    """Its passes show the speed; the mean of the plain passes before and after does not."""
+    profiled = with_slower_devices(plain(), (1.0, 2.0, 1.0, 1.0))
+    few, many = two_plans(stage)
+    seen = [
+        replace(observed(profiled, few), slowdowns=(1.0,) * 4),
+        replace(observed(plain(), many), slowdowns=(1.0, 0.75, 1.0, 1.0), speed_change=0.5),
+    ]
+    found = fitted(profiled, seen)
+    residuals = found.network.synchronization_seconds[stage], found.network.step_seconds[stage]
+    assert residuals == pytest.approx((0.0, 0.0), abs=1e-9)
+    steady = fitted(profiled, [seen[0], replace(seen[1], speed_change=0.0)])
+    assert steady.network.step_seconds[stage] != pytest.approx(0.0, abs=1e-4)
+
+
 def test_curves_are_at_the_usual_speed_and_know_how_much_it_changes():
     """The curve of rank 1 was measured while another program ran."""
     slowdowns = [(1.0, 0.5, 1.0, 1.2), (1.0, 0.5, 1.0, 0.8), (1.0, 0.5, 1.0, 1.0)]
