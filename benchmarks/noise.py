@@ -41,13 +41,12 @@ def simulate(seed: int) -> Row:
     """Tune one random cluster."""
     draw = random.Random(seed)
     true, kind = true_cluster(draw), NOISES[seed % len(NOISES)]
-    stages = (draw.choice((0, 1, 2, 3)),)
-    batch = draw.choice((16, 24, 40, 64, 72, 100, 128))
-    quiet = Machine(true, [Noise(draw, "quiet") for _ in true.devices], stages)
+    quiet = Machine(true, [Noise(random.Random(seed), "quiet") for _ in true.devices], stages=(0,))
     with on_clock(quiet):
         quiet.profile()
     noises = [Noise(draw, kind, profiled=quiet.clock.now) for _ in true.devices]
-    machine = Machine(true, noises, stages)
+    machine = Machine(true, noises, stages=(draw.choice((0, 1, 2, 3)),))
+    batch = draw.choice((16, 24, 40, 64, 72, 100, 128))
     with on_clock(machine):
         profile = machine.profile()
         profiled_at = machine.clock.now

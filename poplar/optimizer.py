@@ -6,6 +6,7 @@ updates. The ZeRO stages are in `poplar.zero`, the transports in `poplar.comm`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -37,6 +38,7 @@ from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss, PassLoss
 from poplar.zero.micro_batches import Loss, MicroBatch, OpenedStep, Weight
 from poplar.zero.optimizers.granularity import Granularity, OptimizerFactory
+from poplar.zero.optimizers.optimizer_class import check_option_names
 from poplar.zero.setup import BUILDING, Request, agree_on_request, check_request
 from poplar.zero.steps.evaluation import Evaluation
 from poplar.zero.steps.nonfinite import OnNonFinite
@@ -205,6 +207,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                     "a communicator object is for all ranks, but the plan leaves some out; pass "
                     "its name"
                 )
+            own = inspect.signature(HeteroZeroOptimizer).parameters
+            check_option_names(optimizer_class, optimizer_kwargs, own)
             return check_request(
                 model,
                 optimizer_class,

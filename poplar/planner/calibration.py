@@ -31,13 +31,14 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import starmap
 from statistics import fmean, median
 
 from poplar.planner.cost_model import StageCosts, costs_of, step_seconds_of
 from poplar.planner.prediction import fits
 from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
-from poplar.values.curve import deviation
+from poplar.values.curve import DEVIATIONS, deviation
 from poplar.values.observation import Observation, medians_by_plan
 from poplar.values.plan import (
     FIRST_STAGE_SHARDING_PARAMETERS,
@@ -51,6 +52,9 @@ PASSES_OBSERVED = (1, 3)
 """Pass counts of the calibration plans. Their difference gives the cost of a synchronization."""
 LARGEST_SLOWDOWN = 8.0
 """A device is not this much slower or faster from one minute to the next: beyond, it is noise."""
+STEADY = 0.3
+"""Relative change of a rank's plain passes, beyond their noise, below which its speed is steady.
+With 0.1, regrets on simulated shared cores grew by a third: a step has few passes."""
 _OVERLAP_STEPS = 1 << 40
 """Resolution of the fitted overlap."""
 _OVERLAP_ROUNDS = 4
@@ -214,19 +218,21 @@ def at_profiled_speed(cluster: ClusterProfile, observation: Observation) -> Obse
 
 
 def _with_speed_of_passes(cluster: ClusterProfile, seen: Observation) -> Observation:
-    """The observation; if a speed changed meanwhile, with the slowdowns that its passes show.
+    """The observation; a rank whose speed changed meanwhile has the slowdown of its passes.
 
     The plain passes before and after such steps show neither speed, and a part of the step would
     become a residual, even a negative one: then many passes look better than few.
     """
-    if seen.is_steady:
-        return seen
-    factors = []
-    for rank, between in enumerate(seen.slowdowns):
-        passes = _passes(seen, rank)
-        curve = math.fsum(_device_of(cluster, seen, rank).seconds(size) for size, _ in passes)
-        factors.append(math.fsum(took for _, took in passes) / curve if curve else between)
-    return replace(seen, slowdowns=tuple(factors))
+
+    def slowdown(rank: int, between: float, change: float) -> float:
+        device, passes = _device_of(cluster, seen, rank), _passes(seen, rank)
+        if not passes or abs(change) <= STEADY + DEVIATIONS * device.noise:
+            return between
+        curve = math.fsum(device.seconds(size) for size, _ in passes)
+        return math.fsum(took for _, took in passes) / curve
+
+    known = zip(range(cluster.world_size), seen.slowdowns, seen.slowdown_changes, strict=False)
+    return replace(seen, slowdowns=tuple(starmap(slowdown, known)) or seen.slowdowns)
 
 
 def _at_usual_speeds(

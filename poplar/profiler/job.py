@@ -30,6 +30,7 @@ from poplar.zero.optimizers.granularity import (
     OptimizerFactory,
     known_granularity,
 )
+from poplar.zero.optimizers.optimizer_class import check_option_names
 from poplar.zero.weights.initial_values import Weights
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class Job:
 
         Raises:
             ValueError: an argument is wrong; says how to fix it.
+            TypeError: neither this call nor the optimizer has an argument.
         """
         if self.max_batch is not None and not is_count(self.max_batch):
             raise ValueError(
@@ -128,6 +130,8 @@ class Job:
                 "micro-batch to try on this rank"
             )
         memory_limit.check(self.memory_limit)
+        own = [each.name for each in fields(self)]
+        check_option_names(self.optimizer_class, self.optimizer_options, own)
         unknown = [s for s in self.stages if isinstance(s, bool) or s not in range(len(STRATEGIES))]
         if unknown or not self.stages:
             raise ValueError(f"stages must be ZeRO stages from 0 to 3, got {self.stages}")

@@ -229,8 +229,8 @@ def with_slowdowns(
     return replace(
         seen,
         slowdowns=tuple(map(fmean, zip(before, after, strict=True))),
-        speed_change=max(
-            abs(late / early - 1.0) for early, late in zip(before, after, strict=True)
+        slowdown_changes=tuple(
+            late / early - 1.0 for early, late in zip(before, after, strict=True)
         ),
     )
 

@@ -15,8 +15,6 @@ from statistics import median
 from poplar.values.curve import DEVIATIONS, deviation, error_of_median
 from poplar.values.plan import Plan
 
-STEADY = 0.1
-"""Relative change of a rank's speed during an observation, at most, that is not clear."""
 _OF_ONE_TURN = 0.1
 """Relative standard deviation of a step time that is assumed of a single turn: another program may
 have run all the while."""
@@ -36,14 +34,8 @@ class Observation:
     slowdowns: tuple[float, ...] = ()
     """Time of plain passes of each rank right before and after the steps, relative to the profiled
     curve; empty if unknown."""
-    speed_change: float = 0.0
-    """How much longer or shorter plain passes took after the steps than before, relative, on the
-    rank where that changed most."""
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether no rank became clearly faster or slower meanwhile."""
-        return self.speed_change <= STEADY
+    slowdown_changes: tuple[float, ...] = ()
+    """How much longer these passes of each rank took after the steps than before, relative."""
 
 
 class Trials:

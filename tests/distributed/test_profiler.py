@@ -368,7 +368,7 @@ def test_noise_leads_to_more_turns(noise, seconds, turns):
     assert [[observation.plan for observation in turn] for turn in seen] == [plans] * turns
     between = [observation.slowdowns[0] for observation in seen[0]]
     assert between == [1.5, 2.5, 3.5, 4.5], "the mean of the plain passes before and after"
-    assert seen[0][1].speed_change == 0.5, "from 2 to 3"
+    assert seen[0][1].slowdown_changes == (0.5,) * 4, "from 2 to 3"
     assert len(plain) == 5 * turns
     assert 5 * plain[0] <= PLAIN_PASSES * seconds * (1 + 1e-9)
     assert plain[0] >= SHORTEST_SAMPLE_SECONDS or seconds == 1.0

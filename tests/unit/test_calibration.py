@@ -147,12 +147,16 @@ def test_a_program_that_ends_during_steps_leaves_no_residual(stage):
     few, many = two_plans(stage)
     seen = [
         replace(observed(profiled, few), slowdowns=(1.0,) * 4),
-        replace(observed(plain(), many), slowdowns=(1.0, 0.75, 1.0, 1.0), speed_change=0.5),
+        replace(
+            observed(plain(), many),
+            slowdowns=(1.0, 0.75, 1.0, 1.0),
+            slowdown_changes=(0.0, -0.5, 0.0, 0.0),
+        ),
     ]
     found = fitted(profiled, seen)
     residuals = found.network.synchronization_seconds[stage], found.network.step_seconds[stage]
     assert residuals == pytest.approx((0.0, 0.0), abs=1e-9)
-    steady = fitted(profiled, [seen[0], replace(seen[1], speed_change=0.0)])
+    steady = fitted(profiled, [seen[0], replace(seen[1], slowdown_changes=())])
     assert steady.network.step_seconds[stage] != pytest.approx(0.0, abs=1e-4)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -114,12 +115,43 @@ def optimizer_classes(
     return tuple(classes)
 
 
+def check_option_names(
+    factory: OptimizerFactory, options: Mapping[str, Any], arguments: Collection[str]
+) -> None:
+    """Check that the class has these options, as far as its signature tells.
+
+    Args:
+        factory: the user's class.
+        options: what the user's call did not know itself.
+        arguments: those of that call, one of which may be misspelt.
+
+    Raises:
+        TypeError: it lacks one.
+    """
+    known = _parameters_of(factory)
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return
+    for name in options:
+        if known and name not in known:
+            similar = get_close_matches(name, {*arguments, *known}, n=1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            raise TypeError(
+                f"{name!r} is neither an argument of this call nor of "
+                f"{getattr(factory, '__name__', factory)}, which gets all others{hint}"
+            )
+
+
+def _parameters_of(factory: OptimizerFactory) -> Mapping[str, inspect.Parameter]:
+    """Empty if they are unknown."""
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def _fastest_options(factory: OptimizerFactory, options: Mapping[str, Any]) -> dict[str, Any]:
     """Add `fused=True` if the class supports it and the user chose no implementation."""
-    try:
-        known = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return dict(options)
+    known = _parameters_of(factory)
     if "fused" not in known or any(options.get(choice) is not None for choice in _IMPLEMENTATIONS):
         return dict(options)
     return {**options, "fused": True}
