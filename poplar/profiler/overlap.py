@@ -23,6 +23,8 @@ ROUNDS = 5
 LEAST_PART = 0.1
 """Of a rank's shortest pass: if reducing the model takes less, no plan depends on the overlap, and
 noise would hide it."""
+_BYTES_EACH = 12
+"""Bytes per element beside a pass: a gradient, its bucket, and what is received and added."""
 
 
 def measure_overlap(session: Session, profile: ClusterProfile, budget: float) -> float:
@@ -34,7 +36,8 @@ def measure_overlap(session: Session, profile: ClusterProfile, budget: float) ->
     Args:
         session: of this rank.
         profile: curves of the ranks, and the time of a reduction of the model.
-        budget: where it does not suffice for the model, fewer elements are reduced.
+        budget: where it does not suffice for the model, fewer elements are reduced; at most as many
+            as the engine has in flight.
     """
     whole, ranks = profile.network.reduce_scatter_seconds, session.group.size
     shortest = max(device.points[0].seconds for device in profile.devices)
@@ -43,14 +46,15 @@ def measure_overlap(session: Session, profile: ClusterProfile, budget: float) ->
     if not all(session.largest_unsharded or ()) or whole < LEAST_PART * shortest:
         return 0.0
     collectives, _ = sampled_collectives(session)
-    # As many elements as the engine has in flight, at most: so many fit beside a pass.
     at_once = IN_FLIGHT * max(collectives.numels) / sum(collectives.numels)
     part = min(1.0, budget / (3 * ROUNDS * whole), at_once)
     numels = [max(ALIGNMENT, int(part * n) // ALIGNMENT * ALIGNMENT) for n in collectives.numels]
     layouts = [Layout.from_shares(n, (1.0 / ranks,) * ranks) for n in numels]
-    expected = part * whole
-    points = profile.devices[session.group.rank].points
-    point = next((p for p in reversed(points) if p.seconds <= expected), points[0])
+    expected, rank = part * whole, session.group.rank
+    room = session.memory.unsharded[rank] - _BYTES_EACH * sum(numels)
+    points = profile.devices[rank].points
+    small = (p for p in reversed(points) if p.seconds <= expected and p.activation_bytes <= room)
+    point = next(small, points[0])
     repeats, passes = repeats_in_a_sample(expected), session.passes()
 
     def compute() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import Layout
 from poplar.profiler import overlap
+from poplar.profiler.memory_budget import PassMemory
 from poplar.values.profile import (
     BatchPoint,
     ClusterProfile,
@@ -33,8 +36,10 @@ class Simulated:
         self.now = self.arrives = 0.0
         self.numels = [64000, 128000, 64000]
         self.in_flight = self.largest = 0
+        self.batches: set[int] = set()
 
     def run(self, batch: int) -> None:
+        self.batches.add(batch)
         left = batch * self.pass_seconds
         beside = max(0.0, self.arrives - self.now)
         if self.overlap * beside >= left:
@@ -70,6 +75,7 @@ def measured(
     asynchronous: bool = False,
     largest_unsharded: list[int] | None = None,
     budget: float = BUDGET,
+    memory: float = math.inf,
 ) -> float:
     """What `measure_overlap` finds on two such ranks."""
     points = (
@@ -94,6 +100,7 @@ def measured(
         device=None,
         asynchronous=asynchronous,
         largest_unsharded=[8, 8] if largest_unsharded is None else largest_unsharded,
+        memory=replace(PassMemory.unlimited(2), unsharded=(memory, memory)),
         passes=lambda: simulated,
         as_in_training=nullcontext,
         on_all_ranks=lambda work, doing: work(),
@@ -116,6 +123,13 @@ def test_reductions_of_large_models_are_cut_to_what_is_in_flight_and_to_the_budg
     assert measured(simulated, budget=3.0) == pytest.approx(0.5)
     assert simulated.now < 2 * 3.0
     assert simulated.largest < sum(simulated.numels)
+
+
+@pytest.mark.parametrize(("memory", "batch"), [(1e9, 8), (1e6, 1)])
+def test_passes_beside_reductions_fit_in_memory(memory, batch):
+    simulated = Simulated(0.5, reducing=1.0, pass_seconds=0.01)
+    assert measured(simulated, memory=memory) == pytest.approx(0.5)
+    assert simulated.batches == {batch}
 
 
 @pytest.mark.parametrize(
