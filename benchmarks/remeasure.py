@@ -106,13 +106,15 @@ SAVED = (
     Saved("watched_jobs.jsonl", ("poplar/watch", *STEP), 0.5, ("watched_jobs.py",), "`make peers`"),
     Saved("prediction.jsonl", (*STEP, *PLAN), 1.0, ("prediction.py --seconds 90 --rounds 3",)),
     Saved("slow_links.jsonl", (*STEP, *PLAN), 0.6, (
-        "train.py --clusters 2:1@100M 4:2:1@100M --stages 0 1 2 --policies even exact int8 int4 "
-        "--peers ddp fsdp2 --samples 8 --steps 15",
+        "train.py --clusters 2:1@100M 4:2:1@100M --stages 0 1 2 --policies exact int8 int4 "
+        "--peers ddp fsdp2 --samples 8 --steps 15 --no-memory --no-parts",
         *(
             "train.py --clusters 2:1@100M --stages 0 2 --policies exact int8 int4 --peers ddp "
             f"--samples 8 --steps 10 --no-memory --no-parts --model {model}"
             for model in ("encoder", "vit")
         ),
+        "train.py --clusters 2:1@1G 2:1:1@1G --stages 0 2 --policies exact int8 int4 --peers ddp "
+        "--samples 8 --steps 15 --no-memory --no-parts",
     )),
     Saved("per_tensor_measured.jsonl", ("poplar/programmes", *STEP, *PLAN), 3.0, tuple(
         "train.py --quick --no-memory --no-parts --stages 0 1 --peers ddp deepspeed "
