@@ -103,6 +103,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "_core":
+        try:
+            return import_module("poplar._core")
+        except ModuleNotFoundError:
+            raise ImportError(
+                f"{__path__[0]} has no compiled modules: it is the source, not an installed "
+                "Poplar. Start the program in another folder, or install with `pip install -e .`"
+            ) from None
     if name not in _HOME:
         raise AttributeError(f"module 'poplar' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

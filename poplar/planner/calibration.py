@@ -54,7 +54,7 @@ LARGEST_SLOWDOWN = 8.0
 """A device is not this much slower or faster from one minute to the next: beyond, it is noise."""
 STEADY = 0.3
 """Relative change of a rank's plain passes, beyond their noise, below which its speed is steady.
-With 0.1, regrets on simulated shared cores grew by a third: a step has few passes."""
+A step has few passes: below this, their noise is larger than the error that it would remove."""
 _OVERLAP_STEPS = 1 << 40
 """Resolution of the fitted overlap."""
 _OVERLAP_ROUNDS = 4

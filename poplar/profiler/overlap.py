@@ -16,10 +16,11 @@ from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.profiler.collectives import IN_FLIGHT, find_hosts, sampled_collectives
 from poplar.profiler.session import Session
 from poplar.profiler.timing import repeats_in_a_sample, seconds_of
+from poplar.profiler.trial_runs import take_turns
 from poplar.values.profile import ClusterProfile
 
 ROUNDS = 5
-"""Of passes alone, reductions alone, and both."""
+"""Of passes alone, reductions alone, and both, at most. One always runs."""
 LEAST_PART = 0.1
 """Of a rank's shortest pass: if reducing the model takes less, no plan depends on the overlap, and
 noise would hide it."""
@@ -55,7 +56,7 @@ def measure_overlap(session: Session, profile: ClusterProfile, budget: float) ->
     points = profile.devices[rank].points
     small = (p for p in reversed(points) if p.seconds <= expected and p.activation_bytes <= room)
     point = next(small, points[0])
-    repeats, passes = repeats_in_a_sample(expected), session.passes()
+    repeats, passes = repeats_in_a_sample(max(expected, shortest)), session.passes()
 
     def compute() -> None:
         for _ in range(math.ceil(expected / point.seconds)):
@@ -78,5 +79,6 @@ def measure_overlap(session: Session, profile: ClusterProfile, budget: float) ->
 
     with session.as_in_training():
         session.on_all_ranks(compute, "a pass beside reductions")
-        overlaps = [overlap() for _ in range(ROUNDS)]
+        turns = take_turns(ROUNDS, budget, session.from_first_rank)
+        overlaps = [overlap() for _ in turns]
     return min(1.0, max(0.0, median(overlaps)))

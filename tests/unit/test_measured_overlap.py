@@ -104,12 +104,14 @@ def measured(
         passes=lambda: simulated,
         as_in_training=nullcontext,
         on_all_ranks=lambda work, doing: work(),
+        from_first_rank=lambda value: value,
     )
     members = ((0,), (1,)) if hosts == 2 else ((0, 1),)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "find_hosts", lambda session: Hosts(members))
         patch.setattr(overlap, "sampled_collectives", lambda session: (simulated, 1.0))
         patch.setattr(overlap, "seconds_of", simulated.seconds_of)
+        patch.setattr("time.perf_counter", lambda: simulated.now)
         return overlap.measure_overlap(session, profile, budget)
 
 
@@ -123,6 +125,12 @@ def test_reductions_of_large_models_are_cut_to_what_is_in_flight_and_to_the_budg
     assert measured(simulated, budget=3.0) == pytest.approx(0.5)
     assert simulated.now < 2 * 3.0
     assert simulated.largest < sum(simulated.numels)
+
+
+def test_long_passes_run_in_one_round_only():
+    simulated = Simulated(0.5, reducing=10.0, pass_seconds=20.0)
+    assert measured(simulated, budget=3.0) == pytest.approx(0.5)
+    assert simulated.now < 4 * 20.0
 
 
 @pytest.mark.parametrize(("memory", "batch"), [(1e9, 8), (1e6, 1)])
