@@ -24,7 +24,7 @@ from training import STAGES
 import poplar
 from poplar import ClusterProfile, Plan
 from poplar.comm import Group, host_topology
-from poplar.profiler import batch_sizes, collectives, overlap, trial_runs
+from poplar.profiler import batch_sizes, cluster_profiler, collectives, overlap, trial_runs
 from poplar.profiler import session as sessions
 from poplar.profiler.batch_curves import TIMES_EACH, measure_curves, measure_points
 from poplar.profiler.job import Job
@@ -142,6 +142,7 @@ def profile_between_hosts() -> tuple[float, list[str]]:
         mock.patch.multiple(host_topology, **host),
         mock.patch.multiple(collectives, **host),
         mock.patch.multiple(overlap, LEAST_PART=0.0, seconds_of=timed),
+        mock.patch.multiple(cluster_profiler, OVERLAP=100.0),  # time for all rounds
     ):
         left = changes_left((1,))
         found = profiled(stages=(1,)).overlap
