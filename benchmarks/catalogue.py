@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from poplar.hardware.cluster_file import ClusterFile
@@ -20,24 +21,29 @@ DEVICES_OF_A_HOST = (1, 2, 4)
 class Case(NamedTuple):
     """A cluster and what is trained on it."""
 
-    profile: ClusterProfile
+    described: ClusterFile
+    job: TrainingJob
     global_batch: int
     model: str
 
+    @property
+    def profile(self) -> ClusterProfile:
+        """The estimated profile."""
+        return simulated_cluster(self.described, self.job).middle
 
-def draw_case(ranks: int, seed: int) -> Case:
+
+def draw_case(ranks: int, seed: int, gpus: Sequence[str] = GPUS) -> Case:
     """Hosts of one kind of GPU each, a network, a model and a global batch."""
     draw = random.Random(seed)
     network, left = draw.choice(GBIT_PER_S), ranks
     hosts: list[dict[str, Any]] = []
     while left:
         count = min(left, draw.choice(DEVICES_OF_A_HOST))
-        device = {"gpu": draw.choice(GPUS), "count": count}
+        device = {"gpu": draw.choice(gpus), "count": count}
         hosts.append({"network_gbit_per_s": network, "device": [device]})
         left -= count
     model, global_batch = draw.choice(MODELS), draw.choice(GLOBAL_BATCHES)
     job = TrainingJob(
         architecture=architecture(model), sequence=0, checkpointing=draw.random() < 0.5
     )
-    profile = simulated_cluster(ClusterFile.from_dict({"host": hosts}), job).middle
-    return Case(profile, global_batch, model)
+    return Case(ClusterFile.from_dict({"host": hosts}), job, global_batch, model)

@@ -82,7 +82,7 @@ def described(changed: Sequence[str]) -> str:
 
 SAVED = (
     Saved("search.jsonl", SEARCH, 0.1, ("search.py --rounds 5", "search.py --catalogue")),
-    Saved("recomputation.jsonl", SEARCH, 0.0, ()),
+    Saved("recomputation.jsonl", ("poplar/hardware", *SEARCH), 0.1, ("recomputation.py",)),
     Saved("per_tensor.jsonl", ("poplar/programmes", *SEARCH), 0.1, ("per_tensor.py",)),
     Saved("noise.jsonl", ("poplar/step", *PLAN), 0.1, ("noise.py --clusters 1008",)),
     Saved("codec.jsonl", ("csrc/ops/cpu", "csrc/include"), 0.1, ("codec.py",)),

@@ -194,7 +194,8 @@ def flats_of(model: ModelProfile, stage: int, order: Sequence[int]) -> list[dict
     flats = []
     for group in groups:
         if len(group) > 1:
-            flats.append({unit: numels[unit] for unit in group})
+            # A unit with nothing to train has no gradients to wait for.
+            flats.append({unit: numels[unit] for unit in group if numels[unit]})
             continue
         left = numels[group[0]]
         while left:

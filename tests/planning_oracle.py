@@ -50,6 +50,7 @@ class Oracle:
             resident = sorted(cluster.model.resident_units)
             others = (unit for unit in range(len(numels)) if unit not in resident)
             numels = self._in_buffers([numels[unit] for unit in (*resident, *others)])
+            numels = tuple(filter(None, numels))  # without trained elements nothing is sent
         self.parts = [numel / cluster.model.numel for numel in numels]
         self.buffers = [-(-numel // BUFFER) for numel in numels]
 
@@ -234,22 +235,32 @@ class Oracle:
             unit = others.pop()
             window = forward * parts[-1] + beta * latest * sum(parts[unit + 1 :])
             overlapped += min(overlap * gather * unsharded[unit], window)
+        if len(comes_back) > 1 and parts[comes_back[-1]] == 0:
+            # It reduces nothing. While the unit before it computes, only the next unshard runs.
+            comes_back = comes_back[:-1]
+            first = comes_back[-1]
+            again = [unit for unit in again if unit != first]
+            if others and others[-1] == comes_back[-2]:
+                unit = others.pop()
+                window = beta * latest * sum(parts[unit + 1 : first + 1])
+                overlapped += min(overlap * gather * unsharded[unit], window)
         if comes_back:
             # In the backward: unshards of all other units, and the reductions of all units but the
             # last one that is computed and the residents.
             gathered = gather * sum(unsharded[unit] for unit in others)
-            reduced = sum(parts[unit] for unit in comes_back if unit > 0) * reduce
+            reduced = sum(parts[unit] for unit in comes_back if sum(parts[:unit])) * reduce
             window = beta * latest * sum(parts[: comes_back[-1]])
             can_overlap = [overlap * (gathered + reduced), window]
             # The backward of a unit does not begin before its unshard is complete.
             for unit in again:
                 after = comes_back[comes_back.index(unit) + 1]
                 late = gather * sum(unsharded[one] for one in others if one < unit)
-                late += reduce * sum(parts[one] for one in comes_back if 0 < one <= after)
+                sent = (one for one in comes_back if sum(parts[:one]) and one <= after)
+                late += reduce * sum(parts[one] for one in sent)
                 can_overlap.append(window - beta * latest * sum(parts[: unit + 1]) + overlap * late)
             overlapped += min(can_overlap)
         # The rest overlaps with the next forward, up to the first unit that is unsharded.
-        reduced = reduce * sum(parts[unit] for unit in comes_back if unit > 0)
+        reduced = reduce * sum(parts[unit] for unit in comes_back if sum(parts[:unit]))
         first_arrival = min(arrives, default=len(parts))
         overlapped += min(overlap * (reduce - reduced), forward * sum(parts[:first_arrival]))
         return max(latest, latest + communication + extra - overlapped)

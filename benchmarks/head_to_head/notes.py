@@ -11,7 +11,7 @@ from head_to_head.clusters import Cluster
 from head_to_head.outcome import Comparison
 
 DRIFT = 0.1
-"""Relative change of a rank's calibrated speed that is reported."""
+"""Relative change of a rank's speed in plain passes that is reported."""
 SMALL_QUOTA = 0.2
 """Fraction of a core below which the pauses of a quota are reported."""
 
@@ -25,6 +25,12 @@ def notes(cluster: Cluster, comparison: Comparison) -> Iterator[str]:
             yield (
                 f"drift: rank {rank} ran {early:.1f} samples/s in plain passes before the run and "
                 f"{late:.1f} after it ({100 * change:+.0f} %)"
+            )
+    for rank, speeds in enumerate(zip(*comparison.turns, strict=True)):
+        if max(speeds) > (1 + DRIFT) * min(speeds):
+            yield (
+                f"noise: from round to round, rank {rank} ran {min(speeds):.1f} to "
+                f"{max(speeds):.1f} samples/s in plain passes of one size"
             )
     for rank, quota in enumerate(cluster.quotas):
         if quota < SMALL_QUOTA:

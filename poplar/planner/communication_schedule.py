@@ -248,12 +248,15 @@ class _Pass:
         self._collectives = [one for one in issued if one.pass_index in (pass_index, None)]
         self._gathers = [one for one in self._collectives if one.is_gather]
         self._reductions = [one for one in self._collectives if not one.is_gather]
+        self._first = self._reductions[0].issued
+        """Position of the first reduction. Before it, an unshard overlaps only the compute before
+        its use; after it, all of the backward is one window."""
 
     def schedule(self, groups: Iterable[Sequence[OverlapLine]]) -> CommunicationSchedule:
         """The schedule of this pass with these overlap bounds."""
         return CommunicationSchedule(
             gathers=_sum(self._gathers) / self._numel,
-            reduction_start=self._reductions[0].issued / self._ticks - 1.0,
+            reduction_start=self._first / self._ticks - 1.0,
             overlap_bounds=tuple(map(tuple, groups)) if self._overlap else (),
         )
 
@@ -276,7 +279,7 @@ class _Pass:
 
     def backward_lines(self) -> list[OverlapLine]:
         """Communication during the backward overlaps at most the rest of the backward."""
-        issued = (one for one in self._collectives if self._ticks <= one.issued < 2 * self._ticks)
+        issued = (one for one in self._collectives if self._first <= one.issued < 2 * self._ticks)
         lines = [self._line(issued), OverlapLine(latest=1.0, reducible=-1.0)]
         return lines if self._layout.is_proportional else [*lines, *self._chain_lines()]
 
@@ -291,7 +294,7 @@ class _Pass:
         if not self._overlap:
             return []
         gathered, reduced = _sum(self._gathers), _sum(self._reductions)
-        window = self._seconds(self._reductions[0].issued, 2 * self._ticks)
+        window = self._seconds(self._first, 2 * self._ticks)
         lines: dict[OverlapLine, None] = {}
         for ratio in _RATIOS:
             each = ratio / self._numel
@@ -343,7 +346,7 @@ class _Pass:
         """
         windows = list(self._forward_windows(first))
         for one in self._gathers:
-            if one.issued < self._ticks < one.needed:
+            if one.issued < self._first and one.needed > self._ticks:
                 windows.append(([one], self._seconds(one.issued, one.needed)))
         windows.sort(key=lambda window: window[1] / _sum(window[0]))
         return [
@@ -387,7 +390,7 @@ class _Pass:
         end = 2 * self._ticks
         lines = []
         for number, one in enumerate(self._collectives):
-            if one.is_gather and one.needed > self._ticks:
+            if one.is_gather and one.needed >= self._first:
                 later = (after for after in self._collectives[number + 1 :] if after.issued < end)
                 done = 1.0 - self._seconds(one.needed, end)
                 lines.append(self._line(later, latest=done, reducible=-1.0))

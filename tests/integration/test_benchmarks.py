@@ -42,6 +42,7 @@ MEASURING = {
     "paper": "--quick --clusters A --models bert-large --stages 1",
     "per_tensor": "--quick",
     "prediction": "--quick --clusters 2:1 --models encoder --stages 1 --seconds 2 --steps 1",
+    "recomputation": "--quick",
     "search": "--quick --rounds 1",
     "train": "--quick --clusters 1:1:1 --size tiny --context 16 --samples 2 --stages 1 "
     "--policies even --peers ddp --steps 3",
@@ -72,6 +73,7 @@ SHOWING = {
     "pairs": "",
     "per_tensor": "--show per_tensor.jsonl --markdown",
     "per_tensor_measured": "",
+    "recomputation": "--show recomputation.jsonl",
     "roofline_errors": "",
     "summary": "",
     "watched_jobs": "--show watched_jobs.jsonl",

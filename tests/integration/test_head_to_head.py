@@ -18,6 +18,7 @@ from head_to_head import configurations, runner, targets, worker_calls
 from head_to_head.clusters import Cluster
 from head_to_head.engine import Configuration
 from head_to_head.figures import rows_of
+from head_to_head.notes import notes
 from head_to_head.outcome import Calibration, Comparison, Outcome
 from head_to_head.row import latest_rows
 from head_to_head.task import MODELS, Task
@@ -244,6 +245,15 @@ def comparison(**changes: object) -> Comparison:
 
 def row(name: str, **changes: object) -> Row:
     return next(r for r in rows_of(comparison(**changes)) if r["configuration"] == name)
+
+
+def test_a_rank_whose_plain_passes_vary_from_round_to_round_is_named():
+    (noise,) = [
+        note
+        for note in notes(TWO, comparison(turns=((10.0, 20.0), (10.5, 30.0), (10.0, 21.0))))
+        if note.startswith("noise")
+    ]
+    assert "rank 1 ran 20.0 to 30.0 samples/s" in noise
 
 
 def test_speed_up_is_the_product_of_balance_transport_and_engine():

@@ -9,7 +9,7 @@ import random
 
 import planning_oracle
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES, Oracle
 from test_plan import random_plan
@@ -137,6 +137,9 @@ def test_overlapped_communication_is_at_most_the_last_backward():
 
 
 @given(seed=st.integers(0, 2**32))
+@example(489)  # the last unit, which comes after a resident one, has nothing to train
+@example(589)  # nor has the first one here
+@example(2235)
 @settings(max_examples=60, deadline=None)
 def test_persistent_units_cost_the_same_as_in_the_oracle(seed):
     draw = random.Random(seed)
