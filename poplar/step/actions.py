@@ -131,16 +131,24 @@ class ShardedOptimizer(RankActions):
 
 
 class Replicated(ShardedOptimizer):
-    """As stage 1, but each reduced slice is gathered during the next unit's reduction."""
+    """As stage 1, but each reduced slice is gathered during the next unit's reduction.
+
+    A unit with nothing to train is neither reduced nor gathered.
+    """
 
     def passes(self) -> Iterator[Action]:
         yield from super().passes()
-        yield self._issue("all_gather_gradients", 0)
+        yield self._issue("all_gather_gradients", min(self._trained))
 
     def reduce(self, unit: int, index: int | None) -> Iterator[Action]:
         yield from super().reduce(unit, index)
-        if unit + 1 in self.units:
-            yield self._issue("all_gather_gradients", unit + 1, index)
+        before = [other for other in self._trained if other > unit]
+        if before and unit in self._trained:
+            yield self._issue("all_gather_gradients", min(before), index)
+
+    @property
+    def _trained(self) -> list[int]:
+        return [unit for unit in self.units if self._units.buffers[unit]]
 
     def all_gather_parameters(self) -> Iterator[Action]:
         yield from ()
