@@ -14,6 +14,7 @@ Regret is the seconds per sample of the chosen plan over those of the fastest ot
 
     python benchmarks/prediction.py --output rows.jsonl
     python benchmarks/prediction.py --clusters 2:1 --models encoder --stages 0 3
+    python benchmarks/prediction.py --show benchmarks/results/prediction.jsonl
 """
 
 from __future__ import annotations
@@ -87,6 +88,9 @@ def machine_seconds() -> float:
 def main() -> None:
     """Run every pair of cluster and model in new processes, and print a summary."""
     options = parse_options()
+    if options.show:
+        show(read_rows(options.show, "prediction"), new_console())
+        return
     # Freed memory that is returned to the system causes page faults in every step.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
@@ -103,6 +107,13 @@ def main() -> None:
             if options.output:  # now, because a later pair may fail after minutes
                 write_rows(options.output, found)
             rows += found
+    show(rows, console, plans=False)
+
+
+def show(rows: Sequence[Row], console: Console, *, plans: bool = True) -> None:
+    """Print the plans, the regrets and a summary."""
+    if plans:
+        console.print(table_of(rows, COLUMNS))
     title = "chosen plan over the best other one"
     console.print(table_of(regrets(rows), REGRET_COLUMNS, title))
     print(json.dumps(summary(rows)), flush=True)
@@ -280,7 +291,9 @@ def take_turn(
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = new_parser(__doc__, quick="fewer steps and fewer pairs of model and cluster")
+    parser = new_parser(
+        __doc__, quick="fewer steps and fewer pairs of model and cluster", show=True
+    )
     several = {"nargs": "+"}
     parser.add_argument("--clusters", **several, default=list(CLUSTERS), help="relative speeds")
     parser.add_argument(

@@ -30,6 +30,7 @@ COLUMNS = (
     Column("steady s", "steady_seconds", "{:.3f}"),
     Column("error", "error", "{:+.1%}"),
     Column("of simulated", "simulated_error", "{:+.1%}"),
+    Column("in interval", lambda row: "yes" if is_covered(row) else "no"),
     Column("others", "bystanders", "{:.1f}"),
 )
 REGRET_COLUMNS = (
@@ -84,11 +85,19 @@ def row_of(
             "timed_error": predicted.step_seconds / median - 1,
             "error": predicted.step_seconds / steady - 1,
             "simulated_error": simulated_seconds / steady - 1,
+            # Of the predicted seconds, with a probability of 80 %.
+            "step_interval": predicted.step_interval,
             # What bounds the step, from the prediction.
             "bound": predicted.bound,
             "bystanders": measured.bystanders,
         },
     )
+
+
+def is_covered(row: Row, seconds: str = "steady_seconds") -> bool:
+    """Whether the measured step is in the interval of the predicted one."""
+    low, high = row["step_interval"]
+    return bool(low <= row[seconds] <= high)
 
 
 def regrets(rows: Sequence[Row], seconds: str = "steady_seconds") -> list[Row]:
@@ -116,15 +125,19 @@ def regrets(rows: Sequence[Row], seconds: str = "steady_seconds") -> list[Row]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Errors of both predictions, in total and by stage, cluster and model; and regrets."""
+    """Errors of both predictions, in total and by stage, cluster and model; regrets, and the part
+    of the measured steps that are in their interval.
+    """
     return {
         "plans": len(rows),
         "unprofiled": round(statistics.mean(row["unprofiled"] for row in rows), 3),
         "closed_form": _by_part(rows, "error"),
         "simulated": _by_part(rows, "simulated_error"),
         "regret": of_regrets(regrets(rows)),
+        "in_interval": round(statistics.mean(map(is_covered, rows)), 3),
         "as_timed": {
             "closed_form": errors([row["timed_error"] for row in rows]),
+            "in_interval": round(statistics.mean(is_covered(r, "p50_seconds") for r in rows), 3),
             "regret": of_regrets(regrets(rows, "p50_seconds")),
         },
     }

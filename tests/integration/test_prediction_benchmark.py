@@ -131,6 +131,7 @@ def test_errors_are_relative_to_measurements():
     assert row["timed_error"] == pytest.approx(-0.75)
     assert row["error"] == pytest.approx(-0.5)
     assert row["simulated_error"] == pytest.approx(0.5)
+    assert row["step_interval"] == expected.step_interval
 
 
 def rows(seconds: Mapping[str, float], stage: int = 1, error: float = 0.0) -> list[Row]:
@@ -138,7 +139,11 @@ def rows(seconds: Mapping[str, float], stage: int = 1, error: float = 0.0) -> li
     case["unprofiled"] = 1 / 3
     errors = {"p50_seconds": 0.36, "error": error, "simulated_error": 0.02, "timed_error": 0.0}
     return [
-        Row.of("prediction", {**case, "plan": kind}, errors | {"steady_seconds": own})
+        Row.of(
+            "prediction",
+            {**case, "plan": kind},
+            errors | {"steady_seconds": own, "step_interval": (0.9 * own, 1.1 * own)},
+        )
         for kind, own in seconds.items()
     ]
 
@@ -164,3 +169,4 @@ def test_summary_has_errors_and_regrets():
     }
     assert (found["regret"]["worst"], found["regret"]["above_2_percent"]) == (0.03, 1)
     assert found["as_timed"]["regret"]["worst"] == 0.0, "timed, all took the same"
+    assert (found["in_interval"], found["as_timed"]["in_interval"]) == (1.0, 0.0)
