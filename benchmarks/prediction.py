@@ -34,7 +34,16 @@ import torch.distributed as dist
 from emulation import EmulatedCluster, EmulationUnavailable, Ranks, measured_speeds
 from prediction_models import SUBJECTS, Batch, Subject
 from prediction_plans import part_unprofiled, plans_for
-from prediction_report import COLUMNS, REGRET_COLUMNS, Measurement, regrets, row_of, summary
+from prediction_report import (
+    CLUSTER_COLUMNS,
+    COLUMNS,
+    REGRET_COLUMNS,
+    Measurement,
+    by_cluster,
+    regrets,
+    row_of,
+    summary,
+)
 from prediction_yardstick import Turn, Yardstick
 from rich.console import Console
 from rows import Row, at_least, new_console, new_parser, read_rows, table_of, write_rows
@@ -114,6 +123,7 @@ def show(rows: Sequence[Row], console: Console, *, plans: bool = True) -> None:
     """Print the plans, the regrets and a summary."""
     if plans:
         console.print(table_of(rows, COLUMNS))
+    console.print(table_of(by_cluster(rows), CLUSTER_COLUMNS))
     title = "chosen plan over the best other one"
     console.print(table_of(regrets(rows), REGRET_COLUMNS, title))
     print(json.dumps(summary(rows)), flush=True)

@@ -76,7 +76,9 @@ def plans_for(profile: ClusterProfile, stage: int, most: int) -> dict[str, Plan]
     batches = range(most, 3 * most // 4 - 1, -1)
     offered = {batch: _others(profile, stage, batch) for batch in batches}
     batch = min(batches, key=lambda b: abs(mean_unprofiled(offered[b].values(), profile) - 0.5))
-    chosen = search(profile, global_batch=batch, stages=(stage,), leave_out="never")
+    chosen = search(  # all plans run on one optimizer, whose factored layers stay
+        profile, global_batch=batch, stages=(stage,), leave_out="never", factored="never"
+    )
     others = {kind: plan for kind, plan in offered[batch].items() if plan != chosen}
     return {CHOSEN: chosen, **others}
 

@@ -33,6 +33,16 @@ COLUMNS = (
     Column("in interval", lambda row: "yes" if is_covered(row) else "no"),
     Column("others", "bystanders", "{:.1f}"),
 )
+CLUSTER_COLUMNS = (
+    Column("ranks", "cluster"),
+    Column("plans", "plans"),
+    Column("median error", "median", "{:.1%}"),
+    Column("90 % within", "p90", "{:.1%}"),
+    Column("worst", "worst", "{:.1%}"),
+    Column("in their interval", "in_interval", "{:.0%}"),
+    Column("median, uncorrected", "timed_median", "{:.1%}"),
+    Column("90 %, uncorrected", "timed_p90", "{:.1%}"),
+)
 REGRET_COLUMNS = (
     *(Column(name, name) for name in CONFIGURATION),
     Column("regret", "regret", "{:+.1%}"),
@@ -122,6 +132,24 @@ def regrets(rows: Sequence[Row], seconds: str = "steady_seconds") -> list[Row]:
             case = dict(zip(CONFIGURATION, configuration, strict=True))
             found.append(Row.of("regret", case, {"regret": regret, "best": best["plan"]}))
     return found
+
+
+def by_cluster(rows: Sequence[Row]) -> list[Row]:
+    """Errors of the closed form: of each cluster, then of all."""
+    names = list(dict.fromkeys(row["cluster"] for row in rows))
+    parts = {name: [row for row in rows if row["cluster"] == name] for name in names}
+    return [_of_cluster(name, own) for name, own in (parts | {"all": list(rows)}).items()]
+
+
+def _of_cluster(name: str, rows: Sequence[Row]) -> Row:
+    timed = errors([row["timed_error"] for row in rows])
+    figures = {
+        **errors([row["error"] for row in rows]),
+        "in_interval": statistics.mean(map(is_covered, rows)),
+        "timed_median": timed["median"],
+        "timed_p90": timed["p90"],
+    }
+    return Row.of("errors", {"cluster": name, "plans": len(rows)}, figures)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

@@ -73,6 +73,7 @@ SHOWING = {
     "pairs": "",
     "per_tensor": "--show per_tensor.jsonl --markdown",
     "per_tensor_measured": "",
+    "prediction": "--show prediction.jsonl",
     "recomputation": "--show recomputation.jsonl",
     "roofline_errors": "",
     "summary": "",

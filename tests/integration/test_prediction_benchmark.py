@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import prediction
 from prediction_models import Subject
 from prediction_plans import CHOSEN, plans_for
-from prediction_report import Measurement, regrets, row_of, summary
+from prediction_report import Measurement, by_cluster, regrets, row_of, summary
 from prediction_yardstick import Turn, Yardstick, steadied
 from rows import Row
 
@@ -155,6 +155,12 @@ def test_regret_is_relative_to_the_fastest_other_plan():
     )
     assert [(one["stage"], one["best"]) for one in found] == [(1, "proportional"), (3, "even")]
     assert [one["regret"] for one in found] == [pytest.approx(0.2), pytest.approx(-0.5)]
+
+
+def test_errors_are_listed_by_cluster_and_for_all():
+    found = by_cluster(rows({CHOSEN: 0.3, "even": 0.4}, error=-0.1))
+    assert [(row["cluster"], row["plans"]) for row in found] == [("2:1", 2), ("all", 2)]
+    assert all(row["median"] == 0.1 and row["in_interval"] == 1.0 for row in found)
 
 
 def test_summary_has_errors_and_regrets():
