@@ -141,13 +141,15 @@ class FlatParameter(UnshardedBuffer):
             layout: of the buffer.
             owned: start and end of the part whose optimizer state this rank holds.
             shard: values of the owned part, in `dtype`.
-            master: in fp32; None: `shard` itself, or a copy of it if `is_hosted`.
+            master: in fp32; None: the values of `shard`.
         """
         self.layout, self.owned, self.shard = layout, owned, shard
-        if self.is_hosted:
-            self.master = (shard if master is None else master).to("cpu", copy=master is None)
-        else:
-            self.master = shard if master is None else master.to(self.device)
+        master = shard if master is None else master
+        # What moves to an unchanged owner is not copied, and may have been the shard so far.
+        is_shard = master.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+        device = "cpu" if self.is_hosted else self.device
+        copies = is_shard and (self.is_hosted or self.has_masters)
+        self.master = master.to(device, copy=copies)
         self.sent = shard.clone() if self.sends_differences else None
 
     def keep_on_host(self, hosted: bool) -> None:

@@ -185,6 +185,40 @@ def test_all_ranks_compute_with_the_same_parameters(
     assert 0 < (sent[0] - exact[0]).abs().max() < 0.02
 
 
+def steps_under_changing_plans(run: Run, plans: Sequence[Plan], steps: int = 3) -> Tensor:
+    """The values to compute with after `steps` steps of each plan.
+
+    They are compared after every step, before anything sends the exact values.
+    """
+    model, optimizer = training.prepare(run)
+    for plan in plans:
+        optimizer.apply_plan(plan)
+        for step in range(steps):
+            training.take_step(run, model, optimizer, step)
+            optimizer.verify_replicas()
+    return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precisions", [("exact", "int8"), ("int8", "exact", "int4"), ("int8",)])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_all_ranks_compute_with_the_same_parameters_after_a_change_of_plan(
+    ranks: Pool, stage: int, precisions: Sequence[str], dtype: torch.dtype
+) -> None:
+    run = run_of(stage, "exact", compute_dtype=dtype)
+    sent = [
+        replace(run.plan, communication=Communication.of(each, stage), shares=shares)
+        for each in precisions
+        for shares in (SHARES, OTHER_SHARES)
+    ]
+    found, exact = (
+        ranks.run(steps_under_changing_plans, run, plans, ranks=3)
+        for plans in (sent, [run.plan] * len(sent))
+    )
+    assert all(torch.equal(values, found[0]) for values in found)
+    assert 0 < (found[0] - exact[0]).abs().max() < 0.02
+
+
 def write_between_steps(run: Run) -> list[float]:
     """What became of parameters that the user has set to 3, after a step that changes nothing."""
     model, optimizer = training.prepare(run)
