@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from time import perf_counter
 from typing import Any, TypeVar
@@ -48,9 +48,11 @@ def built_optimizer(
     """An optimizer under a plan. Collective at both ends; the parameters are restored at the end.
 
     No rank gathers the parameters for that: the values were kept, on CUDA in host memory. A model
-    that was on `meta` is put back there.
+    that was on `meta` is put back there. There are no exact first steps: most steps of a training
+    come after them.
     """
     job = session.job
+    plan = replace(plan, communication=replace(plan.communication, warmup_steps=0))
     hooked = plan.stage >= FIRST_STAGE_SHARDING_PARAMETERS
     with session.graphs.run(hooked=hooked), session.parameters_preserved():
         optimizer = HeteroZeroOptimizer(

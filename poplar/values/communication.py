@@ -51,6 +51,14 @@ class Communication:
             return replace(self, parameters="exact")
         return replace(self, parameters="int8") if self._is_too_short_at(stage) else self
 
+    def before_updates(self, stage: int) -> Communication:
+        """What changes the gradient of a step before which nothing was updated.
+
+        At stages 1 and 2 updates are sent, and there are none yet.
+        """
+        parameters = self.parameters if stage == 3 else "exact"
+        return replace(self, parameters=parameters, warmup_steps=0)
+
     def _is_too_short_at(self, stage: int) -> bool:
         return stage == 3 and self.parameters == "int4"
 

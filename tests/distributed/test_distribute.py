@@ -36,6 +36,7 @@ from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.programmes.run.trials import Comparison, _Turn, compare
 from poplar.programmes.search.decision import ProgrammeDecision
+from poplar.values.communication import Communication
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -104,7 +105,7 @@ def test_models_without_a_programme_are_trained_by_the_plan(ranks: Pool, kind: s
         close(values, by_rank[0][2])
 
 
-def distributed(task: str, programme: Programme) -> DistributedTraining:
+def distributed(task: str, programme: Programme, **options: Any) -> DistributedTraining:
     torch.manual_seed(harness.rank())
     model = new_model(task) if harness.rank() == 0 else TASKS[task][0](TASKS[task][1])
     return poplar.distribute(
@@ -115,6 +116,7 @@ def distributed(task: str, programme: Programme) -> DistributedTraining:
         programme=programme,
         process_group=harness.group(),
         **OPTIONS,
+        **options,
     )
 
 
@@ -128,6 +130,19 @@ def train(task: str, programme: Programme) -> tuple[list[Any], list[Tensor]]:
         results.append((result.loss, result.grad_norm, result.samples))
     training.release()
     return results, [p.detach().clone() for p in training.model.parameters()]
+
+
+def failing_with(programme: Programme, communication: Any) -> str:
+    with pytest.raises(ValueError, match="communication") as raised:
+        distributed("mixture", programme, communication=communication)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("given", ["int8", Communication(gradients="int4", warmup_steps=1)])
+def test_a_given_programme_sends_nothing_with_fewer_bits(ranks: Pool, given: Any) -> None:
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
+    for message in ranks.run(failing_with, programme, given, ranks=2):
+        assert "programmes send everything exactly" in message
 
 
 def test_a_given_programme_trains_as_one_process(ranks: Pool) -> None:

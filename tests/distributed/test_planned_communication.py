@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
@@ -17,6 +18,7 @@ from poplar import Plan
 from poplar.tuning.autotune import Tuned, tune
 from poplar.tuning.verification import Verification
 from poplar.values.communication import EXACT, Communication
+from poplar.zero.stages.strategy import Strategy
 
 PLAN = Plan(stage=0, global_batch=6, micro_batches=((2, 2), (2, 0)), shares=(0.6, 0.4))
 SPEC = ModelSpec(kind="mlp", blocks=2, width=24, hidden=40)
@@ -79,14 +81,44 @@ def tuned(communication: Any) -> Tuned:
     )
 
 
+def tuned_and_what_it_sends(communication: Communication) -> tuple[Tuned, set[str]]:
+    """The result, and in which way gradients were sent while it was found."""
+    encodes, ways = Strategy.next_codec, set()
+
+    def watched(*given: Any) -> Any:
+        codec = encodes(*given)
+        ways.add("exact" if codec is None else f"int{codec.bits}")
+        return codec
+
+    with mock.patch.object(Strategy, "next_codec", watched):
+        return tuned(communication), ways
+
+
 def test_tuning_measures_the_codec_and_plans_as_asked(ranks: Pool) -> None:
-    whole = Communication(gradients="int8", warmup_steps=2)
-    for found in ranks.run(tuned, whole, ranks=2):
+    whole = Communication(gradients="int8", parameters="int8", warmup_steps=200)
+    for found, ways in ranks.run(tuned_and_what_it_sends, whole, ranks=2):
+        assert "int8" in ways  # in trials, of which all steps would be exact ones at the start
         assert found.plan.communication == whole
         assert all(seen.plan.communication == whole for seen in found.observations)
         for device in found.profile.devices:
             assert len(device.encode_seconds) == len(device.decode_seconds) == 3
             assert min(*device.encode_seconds, *device.decode_seconds) > 0.0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_verification_names_what_its_error_is_of(ranks: Pool, stage: int) -> None:
+    # Before the first update, stages 1 and 2 have sent no difference of parameters.
+    plan = replace(PLAN, stage=stage, communication=Communication.of("int8", stage))
+    ((found, _), *_) = ranks.run(verified, plan, ranks=2)
+    assert ("parameters sent" in str(found)) is (stage == 3)
+    assert "gradients sent as int8" in str(found)
+
+
+def test_verification_shows_no_error_of_updates_alone(ranks: Pool) -> None:
+    plan = replace(PLAN, stage=1, communication=Communication(parameters="int8"))
+    for found, _ in ranks.run(verified, plan, ranks=2):
+        assert found.ok
+        assert found.gradient_noise is None
 
 
 def test_on_one_host_auto_is_exact(ranks: Pool) -> None:

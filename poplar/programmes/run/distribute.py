@@ -18,6 +18,7 @@ from poplar.programmes.run.trials import Candidate, Comparison, compare
 from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
 from poplar.programmes.search.explanation import explain_programme
 from poplar.tuning.autotune import Tuned, tune_job
+from poplar.values.communication import EXACT
 from poplar.values.errors import agreed
 from poplar.values.formatting import format_seconds
 from poplar.zero.agreement import exchange_results
@@ -55,11 +56,13 @@ def distribute(
     the training runs what was faster. The gradient is that of one device in both cases.
 
     A programme runs one pass per step, of whole global batches in the shapes of the example. It
-    computes in the dtype of the model. Models that cannot be exported (control flow that depends
-    on values, BatchNorm in training, dropout) are trained by the plan; `explain()` says why. So are
-    models whose exported graph has another loss or gradient than the model itself (hooks, custom
-    `autograd.Function`s, numbers that Python code changes); this is compared here and in some steps
-    of the training, with few samples.
+    computes in the dtype of the model and sends everything exactly, whatever `communication` says;
+    if that is slower than a plan that sends fewer bits, the plan is used.
+
+    Models that cannot be exported (control flow that depends on values, BatchNorm in training,
+    dropout) are trained by the plan; `explain()` says why. So are models whose exported graph has
+    another loss or gradient than the model itself (hooks, custom `autograd.Function`s, numbers that
+    Python code changes); this is compared here and in some steps of the training, with few samples.
 
     Args:
         model: on this rank's device. The values of the first rank are used.
@@ -99,7 +102,7 @@ def distribute(
 
 def _training(job: DistributedJob, programme: Choice) -> DistributedTraining:
     """The training that is fastest, or runs the given programme."""
-    given = _given(job.control, programme)
+    given = _given(job, programme)
     if given is not None:
         exported, _ = job.exported(must=True)
         assert exported is not None
@@ -117,6 +120,8 @@ def _training(job: DistributedJob, programme: Choice) -> DistributedTraining:
     text = explain_programme(decision, exported.exported.graph)
     if decision.programme is None:
         return by_plan(reason=text)
+    if tuned.plan.communication.compresses:
+        text = f"{text}\nIt sends everything exactly; the plan does not."
     comm = job.connected(exported, tuned.plan.transport)
     by_programme = partial(ProgrammeTraining, job, comm, exported, decision.programme)
     if not job.verify:
@@ -176,19 +181,27 @@ def _decide(control: Control, exported: ExportedLoss, tuned: Tuned) -> Programme
     return decision
 
 
-def _given(control: Control, programme: Choice) -> Programme | None:
+def _given(job: DistributedJob, programme: Choice) -> Programme | None:
     """The programme that the user gives, if any. Collective.
 
     Raises:
-        ValueError: on all ranks, if it is none of the choices, or the ranks have different ones.
+        ValueError: on all ranks, if it is none of the choices, or the ranks have different ones, or
+            the job asks for fewer bits than a programme sends.
     """
 
     def read() -> Programme | str:
-        if isinstance(programme, Programme) or programme in ("auto", "never"):
+        if programme in ("auto", "never"):
             return programme
+        if isinstance(programme, Programme) and job.communication in ("exact", "auto", EXACT):
+            return programme
+        if isinstance(programme, Programme):
+            raise ValueError(
+                f"communication={job.communication!r} with a given programme, but programmes send "
+                "everything exactly; leave out communication, or the programme"
+            )
         raise ValueError(f"programme={programme!r} must be 'auto', 'never' or a Programme")
 
-    first, *others = exchange_results(control, read, what="distribute()")
+    first, *others = exchange_results(job.control, read, what="distribute()")
     if any(other != first for other in others):
         raise agreed(ValueError("the ranks passed different programmes to distribute()"))
     return first if isinstance(first, Programme) else None

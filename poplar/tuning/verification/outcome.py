@@ -87,8 +87,8 @@ class Verification:
     communication: Communication = EXACT
     """Of the plan. `parameters` are of gradients that were sent exactly."""
     gradient_noise: float | None = None
-    """If the plan compresses what it sends: the relative error of the whole gradient that it gives,
-    against the exact one."""
+    """If the plan compresses gradients, or weights at stage 3: the relative error of the whole
+    gradient that it gives, against the exact one."""
 
     @property
     def loss_error(self) -> float:
@@ -138,7 +138,8 @@ class Verification:
     def _noise(self) -> list[str]:
         if self.gradient_noise is None:
             return []
-        return [f"{self.communication}; its relative error is {self.gradient_noise:.1e}"]
+        sent = self.communication.before_updates(self.stage)
+        return [f"{sent}; its relative error is {self.gradient_noise:.1e}"]
 
     def _loss(self) -> str:
         return (

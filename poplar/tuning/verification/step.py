@@ -146,8 +146,8 @@ def verify(
             with model_preserved(model, device):
                 planned = comparison.run_plan(optimizer, batch)
             sent = None
-            if plan.communication.compresses:
-                optimizer = optimizer_of(replace(plan.communication, warmup_steps=0))
+            if (compressed := plan.communication.before_updates(plan.stage)).compresses:
+                optimizer = optimizer_of(compressed)
                 with model_preserved(model, device):
                     sent = comparison.run_plan(optimizer, batch)
             casts = compute_dtype != "auto" or dtypes != before
