@@ -3,7 +3,7 @@
 By CPU quota (cgroup v1 `cpu.cfs_quota_us` or v2 `cpu.max`): a rank with 0.5 gets half of every
 10 ms of a core, independent of other ranks and before other programs. Predictions are judged under
 quotas. Or by core sharing: the busy ranks of a core share it, so a rank that waits makes the others
-faster. Either way, cores do not enter idle states where that can be set (`idle_states.py`).
+faster. Either way, cores do not enter idle states (`idle_states.py`).
 
     with EmulatedCluster.quotas((0.8, 0.4, 0.2)) as ranks:
         run_ranks(work, 3, ranks)          # work calls ranks.enter(dist.get_rank()) first

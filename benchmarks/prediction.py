@@ -85,13 +85,16 @@ class OtherPrograms:
 
 
 def machine_seconds() -> float:
-    """Busy seconds of all cores since boot; 0 if the kernel does not report them."""
+    """Busy seconds of all cores since boot; 0 if the kernel does not report them.
+
+    Without programs of low priority, such as those that keep cores busy (`idle_states.py`).
+    """
     try:
         first = Path("/proc/stat").read_text().partition("\n")[0]
     except OSError:
         return 0.0
-    user, nice, system, _idle, _io, interrupts, soft, steal, *_ = map(int, first.split()[1:])
-    return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
+    user, _nice, system, _idle, _io, interrupts, soft, steal, *_ = map(int, first.split()[1:])
+    return (user + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from emulation import PERIOD_US
-from idle_states import REQUESTS, can_prevent_idle_states
+from idle_states import can_prevent_idle_states
 
 from head_to_head.clusters import Cluster
 from head_to_head.outcome import Comparison
@@ -42,8 +42,8 @@ def notes(cluster: Cluster, comparison: Comparison) -> Iterator[str]:
             )
     if not can_prevent_idle_states():
         yield (
-            f"sleeping cores: {REQUESTS} can't be written to, so cores sleep when ranks wait; on a "
-            "virtual machine that slows ranks under quotas by 6 to 9 %, and unevenly"
+            "sleeping cores: this process has a CPU quota, so cores sleep when ranks wait "
+            "(idle_states.py); that slows ranks under quotas, and unevenly"
         )
     if cluster.cores:
         yield (

@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import emulation
+import idle_states
 import network
 from emulation import EmulatedCluster, EmulationUnavailable, Ranks
 from network import EmulatedNetwork, Hosts
+
+from poplar.system import host_limits
 
 BENCHMARKS = Path(emulation.__file__).parent
 
@@ -80,6 +85,57 @@ def test_groups_are_removed_when_the_run_is_killed(end):
     while any(group.exists() for group in groups):
         assert time.monotonic() < deadline, f"still there: {groups}"
         time.sleep(0.05)
+
+
+needs_no_quota = pytest.mark.skipif(
+    host_limits.processor_quota() is not None, reason="busy cores would use up the CPU quota"
+)
+
+
+def busy_cores(of: int) -> dict[int, set[int]]:
+    """The processes that keep cores busy for a process, with their cores."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            given = (folder / "cmdline").read_bytes().split(b"\0")[:-1]
+            if given[-3:-2] == [idle_states.__file__.encode()] and int(given[-1]) == of:
+                process = int(folder.name)
+                found[process] = os.sched_getaffinity(process)
+    return found
+
+
+def eventually(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_so()
+
+
+@needs_no_quota
+def test_without_a_driver_of_idle_states_cores_are_kept_busy(monkeypatch, tmp_path):
+    monkeypatch.setattr(idle_states, "DRIVER", tmp_path / "missing")
+    cores = os.sched_getaffinity(0)
+    with idle_states.prevent_idle_states():
+        each = [{core} for core in sorted(cores)]
+        assert eventually(lambda: sorted(busy_cores(os.getpid()).values(), key=min) == each)
+        for process in busy_cores(os.getpid()):
+            assert eventually(lambda own=process: os.sched_getscheduler(own) == os.SCHED_IDLE)
+    assert not busy_cores(os.getpid())
+
+
+@needs_no_quota
+def test_cores_are_not_kept_busy_after_a_kill():
+    program = (
+        "import sys, time, pathlib; sys.path.insert(0, sys.argv[1]); import idle_states\n"
+        "idle_states.DRIVER = pathlib.Path('/missing')\n"
+        "with idle_states.prevent_idle_states(): print('inside', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, str(BENCHMARKS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "inside\n"
+        assert eventually(lambda: len(busy_cores(parent.pid)) == len(os.sched_getaffinity(0)))
+        parent.kill()
+    assert eventually(lambda: not busy_cores(parent.pid))
 
 
 @needs_quotas
