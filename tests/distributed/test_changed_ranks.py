@@ -328,3 +328,26 @@ def test_ranks_agree_after_changes_under_compressed_communication(ranks: Pool, s
         assert other[0] == losses
     (exact, _), *_ = ranks.run(steps_between_changes, run, around)
     assert losses == pytest.approx(exact, rel=0.02)
+
+
+def random_precision(chance: random.Random, plan: Plan) -> Plan:
+    """The plan with a random precision of what is sent."""
+    given = chance.choice(("exact", "int8", "int8", "int4"))
+    communication = Communication.of(given, plan.stage)
+    if plan.host_state:
+        communication = replace(communication, parameters="exact")
+    return replace(plan, communication=communication)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_agree_after_random_changes_of_plan_and_precision(ranks: Pool, seed: int) -> None:
+    chance = random.Random(seed)
+    exact = [random_plan(chance) for _ in range(6)]
+    plans = [random_precision(chance, plan) for plan in exact]
+    run = Run(Recipe(spec=SPEC, batches=(12,) * 3), plan_of(1))
+    (losses, parameters), *others = ranks.run(steps_between_changes, run, plans)
+    for other in others:
+        training.assert_same(other[1], parameters)
+        assert other[0] == losses
+    (of_exact, _), *_ = ranks.run(steps_between_changes, run, exact)
+    assert losses == pytest.approx(of_exact, rel=0.1), plans
