@@ -23,6 +23,7 @@ from training import STAGES, Run
 from poplar import HeteroZeroOptimizer, Plan, RankFailed, load_checkpoint, save_checkpoint
 from poplar.comm import Encoded
 from poplar.comm.shard_layout import Layout
+from poplar.elastic import MemoryCheckpoints
 from poplar.values.communication import Communication
 from poplar.values.errors import ReplicasDiffer
 
@@ -276,17 +277,75 @@ def resume(run: Run, folder: str) -> dict[str, Tensor]:
     return training.whole_parameters(model, optimizer)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_resumes_with_the_same_bits_under_other_shares(
-    ranks: Pool, stage: int, tmp_path: Path
+    ranks: Pool, stage: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
+    def run(sent: str, shares: Sequence[float]) -> Run:
+        return run_of(stage, sent, shares, compute_dtype=dtype)
+
     folder = str(tmp_path / "saved")
-    saved = ranks.run(save_in_the_middle, run_of(stage, "int4"), folder, ranks=3)[0]
+    saved = ranks.run(save_in_the_middle, run("int4", SHARES), folder, ranks=3)[0]
     for shares in (SHARES, OTHER_SHARES):
-        resumed = ranks.run(resume, run_of(stage, "int4", shares), folder, ranks=3)[0]
+        resumed = ranks.run(resume, run("int4", shares), folder, ranks=3)[0]
         assert all(torch.equal(saved[name], resumed[name]) for name in saved)
-    exact = ranks.run(resume, run_of(stage, "exact"), folder, ranks=3)[0]
+    exact = ranks.run(resume, run("exact", SHARES), folder, ranks=3)[0]
     assert not all(torch.equal(saved[name], exact[name]) for name in saved)
+
+
+def go_on_from_memory(run: Run, folder: Path, after: Plan) -> list[dict[str, Tensor]]:
+    """The parameters after three steps: without an end, and from memory under another plan."""
+    found = []
+    for ends in (False, True):
+        model, optimizer = training.prepare(run)
+        training.take_step(run, model, optimizer, 0)
+        memory = MemoryCheckpoints(optimizer, folder=folder)
+        memory.save(1)
+        if ends:
+            optimizer.release()
+            model, optimizer = training.prepare(replace(run, plan=after))
+            assert MemoryCheckpoints(optimizer, folder=folder).load_latest() == 1
+        for step in (1, 2):
+            training.take_step(run, model, optimizer, step)
+            optimizer.verify_replicas()
+        found.append(training.whole_parameters(model, optimizer))
+        optimizer.release()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_goes_on_from_memory_with_the_same_bits(
+    ranks: Pool, stage: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    run = run_of(stage, "int4", compute_dtype=dtype)
+    after = replace(run.plan, shares=OTHER_SHARES)
+    for whole, resumed in ranks.run(go_on_from_memory, run, tmp_path, after, ranks=3):
+        assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def skip_a_step(run: Run) -> list[dict[str, Tensor]]:
+    """The parameters after a step and after the next one, whose gradient is not finite."""
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    found = [training.whole_parameters(model, optimizer)]
+    hook = next(model.parameters()).register_hook(lambda gradient: gradient * float("nan"))
+    training.take_step(run, model, optimizer, 1)
+    optimizer.verify_replicas()
+    found.append(training.whole_parameters(model, optimizer))
+    hook.remove()
+    training.take_step(run, model, optimizer, 2)
+    optimizer.verify_replicas()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_skipped_step_changes_no_exact_value(ranks: Pool, stage: int) -> None:
+    run = run_of(stage, "int8", on_nonfinite="skip")
+    clipping = replace(run, recipe=replace(run.recipe, max_norm=1.0))
+    for before, after in ranks.run(skip_a_step, clipping, ranks=3):
+        assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def change_precision_of_parameters(run: Run, before: str, after: str) -> list[float]:
