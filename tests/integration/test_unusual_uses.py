@@ -647,6 +647,52 @@ def test_stage_0_replaced_gradient_is_applied(ranks: Pool) -> None:
         assert_close(after, {name: value - 0.5 for name, value in before.items()})
 
 
+def clip_replaced_gradients(run: Run) -> tuple[float, float, float, float]:
+    """The norm of gradients of 3 and none, as clipping, `full_gradients` and `.grad` have it after
+    clipping to 0.5, and of the update.
+    """
+    model, optimizer = training.prepare(run)
+    before = training.whole_parameters(model, optimizer)
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
+        models.mean_over_samples(model, micro_batch).backward()
+    first, *others = model.parameters()
+    first.grad = torch.full_like(first, 3.0)
+    for parameter in others:
+        parameter.grad = None
+    gradients = optimizer.full_gradients()
+    norm = float(optimizer.clip_grad_norm_(0.5))
+    clipped = float(first.grad.norm())
+    optimizer.step()
+    after = training.whole_parameters(model, optimizer)
+    update = sum(float((after[name] - value).square().sum()) for name, value in before.items())
+    full = sum(float(gradient.square().sum()) for gradient in gradients.values())
+    return norm, full**0.5, clipped, update**0.5
+
+
+def test_stage_0_replaced_gradients_are_clipped(ranks: Pool) -> None:
+    recipe = replace(RECIPE, optimizer="SGD", options=(("lr", 1.0),))
+    numel = next(models.build(recipe.spec).parameters()).numel()
+    for found in ranks.run(clip_replaced_gradients, Run(recipe, plan_of(0))):
+        assert found == pytest.approx((3.0 * numel**0.5, 3.0 * numel**0.5, 0.5, 0.5), rel=1e-4)
+
+
+def apply_replaced_nan(run: Run) -> tuple[str, bool]:
+    model, optimizer = training.prepare(run)
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
+        models.mean_over_samples(model, micro_batch).backward()
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * float("nan")
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    return str(raised.value), all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_stage_0_replaced_gradients_are_checked(ranks: Pool) -> None:
+    for message, is_finite in ranks.run(apply_replaced_nan, Run(RECIPE, plan_of(0))):
+        assert "finite" in message
+        assert is_finite
+
+
 # The plain loop
 
 

@@ -107,16 +107,20 @@ class Replicated(LocalAccumulation):
         return True
 
     def read_back_gradients(self, flat: FlatParameter) -> list[int]:
+        if flat not in self._allocated:  # the step was abandoned before this unit
+            return []
         removed = []
         start, step = flat.gradient.data_ptr(), flat.gradient.element_size()
         for position, (parameter, offset) in enumerate(
             zip(flat.parameters, flat.offsets, strict=True)
         ):
-            gradient = parameter.grad
+            gradient, part = parameter.grad, slice(offset, offset + parameter.numel())
             if gradient is None:
+                flat.gradient[part].zero_()  # it has no part in the norm
                 removed.append(position)
             elif _grad_is_view(flat) and gradient.data_ptr() != start + offset * step:
-                flat.gradient[offset : offset + parameter.numel()].copy_(gradient.reshape(-1))
+                flat.gradient[part].copy_(gradient.reshape(-1))
+                parameter.grad = flat.gradient[part].view(parameter.shape)
         return removed
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:

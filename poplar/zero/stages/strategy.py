@@ -363,7 +363,7 @@ class Strategy(ABC):
         return False
 
     def read_back_gradients(self, flat: FlatParameter) -> list[int]:
-        """Copy back what the user has changed in `.grad`.
+        """Take over what the user has set `.grad` to.
 
         Returns:
             Positions of the parameters whose `.grad` was set to None.

@@ -344,6 +344,8 @@ class Step:
         elif state.phase is Phase.ACCUMULATED:
             engine.reduce_without_backward()  # all passes were inside no_sync()
         engine.finish_gradients()
+        for flat in engine.trained:  # before the norm, the check and the factor
+            engine.strategy.read_back_gradients(flat)
 
     def begin_user_pass(self, micro_batch: MicroBatch, rest: Sequence[MicroBatch]) -> bool:
         """Open a pass of the user's loop; one without samples is run here. Collective.
