@@ -123,6 +123,29 @@ def test_the_loop_equals_one_process_and_resumes(three, tmp_path, stage, save_at
         assert rates == [pytest.approx(rate)]
 
 
+def save_between_epochs(folder: str) -> Any:
+    """Norms of the second epoch, and of a run that resumes from a state saved at its start."""
+    as_launched()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    parts = prepared(PLANS[1], accelerator)
+    for _ in parts.loader:
+        pass
+    parts.loader.set_epoch(1)
+    accelerator.save_state(folder)
+    norms = run_loop(accelerator, parts, 0, folder)
+    fresh_state()
+    again = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    parts = prepared(PLANS[1], again)
+    again.load_state(folder)
+    return norms, run_loop(again, parts, 0, folder)
+
+
+def test_a_state_saved_after_set_epoch_resumes_at_the_start_of_that_epoch(three, tmp_path):
+    for norms, resumed in three.run(save_between_epochs, str(tmp_path / "state")):
+        assert len(norms) == 5
+        assert resumed == norms
+
+
 def train_under_a_measured_plan(cls: Any) -> Any:
     as_launched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

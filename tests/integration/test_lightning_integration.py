@@ -231,7 +231,9 @@ def stop_and_resume(folder: Path, stage: int) -> dict[str, Any]:
             ),
         )
         first.fit(whole, data(**loader))
-        rest, second = model(total=12), on_ranks(folder, plan_of(stage), max_steps=10)
+        monitor = PoplarMonitor([JsonLines(folder / "resumed.jsonl")], every=3)
+        rest = model(total=12)
+        second = on_ranks(folder, plan_of(stage), max_steps=10, callbacks=[monitor])
         second.fit(rest, data(**loader), ckpt_path=folder / "stopped.ckpt")
         found = {
             "validated": second.validate(rest, data(45, batch_size=3), verbose=False)[0],
@@ -248,6 +250,8 @@ def test_stop_resume_evaluate_save_and_load(ranks, tmp_path, stage):
     assert len(found[0]["whole"]) == 10
     for of_rank in found:
         torch.testing.assert_close(of_rank["rest"], of_rank["whole"][6:], rtol=1e-6, atol=0)
+    _, *reports = map(json.loads, (tmp_path / "resumed.jsonl").read_text().splitlines())
+    assert [report["step"] for report in reports] == [9, 10]
 
     plain = trainer(tmp_path, devices=1)
     trained = Regression.load_from_checkpoint(tmp_path / "trained.ckpt")
