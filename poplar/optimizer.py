@@ -696,7 +696,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         training.step.nonfinite.raise_here()
         if training.update.collected is not None:
             return collected_state_dict(self, training.update.collected)
-        return training.with_scaler(super().state_dict())
+        return training.with_own_state(super().state_dict())
 
     @collective
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -748,7 +748,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         training.step.nonfinite.raise_if_found()
         to = training.ranks.number(to)
         state = full_state_dict(self, training.engine, training.update, to)
-        return None if state is None else training.with_scaler(state)
+        return None if state is None else training.with_own_state(state)
 
     def _training_parts(self) -> TrainingParts:
         """What the state of this optimizer consists of; `poplar.save_checkpoint` calls it."""

@@ -289,6 +289,58 @@ def test_training_resumes_with_the_same_bits_under_other_shares(
     assert not all(torch.equal(saved[name], exact[name]) for name in saved)
 
 
+def resume_from_state_dicts(run: Run, whole: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters after three steps: without a break, and with state dicts after the second."""
+    model, optimizer = training.prepare(run)
+    for step in (0, 1):
+        training.take_step(run, model, optimizer, step)
+    state = optimizer.state_dict()
+    if whole:
+        state = [optimizer.full_state_dict(rank) for rank in range(3)][harness.rank()]
+    shards = run.plan.stage == 3
+    values = training.whole_parameters(model, optimizer) if shards else model.state_dict()
+    saved = io.BytesIO()
+    torch.save([values, state], saved)
+    found = []
+    for resumes in (False, True):
+        if resumes:
+            model, optimizer = training.prepare(run)
+            saved.seek(0)
+            of_model, of_optimizer = torch.load(saved, weights_only=False)
+            model.load_state_dict(of_model)
+            optimizer.load_state_dict(of_optimizer)
+        training.take_step(run, model, optimizer, 2)
+        found.append(training.whole_parameters(model, optimizer))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_resumes_with_the_same_bits_from_state_dicts(
+    ranks: Pool, stage: int, whole: bool
+) -> None:
+    run = run_of(stage, "int4")
+    warm = replace(run.plan, communication=replace(run.plan.communication, warmup_steps=2))
+    for each in (run, replace(run, plan=warm)):
+        for first, resumed in ranks.run(resume_from_state_dicts, each, whole, ranks=3):
+            assert all(torch.equal(first[name], resumed[name]) for name in first)
+
+
+def load_other_steps(run: Run) -> str:
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    state = optimizer.state_dict()
+    state["poplar"]["steps"] += harness.rank() == 1
+    with pytest.raises(ValueError, match="steps") as raised:
+        optimizer.load_state_dict(state)
+    return str(raised.value)
+
+
+def test_state_dicts_of_different_steps_are_refused(ranks: Pool) -> None:
+    for message in ranks.run(load_other_steps, run_of(1, "int8"), ranks=3):
+        assert "[1, 2, 1]" in message
+
+
 def change_precision_of_parameters(run: Run, before: str, after: str) -> list[float]:
     """How far parameters and masters are from what was written, after changes of plan."""
     model, optimizer = training.prepare(run)

@@ -51,7 +51,7 @@ def load_state_dict(
         changing_values: see `CollectiveCalls`.
     """
     control, doing = engine.control, "load_state_dict()"
-    scaler_states: list[dict[str, Any] | None] = []
+    own: dict[str, Any] = {}  # what a plain optimizer does not have
 
     def check() -> LoadedState:
         given = dict(state_dict)
@@ -61,7 +61,7 @@ def load_state_dict(
             raise ValueError(
                 f"an optimizer's state dict has 'state' and 'param_groups', got {list(given)}"
             )
-        scaler_states.append(given.get("poplar", {}).get("scaler"))
+        own.update(given.get("poplar", {}))
         state = given["state"]
         return LoadedState(
             optimizer, engine, update, given["param_groups"], lambda _, key, __: state.get(key, {})
@@ -69,17 +69,33 @@ def load_state_dict(
 
     loaded = run_on_all_ranks(control, check, doing=doing)
     loaded.agree(control)
+    steps = _agreed_steps(control, own.get("steps"))
 
     def apply() -> None:
         loaded.apply()
+        if steps is not None:
+            engine.strategy.continue_after(steps)
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
-        if scaler is not None and scaler_states[0] is not None:
-            scaler.load_state_dict(scaler_states[0])
+        if scaler is not None and own.get("scaler") is not None:
+            scaler.load_state_dict(own["scaler"])
 
     changing = f"{doing} after values had changed; load again before training"
     with changing_values(doing):
         run_on_all_ranks(control, apply, doing=changing)
+
+
+def _agreed_steps(control: Control, steps: int | None) -> int | None:
+    """The steps by which compression is seeded, on all ranks alike; None: not saved. Collective."""
+    by_rank = control.exchange_objects(steps, what="load_state_dict()")
+    if any(other != by_rank[0] for other in by_rank):
+        raise agreed(
+            ValueError(
+                f"the ranks loaded states of different steps: {by_rank} by rank; load the same "
+                "checkpoint on all ranks"
+            )
+        )
+    return steps
 
 
 @dataclass(frozen=True)
