@@ -424,6 +424,43 @@ def test_state_dicts_keep_the_exact_values(ranks: Pool, stage: int, dtype: torch
         assert all(kept)
 
 
+def load_state_dicts_elsewhere(run: Run, other: Run) -> tuple[Any, Any]:
+    """The fp32 values that `run` has saved, and those of `other` once it has loaded them."""
+    found = []
+    saved: list[Any] = []
+    for each in (run, other):
+        model, optimizer = training.prepare(each)
+        if each is run:
+            for step in range(3):
+                training.take_step(run, model, optimizer, step)
+            whole = [optimizer.full_state_dict(rank) for rank in range(3)][harness.rank()]
+            saved = [{n: v.clone() for n, v in model.state_dict().items()}, whole]
+        else:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        values = training.whole_parameters(model, optimizer)
+        state = [optimizer.full_state_dict(rank) for rank in range(3)][harness.rank()]
+        assert state is not None
+        names = [name for group in state["param_groups"] for name in group["param_names"]]
+        masters = {
+            names[at]: own["master"] for at, own in state["state"].items() if "master" in own
+        }
+        found.append((values, {**values, **masters}))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("other", STAGES)
+def test_exact_training_continues_from_the_exact_values(
+    ranks: Pool, other: int, dtype: torch.dtype
+) -> None:
+    run, exact = (
+        run_of(stage, sent, compute_dtype=dtype) for stage, sent in ((1, "int4"), (other, "exact"))
+    )
+    for saved, loaded in ranks.run(load_state_dicts_elsewhere, run, exact, ranks=3):
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_rank_sends_nothing_and_stays_exact(ranks: Pool, stage: int) -> None:
     recipe = Recipe(spec=SPEC, batches=(6,) * 3)

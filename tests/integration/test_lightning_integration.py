@@ -26,6 +26,7 @@ from poplar.integrations.lightning import PoplarMonitor, PoplarStrategy, to_ligh
 from poplar.integrations.lightning.batches import EvenBatchSampler
 from poplar.integrations.lightning.configuration import OptimizerRecipe
 from poplar.monitoring import JsonLines
+from poplar.values.communication import Communication
 
 SAMPLES, GLOBAL_BATCH, WIDTH = 46, 8, 32
 STEPS = 20
@@ -278,6 +279,24 @@ def test_stop_resume_evaluate_save_and_load(ranks, tmp_path, stage):
         weights_only=False,
     )
     assert len(resumed.losses) == 1
+
+
+def save_after_compressed_updates(folder: Path, stage: int) -> dict[str, Tensor]:
+    """Saves the weights alone; returns the exact ones."""
+    plan = replace(plan_of(stage), communication=Communication.of("int4", stage))
+    with environment():
+        module, run = model(total=12), on_ranks(folder, plan, max_steps=2)
+        run.fit(module, data())
+        run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+        with run.strategy.optimizer.full_parameters():
+            return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", choose(quick=(1,), full=(1, 2, 3)))
+def test_saved_weights_are_exact_after_compressed_updates(ranks, tmp_path, stage):
+    expected = ranks.run(save_after_compressed_updates, tmp_path, stage)[0]
+    found = Regression.load_from_checkpoint(tmp_path / "weights.ckpt").state_dict()
+    torch.testing.assert_close(dict(found), expected, rtol=0, atol=0)
 
 
 class BadSample(Regression):

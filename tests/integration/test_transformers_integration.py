@@ -52,6 +52,7 @@ from poplar.integrations.transformers import (
 )
 from poplar.integrations.transformers.trainer import RUN_FILE
 from poplar.monitoring import JsonLines, RunRecord
+from poplar.values.communication import Communication
 from poplar.zero.steps.step_result import Stopwatch
 
 
@@ -617,6 +618,30 @@ def test_tied_weights_and_adapters_are_saved_at_stage_3(three, tmp_path, name):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+
+
+def save_after_compressed_updates(stage: int, folder: str) -> dict[str, torch.Tensor]:
+    """Saves what is trained; returns the exact weights."""
+    as_launched()
+    plan = replace(PLANS[stage], communication=Communication.of("int4", stage))
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, **(SHARES | {"max_steps": 2})),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        poplar=PoplarArguments(plan=plan),
+    )
+    trainer.train()
+    trainer.save_model(f"{folder}/saved")
+    with trainer.optimizer.full_parameters():
+        return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", choose(quick=[1], full=[1, 2, 3]))
+def test_a_saved_model_has_the_exact_values_after_compressed_updates(three, tmp_path, stage):
+    expected = three.run(save_after_compressed_updates, stage, str(tmp_path))[0]
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    torch.testing.assert_close(dict(found), expected, rtol=0, atol=0)
 
 
 class PlannedSeq2SeqTrainer(PoplarTrainerMixin, Seq2SeqTrainer):

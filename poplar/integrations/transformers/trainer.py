@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -559,7 +558,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             # Every rank sends its part, so no rank holds the whole model.
             optimizer.save_model(Path(folder) / SAFE_WEIGHTS_NAME)
         else:
-            with optimizer.full_parameters() if sharded else nullcontext():
+            with optimizer.full_parameters():
                 run_on_all_ranks(optimizer.control, save, doing=doing)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
