@@ -537,7 +537,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Inside, `copy.deepcopy(model)` makes a plain model that the optimizer does not know. What is
         kept of the parameters, such as `model.state_dict()`, keeps its values and its memory after
         the context, at stage 3; elsewhere it is the memory of the model, as in torch. Where updates
-        are sent as compressed differences, all ranks get the exact values first.
+        are sent as compressed differences (`communication=` at stages 1 and 2), all ranks get the
+        exact values first; `model.state_dict()` outside has what they compute with.
 
         Args:
             writeback: keep values that are written into the parameters (equal on all ranks), for
@@ -696,11 +697,14 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         training.step.nonfinite.raise_here()
         if training.update.collected is not None:
             return collected_state_dict(self, training.update.collected)
-        return training.with_scaler(super().state_dict())
+        return training.with_own_state(super().state_dict())
 
     @collective
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state. Collective; nothing changes if it fails on a rank.
+
+        Load the state dict of the model first: `master` in the state of a parameter replaces its
+        value.
 
         Args:
             state_dict: this rank's `state_dict()`; the same after `torch.distributed.checkpoint`
@@ -733,8 +737,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """The whole state, for a plain `optimizer_class` with the same param groups. Collective.
 
         It has the state of one flat parameter at a time on the device. The param groups have the
-        names of the parameters (`param_names`). If parameters are not fp32, `master` is their fp32
-        value.
+        names of the parameters (`param_names`). `master` is the fp32 value of a parameter, where
+        the ranks compute with another one: in lower precision, or after compressed updates.
 
         Returns:
             On rank `to` a state dict on the CPU; None on other ranks.
@@ -748,7 +752,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         training.step.nonfinite.raise_if_found()
         to = training.ranks.number(to)
         state = full_state_dict(self, training.engine, training.update, to)
-        return None if state is None else training.with_scaler(state)
+        return None if state is None else training.with_own_state(state)
 
     def _training_parts(self) -> TrainingParts:
         """What the state of this optimizer consists of; `poplar.save_checkpoint` calls it."""

@@ -1,11 +1,13 @@
 """The frozen base of a model with adapters, which is not saved unless the whole model is asked for.
 
-It is what the optimizer does not train, without the buffers of plain modules, such as statistics.
+It is what the optimizer does not train, without the buffers of plain modules, such as statistics,
+and without adapters that are frozen: the pretrained model does not have their values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,27 @@ def base_of(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
         buffers = list(module.buffers(recurse=False))
         if not any(id(own) in opaque for own in (*module.parameters(recurse=False), *buffers)):
             kept.update(map(id, buffers))
+        kept.update(map(id, _adapters_of(module)))
     return {
         name: value
         for name, value in state.items()
         if id(value) not in kept and name.rpartition(".")[2] != "_extra_state"
     }
+
+
+def _adapters_of(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors of a layer of PEFT, or of its prompts, that are not those of the base."""
+    names = (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
+    for name in (*names, "prompt_encoder"):
+        try:
+            found = attrgetter(name)(module)
+        except AttributeError:  # a class names what only some of its layers have
+            continue
+        if isinstance(found, Tensor):
+            yield found
+        elif isinstance(found, nn.Module):
+            yield from found.parameters()
+            yield from found.buffers()
 
 
 def description_of(engine: Engine, base: Mapping[str, Any]) -> dict[str, str]:

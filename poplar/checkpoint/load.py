@@ -25,7 +25,7 @@ from poplar.checkpoint.frozen_base import base_of, check_base, description_of
 from poplar.checkpoint.random_state import check_random_state, set_random_state
 from poplar.checkpoint.save import RANK, SCALER, STATE
 from poplar.checkpoint.saved_names import check_model, read_groups, saved_optimizer_keys
-from poplar.checkpoint.state_dicts.loaded_state import LoadedState
+from poplar.checkpoint.state_dicts.loaded_state import LoadedState, send_values
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.checkpoint.state_dicts.place import Place, canonical, places_of
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
@@ -255,7 +255,7 @@ class Load:
         control = self.parts.engine.control
         changing = f"{doing} after values had changed; load a checkpoint again before training"
         run_on_all_ranks(control, self.read_values, doing=changing)
-        self.send_values()
+        send_values(self.parts.engine, self.parts.engine.flats)
         run_on_all_ranks(control, self.set_rest, doing=changing)
 
     def set_objects(self, doing: str) -> None:
@@ -289,14 +289,6 @@ class Load:
         if self._steps is not None:
             strategy.continue_after(self._steps)
         self.optimizer_state.apply()  # which allocates, so it may fail
-
-    def send_values(self) -> None:
-        """Send values to the ranks that store all. Collective."""
-        parts = self.parts
-        strategy, comm = parts.engine.strategy, parts.engine.comm
-        if not strategy.shards_parameters and not strategy.replicates_state:
-            for flat in parts.engine.flats:
-                comm.all_gather(flat.values, flat.layout, what=f"loading {flat.name}").wait()
 
     def set_rest(self) -> None:
         """Set extra states of modules, the scaler, own buffers and random states. Local."""

@@ -110,6 +110,11 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         return self._epoch
 
     @property
+    def drawn(self) -> int:
+        """Steps of the current or last epoch that were drawn, with those before a resume."""
+        return self._drawn
+
+    @property
     def batch_size(self) -> int:
         """Not one number. Accelerate reads it before it divides the batches among ranks again.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +36,7 @@ from poplar.checkpoint.save import save_now
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
+from poplar.integrations.exact_values import exact_values
 from poplar.integrations.planned_loader import PlannedLoader, unknown_order
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.tuning.autotune import OPTIONS, tune
@@ -158,7 +159,7 @@ def prepare(
             each._is_accelerate_prepared = True  # type: ignore[union-attr]
     optimizer.step_was_skipped = False  # type: ignore[attr-defined]
     _adapt(accelerator, optimizer)
-    _adapt_saving(accelerator)
+    _adapt_saving(accelerator, model, optimizer)
     state = {"loader": planned, **({} if made is None else {"scheduler": made})}
     _register_state(accelerator, optimizer, state)
     return Prepared(model, optimizer, planned, made)
@@ -298,8 +299,10 @@ def _has_parts(obj: Any) -> bool:
     return any(isinstance(tensor, ShardTensor) for tensor in pytree.tensors(obj))
 
 
-def _adapt_saving(accelerator: Accelerator) -> None:
-    """Let the accelerator's methods that save see whole tensors, or raise."""
+def _adapt_saving(
+    accelerator: Accelerator, model: nn.Module, optimizer: HeteroZeroOptimizer
+) -> None:
+    """Let the accelerator's methods that save see whole and exact tensors, or raise."""
     get_any, save_any = accelerator.get_state_dict, accelerator.save
 
     def get_state_dict(module: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -307,7 +310,9 @@ def _adapt_saving(accelerator: Accelerator) -> None:
 
         With `unwrap=False` they stay sharded: `save_state` asks so, and its hook drops them.
         """
-        values: dict[str, Any] = get_any(module, unwrap)
+        is_own = unwrap and any(module is own for own in model.modules())
+        with exact_values(optimizer) if is_own else nullcontext():
+            values: dict[str, Any] = get_any(module, unwrap)
         if not unwrap or not _has_parts(values):
             return values
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

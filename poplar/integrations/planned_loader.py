@@ -59,7 +59,8 @@ class PlannedLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """For `load_state_dict` with any plan of the same global batch."""
         sampler: Any = self.batch_sampler
-        state: dict[str, Any] = sampler.state_dict(min(self._steps_done(), len(sampler)))
+        # The trainer's count may still be of the epoch before.
+        state: dict[str, Any] = sampler.state_dict(min(self._steps_done(), sampler.drawn))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

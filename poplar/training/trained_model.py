@@ -236,10 +236,17 @@ class TrainedModel:
         given: dict[str, Any] = {"updates": updates, "has_hooks": has_hooks(optimizer), **further}
         return StepSettings(optimizer.param_groups, **given)
 
-    def with_scaler(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with the loss scaler, if there is one."""
-        scaler = self.scaler
-        return state if scaler is None else {**state, "poplar": {"scaler": scaler.state_dict()}}
+    def with_own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict with what a plain optimizer does not have.
+
+        It is the loss scaler, if there is one, and the steps by which compression is seeded.
+        """
+        strategy, own = self.engine.strategy, dict[str, Any]()
+        if self.scaler is not None:
+            own["scaler"] = self.scaler.state_dict()
+        if strategy.communication.compresses:
+            own["steps"] = strategy.steps
+        return {**state, "poplar": own} if own else state
 
     def check_model(self) -> None:
         """Check, before a step, that the optimizer still trains what it was built for."""

@@ -348,6 +348,58 @@ def test_a_skipped_step_changes_no_exact_value(ranks: Pool, stage: int) -> None:
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def resume_from_state_dicts(run: Run, whole: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters after three steps: without a break, and with state dicts after the second."""
+    model, optimizer = training.prepare(run)
+    for step in (0, 1):
+        training.take_step(run, model, optimizer, step)
+    state = optimizer.state_dict()
+    if whole:
+        state = [optimizer.full_state_dict(rank) for rank in range(3)][harness.rank()]
+    shards = run.plan.stage == 3
+    values = training.whole_parameters(model, optimizer) if shards else model.state_dict()
+    saved = io.BytesIO()
+    torch.save([values, state], saved)
+    found = []
+    for resumes in (False, True):
+        if resumes:
+            model, optimizer = training.prepare(run)
+            saved.seek(0)
+            of_model, of_optimizer = torch.load(saved, weights_only=False)
+            model.load_state_dict(of_model)
+            optimizer.load_state_dict(of_optimizer)
+        training.take_step(run, model, optimizer, 2)
+        found.append(training.whole_parameters(model, optimizer))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_resumes_with_the_same_bits_from_state_dicts(
+    ranks: Pool, stage: int, whole: bool
+) -> None:
+    run = run_of(stage, "int4")
+    warm = replace(run.plan, communication=replace(run.plan.communication, warmup_steps=2))
+    for each in (run, replace(run, plan=warm)):
+        for first, resumed in ranks.run(resume_from_state_dicts, each, whole, ranks=3):
+            assert all(torch.equal(first[name], resumed[name]) for name in first)
+
+
+def load_other_steps(run: Run) -> str:
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    state = optimizer.state_dict()
+    state["poplar"]["steps"] += harness.rank() == 1
+    with pytest.raises(ValueError, match="steps") as raised:
+        optimizer.load_state_dict(state)
+    return str(raised.value)
+
+
+def test_state_dicts_of_different_steps_are_refused(ranks: Pool) -> None:
+    for message in ranks.run(load_other_steps, run_of(1, "int8"), ranks=3):
+        assert "[1, 2, 1]" in message
+
+
 def change_precision_of_parameters(run: Run, before: str, after: str) -> list[float]:
     """How far parameters and masters are from what was written, after changes of plan."""
     model, optimizer = training.prepare(run)
@@ -429,6 +481,43 @@ def load_state_dicts(run: Run) -> list[bool]:
 def test_state_dicts_keep_the_exact_values(ranks: Pool, stage: int, dtype: torch.dtype) -> None:
     for kept in ranks.run(load_state_dicts, run_of(stage, "int4", compute_dtype=dtype), ranks=3):
         assert all(kept)
+
+
+def load_state_dicts_elsewhere(run: Run, other: Run) -> tuple[Any, Any]:
+    """The fp32 values that `run` has saved, and those of `other` once it has loaded them."""
+    found = []
+    saved: list[Any] = []
+    for each in (run, other):
+        model, optimizer = training.prepare(each)
+        if each is run:
+            for step in range(3):
+                training.take_step(run, model, optimizer, step)
+            whole = [optimizer.full_state_dict(rank) for rank in range(3)][harness.rank()]
+            saved = [{n: v.clone() for n, v in model.state_dict().items()}, whole]
+        else:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        values = training.whole_parameters(model, optimizer)
+        state = [optimizer.full_state_dict(rank) for rank in range(3)][harness.rank()]
+        assert state is not None
+        names = [name for group in state["param_groups"] for name in group["param_names"]]
+        masters = {
+            names[at]: own["master"] for at, own in state["state"].items() if "master" in own
+        }
+        found.append((values, {**values, **masters}))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("other", STAGES)
+def test_exact_training_continues_from_the_exact_values(
+    ranks: Pool, other: int, dtype: torch.dtype
+) -> None:
+    run, exact = (
+        run_of(stage, sent, compute_dtype=dtype) for stage, sent in ((1, "int4"), (other, "exact"))
+    )
+    for saved, loaded in ranks.run(load_state_dicts_elsewhere, run, exact, ranks=3):
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import bitsandbytes
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import poplar
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.integrations.accelerate import prepare
+from poplar.values.communication import Communication
 
 three = pytest.fixture(scope="module")(three_ranks)
 
@@ -121,6 +123,29 @@ def test_the_loop_equals_one_process_and_resumes(three, tmp_path, stage, save_at
         assert resumed == norms[save_at:], "the same bits after load_state"
         assert means == [0.0, 1.0, 2.0]
         assert rates == [pytest.approx(rate)]
+
+
+def save_between_epochs(folder: str) -> Any:
+    """Norms of the second epoch, and of a run that resumes from a state saved at its start."""
+    as_launched()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    parts = prepared(PLANS[1], accelerator)
+    for _ in parts.loader:
+        pass
+    parts.loader.set_epoch(1)
+    accelerator.save_state(folder)
+    norms = run_loop(accelerator, parts, 0, folder)
+    fresh_state()
+    again = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    parts = prepared(PLANS[1], again)
+    again.load_state(folder)
+    return norms, run_loop(again, parts, 0, folder)
+
+
+def test_a_state_saved_after_set_epoch_resumes_at_the_start_of_that_epoch(three, tmp_path):
+    for norms, resumed in three.run(save_between_epochs, str(tmp_path / "state")):
+        assert len(norms) == 5
+        assert resumed == norms
 
 
 def train_under_a_measured_plan(cls: Any) -> Any:
@@ -285,11 +310,12 @@ def test_what_does_not_work_says_what_to_do(three, way, message):
         assert message in error.message
 
 
-def save_with_the_accelerator(stage: int, folder: str) -> str:
+def save_with_the_accelerator(plan: poplar.Plan, folder: str) -> str:
     """Save the model; returns the error of saving this rank's part of the optimizer's state."""
     as_launched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, optimizer, _, _ = prepared(PLANS[stage], accelerator)
+    model, optimizer, loader, _ = prepared(plan, accelerator)
+    optimizer.train_step(loss_fn, next(iter(loader)))
     accelerator.save_model(model, folder)
     accelerator.save(accelerator.get_state_dict(model), f"{folder}/model.pt")
     with optimizer.full_parameters():
@@ -308,9 +334,12 @@ def save_with_the_accelerator(stage: int, folder: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("stage", PLANS)
-def test_the_accelerator_saves_every_value(three, tmp_path, stage):
+@pytest.mark.parametrize(
+    ("stage", "sent"), [*((stage, "exact") for stage in PLANS), (1, "int4"), (2, "int4")]
+)
+def test_the_accelerator_saves_every_value(three, tmp_path, stage, sent):
     (tmp_path / "inside").mkdir()
-    errors = three.run(save_with_the_accelerator, stage, str(tmp_path))
+    plan = replace(PLANS[stage], communication=Communication.of(sent, stage))
+    errors = three.run(save_with_the_accelerator, plan, str(tmp_path))
     refused = ["the main process would save its own alone" in error for error in errors]
     assert refused == [stage > 0] * 3

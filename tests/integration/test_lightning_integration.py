@@ -26,6 +26,7 @@ from poplar.integrations.lightning import PoplarMonitor, PoplarStrategy, to_ligh
 from poplar.integrations.lightning.batches import EvenBatchSampler
 from poplar.integrations.lightning.configuration import OptimizerRecipe
 from poplar.monitoring import JsonLines
+from poplar.values.communication import Communication
 
 SAMPLES, GLOBAL_BATCH, WIDTH = 46, 8, 32
 STEPS = 20
@@ -231,7 +232,9 @@ def stop_and_resume(folder: Path, stage: int) -> dict[str, Any]:
             ),
         )
         first.fit(whole, data(**loader))
-        rest, second = model(total=12), on_ranks(folder, plan_of(stage), max_steps=10)
+        monitor = PoplarMonitor([JsonLines(folder / "resumed.jsonl")], every=3)
+        rest = model(total=12)
+        second = on_ranks(folder, plan_of(stage), max_steps=10, callbacks=[monitor])
         second.fit(rest, data(**loader), ckpt_path=folder / "stopped.ckpt")
         found = {
             "validated": second.validate(rest, data(45, batch_size=3), verbose=False)[0],
@@ -248,6 +251,8 @@ def test_stop_resume_evaluate_save_and_load(ranks, tmp_path, stage):
     assert len(found[0]["whole"]) == 10
     for of_rank in found:
         torch.testing.assert_close(of_rank["rest"], of_rank["whole"][6:], rtol=1e-6, atol=0)
+    _, *reports = map(json.loads, (tmp_path / "resumed.jsonl").read_text().splitlines())
+    assert [report["step"] for report in reports] == [9, 10]
 
     plain = trainer(tmp_path, devices=1)
     trained = Regression.load_from_checkpoint(tmp_path / "trained.ckpt")
@@ -274,6 +279,24 @@ def test_stop_resume_evaluate_save_and_load(ranks, tmp_path, stage):
         weights_only=False,
     )
     assert len(resumed.losses) == 1
+
+
+def save_after_compressed_updates(folder: Path, stage: int) -> dict[str, Tensor]:
+    """Saves the weights alone; returns the exact ones."""
+    plan = replace(plan_of(stage), communication=Communication.of("int4", stage))
+    with environment():
+        module, run = model(total=12), on_ranks(folder, plan, max_steps=2)
+        run.fit(module, data())
+        run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+        with run.strategy.optimizer.full_parameters():
+            return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", choose(quick=(1,), full=(1, 2, 3)))
+def test_saved_weights_are_exact_after_compressed_updates(ranks, tmp_path, stage):
+    expected = ranks.run(save_after_compressed_updates, tmp_path, stage)[0]
+    found = Regression.load_from_checkpoint(tmp_path / "weights.ckpt").state_dict()
+    torch.testing.assert_close(dict(found), expected, rtol=0, atol=0)
 
 
 class BadSample(Regression):

@@ -10,6 +10,7 @@ from unittest import mock
 
 import datasets
 import lightning.pytorch as pl
+import peft
 import pytest
 import quantized
 import ranks as pool
@@ -305,6 +306,47 @@ def test_adapters_are_saved_alone_and_load_on_the_same_base(three, tmp_path, kin
         torch.testing.assert_close(
             load_file(tmp_path / "whole.safetensors"), dict(model.state_dict()), rtol=0, atol=0
         )
+
+
+def with_frozen_adapters(seed: int) -> Any:
+    """LoRA whose `lora_A` stays random (LoRA-FA), and an adapter that is not active."""
+    model = adapted("4-bit")
+    torch.manual_seed(seed)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            torch.nn.init.normal_(parameter)
+            parameter.requires_grad_(False)
+    return model
+
+
+def frozen_adapters_after_a_load(stage: int, folder: str) -> tuple[Any, Any]:
+    """The values of adapters when saved, and in a model of another seed that has loaded them."""
+    plan, other = plan_of(stage), plan_of((stage + 2) % 4, OTHER_SHARES)
+    found = []
+    for seed, own in ((1, plan), (2, other)):
+        model = with_frozen_adapters(seed)
+        optimizer = optimizer_of(model, own)
+        if seed == 1:
+            optimizer.train_step(loss_fn, batches_of(plan, 1)[0])
+            poplar.save_checkpoint(f"{folder}/state", optimizer)
+            optimizer.save_model(f"{folder}/adapters.safetensors")
+        else:
+            poplar.load_checkpoint(f"{folder}/state", optimizer)
+        with optimizer.full_parameters():
+            named = model.state_dict().items()
+            found.append({name: value.clone() for name, value in named if "lora_" in name})
+    return found[0], found[1]
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("stage", choose(quick=[1, 3], full=[0, 1, 2, 3]))
+def test_frozen_values_of_adapters_are_saved_with_them(three, tmp_path, stage) -> None:
+    for saved, loaded in three.run(frozen_adapters_after_a_load, stage, str(tmp_path)):
+        assert any(".other." in name for name in saved)
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    written = load_file(tmp_path / "adapters.safetensors")
+    torch.testing.assert_close(written, saved, rtol=0, atol=0)
 
 
 def merged(kind: str, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -52,6 +52,7 @@ from poplar.integrations.transformers import (
 )
 from poplar.integrations.transformers.trainer import RUN_FILE
 from poplar.monitoring import JsonLines, RunRecord
+from poplar.values.communication import Communication
 from poplar.zero.steps.step_result import Stopwatch
 
 
@@ -110,6 +111,27 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(**options))
 
 
+def with_frozen_adapters(model: nn.Module) -> nn.Module:
+    """LoRA whose `lora_A` stays random (LoRA-FA)."""
+    model = with_adapters(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    return model
+
+
+def with_added_adapter(model: Any) -> nn.Module:
+    """By the integration of transformers, which makes no `PeftModel`."""
+    torch.manual_seed(1)
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}
+    model.add_adapter(peft.LoraConfig(**options))
+    return model
+
+
+ADAPTED = {
+    "adapters": with_adapters,
+    "frozen adapters": with_frozen_adapters,
+    "added adapter": with_added_adapter,
+}
 FEATURES: dict[str, dict[str, Any]] = {
     "label smoothing": {"args": {"label_smoothing_factor": 0.1}},
     "loss function": {"trainer": {"compute_loss_func": square_loss}},
@@ -560,10 +582,12 @@ def test_without_a_plan_the_ranks_are_measured(three, tmp_path, balanced):
 def a_saved_model(name: str, folder: str) -> dict[str, torch.Tensor]:
     """Trains and saves at stage 3, with the best of the checkpoints; returns the weights."""
     as_launched()
-    model = with_adapters(model_of("llama")) if name == "adapters" else model_of(name)
+    model = ADAPTED[name](model_of("llama")) if name in ADAPTED else model_of(name)
+    # `Trainer` cannot load an adapter that is not of a `PeftModel`.
+    best = {"load_best_model_at_end": name != "added adapter"}
     trainer = PoplarTrainer(
         model,
-        arguments(folder, **(SAVING | SHARES | {"max_steps": 4})),
+        arguments(folder, **(SAVING | SHARES | {"max_steps": 4} | best)),
         data_collator=padded,
         train_dataset=Sentences(60),
         eval_dataset=Fixed(),
@@ -573,24 +597,51 @@ def a_saved_model(name: str, folder: str) -> dict[str, torch.Tensor]:
     trainer.train()
     trainer.save_model(f"{folder}/saved")
     with trainer.optimizer.full_parameters():
-        saved = peft.get_peft_model_state_dict(model) if name == "adapters" else model.state_dict()
+        saved = peft.get_peft_model_state_dict(model) if name in ADAPTED else model.state_dict()
         return {key: value.clone() for key, value in saved.items()}
 
 
 @pytest.mark.every_combination
-@pytest.mark.parametrize(
-    "name", choose(quick=["bert", "adapters"], full=["bert", "gpt2", "adapters"])
-)
+@pytest.mark.parametrize("name", choose(quick=["bert", *ADAPTED], full=["bert", "gpt2", *ADAPTED]))
 def test_tied_weights_and_adapters_are_saved_at_stage_3(three, tmp_path, name):
     expected = three.run(a_saved_model, name, str(tmp_path))[0]
-    if name == "adapters":
-        loaded = peft.PeftModel.from_pretrained(model_of("llama"), tmp_path / "saved")
+    if name in ADAPTED:
+        loaded = model_of("llama")
+        torch.manual_seed(2)
+        if name == "added adapter":
+            loaded.load_adapter(str(tmp_path / "saved"))
+        else:
+            loaded = peft.PeftModel.from_pretrained(loaded, tmp_path / "saved")
         found = peft.get_peft_model_state_dict(loaded)
     else:
         found = type(model_of(name)).from_pretrained(tmp_path / "saved").state_dict()
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+
+
+def save_after_compressed_updates(stage: int, folder: str) -> dict[str, torch.Tensor]:
+    """Saves what is trained; returns the exact weights."""
+    as_launched()
+    plan = replace(PLANS[stage], communication=Communication.of("int4", stage))
+    trainer = PoplarTrainer(
+        model_of("llama"),
+        arguments(folder, **(SHARES | {"max_steps": 2})),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        poplar=PoplarArguments(plan=plan),
+    )
+    trainer.train()
+    trainer.save_model(f"{folder}/saved")
+    with trainer.optimizer.full_parameters():
+        return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", choose(quick=[1], full=[1, 2, 3]))
+def test_a_saved_model_has_the_exact_values_after_compressed_updates(three, tmp_path, stage):
+    expected = three.run(save_after_compressed_updates, stage, str(tmp_path))[0]
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    torch.testing.assert_close(dict(found), expected, rtol=0, atol=0)
 
 
 class PlannedSeq2SeqTrainer(PoplarTrainerMixin, Seq2SeqTrainer):

@@ -2,6 +2,9 @@
 
 It takes this rank's `state_dict()`, the same from `torch.distributed.checkpoint`, and the state
 dict of a plain optimizer, of which each rank takes the elements that it owns.
+
+`master`, where a state dict has it, is the exact value of the parameter, also for an optimizer
+that computes with it and has no masters beside its values.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from poplar.values.errors import agreed
 from poplar.values.formatting import format_names
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
+from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.optimizers.state_values import StateLayout, taken_apart
 from poplar.zero.update import ParameterRun, ShardedUpdate, adjacent_runs
@@ -51,7 +55,7 @@ def load_state_dict(
         changing_values: see `CollectiveCalls`.
     """
     control, doing = engine.control, "load_state_dict()"
-    scaler_states: list[dict[str, Any] | None] = []
+    own: dict[str, Any] = {}  # what a plain optimizer does not have
 
     def check() -> LoadedState:
         given = dict(state_dict)
@@ -61,7 +65,7 @@ def load_state_dict(
             raise ValueError(
                 f"an optimizer's state dict has 'state' and 'param_groups', got {list(given)}"
             )
-        scaler_states.append(given.get("poplar", {}).get("scaler"))
+        own.update(given.get("poplar", {}))
         state = given["state"]
         return LoadedState(
             optimizer, engine, update, given["param_groups"], lambda _, key, __: state.get(key, {})
@@ -69,17 +73,43 @@ def load_state_dict(
 
     loaded = run_on_all_ranks(control, check, doing=doing)
     loaded.agree(control)
+    steps = _agreed_steps(control, own.get("steps"))
 
-    def apply() -> None:
-        loaded.apply()
+    def finish() -> None:
+        if steps is not None:
+            engine.strategy.continue_after(steps)
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
-        if scaler is not None and scaler_states[0] is not None:
-            scaler.load_state_dict(scaler_states[0])
+        if scaler is not None and own.get("scaler") is not None:
+            scaler.load_state_dict(own["scaler"])
 
     changing = f"{doing} after values had changed; load again before training"
     with changing_values(doing):
-        run_on_all_ranks(control, apply, doing=changing)
+        run_on_all_ranks(control, loaded.apply, doing=changing)
+        send_values(engine, loaded.changed)
+        run_on_all_ranks(control, finish, doing=changing)
+
+
+def send_values(engine: Engine, flats: Iterable[FlatParameter]) -> None:
+    """Send the values that owners have loaded to the ranks that store all. Collective."""
+    strategy = engine.strategy
+    if not strategy.shards_parameters and not strategy.replicates_state:
+        for flat in flats:
+            what = f"loading {flat.name}"
+            engine.comm.all_gather(flat.values, flat.layout, what=what).wait()
+
+
+def _agreed_steps(control: Control, steps: int | None) -> int | None:
+    """The steps by which compression is seeded, on all ranks alike; None: not saved. Collective."""
+    by_rank = control.exchange_objects(steps, what="load_state_dict()")
+    if any(other != by_rank[0] for other in by_rank):
+        raise agreed(
+            ValueError(
+                f"the ranks loaded states of different steps: {by_rank} by rank; load the same "
+                "checkpoint on all ranks"
+            )
+        )
+    return steps
 
 
 @dataclass(frozen=True)
@@ -129,10 +159,12 @@ class LoadedState:
             for layout in (self._layouts.of(place.flat, place.position),)
         }
         self._others: dict[Place, dict[str, Any] | None] = {}
+        self.changed: tuple[FlatParameter, ...] = ()
+        """After `agree`, those whose values masters replace on some rank."""
 
     def _read(self, place: Place, layout: StateLayout, values: Mapping[str, Any]) -> ParameterState:
         """Check the state of one parameter."""
-        name, flat = place.name, place.flat
+        name = place.name
         values = {key: value for key, value in taken_apart(values).items() if value is not None}
         start, stop = place.owned
         if _is_absent(values.values()):
@@ -144,7 +176,7 @@ class LoadedState:
                 f"the state of {name!r} has {sorted(values)}, but this optimizer has "
                 f"{sorted(layout)}; it was saved by another optimizer class or with other options"
             )
-        if master is not None and flat.has_masters:  # else the model has its values
+        if master is not None:
             values[MASTER] = master
         elements, others = {}, {}
         for key, value in values.items():
@@ -171,24 +203,35 @@ class LoadedState:
         for place, state in self._states.items():
             start, stop = place.owned
             known = dict(state.others) if state.elements.keys() - {MASTER} or state.others else None
-            mine.append((start < stop, known))
+            mine.append((start < stop, known, self._replaces_value(place)))
         by_rank = control.exchange_objects(mine, what="load_state_dict()")
+        changed: dict[FlatParameter, None] = {}
         for place, found in zip(self._states, zip(*by_rank, strict=True), strict=True):
-            wanted = next((others for _, others in found if others is not None), None)
+            wanted = next((others for _, others, _ in found if others is not None), None)
             self._others[place] = wanted
+            if any(replaces for *_, replaces in found):
+                changed[place.flat] = None
             wrong = [
                 rank
-                for rank, (owns, others) in enumerate(found)
+                for rank, (owns, others, _) in enumerate(found)
                 if (owns or others is not None) and others != wanted
             ]
             if wrong:
                 raise agreed(
                     ValueError(
                         f"the ranks loaded different states of {place.name!r}: "
-                        f"{[others for _, others in found]} by rank; load the same checkpoint on "
-                        "all ranks"
+                        f"{[others for _, others, _ in found]} by rank; load the same checkpoint "
+                        "on all ranks"
                     )
                 )
+        self.changed = tuple(flat for flat in changed if not flat.is_local)
+
+    def _replaces_value(self, place: Place) -> bool:
+        """Whether the parameter's values follow a master that was loaded.
+
+        By [Note: differences] they do not: the next update sends the difference.
+        """
+        return MASTER in self._states[place].elements and not place.flat.sends_differences
 
     def apply(self) -> None:
         """Replace state and hyper-parameters of the optimizer. Local, once, after `agree`."""
@@ -198,9 +241,12 @@ class LoadedState:
             runs = adjacent_runs(flat, [self._others[place] for place in places])
             states = {run: state for run in runs if (state := self._state_of(run))}
             self._update.replace_runs(flat, runs, states)
+            self._engine.strategy.wait_for_readers(flat)
             for place in places:
-                if flat.has_masters:
-                    self._copy(place, MASTER, flat.master, flat.owned[0])
+                self._copy(place, MASTER, flat.master, flat.owned[0])
+                part = flat.owned_part(place.position)
+                if part is not None and self._replaces_value(place):
+                    flat.shard[part].copy_(flat.master[part])
                 del self._states[place]  # its memory may be needed for the next flat parameter
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             group.update(settings)

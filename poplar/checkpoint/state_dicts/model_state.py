@@ -2,6 +2,8 @@
 
 Where parameters are sharded (stage 3), a state dict has a `ParameterShard` for each one, which
 `torch.distributed.checkpoint` saves and loads. No rank ever holds a whole parameter for it.
+Nothing is sent, so by [Note: differences] in `zero.stages.strategy` the values are those that the
+ranks compute with; the state dict of the optimizer has the exact ones.
 """
 
 from __future__ import annotations

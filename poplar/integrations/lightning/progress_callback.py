@@ -36,7 +36,11 @@ class PoplarMonitor(pl.Callback):
         strategy = trainer.strategy
         profile = self._profile if self._profile is not None else strategy.profile
         self._monitor = Monitor(
-            strategy.optimizer, self._loggers, every=self._every, profile=profile
+            strategy.optimizer,
+            self._loggers,
+            every=self._every,
+            start_step=trainer.global_step,
+            profile=profile,
         )
 
     def on_train_batch_end(

@@ -8,7 +8,7 @@ schedulers and gradient clipping keep their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from poplar.comm.deadline import WATCHDOG_MARGIN
 from poplar.data import pytree
+from poplar.integrations.exact_values import exact_values
 from poplar.integrations.lightning import batches, checkpoints
 from poplar.integrations.lightning.configuration import (
     AutocastPrecision,
@@ -532,7 +533,8 @@ class PoplarStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(module, options=whole)  # empty on ranks other than 0
+        with exact_values(self.optimizer) if self._owns_module else nullcontext():
+            weights = get_model_state_dict(module, options=whole)  # empty on ranks other than 0
         super().save_checkpoint({**checkpoint, "state_dict": weights}, path, storage_options)
 
     def load_checkpoint(

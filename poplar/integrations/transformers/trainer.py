@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,6 +30,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_group
 from transformers.trainer_utils import seed_worker
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
+from poplar.checkpoint.frozen_base import base_of
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
@@ -54,6 +54,7 @@ from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.collective_calls import new_group
+from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.steps.step_result import StepResult
 from poplar.zero.unit import find_blocks
@@ -547,16 +548,17 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 self._save(folder, state_dict=state)
 
         doing = f"save_model({str(folder)!r})"
-        if sharded and isinstance(self.model, PreTrainedModel):
+        # A `PreTrainedModel` has adapters, too, after `model.add_adapter`.
+        if sharded and getattr(self.model, "peft_config", None):
+            # The base stays sharded: maybe no rank could hold it.
+            adapters = _adapter_values(optimizer._training_parts().engine)
+            run_on_all_ranks(optimizer.control, lambda: save(adapters), doing=doing)
+        elif sharded and isinstance(self.model, PreTrainedModel):
             run_on_all_ranks(optimizer.control, lambda: save({}), doing=doing)
             # Every rank sends its part, so no rank holds the whole model.
             optimizer.save_model(Path(folder) / SAFE_WEIGHTS_NAME)
-        elif sharded and getattr(self.model, "peft_config", None):
-            # The base stays sharded: maybe no rank could hold it.
-            adapters = _trained_values(self.model)
-            run_on_all_ranks(optimizer.control, lambda: save(adapters), doing=doing)
         else:
-            with optimizer.full_parameters() if sharded else nullcontext():
+            with optimizer.full_parameters():
                 run_on_all_ranks(optimizer.control, save, doing=doing)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -643,13 +645,14 @@ def _length(features: Any) -> int:
     return max((len(value) for value in values if hasattr(value, "__len__")), default=0)
 
 
-def _trained_values(model: nn.Module) -> dict[str, Any]:
-    """The whole values of trained parameters, which may be sharded, by name. Collective."""
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    values = {name: value for name, value in model.state_dict().items() if name in trained}
+def _adapter_values(engine: Engine) -> dict[str, Any]:
+    """The state dict without the frozen base, and with whole values. Collective."""
+    with engine.values.naming_parameters():
+        base = base_of(engine, engine.model.state_dict(keep_vars=True))
     return {
         name: value.full_tensor() if isinstance(value, ShardTensor) else value
-        for name, value in values.items()
+        for name, value in engine.model.state_dict().items()
+        if name not in base
     }
 
 

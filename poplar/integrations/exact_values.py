@@ -1,0 +1,17 @@
+"""`exact_values`: what integrations read a state dict in, so that what they save is exact."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from poplar.optimizer import HeteroZeroOptimizer
+
+
+def exact_values(optimizer: HeteroZeroOptimizer) -> AbstractContextManager[None]:
+    """A context with exact values on all ranks, see [Note: differences]. Collective.
+
+    Sharded parameters are exact, and stay sharded: maybe no rank could hold them.
+    """
+    if optimizer._training_parts().engine.strategy.shards_parameters:
+        return nullcontext()
+    return optimizer.full_parameters()
