@@ -515,12 +515,13 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         Args:
             loss_fn: as for `train_step`; it returns a mean.
-            loader: this rank's batches.
+            loader: this rank's batches. Those of a `HeteroBatchSampler` are dropped on a rank that
+                has no samples in its plan.
             weight: as for `train_step`.
 
         Raises:
             RankFailed: another rank could not load or evaluate a batch.
-            ValueError: no rank had a batch.
+            ValueError: no rank had a batch, or a weight is negative or not finite.
         """
         training = self._training
         training.step.nonfinite.raise_if_found()

@@ -15,8 +15,8 @@ _last_drawn: ref[DrawnBatches] | None = None
 class DrawnBatches:
     """The base of what draws the batches of steps: it splits each one by the plan of its step."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan, self._rank = plan, rank
         self._taken = 0  # batches that an optimizer has taken
         self._plans = [(0, 0, plan)]
         """Each with the number of the first batch that it splits, and how often the plan had
@@ -35,6 +35,14 @@ class DrawnBatches:
         _, changes, plan = [one for one in self._plans if one[0] <= number][-1]
         self._ahead.append(changes)
         return plan
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether this rank has samples in the plan. Else each of its batches is one sample that
+        belongs to another rank, because an empty list breaks collate functions.
+        """
+        _, _, plan = self._plans[-1]
+        return plan.samples(self._rank) > 0
 
     @property
     def drawn_by_workers(self) -> bool:
@@ -96,6 +104,12 @@ class DrawnBatches:
     def order(self) -> dict[str, Any]:
         """What decides the parts that it gives; equal on all ranks."""
         return {"global_batch": self._plan.global_batch}
+
+
+def drawn_by(loader: Any) -> Any:
+    """The `DrawnBatches` of a loader, if it has one."""
+    sources = (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None), loader)
+    return next((source for source in sources if isinstance(source, DrawnBatches)), None)
 
 
 def last_drawn() -> DrawnBatches | None:

@@ -55,7 +55,10 @@ class MicroBatches(pytree.SplitsItself):
             for start, stop in bounds
             if stop > start
         }
-        return [self._collated.get(each) for each in bounds]
+        # In new containers: a loss may take something out of them, and be run again.
+        return [
+            pytree.map_tensors(lambda tensor: tensor, self._collated.get(each)) for each in bounds
+        ]
 
     def take(self, indices: Sequence[int]) -> Any:
         """One batch of the samples at these positions."""

@@ -76,8 +76,7 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         lengths: Iterable[float] | torch.Tensor | None = None,
         group_by_length: bool = False,
     ) -> None:
-        super().__init__(plan)
-        self._rank = resolve_rank(plan, rank)
+        super().__init__(plan, resolve_rank(plan, rank))
         self._length = length
         self._seed = seed
         self._shuffle = shuffle

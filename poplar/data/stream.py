@@ -31,9 +31,8 @@ class StreamSplit(DrawnBatches, IterableDataset[list[T]]):
     """This rank's samples of each global batch; made by `split_stream`."""
 
     def __init__(self, iterable: Iterable[T], plan: Plan, rank: int, drop_last: bool) -> None:
-        super().__init__(plan)
+        super().__init__(plan, rank)
         self._iterable = iterable
-        self._rank = rank
         self._drop_last = drop_last
         self._position = _StreamPosition()
         self._is_last()  # also if workers read it

@@ -1,9 +1,9 @@
-"""`evaluate` leaves every module in its mode, and waits for ranks with more batches."""
+"""`evaluate` gives the mean, leaves all modes as they were, and waits for ranks with more batches."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -11,9 +11,10 @@ import ranks as harness
 import torch
 from ranks import Pool
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from training import STAGES
 
-from poplar import HeteroZeroOptimizer
+from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
 
 
 class Merging(nn.Linear):
@@ -115,3 +116,62 @@ def test_a_rank_that_fails_in_evaluate_does_not_leave_the_others_waiting(
 ) -> None:
     """Every module has its mode afterwards, and the optimizer can be used again."""
     assert ranks.run(evaluate_with_a_fault, stage, place, ranks=2) == ["RankFailed", "KeyError"]
+
+
+def evaluate_by(plan: Plan, weights: Sequence[float] | None) -> tuple[float, int]:
+    """The mean over a dataset whose samples are 0 to 11, and the next epoch of its sampler.
+
+    Args:
+        plan: divides the samples among the ranks.
+        weights: of the samples; None: no `weight=`.
+    """
+    model = nn.Linear(1, 1).to(harness.device())
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=plan, process_group=harness.group(), lr=0.1
+    )
+    samples = torch.arange(12.0, device=harness.device())
+    sampler = HeteroBatchSampler(12, plan, rank=harness.rank(), shuffle=False)
+    loader = DataLoader(TensorDataset(samples), batch_sampler=sampler)
+    counted = samples if weights is None else torch.tensor(weights, device=samples.device)
+
+    def weight(batch: Sequence[Tensor]) -> Tensor:
+        return counted[batch[0].long()].sum()
+
+    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        model(batch[0][:, None])
+        if weights is None:
+            return batch[0].mean()
+        return (batch[0] * counted[batch[0].long()]).sum() / weight(batch)
+
+    mean = optimizer.evaluate(loss, loader, weight=None if weights is None else weight)
+    next(iter(sampler))
+    return mean, sampler.epoch
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_without_samples_in_the_plan_counts_none(ranks: Pool, stage: int) -> None:
+    plan = Plan(
+        stage=stage, global_batch=4, micro_batches=((2, 1), (0, 0), (1, 0)), shares=(0.5, 0.3, 0.2)
+    )
+    for mean, epoch in ranks.run(evaluate_by, plan, None, ranks=3):
+        assert mean == pytest.approx(5.5)
+        assert epoch == 1
+
+
+def test_batches_of_weight_0_count_nothing(ranks: Pool) -> None:
+    plan = Plan.even(2, 4, 2, stage=1)
+    weights = [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 3.0]
+    for mean, _ in ranks.run(evaluate_by, plan, weights, ranks=2):
+        assert mean == pytest.approx((2 + 3 + 8 + 3 * 11) / 6)
+
+
+def evaluate_wrongly(plan: Plan, weight: float) -> str:
+    with pytest.raises(ValueError, match="weight") as raised:
+        evaluate_by(plan, [weight] + [1.0] * 11)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("weight", [-5.0, float("nan"), float("inf")])
+def test_a_weight_that_is_none_raises_on_all_ranks(ranks: Pool, weight: float) -> None:
+    for message in ranks.run(evaluate_wrongly, Plan.even(2, 4, 2, stage=1), weight, ranks=2):
+        assert "negative or not finite" in message

@@ -56,6 +56,13 @@ def test_each_micro_batch_is_padded_to_its_own_longest_sample(workers):
     assert words_of([*parts[0], *parts[1]]) == sorted(word for sample in SAMPLES for word in sample)
 
 
+def test_what_a_loss_takes_out_of_a_micro_batch_is_there_again_after_another_split():
+    batch = loaded(0, padded)
+    for sizes in ((2, 3), (2, 2, 1)):  # the first micro-batch stays
+        for part in pytree.split(batch, sizes):
+            part.pop("ids")
+
+
 def test_packed_samples_are_counted_before_they_are_packed():
     batch = loaded(0, packed)
     assert pytree.samples_in(batch) == 5

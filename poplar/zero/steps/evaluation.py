@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.data import pytree
+from poplar.data.drawn_batches import drawn_by
 from poplar.values.errors import CollectiveTimeout, agreed
 from poplar.zero.agreement import caught, leader_of, raise_on_any_error
 from poplar.zero.engine import Engine
@@ -42,6 +43,8 @@ class Evaluation:
         self._loss_fn = loss_fn
         self._weight = weight
         self._total = self._count = torch.zeros((), dtype=torch.float64, device="cpu")
+        self._is_wrong = torch.zeros((), dtype=torch.bool, device="cpu")
+        """A weight is not one."""
         self._error: Exception | None = None
 
     def run(self, loader: Iterable[Any]) -> float:
@@ -49,7 +52,7 @@ class Evaluation:
 
         Raises:
             RankFailed: another rank could not load or evaluate a batch; that rank raises the cause.
-            ValueError: no rank had a batch.
+            ValueError: no rank had a batch, or a weight is negative or not finite.
         """
         busy = None
         if self._engine.scheduler.active:
@@ -64,9 +67,16 @@ class Evaluation:
         finally:
             self._do(partial(_restore, modes))
         raise_on_any_error(self._control, self._error, doing="evaluate()")
-        sums = torch.stack([self._total.cpu(), self._count.cpu()])
+        sums = torch.stack([each.cpu() for each in (self._total, self._count, self._is_wrong)])
         by_rank = self._control.exchange(sums, what="the result of evaluate()")()
-        total, count = torch.stack(by_rank).sum(0).tolist()
+        total, count, wrong = torch.stack(by_rank).sum(0).tolist()
+        if wrong:
+            raise agreed(
+                ValueError(
+                    "evaluate(): weight= returned a number that is negative or not finite, but a "
+                    "weight is the number of samples or tokens that count"
+                )
+            )
         if count == 0:
             raise agreed(
                 ValueError(
@@ -106,7 +116,12 @@ class Evaluation:
 
     def _started(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over a loader; starting it may also fail."""
-        yield from loader
+        drawn = drawn_by(loader)
+        if drawn is None or drawn.has_samples:
+            yield from loader
+        else:
+            for _ in drawn:  # so that the next iteration is the next epoch here, too
+                pass
 
     def _next(self, batches: Iterator[Any]) -> tuple[Any] | None:
         """The next batch in a tuple; None at the end and after an error."""
@@ -124,17 +139,22 @@ class Evaluation:
         try:
             weight = pytree.samples_in if self._weight is None else self._weight
             counts = _scalar(weight(batch))
-            self._total = self._total + _scalar(self._loss_fn(self._engine.model, batch)) * counts
+            loss = _scalar(self._loss_fn(self._engine.model, batch))
+            # A mean of nothing is NaN, and counts nothing.
+            self._total = self._total + torch.where(counts == 0, 0.0, loss * counts)
             self._count = self._count + counts
+            self._is_wrong = self._is_wrong | ~((counts >= 0) & counts.isfinite())
         except CollectiveTimeout:
             raise
         except Exception as error:
             self._error = error
 
 
-def _scalar(value: Any) -> Tensor | float:
+def _scalar(value: Any) -> Tensor:
     """A number in float64. The host does not wait for one on a device."""
-    return value.detach().double().reshape(()) if isinstance(value, Tensor) else float(value)
+    if isinstance(value, Tensor):
+        return value.detach().double().reshape(())
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
 def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:
