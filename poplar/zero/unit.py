@@ -88,25 +88,28 @@ class Member:
 def find_blocks(model: nn.Module) -> list[str]:
     """Find repeated blocks: children of one container that share a class and have parameters.
 
-    Only the outermost containers count, so a block inside a block is part of the outer one.
+    Only the outermost containers count, so a block inside a block is part of the outer one. A
+    module that is registered in several places counts once, under its name in `named_modules()`.
     """
-    found: list[str] = []
+    found: dict[int, nn.Module] = {}
 
-    def search(module: nn.Module, prefix: str) -> None:
-        children = [(name, child) for name, child in module.named_children()]
+    def search(module: nn.Module) -> None:
+        children = list(module.children())
         classes = Counter(
-            type(child) for _, child in children if next(child.parameters(), None) is not None
+            type(child) for child in children if next(child.parameters(), None) is not None
         )
         repeated = {cls for cls, count in classes.items() if count > 1}
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        for name, child in children:
+        for child in children:
             if is_container and type(child) in repeated:
-                found.append(prefix + name)
+                found[id(child)] = child
             else:
-                search(child, f"{prefix}{name}.")
+                search(child)
 
-    search(model, "")
-    return found
+    search(model)
+    inside = {id(own) for block in found.values() for own in block.modules() if own is not block}
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[block] for block in found if block not in inside]
 
 
 def resolve_units(

@@ -1,4 +1,4 @@
-"""`evaluate` gives the mean, leaves all modes as they were, and waits for ranks with more batches."""
+"""`evaluate` gives the mean, keeps all modes, and waits for ranks with more batches."""
 
 from __future__ import annotations
 

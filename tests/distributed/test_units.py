@@ -61,6 +61,24 @@ def test_nested_blocks_belong_to_the_outer_unit() -> None:
     assert find_blocks(model) == ["stages.0", "stages.1"]
 
 
+@pytest.mark.parametrize("first", ["blocks", "others"])
+@pytest.mark.parametrize("kind", ["all", "parts", "model"])
+def test_blocks_that_are_registered_twice_are_units_once(kind: str, first: str) -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3))
+    others = {
+        "all": nn.ModuleList([*blocks, nn.LayerNorm(4)]),
+        "parts": nn.ModuleList(block[0] for block in blocks),
+        "model": nn.Module(),
+    }[kind]
+    if kind == "model":
+        others.layers = blocks
+    model = nn.Module()
+    for name in (first, "blocks", "others"):
+        setattr(model, name, {"blocks": blocks, "others": others}[name])
+    modules = dict(model.named_modules())
+    assert [modules[name] for name in find_blocks(model)] == list(blocks)
+
+
 def test_model_without_repeated_blocks_is_one_unit() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.LayerNorm(3))
     assert list(parameters_by_unit(model, find_blocks(model))) == ["root"]
