@@ -99,14 +99,19 @@ def take_step(
     if not has_pre_hooks(optimizer):
         state.hide_gradients()
     engine.finish_gradients()
-    if scaler is not None:
-        scaler.unscale_(optimizer)
-    norm = optimizer.clip_grad_norm_(max_norm) if max_norm is not None else None
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+    try:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = optimizer.clip_grad_norm_(max_norm) if max_norm is not None else None
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    except BaseException:
+        if scaler is not None:
+            scaler.abandon(optimizer)
+        raise
     stopwatch.stop()
     return StepResult(
         samples=state.samples,

@@ -60,6 +60,10 @@ class GradScaler(TorchGradScaler):
         state["found_inf_per_device"] = {flag.device: flag}
         state["stage"] = OptState.UNSCALED
 
+    def abandon(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget that the gradient was unscaled: its step has failed, and another one comes."""
+        self._per_optimizer_states.pop(id(optimizer), None)
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step`, which changes nothing if a gradient is not finite. Collective."""
         if not isinstance(optimizer, AgreedGradient) or not self._enabled:

@@ -165,3 +165,48 @@ def train_with_bad_weights(run: Run, which: str) -> list[Failure]:
 def test_weights_that_are_not_finite_or_negative_raise(ranks: Pool, which: str) -> None:
     by_rank = ranks.run(train_with_bad_weights, run_of(1), which, ranks=3)
     training.assert_raised([failures[0] for failures in by_rank], BAD_WEIGHTS[which][1])
+
+
+def fail_in_a_hook(dtype: torch.dtype, own_scaler: bool) -> tuple[str, list[bool]]:
+    """The error of a step in which rank 1's hook raises, and whether later steps were applied."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).to(harness.device())
+    optimizer = HeteroZeroOptimizer(
+        model,
+        torch.optim.SGD,
+        stage=1,
+        process_group=harness.group(),
+        compute_dtype=dtype,
+        lr=0.1,
+    )
+    scaler = poplar.GradScaler(harness.device().type, init_scale=8.0) if own_scaler else None
+    batch = torch.ones(2, 4, device=harness.device(), dtype=dtype)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    def fail(*_: object) -> None:
+        if harness.rank() == 1:
+            raise ZeroDivisionError("planted")
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with harness.catching() as caught:
+        optimizer.train_step(loss, batch, scaler=scaler, max_norm=1.0)
+    hook.remove()
+    applied = []
+    for _ in range(2):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.train_step(loss, batch, scaler=scaler, max_norm=1.0)
+        applied.append(not all(map(torch.equal, before, model.parameters())))
+    return caught[0].message, applied
+
+
+@pytest.mark.parametrize(
+    ("dtype", "own_scaler"), [(torch.float32, True), (torch.float16, False), (torch.float32, False)]
+)
+def test_training_with_a_scaler_continues_after_a_hook_has_failed(
+    ranks: Pool, dtype: torch.dtype, own_scaler: bool
+) -> None:
+    for message, applied in ranks.run(fail_in_a_hook, dtype, own_scaler, ranks=2):
+        assert "planted" in message
+        assert applied[-1]  # the scale of the first step may be too large for fp16
