@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from poplar.comm.deadline import NoAnswer, deadline_of, wait_until
 from poplar.comm.failure_reports import FailureReports
-from poplar.comm.subgroup import subgroup, subgroups_of
+from poplar.comm.subgroup import forget_closed, subgroup, subgroups_of
 from poplar.system.trace import Trace
 from poplar.values.errors import CollectiveTimeout
 
@@ -170,16 +170,21 @@ class Group:
         failure = collective_timeout(names[self.rank], self.timeout, what, ranks, reason)
         if self.reports is not None:
             self.reports.publish(str(failure))
-        self.failures.append(failure)
+        self.note_failure(failure)
         self.abort_device_collectives()
         return failure
+
+    def note_failure(self, failure: CollectiveTimeout) -> None:
+        """Refuse all later collectives, for this reason. Another group may be made instead."""
+        self.failures.append(failure)
+        forget_closed(self.process_group)
 
     def abort(self, reason: str) -> None:
         """Call if this rank fails in a way that the others cannot survive; they raise `reason`."""
         if os.getpid() != self._process:
             return
         if not self.failures:
-            self.failures.append(CollectiveTimeout(reason))
+            self.note_failure(CollectiveTimeout(reason))
             if self.reports is not None:
                 self.reports.publish(reason, is_cause=True)
             self.abort_device_collectives()
@@ -195,7 +200,8 @@ class Group:
         """
         check_process(self._process, self.rank)
         if self.failures:
-            again = "initialize torch.distributed again and " if self.has_device_backend else ""
+            is_closed = self.has_device_backend or self.process_group in self.on_abort
+            again = "initialize torch.distributed again and " if is_closed else ""
             raise CollectiveTimeout(
                 f"rank {self.rank}: an earlier collective did not finish, so the ranks no longer "
                 f"agree on the collective order; {again}build the optimizer again on all ranks, or "

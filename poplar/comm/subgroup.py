@@ -92,6 +92,13 @@ def subgroup(
     return group
 
 
+def forget_closed(process_group: dist.ProcessGroup) -> None:
+    """Let the next use of a process group make new subgroups on gloo: see `close_when_aborted`."""
+    known = _SUBGROUPS.get(process_group, {})
+    for key in [key for key in known if key[0] == "gloo"]:
+        del known[key]
+
+
 def subgroups_of(process_group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
     """The subgroups that this rank has created."""
     yield from _SUBGROUPS.get(process_group, {}).values()

@@ -5,13 +5,14 @@ The timeout of their process group is longer than the deadline of a call: none w
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import select
 import signal
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -186,3 +187,52 @@ def test_forward_on_one_rank_at_stage_3_names_the_cause() -> None:
     assert failure.is_a(CollectiveTimeout), failure
     assert "at stage 3 the parameters are sharded" in failure.message, failure
     assert "full_parameters()" in failure.message, failure
+
+
+class Failing(torch.optim.SGD):
+    """Its update may fail, after all ranks have agreed on the step."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Failing.fails:
+            raise ZeroDivisionError("planted")
+        return super().step(closure)
+
+
+def stop(run: Run, how: str) -> Failure:
+    """The error that stops all ranks of an optimizer."""
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+
+    def interrupt(_model: Any, _batch: Any) -> Any:
+        raise KeyboardInterrupt
+
+    Failing.fails = how == "update" and harness.rank() == LOST
+    loss = training.loss_of(run.recipe)
+    interrupted = how == "interrupt" and harness.rank() == LOST
+    with harness.catching() as caught, suppress(KeyboardInterrupt):
+        while True:  # ranks whose own update succeeds learn it in the next step
+            optimizer.train_step(interrupt if interrupted else loss, training.batch_of(run, 1))
+    Failing.fails = False
+    return (caught or [None])[0]
+
+
+def build_again(run: Run, how: str, times: int) -> Any:
+    """Train after one rank has stopped all of them, some times."""
+    with mock.patch.object(torch.optim, "SGD", Failing):
+        for _ in range(times):
+            failure = stop(run, how)
+            gc.collect()
+            dist.barrier()  # so that no rank builds while another one trains
+        return failure, training.train(run)
+
+
+@pytest.mark.parametrize("how", ["update", "interrupt"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_can_be_built_again_after_all_ranks_were_stopped(stage: int, how: str) -> None:
+    recipe = Recipe(batches=(12,) * 2, optimizer="SGD", options=(("lr", 0.1),))
+    run = Run(recipe, Plan.manual("5,4,3", stage=stage))
+    found = one_off(3, build_again, run, how, 2)
+    assert found[0][0].is_a(CollectiveTimeout), found[0][0]
+    training.assert_exact([trained for _, trained in found], recipe)

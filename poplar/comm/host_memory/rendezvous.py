@@ -323,7 +323,7 @@ class Rendezvous:
         if os.getpid() != self._process:
             return
         if not self.group.failures:
-            self.group.failures.append(CollectiveTimeout(reason))
+            self.group.note_failure(CollectiveTimeout(reason))
             self.group.report(reason)
         self._stop()
 
