@@ -330,7 +330,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             version = self._changes.schedule.version
             opened = open_batch(training, again or prepare, batch, weight, loss, version)
             own_loss = training.calls.of_user(loss_fn, "loss_fn")
-            return opened, MicroBatchLoss(own_loss, training.model, training.ranks.group.rank)
+            return opened, MicroBatchLoss(own_loss, training.model, training.ranks.group.name)
 
         return take_step(training, open_passes, max_norm, scaler)
 
@@ -569,8 +569,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def largest_batches(self) -> dict[int, int]:
         """By rank, the largest micro-batch to which running out of memory has reduced it.
 
-        Equal on all ranks. `profile.with_largest_batches(optimizer.largest_batches)` makes plans
-        that respect it.
+        Equal on all active ranks. `profile.with_largest_batches(optimizer.largest_batches)` makes
+        plans that respect it.
         """
         return dict(self._training.largest_batches)
 
@@ -746,7 +746,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         training = self._training
         training.step.nonfinite.raise_if_found()
-        to = training.ranks.number(to)
+        to = training.ranks.receiver(to, "full_state_dict()")
         state = full_state_dict(self, training.engine, training.update, to)
         return None if state is None else training.with_scaler(state)
 

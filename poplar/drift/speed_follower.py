@@ -195,14 +195,12 @@ class SpeedFollower:
             if len(self._unread) == STEPS_PER_LOOK:
                 steps = [list(map(_row, each)) for each in self._unread]
                 self._unread.clear()
-                ranks = optimizer._training.ranks
-                largest = optimizer.largest_batches
                 self._found = self._replanner.add(
                     steps,
                     self._current_plan(),
                     steps_left=self._steps_left,
-                    largest_batches={ranks.active[at]: most for at, most in largest.items()},
-                    idle=_fresh(ranks.announcements),
+                    largest_batches=optimizer.largest_batches,
+                    idle=_fresh(optimizer._training.ranks.announcements),
                 )
 
     def _agree(self, step: int) -> None:

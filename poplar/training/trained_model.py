@@ -109,14 +109,14 @@ class TrainedModel:
         Args:
             too_large: by rank, the samples of a micro-batch that did not fit.
         """
-        limits, rank = {r: batch // 2 for r, batch in too_large.items()}, self.ranks.group.rank
+        limits, group = {r: batch // 2 for r, batch in too_large.items()}, self.ranks.group
         for limited, most in limits.items():
             self.largest_batches[limited] = min(most, self.largest_batches.get(limited, most))
-        if self.request.plan is not None:
-            plan = self.request.plan.with_largest_batches(limits)
+        if self.plan is not None:
+            plan = self.plan.with_largest_batches(limits).of_active_ranks()
             self._run_by(replace(self.request, plan=plan))
         free_cached_memory(self.engine.trained[0].device)
-        if rank == 0 or rank in limits:
+        if group.rank == 0 or group.name in limits:
             warnings.warn(smaller_batches_message(too_large), stacklevel=3)
 
     def send_masters(self) -> None:

@@ -177,16 +177,16 @@ class LoadedState:
             wanted = next((others for _, others in found if others is not None), None)
             self._others[place] = wanted
             wrong = [
-                rank
-                for rank, (owns, others) in enumerate(found)
+                others
+                for owns, others in found
                 if (owns or others is not None) and others != wanted
             ]
             if wrong:
+                loaded = control.group.by_name([others for _, others in found])
                 raise agreed(
                     ValueError(
-                        f"the ranks loaded different states of {place.name!r}: "
-                        f"{[others for _, others in found]} by rank; load the same checkpoint on "
-                        "all ranks"
+                        f"the ranks loaded different states of {place.name!r}: {loaded} by rank; "
+                        "load the same checkpoint on all ranks"
                     )
                 )
 

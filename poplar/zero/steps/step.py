@@ -102,7 +102,7 @@ class Step:
         self._checks, self._replicas = checks, checks.replicas
         streams = engine.strategy.streams
         self.nonfinite = NonFiniteSteps(on_nonfinite, update, streams, engine.control)
-        self._rank = engine.comm.group.rank
+        self._rank = engine.comm.group.name
         self._trace = engine.comm.group.trace
         self._loop: weakref.ref[MicroBatchLoop] | None = None
         self._follower: SpeedFollower | None = None
