@@ -662,7 +662,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Args:
             profile: of these ranks, the same on all of them.
             replan: "advise": only report; the plan is `plan` of the result. "auto": apply the plan
-                by `apply_plan`, whose sampler follows. "off": stop following.
+                by `apply_plan`, whose sampler follows; if one cannot, report why. "off": stop
+                following.
             steps: that are left to train; default: a plan must pay for itself within 1000.
             leave_out: "never": the ranks that are left out stay the same. Use it with a scaler of
                 your own, whose state a rank that is taken back does not get.

@@ -224,9 +224,22 @@ class SpeedFollower:
             self._note(plan, f"{order[1]} with optimizer.apply_plan() of this plan")
 
     def obey(self, order: tuple[Plan, str]) -> None:
-        """Change to a plan, and report it. Collective, over all ranks if others are left out."""
+        """Change to a plan, and report it. Collective, over all ranks if others are left out.
+
+        If the data of a rank cannot follow, which the user may not expect, training goes on with
+        the plan of now, as with "advise".
+        """
         plan, message = order
-        self._current_optimizer()._changes.apply(plan, None)
+        optimizer = self._current_optimizer()
+        changes, ranks = optimizer._changes, optimizer._training.ranks
+        control = ranks.control if plan.left_out == ranks.left_out else ranks.whole_control
+        refusals = control.exchange_objects(changes.refusal(plan), what="a plan for changed speeds")
+        by_rank = {rank: why for rank, why in control.group.by_name(refusals).items() if why}
+        if by_rank:
+            rank, why = next(iter(by_rank.items()))
+            self._note(plan, f"{message}; not applied, because rank {rank} cannot follow: {why}")
+            return
+        changes.apply(plan, None)
         self._note(plan, message)
 
     def _note(self, plan: Plan, message: str) -> None:

@@ -77,6 +77,15 @@ class PlanChanges:
         self._follow_schedule()
         return step
 
+    def refusal(self, plan: Plan) -> str:
+        """Why this rank cannot change to a plan; empty if it can. Local, between steps."""
+        try:
+            self._prepared(plan, self._training.ranks.whole.size)
+            self.schedule.first_step(plan)
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def _needs_left_out(self, plan: Plan) -> bool:
         """Whether the plan, or one that it may replace, leaves out other ranks than now."""
         ranks, plans = self._training.ranks, (plan, *self.schedule.plans)

@@ -23,7 +23,7 @@ from subset import choose
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
+from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan, split_stream
 from poplar.comm import announcements
 from poplar.drift import idle_speed
 from poplar.training.trained_model import TrainedModel
@@ -335,3 +335,63 @@ def test_wrong_arguments_are_refused_on_all_ranks(
 ) -> None:
     failures = ranks.run_expecting_errors(follow_in_vain, with_plan=with_plan, ranks=RANKS)
     assert all(message in failure.message for failure in failures)
+
+
+def train_on_data_that_cannot_follow(data: str, left_out: bool) -> tuple[int, list[str], Plan]:
+    """Steps, messages and the last plan. Rank 1 becomes slower, much slower if it is left out."""
+    torch.manual_seed(0)
+    model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
+    plan = Plan.manual("4,4,4" if left_out else "6,6,0", stage=1)
+    optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, process_group=group, lr=1e-2)
+    given = profile(collective=0.01) if left_out else profile()
+    follower = optimizer.follow_drift(given, replan="auto", steps=100_000)
+    assert follower is not None
+    rank, step, times = harness.rank(), 0, StepTiming.times
+    factor = 20.0 if left_out else FACTOR
+
+    def measured(timing: StepTiming) -> RankTimes:
+        slower = factor if rank == 1 and step >= SLOW.start else 1.0
+        return times(timing)._replace(compute_seconds=slower * times(timing).work.expected_seconds)
+
+    length = GLOBAL_BATCH * (SLOW.start + 20) + 2
+    rows = torch.randn(length, 8, generator=torch.Generator().manual_seed(0))
+    if data == "stream":
+        stream = split_stream(rows, plan, rank=rank)
+        multiprocessing.current_process()._config["daemon"] = False  # it may have children then
+        loader = DataLoader(stream, batch_size=None, collate_fn=collate, num_workers=1)
+    else:
+        sampler = HeteroBatchSampler(length, plan, drop_last=False, rank=rank)
+        loader = DataLoader(rows, batch_sampler=sampler)
+    with mock.patch.object(StepTiming, "times", measured):
+        for step, batch in enumerate(loader):  # noqa: B007 (`measured` reads it)
+            optimizer.train_step(loss_fn, batch.to(harness.device()))
+    assert optimizer.plan is not None
+    return step + 1, follower.messages, optimizer.plan
+
+
+def collate(rows: list[Tensor]) -> Tensor:
+    """A rank without samples gets one, which the step drops."""
+    return torch.stack(rows) if rows else torch.zeros(1, 8)
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(
+    ("data", "left_out", "reason"),
+    [
+        ("stream", False, "DataLoader workers read a split_stream"),
+        ("stream", True, "DataLoader workers read a split_stream"),
+        ("tail", False, "its last global batch has 2 samples (of 12), too few for the 3 ranks"),
+    ],
+)
+def test_training_goes_on_if_the_data_cannot_follow(
+    ranks: Pool, data: str, left_out: bool, reason: str
+) -> None:
+    outcomes = ranks.run(train_on_data_that_cannot_follow, data, left_out, ranks=RANKS)
+    steps, messages, plan = outcomes[0]
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert steps == SLOW.start + 20 + (data == "tail")
+    assert plan == Plan.manual("4,4,4" if left_out else "6,6,0", stage=1)
+    (message,) = messages
+    assert "rank 1 is" in message
+    assert "; not applied, because rank 0 cannot follow: " in message
+    assert reason in message
