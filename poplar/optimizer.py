@@ -512,6 +512,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Exact mean loss over the batches of all ranks, in eval mode. Collective.
 
         Ranks may have different numbers of batches, or none; one that is left out must have none.
+        If `follow_drift` may leave out ranks, such a rank drops its batches, with a warning: the
+        mean is then over those of the other ranks.
 
         Args:
             loss_fn: as for `train_step`; it returns a mean.

@@ -153,6 +153,11 @@ class SpeedFollower:
         return self._replanner.levels, self._replanner.since, self._steps_left
 
     @property
+    def changes_ranks(self) -> bool:
+        """It may leave out ranks and take them back by itself."""
+        return self._applies and self._leave_out == "auto"
+
+    @property
     def wants_to_agree(self) -> bool:
         """This rank has found a plan."""
         return self._found is not None

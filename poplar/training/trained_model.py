@@ -196,9 +196,34 @@ class TrainedModel:
             "parameters; call this on the active ranks only (optimizer.is_active)"
         )
         assert self.ranks.announcements is not None
-        checks = {"evaluate()": _check_no_batches}
+        checks = {"evaluate()": self._check_no_batches}
+        self._has_dropped_batches = False
         given = whole, self.ranks.announcements, checks
         self.calls = LeftOutCalls(*given, run=self._obey, idle=self._measure)
+
+    def _check_no_batches(
+        self, _: object, loss_fn: LossFunction, loader: Iterable[Any], weight: Weight | None = None
+    ) -> None:
+        """Check, for `evaluate` on a rank that is left out, that it has no batches.
+
+        They are dropped if the rank was left out by itself, which the user's loop does not know.
+        """
+        if self._has_dropped_batches or next(iter(loader), None) is None:
+            return
+        if self._follower is None or not self._follower.changes_ranks:
+            raise ValueError(
+                f"evaluate() on rank {self.ranks.whole.name}, which the plan leaves out, so it "
+                "cannot evaluate its batches; divide the data among plan.active_ranks, and pass an "
+                "empty loader here"
+            )
+        self._has_dropped_batches = True
+        warnings.warn(
+            f"rank {self.ranks.whole.name} is left out by follow_drift, so evaluate() drops its "
+            "batches while it is: the mean is over those of the other ranks. To evaluate all data, "
+            "divide them among optimizer.plan.active_ranks before each evaluation, or pass "
+            "leave_out='never' to follow_drift",
+            stacklevel=5,
+        )
 
     def _have_no_engine(self, why: str) -> Any:
         self.state = defaultdict(dict)
@@ -350,17 +375,6 @@ class _NoEngine:
 
 def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _check_no_batches(
-    _: object, loss_fn: LossFunction, loader: Iterable[Any], weight: Weight | None = None
-) -> None:
-    """Check, for `evaluate` on a rank that is left out, that it has no batches."""
-    if next(iter(loader), None) is not None:
-        raise ValueError(
-            "evaluate() on a rank that the plan leaves out, whose batches nobody evaluates; divide "
-            "the data among plan.active_ranks, and pass an empty loader here"
-        )
 
 
 def _weak_method(method: Callable[[], None]) -> Callable[[], None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -282,6 +283,53 @@ def test_a_rank_that_fails_in_the_change_is_named_on_all_ranks(ranks: Pool, fail
     for rank, (caught, later) in enumerate(ranks.run(fail_in_a_change, failing, ranks=RANKS)):
         assert "planted" in caught[0].message, (rank, caught)
         assert later, "no rank goes on"
+
+
+def evaluate_while_ranks_change(replan: str) -> tuple[list[float], list[str], list[Failure]]:
+    """Losses, warnings and errors of evaluations: of all ranks, without rank 2, of all again.
+
+    The plans change as if `follow_drift` had found them, and all ranks pass a loader each time.
+    """
+    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1)
+    without = Plan.even(2, GLOBAL_BATCH, GLOBAL_BATCH, 1).beside((2,))
+    own = torch.full((2, 8), float(harness.rank()), device=harness.device())
+    losses: list[float] = []
+    with harness.separate_group() as group:
+        model = nn.Linear(8, 1).to(harness.device())
+        given = {"process_group": group, "timeout": timedelta(seconds=20), "lr": 1e-2}
+        optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, **given)
+        follower = optimizer.follow_drift(profile(), replan=replan)
+        assert follower is not None
+
+        def evaluate_by(following: Plan) -> None:
+            if following != optimizer.plan:
+                order = following, "another plan"
+                if optimizer.is_active:
+                    optimizer._training.calls.end_by(order, partial(follower.obey, order))
+                optimizer.zero_grad()  # a call of all ranks
+            for _ in range(2):
+                losses.append(optimizer.evaluate(lambda model, rows: rows.mean(), [own]))
+
+        with warnings.catch_warnings(record=True) as caught, harness.catching() as failed:
+            warnings.simplefilter("always")
+            for following in (plan, without, plan) if replan == "auto" else (plan, without):
+                evaluate_by(following)
+    warned = [str(each.message) for each in caught if "evaluate" in str(each.message)]
+    return losses, warned, failed
+
+
+def test_a_rank_left_out_by_itself_drops_its_batches_with_one_warning(ranks: Pool) -> None:
+    for rank, outcome in enumerate(ranks.run(evaluate_while_ranks_change, "auto", ranks=RANKS)):
+        losses, warned, failed = outcome
+        assert not failed
+        assert losses == [1.0, 1.0, 0.5, 0.5, 1.0, 1.0]
+        assert len(warned) == (rank == 2)
+        assert all("rank 2 is left out" in text for text in warned)
+
+
+def test_batches_of_a_rank_that_the_user_left_out_are_an_error(ranks: Pool) -> None:
+    *_, left_out = ranks.run(evaluate_while_ranks_change, "advise", ranks=RANKS)
+    assert "evaluate() on rank 2, which the plan leaves out" in left_out[2][0].message
 
 
 def follow_beside_a_rank_that_is_left_out() -> tuple[list[str], list[int]]:

@@ -56,6 +56,10 @@ class SpeedFollower(Protocol):
         """All ranks are to agree on something after the next step."""
 
     @property
+    def changes_ranks(self) -> bool:
+        """It may leave out ranks and take them back by itself."""
+
+    @property
     def known(self) -> Any:
         """What this rank knows of the speeds of all."""
 
