@@ -95,9 +95,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     are stopped, and every later call raises the cause, as after an error in the update itself.
 
     A rank that the plan leaves out (`Plan.left_out`, `is_active`) makes the same calls and gets the
-    same results, without a collective in any step: `micro_batches` yields nothing there, other
-    calls wait until the active ranks have made theirs, and `state_dict` has no state. Its model is
-    current inside `full_parameters()` alone.
+    same results, without a collective in any step: `micro_batches` yields nothing there, and other
+    calls wait until the active ranks have made theirs. Its model is current inside
+    `full_parameters()` alone: outside, `model.state_dict()` raises, as `state_dict()` always does.
 
     At stage 3, outside `full_parameters()`, `model.state_dict()` has a `ShardTensor` with this
     rank's part of each parameter, for `torch.distributed.checkpoint`; `torch.save` refuses it.
@@ -692,9 +692,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         After `consolidate_state_dict(to)`, on rank `to` and until the next step or load, it is the
         whole state.
+
+        Raises:
+            RuntimeError: the plan leaves this rank out, so that it has no state.
         """
-        if not self.is_active:
-            return super().state_dict()
         training = self._training
         training.step.nonfinite.raise_here()
         if training.update.collected is not None:

@@ -16,6 +16,7 @@ from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState
 from poplar.comm import connect
 from poplar.system.out_of_memory import free_cached_memory
 from poplar.training.active_ranks import ActiveRanks, state_plan
+from poplar.training.left_out_model import LeftOutModel
 from poplar.training.moved_engine import follow_plan, replace_engine, send_masters
 from poplar.training.regrouped_engine import leave_engine, regroup_engine
 from poplar.values.plan import Plan
@@ -47,6 +48,8 @@ class TrainedModel:
 
     state: Mapping[Any, Any]
     """By trained parameter, the optimizer state that this rank has."""
+    left_out_model: LeftOutModel
+    """On a rank that is left out: the model there."""
     scaler: GradScaler | None = None
     """The loss scaler of a model that computes in fp16, for steps without one of the user."""
 
@@ -191,14 +194,20 @@ class TrainedModel:
     def _be_left_out(self) -> None:
         """Have no engine, and make the calls of the active ranks. Local."""
         self.scaler, whole = None, self.ranks.whole
-        self._have_no_engine(
-            f"rank {whole.rank} is left out by the plan, so it has no state and no current "
-            "parameters; call this on the active ranks only (optimizer.is_active)"
+        why = (
+            f"rank {whole.name} is left out by the plan, so it has no state and, outside "
+            "full_parameters(), no current parameters; call this on the active ranks only "
+            "(optimizer.is_active), or save by what all ranks call: poplar.save_checkpoint(), "
+            "optimizer.save_model() or optimizer.full_state_dict(to=...)"
         )
+        self._have_no_engine(why)
+        self.left_out_model = LeftOutModel(self.model, why)
+        hooks = list(self.left_out_model.register())
+        self._unregister = register_owner([], self.optimizer, hooks)
         assert self.ranks.announcements is not None
-        checks = {"evaluate()": self._check_no_batches}
+        checks, ends = {"evaluate()": self._check_no_batches}, {"release()": self.detach}
         self._has_dropped_batches = False
-        given = whole, self.ranks.announcements, checks
+        given = whole, self.ranks.announcements, checks, ends
         self.calls = LeftOutCalls(*given, run=self._obey, idle=self._measure)
 
     def _check_no_batches(

@@ -254,6 +254,7 @@ class LeftOutCalls(CollectiveCalls):
         group: Group,
         announcements: Announcements,
         checks: Mapping[str, Callable[..., None]],
+        ends: Mapping[str, Callable[[], object]],
         run: Callable[[Any], object],
         idle: Callable[[], object],
     ) -> None:
@@ -262,11 +263,13 @@ class LeftOutCalls(CollectiveCalls):
             group: all ranks.
             announcements: of the active ranks.
             checks: by name of a call, a function that checks its arguments on this rank.
+            ends: by name of a call, what this rank does once the others have made it.
             run: runs the last part of a call, by the order of `end_by`.
             idle: what the rank does in each call, while the others run it.
         """
         super().__init__(group, _nothing)
         self._rank, self._received, self._checks = group.name, announcements, checks
+        self._ends = ends
         self._run, self._idle = run, idle
 
     def call(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -295,6 +298,8 @@ class LeftOutCalls(CollectiveCalls):
             with self.running(name, left_out=True):
                 self.let_all_run()
                 self._run(order)
+        if name in self._ends:
+            self._ends[name]()
         return result  # type: ignore[no-any-return]
 
     @contextmanager
