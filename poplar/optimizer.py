@@ -95,9 +95,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     are stopped, and every later call raises the cause, as after an error in the update itself.
 
     A rank that the plan leaves out (`Plan.left_out`, `is_active`) makes the same calls and gets the
-    same results, without a collective in any step: `micro_batches` yields nothing there, other
-    calls wait until the active ranks have made theirs, and `state_dict` has no state. Its model is
-    current inside `full_parameters()` alone.
+    same results, without a collective in any step: `micro_batches` yields nothing there, and other
+    calls wait until the active ranks have made theirs. Its model is current inside
+    `full_parameters()` alone: outside, `model.state_dict()` raises, as `state_dict()` always does.
 
     At stage 3, outside `full_parameters()`, `model.state_dict()` has a `ShardTensor` with this
     rank's part of each parameter, for `torch.distributed.checkpoint`; `torch.save` refuses it.
@@ -330,7 +330,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             version = self._changes.schedule.version
             opened = open_batch(training, again or prepare, batch, weight, loss, version)
             own_loss = training.calls.of_user(loss_fn, "loss_fn")
-            return opened, MicroBatchLoss(own_loss, training.model, training.ranks.group.rank)
+            return opened, MicroBatchLoss(own_loss, training.model, training.ranks.group.name)
 
         return take_step(training, open_passes, max_norm, scaler)
 
@@ -512,6 +512,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Exact mean loss over the batches of all ranks, in eval mode. Collective.
 
         Ranks may have different numbers of batches, or none; one that is left out must have none.
+        If `follow_drift` may leave out ranks, such a rank drops its batches, with a warning: the
+        mean is then over those of the other ranks.
 
         Args:
             loss_fn: as for `train_step`; it returns a mean.
@@ -571,8 +573,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def largest_batches(self) -> dict[int, int]:
         """By rank, the largest micro-batch to which running out of memory has reduced it.
 
-        Equal on all ranks. `profile.with_largest_batches(optimizer.largest_batches)` makes plans
-        that respect it.
+        Equal on all active ranks. `profile.with_largest_batches(optimizer.largest_batches)` makes
+        plans that respect it.
         """
         return dict(self._training.largest_batches)
 
@@ -664,7 +666,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Args:
             profile: of these ranks, the same on all of them.
             replan: "advise": only report; the plan is `plan` of the result. "auto": apply the plan
-                by `apply_plan`, whose sampler follows. "off": stop following.
+                by `apply_plan`, whose sampler follows; if one cannot, report why. "off": stop
+                following.
             steps: that are left to train; default: a plan must pay for itself within 1000.
             leave_out: "never": the ranks that are left out stay the same. Use it with a scaler of
                 your own, whose state a rank that is taken back does not get.
@@ -691,9 +694,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         After `consolidate_state_dict(to)`, on rank `to` and until the next step or load, it is the
         whole state.
+
+        Raises:
+            RuntimeError: the plan leaves this rank out, so that it has no state.
         """
-        if not self.is_active:
-            return super().state_dict()
         training = self._training
         training.step.nonfinite.raise_here()
         if training.update.collected is not None:
@@ -751,7 +755,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         training = self._training
         training.step.nonfinite.raise_if_found()
-        to = training.ranks.number(to)
+        to = training.ranks.receiver(to, "full_state_dict()")
         state = full_state_dict(self, training.engine, training.update, to)
         return None if state is None else training.with_own_state(state)
 

@@ -143,6 +143,7 @@ class Saver:
                 job = SaveJob(
                     folder=path,
                     rank=rank,
+                    names=control.group.names,
                     items=agreement.by_rank,
                     values=values if self._staging is None else self._staging.copy(values),
                     metadata=agreement.metadata,

@@ -89,11 +89,12 @@ class Agreement:
         received = control.exchange_objects(own, what=doing)
         names = [name for name, *_ in received]
         if names != [name] * len(names):
-            raise agreed(ValueError(f"the ranks save different checkpoints; by rank: {names}"))
+            by_rank = control.group.by_name(names)
+            raise agreed(ValueError(f"the ranks save different checkpoints; by rank: {by_rank}"))
         self.on_this_host = [r for r, (_, host, *_) in enumerate(received) if host == own[1]]
         if any(changed is not None for *_, changed in received):
             self._set([changed or self._by_rank[r] for r, (*_, changed) in enumerate(received)])
-        _check_equal_state([of_state for _, _, of_state, *_ in received])
+        _check_equal_state(control.group.by_name([of_state for _, _, of_state, *_ in received]))
         first = received[0][3]
         differing = {n: b.cpu() for n, b in content.buffers.items() if buffers[n] != first.get(n)}
         content.own_buffers.update(differing)
@@ -111,10 +112,10 @@ class Agreement:
         )
 
 
-def _check_equal_state(by_rank: Sequence[Mapping[str, int]]) -> None:
+def _check_equal_state(by_rank: Mapping[int, Mapping[str, int]]) -> None:
     """Check that all ranks save the same `state`, given its digests."""
-    first = by_rank[0]
-    for rank, digests in enumerate(by_rank):
+    first_rank, first = next(iter(by_rank.items()))
+    for rank, digests in by_rank.items():
         differing = [
             name
             for name in sorted(first.keys() | digests.keys())
@@ -123,10 +124,10 @@ def _check_equal_state(by_rank: Sequence[Mapping[str, int]]) -> None:
         if differing:
             raise agreed(
                 ValueError(
-                    f"state {differing} of rank {rank} is not that of rank 0, but one is saved for "
-                    "all ranks. (DataLoader workers move a sampler ahead of training: save "
-                    "sampler.state_dict(steps_done=...).) To save what differs by rank, collect it "
-                    "with torch.distributed.all_gather_object and save the list"
+                    f"state {differing} of rank {rank} is not that of rank {first_rank}, but one "
+                    "is saved for all ranks. (DataLoader workers move a sampler ahead of training: "
+                    "save sampler.state_dict(steps_done=...).) To save what differs by rank, "
+                    "collect it with torch.distributed.all_gather_object and save the list"
                 )
             )
 

@@ -18,7 +18,6 @@ from poplar.checkpoint.moved_state import (
 )
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.checkpoint.state_dicts.place import names_of
-from poplar.values.errors import agreed
 from poplar.zero.agreement import caught, raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
@@ -30,15 +29,6 @@ def full_state_dict(
     optimizer: torch.optim.Optimizer, engine: Engine, update: ShardedUpdate, to: int
 ) -> dict[str, Any] | None:
     """The state dict of a plain optimizer on rank `to`, None on other ranks. Collective."""
-    size = engine.comm.group.size
-    by_rank = engine.control.exchange_objects(to, what="full_state_dict()")
-    if to not in range(size) or len(set(by_rank)) > 1:
-        raise agreed(
-            ValueError(
-                f"to={to!r} must be one of the {size} ranks, which count from 0, and the same on "
-                f"all ranks; they gave {by_rank}"
-            )
-        )
     names = names_of(engine.model, optimizer.param_groups)
     indices: dict[int, int] = {}
     groups = []

@@ -122,7 +122,7 @@ class Announcements:
             self._store.set(self._seen_key(group.rank), str(self._writes))
         except Exception as error:
             raise CollectiveTimeout(
-                f"rank {group.rank}, which the plan leaves out, waited for the active ranks in "
+                f"rank {group.name}, which the plan leaves out, waited for the active ranks in "
                 f"{what} (deadline {group.timeout.total_seconds():g} s). Cause: "
                 f"{self._cause(error)}"
             ) from error
@@ -136,7 +136,7 @@ class Announcements:
         if reports is None or not reports.seen.is_set():
             return str(error)
         # So that the others do not take this rank for the one that failed.
-        reports.publish(f"rank {self._group.rank} waited for other ranks")
+        reports.publish(f"rank {self._group.name} waited for other ranks")
         with suppress(StoreUnavailable):
             found = reports.collect([r for r in range(self._group.size) if r != self._group.rank])
             causes = [one for one in found.values() if one.is_cause] or list(found.values())

@@ -146,7 +146,7 @@ class Control:
         """Raise on all ranks if some are in another call; they have all got these headers."""
         if all(map(frame.is_same_call, headers)):
             return
-        reason = describe_calls(self.group.names or range(self.group.size), headers)
+        reason = describe_calls(self.group.names, headers)
         self.group.abort(reason)  # ranks may wait for this one in a collective of their call
         raise CollectiveTimeout(reason)
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from poplar.comm.failure_reports import FailureReports
 from poplar.comm.subgroup import forget_closed, subgroup, subgroups_of
 from poplar.system.trace import Trace
 from poplar.values.errors import CollectiveTimeout
+
+T = TypeVar("T")
 
 _HOST_BACKEND = "gloo"
 """Sends and receives CPU tensors; a wait blocks the calling thread."""
@@ -83,8 +85,9 @@ class Group:
     order, and every later collective raises."""
     trace: Trace = field(default_factory=Trace)
     """Records every wait for other ranks while tracing is on."""
-    names: tuple[int, ...] | None = None
-    """The ranks' numbers in errors, if this group is part of a larger one."""
+    names: tuple[int, ...] = ()
+    """By group rank, the number of the rank in all that users see. Default: the same number. In a
+    part of a larger group, such as the ranks of a host, it is the number there."""
     reports: FailureReports | None = None
     """The failures of all ranks, by their numbers in errors; None: there is no store."""
     in_flight: dict[int, tuple[DeviceWork, float]] = field(default_factory=dict)
@@ -96,10 +99,23 @@ class Group:
     """What `abort` calls so that peers that wait for this rank raise at once."""
     _process: int = field(default_factory=os.getpid)
 
+    def __post_init__(self) -> None:
+        if not self.names:
+            object.__setattr__(self, "names", tuple(range(self.size)))
+
     @cached_property
     def rank(self) -> int:
         """This rank, in the group."""
         return self.ranks.index(dist.get_rank())
+
+    @property
+    def name(self) -> int:
+        """This rank's number in all that users see; see `names`."""
+        return self.names[self.rank]
+
+    def by_name(self, values: Sequence[T]) -> dict[int, T]:
+        """Values by group rank as values by the numbers that users see."""
+        return dict(zip(self.names, values, strict=True))
 
     @property
     def size(self) -> int:
@@ -134,10 +150,8 @@ class Group:
 
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """The error of a collective in which `peers` did not take part."""
-        names = self.names or range(self.size)
-        return collective_timeout(
-            names[self.rank], self.timeout, what, [names[peer] for peer in peers], cause
-        )
+        peer_names = [self.names[peer] for peer in peers]
+        return collective_timeout(self.name, self.timeout, what, peer_names, cause)
 
     @property
     def has_device_backend(self) -> bool:
@@ -163,11 +177,10 @@ class Group:
         """
         if self.failures:
             return self.failures[0]
-        names = self.names or range(self.size)
-        ranks, reason = [names[peer] for peer in peers], _first_line(cause)
+        ranks, reason = [self.names[peer] for peer in peers], _first_line(cause)
         if self.reports is not None:
             ranks, reason = self.reports.diagnose(ranks, reason, what)
-        failure = collective_timeout(names[self.rank], self.timeout, what, ranks, reason)
+        failure = collective_timeout(self.name, self.timeout, what, ranks, reason)
         if self.reports is not None:
             self.reports.publish(str(failure))
         self.note_failure(failure)
@@ -198,12 +211,12 @@ class Group:
             CollectiveTimeout: an earlier collective did not finish, on any rank.
             RuntimeError: in a process that was forked from a rank.
         """
-        check_process(self._process, self.rank)
+        check_process(self._process, self.name)
         if self.failures:
             is_closed = self.has_device_backend or self.process_group in self.on_abort
             again = "initialize torch.distributed again and " if is_closed else ""
             raise CollectiveTimeout(
-                f"rank {self.rank}: an earlier collective did not finish, so the ranks no longer "
+                f"rank {self.name}: an earlier collective did not finish, so the ranks no longer "
                 f"agree on the collective order; {again}build the optimizer again on all ranks, or "
                 f"restart from a checkpoint. The earlier error: {self.failures[0]}"
             )
@@ -256,7 +269,7 @@ class Group:
         """
         waits = any(not work.is_completed() for work, _ in list(self.in_flight.values()))
         if waits and not self.failures:
-            self.report(f"rank {self.rank} waited for other ranks")
+            self.report(f"rank {self.name} waited for other ranks")
         self.abort_device_collectives()
 
     def abort_late_collectives(self) -> None:
@@ -280,11 +293,10 @@ class Group:
         Args:
             members: group ranks; errors go on to name them so.
         """
-        names = self.names or range(self.size)
         return replace(
             self,
             ranks=tuple(self.ranks[rank] for rank in members),
-            names=tuple(names[rank] for rank in members),
+            names=tuple(self.names[rank] for rank in members),
             timeout=self.timeout + _HOST_EXTRA_TIMEOUT,
         )
 
@@ -310,7 +322,7 @@ class Group:
             process_group=process_group,
             control_group=control_group,
             index=_next_index(process_group),
-            names=tuple((self.names or range(self.size))[rank] for rank in members),
+            names=tuple(self.names[rank] for rank in members),
         )
 
     @classmethod

@@ -206,7 +206,8 @@ def connect_control(group: Group, choice: str | Communicator = "auto") -> Contro
         *first.exchange_objects(own, what="agreeing on the communicator"), strict=True
     )
     if len({*names}) > 1:
-        given = ", ".join(f"rank {rank} has {name!r}" for rank, name in enumerate(names))
+        by_rank = group.by_name(names).items()
+        given = ", ".join(f"rank {rank} has {name!r}" for rank, name in by_rank)
         raise agreed(ValueError(f"communicator must be the same on all ranks, got: {given}"))
     spans_hosts = len(set(host_ids)) > 1
     rendezvous = None

@@ -153,6 +153,11 @@ class SpeedFollower:
         return self._replanner.levels, self._replanner.since, self._steps_left
 
     @property
+    def changes_ranks(self) -> bool:
+        """It may leave out ranks and take them back by itself."""
+        return self._applies and self._leave_out == "auto"
+
+    @property
     def wants_to_agree(self) -> bool:
         """This rank has found a plan."""
         return self._found is not None
@@ -195,14 +200,12 @@ class SpeedFollower:
             if len(self._unread) == STEPS_PER_LOOK:
                 steps = [list(map(_row, each)) for each in self._unread]
                 self._unread.clear()
-                ranks = optimizer._training.ranks
-                largest = optimizer.largest_batches
                 self._found = self._replanner.add(
                     steps,
                     self._current_plan(),
                     steps_left=self._steps_left,
-                    largest_batches={ranks.active[at]: most for at, most in largest.items()},
-                    idle=_fresh(ranks.announcements),
+                    largest_batches=optimizer.largest_batches,
+                    idle=_fresh(optimizer._training.ranks.announcements),
                 )
 
     def _agree(self, step: int) -> None:
@@ -226,9 +229,22 @@ class SpeedFollower:
             self._note(plan, f"{order[1]} with optimizer.apply_plan() of this plan")
 
     def obey(self, order: tuple[Plan, str]) -> None:
-        """Change to a plan, and report it. Collective, over all ranks if others are left out."""
+        """Change to a plan, and report it. Collective, over all ranks if others are left out.
+
+        If the data of a rank cannot follow, which the user may not expect, training goes on with
+        the plan of now, as with "advise".
+        """
         plan, message = order
-        self._current_optimizer()._changes.apply(plan, None)
+        optimizer = self._current_optimizer()
+        changes, ranks = optimizer._changes, optimizer._training.ranks
+        control = ranks.control if plan.left_out == ranks.left_out else ranks.whole_control
+        refusals = control.exchange_objects(changes.refusal(plan), what="a plan for changed speeds")
+        by_rank = {rank: why for rank, why in control.group.by_name(refusals).items() if why}
+        if by_rank:
+            rank, why = next(iter(by_rank.items()))
+            self._note(plan, f"{message}; not applied, because rank {rank} cannot follow: {why}")
+            return
+        changes.apply(plan, None)
         self._note(plan, message)
 
     def _note(self, plan: Plan, message: str) -> None:

@@ -219,7 +219,7 @@ class UnequalPasses:
             group.abort(str(failure))
             return str(failure)
         reason = (
-            f"rank {group.rank} failed in {waiting_in(call)}; start again on all ranks, from a "
+            f"rank {group.name} failed in {waiting_in(call)}; start again on all ranks, from a "
             f"checkpoint. {type(error).__name__}: {error}"
         )
         if group.reports is not None:

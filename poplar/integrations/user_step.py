@@ -62,7 +62,7 @@ class UserStep:
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
         self._control = trained.control
-        self._rank = trained.control.group.rank
+        self._rank = trained.control.group.name
         self._loop: weakref.ref[MicroBatchLoop] | None = None
         self.loss: Tensor | float = 0.0
         """This rank's part of the weighted loss."""

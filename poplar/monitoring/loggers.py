@@ -30,7 +30,8 @@ class Progress:
     wall_seconds: float
     """From the last report to this one, with loading and all that the loop does."""
     waiting_seconds: tuple[float, ...]
-    """By rank, the mean per step of the time in which it waited for other ranks."""
+    """By rank, the mean per step of the time in which it waited for other ranks: 0 for a rank that
+    is left out now."""
     skipped: int
     """Steps that were not applied, because a loss or the gradient was not finite."""
     sum_of_speeds: float | None

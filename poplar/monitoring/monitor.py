@@ -90,10 +90,14 @@ class Monitor:
         results, self._pending = self._pending, []
         if not results:
             return None
-        mine = [(result.seconds, result.waiting_seconds) for result in results]
-        by_rank = self._control.exchange_objects(mine, what="the progress of training")
+        mine = [
+            (result.seconds, 0.0 if result.left_out else result.waiting_seconds)
+            for result in results
+        ]
+        control, plan = self._control, self._optimizer.plan
+        by_rank = control.exchange_objects(mine, what="the progress of training")
         now = time.perf_counter()
-        steps = list(zip(*by_rank, strict=True))
+        steps, received = list(zip(*by_rank, strict=True)), control.group.by_name(by_rank)
         progress = Progress(
             step=self._step,
             losses=tuple(result.loss for result in results),
@@ -102,11 +106,12 @@ class Monitor:
             step_seconds=tuple(max(seconds for seconds, _ in step) for step in steps),
             wall_seconds=now - self._since,
             waiting_seconds=tuple(
-                sum(waiting for _, waiting in rank) / len(rank) for rank in by_rank
+                sum(waiting for _, waiting in received.get(rank, ())) / len(results)
+                for rank in range(plan.world_size if plan else control.group.size)
             ),
             skipped=sum(result.skipped for result in results),
             sum_of_speeds=self._sum_of_speeds,
-            plan=self._optimizer.plan,
+            plan=plan,
         )
         self._on_loggers(lambda logger: logger.log(progress))
         self._since = now

@@ -263,7 +263,7 @@ def memory_budget(session: Session) -> MemoryBudget:
         held = host_limits.resident_memory() - weights
     if limit is not None and total is not None and limit > total:
         raise ValueError(
-            f"rank {session.group.rank}: a memory_limit of {format_bytes(limit)}, but {device} has "
+            f"rank {session.group.name}: a memory_limit of {format_bytes(limit)}, but {device} has "
             f"{format_bytes(total)}; lower it, or leave it out to use what is free"
         )
     available = limit or devices.memory_available(device, session.ranks_on_this_host)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from poplar.values.communication import Communication
 from poplar.values.errors import agreed
 from poplar.values.plan import Plan
 from poplar.zero.checks.replica_check import replicate
+
+T = TypeVar("T")
 
 _DOING = "full_parameters()"
 
@@ -74,15 +76,28 @@ class ActiveRanks:
         given = self.whole, self.whole_control, self.communicator, left_out
         return ActiveRanks(*given, has_values=self._has_values, changes=self._changes + 1)
 
-    def number(self, rank: int) -> int:
-        """The number of an active rank in the group of the active ranks.
+    def receiver(self, to: int, doing: str) -> int:
+        """The number of rank `to` in the group of the active ranks. Collective over these.
 
         Raises:
-            ValueError: the rank is left out.
+            ValueError: on all ranks; there is none, it is left out, or ranks pass different ones.
         """
-        if rank in self.left_out:
-            raise agreed(ValueError(f"rank {rank} is left out by the plan, so it gets no state"))
-        return rank - sum(other < rank for other in self.left_out)
+        received = self.control.exchange_objects(to, what=doing)
+        if to in self.left_out and len(set(received)) == 1:
+            raise agreed(ValueError(f"rank {to} is left out by the plan, so it gets no state"))
+        if to not in self.active or len(set(received)) > 1:
+            raise agreed(
+                ValueError(
+                    f"to={to!r} must be one of the {self.whole.size} ranks, which count from 0, "
+                    f"and the same on all ranks; they gave {self.group.by_name(received)}"
+                )
+            )
+        return self.active.index(to)
+
+    def of_all(self, values: Sequence[T], absent: T) -> tuple[T, ...]:
+        """Values of the active ranks as values by rank of all, with `absent` for the others."""
+        by_rank = self.group.by_name(values)
+        return tuple(by_rank.get(rank, absent) for rank in range(self.whole.size))
 
     def prepare_model(
         self, model: nn.Module, device: torch.device, dtype: torch.dtype | None

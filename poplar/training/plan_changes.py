@@ -52,27 +52,39 @@ class PlanChanges:
             return identity, schedule.first_step(plan), schedule.changes
 
         if ranks.is_active:
-            received = exchange_results(ranks.control, check, what=DOING)
-            compare_identities([identity for identity, *_ in received])
+            control = ranks.control
+            received = exchange_results(control, check, what=DOING)
+            compare_identities(control, [identity for identity, *_ in received])
         if ranks.left_out and self._needs_left_out(plan):
             training.calls.let_all_run(DOING if ranks.is_active else "")
             steps = ranks.whole_control.exchange_objects(schedule.steps, what=DOING)
             schedule.count_from(steps[ranks.active[0]])
-            received = exchange_results(ranks.whole_control, check, what=DOING)
-            compare_identities([identity for identity, *_ in received])
-        by_rank = [first for _, first, _ in received]
-        step = max(by_rank) if at_step is None else at_step
-        if step < max(by_rank):
+            control = ranks.whole_control
+            received = exchange_results(control, check, what=DOING)
+            compare_identities(control, [identity for identity, *_ in received])
+        first = max(first for _, first, _ in received)
+        step = first if at_step is None else at_step
+        if step < first:
+            by_rank = control.group.by_name([own for _, own, _ in received])
             raise agreed(
                 ValueError(
                     f"apply_plan(at_step={step}): {schedule.steps} steps have begun, and batches "
                     f"of the plan of now have been drawn up to the steps before {by_rank} by rank; "
-                    f"pass at_step={max(by_rank)} or later, or None for the first possible step"
+                    f"pass at_step={first} or later, or None for the first possible step"
                 )
             )
         schedule.add(step, plan, max(changes for *_, changes in received))
         self._follow_schedule()
         return step
+
+    def refusal(self, plan: Plan) -> str:
+        """Why this rank cannot change to a plan; empty if it can. Local, between steps."""
+        try:
+            self._prepared(plan, self._training.ranks.whole.size)
+            self.schedule.first_step(plan)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def _needs_left_out(self, plan: Plan) -> bool:
         """Whether the plan, or one that it may replace, leaves out other ranks than now."""

@@ -16,6 +16,7 @@ from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState
 from poplar.comm import connect
 from poplar.system.out_of_memory import free_cached_memory
 from poplar.training.active_ranks import ActiveRanks, state_plan
+from poplar.training.left_out_model import LeftOutModel
 from poplar.training.moved_engine import follow_plan, replace_engine, send_masters
 from poplar.training.regrouped_engine import leave_engine, regroup_engine
 from poplar.values.plan import Plan
@@ -47,6 +48,8 @@ class TrainedModel:
 
     state: Mapping[Any, Any]
     """By trained parameter, the optimizer state that this rank has."""
+    left_out_model: LeftOutModel
+    """On a rank that is left out: the model there."""
     scaler: GradScaler | None = None
     """The loss scaler of a model that computes in fp16, for steps without one of the user."""
 
@@ -109,14 +112,14 @@ class TrainedModel:
         Args:
             too_large: by rank, the samples of a micro-batch that did not fit.
         """
-        limits, rank = {r: batch // 2 for r, batch in too_large.items()}, self.ranks.group.rank
+        limits, group = {r: batch // 2 for r, batch in too_large.items()}, self.ranks.group
         for limited, most in limits.items():
             self.largest_batches[limited] = min(most, self.largest_batches.get(limited, most))
-        if self.request.plan is not None:
-            plan = self.request.plan.with_largest_batches(limits)
+        if self.plan is not None:
+            plan = self.plan.with_largest_batches(limits).of_active_ranks()
             self._run_by(replace(self.request, plan=plan))
         free_cached_memory(self.engine.trained[0].device)
-        if rank == 0 or rank in limits:
+        if group.rank == 0 or group.name in limits:
             warnings.warn(smaller_batches_message(too_large), stacklevel=3)
 
     def send_masters(self) -> None:
@@ -191,14 +194,45 @@ class TrainedModel:
     def _be_left_out(self) -> None:
         """Have no engine, and make the calls of the active ranks. Local."""
         self.scaler, whole = None, self.ranks.whole
-        self._have_no_engine(
-            f"rank {whole.rank} is left out by the plan, so it has no state and no current "
-            "parameters; call this on the active ranks only (optimizer.is_active)"
+        why = (
+            f"rank {whole.name} is left out by the plan, so it has no state and, outside "
+            "full_parameters(), no current parameters; call this on the active ranks only "
+            "(optimizer.is_active), or save by what all ranks call: poplar.save_checkpoint(), "
+            "optimizer.save_model() or optimizer.full_state_dict(to=...)"
         )
+        self._have_no_engine(why)
+        self.left_out_model = LeftOutModel(self.model, why)
+        hooks = list(self.left_out_model.register())
+        self._unregister = register_owner([], self.optimizer, hooks)
         assert self.ranks.announcements is not None
-        checks = {"evaluate()": _check_no_batches}
-        given = whole, self.ranks.announcements, checks
+        checks, ends = {"evaluate()": self._check_no_batches}, {"release()": self.detach}
+        self._has_dropped_batches = False
+        given = whole, self.ranks.announcements, checks, ends
         self.calls = LeftOutCalls(*given, run=self._obey, idle=self._measure)
+
+    def _check_no_batches(
+        self, _: object, loss_fn: LossFunction, loader: Iterable[Any], weight: Weight | None = None
+    ) -> None:
+        """Check, for `evaluate` on a rank that is left out, that it has no batches.
+
+        They are dropped if the rank was left out by itself, which the user's loop does not know.
+        """
+        if self._has_dropped_batches or next(iter(loader), None) is None:
+            return
+        if self._follower is None or not self._follower.changes_ranks:
+            raise ValueError(
+                f"evaluate() on rank {self.ranks.whole.name}, which the plan leaves out, so it "
+                "cannot evaluate its batches; divide the data among plan.active_ranks, and pass an "
+                "empty loader here"
+            )
+        self._has_dropped_batches = True
+        warnings.warn(
+            f"rank {self.ranks.whole.name} is left out by follow_drift, so evaluate() drops its "
+            "batches while it is: the mean is over those of the other ranks. To evaluate all data, "
+            "divide them among optimizer.plan.active_ranks before each evaluation, or pass "
+            "leave_out='never' to follow_drift",
+            stacklevel=5,
+        )
 
     def _have_no_engine(self, why: str) -> Any:
         self.state = defaultdict(dict)
@@ -357,17 +391,6 @@ class _NoEngine:
 
 def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _check_no_batches(
-    _: object, loss_fn: LossFunction, loader: Iterable[Any], weight: Weight | None = None
-) -> None:
-    """Check, for `evaluate` on a rank that is left out, that it has no batches."""
-    if next(iter(loader), None) is not None:
-        raise ValueError(
-            "evaluate() on a rank that the plan leaves out, whose batches nobody evaluates; divide "
-            "the data among plan.active_ranks, and pass an empty loader here"
-        )
 
 
 def _weak_method(method: Callable[[], None]) -> Callable[[], None]:

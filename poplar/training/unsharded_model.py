@@ -23,8 +23,10 @@ def full_parameters(
     ranks, calls, name = training.ranks, training.calls, "full_parameters()"
     model = training.model
     if not ranks.is_active:
-        ranks.share_values(model, calls.call(name, str).splitlines())
-        yield
+        names = calls.call(name, str).splitlines()
+        ranks.share_values(model, names)
+        with training.left_out_model.current(names):
+            yield
         return
     engine = training.engine
     strategy = engine.strategy

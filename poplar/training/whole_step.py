@@ -20,6 +20,7 @@ from poplar.zero.micro_batches import Loss, OpenedStep, Weight, open_joint_pass
 from poplar.zero.steps.step_hooks import has_pre_hooks, run_post_hooks, run_pre_hooks
 from poplar.zero.steps.step_result import StepResult, Stopwatch
 from poplar.zero.steps.step_state import Phase
+from poplar.zero.streams import RankTimes
 
 
 def check_before_step(training: TrainedModel) -> None:
@@ -113,13 +114,14 @@ def take_step(
             scaler.abandon(optimizer)
         raise
     stopwatch.stop()
+    slowest, ranks = summary.waiting_on, training.ranks
     return StepResult(
         samples=state.samples,
-        waiting_on=summary.waiting_on,
+        waiting_on=slowest if slowest is None else ranks.group.names[slowest],
         skipped=state.skipped if isinstance(state.skipped, bool) else state.skipped.read,
         losses=summary.losses,
         norm=norm,
-        rank_times=summary.times,
+        rank_times=ranks.of_all(summary.times, RankTimes(0.0, 0.0)),
         stopwatch=stopwatch,
         waiting_seconds=lambda: state.waited_to_open + timing.waited_seconds(),
     )

@@ -159,7 +159,8 @@ def raise_on_all_ranks(
     messages = control.exchange_objects(mine, what=doing)
     if error is not None:
         raise agreed(error)
-    causes = "; ".join(f"rank {r}: {text}" for r, text in enumerate(messages) if text)
+    by_rank = control.group.by_name(messages).items()
+    causes = "; ".join(f"rank {rank}: {text}" for rank, text in by_rank if text)
     raise agreed(RankFailed(f"another rank failed in {doing}, so {outcome}. {causes}"))
 
 
@@ -274,7 +275,7 @@ def close_step(
     received = control.exchange(torch.cat([head, used]), what="closing a step")()
     pending.wait()
     if any(bool(values[0]) for values in received):
-        _raise_if_too_large([values[:3].tolist() for values in received])
+        _raise_if_too_large(control, [values[:3].tolist() for values in received])
         raise_on_all_ranks(control, error, doing="a step")
     if any(values[4] != received[0][4] for values in received):
         reject_different_settings(control, settings.by_name())
@@ -307,7 +308,7 @@ def reject_different_settings(control: Control, mine: Mapping[str, str]) -> None
     texts = []
     for name in dict.fromkeys(name for settings in by_rank for name in settings):
         ranks_with: dict[str, list[int]] = {}
-        for rank, settings in enumerate(by_rank):
+        for rank, settings in control.group.by_name(by_rank).items():
             ranks_with.setdefault(settings.get(name, "absent"), []).append(rank)
         if len(ranks_with) > 1:
             values = [f"{value} on rank(s) {ranks}" for value, ranks in ranks_with.items()]
@@ -340,13 +341,14 @@ def _failure(error: BaseException | None) -> float:
     return float(Failure.OF_LEADER if isinstance(error, LeaderFailed) else Failure.OWN)
 
 
-def _raise_if_too_large(outcomes: Sequence[Sequence[float]]) -> None:
+def _raise_if_too_large(control: Control, outcomes: Sequence[Sequence[float]]) -> None:
     """Raise if the step can be run again in smaller micro-batches, from the outcomes of all ranks.
 
     All ranks decide alike, because they decide from the same values.
     """
     batches = {}
-    for rank, (failed, too_large, may_run_again) in enumerate(outcomes):
+    by_rank = control.group.by_name(outcomes)
+    for rank, (failed, too_large, may_run_again) in by_rank.items():
         if not may_run_again or (failed == Failure.OWN and too_large < 2):
             return
         if failed == Failure.OWN:

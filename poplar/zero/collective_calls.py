@@ -196,7 +196,7 @@ class CollectiveCalls:
         """
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
-                f"rank {self._group.rank}: {name} while another thread runs a method of this "
+                f"rank {self._group.name}: {name} while another thread runs a method of this "
                 "optimizer; call the methods of an optimizer in one thread at a time"
             )
         self._depth += 1
@@ -206,13 +206,13 @@ class CollectiveCalls:
             if is_first:
                 self._stop(name, error)
                 if self._all_run:
-                    self._group.abort(stop_reason(self._group.rank, waiting_in(name), error))
+                    self._group.abort(stop_reason(self._group.name, waiting_in(name), error))
 
         try:
             with _raising(stop):
                 if self._function:
                     raise RuntimeError(
-                        f"rank {self._group.rank}: {name} inside {self._function}, which not all "
+                        f"rank {self._group.name}: {name} inside {self._function}, which not all "
                         f"ranks run equally often; call it outside of {self._function}"
                     )
                 if is_first and begins:
@@ -234,7 +234,7 @@ class CollectiveCalls:
         if self._half_loaded and not name.startswith(("load", "release")):
             raise agreed(
                 RuntimeError(
-                    f"rank {self._group.rank}: {name} after {self._half_loaded} had failed on a "
+                    f"rank {self._group.name}: {name} after {self._half_loaded} had failed on a "
                     "rank when values had changed, so the ranks may differ; load a state dict or "
                     "a checkpoint on all ranks first"
                 )
@@ -254,6 +254,7 @@ class LeftOutCalls(CollectiveCalls):
         group: Group,
         announcements: Announcements,
         checks: Mapping[str, Callable[..., None]],
+        ends: Mapping[str, Callable[[], object]],
         run: Callable[[Any], object],
         idle: Callable[[], object],
     ) -> None:
@@ -262,11 +263,13 @@ class LeftOutCalls(CollectiveCalls):
             group: all ranks.
             announcements: of the active ranks.
             checks: by name of a call, a function that checks its arguments on this rank.
+            ends: by name of a call, what this rank does once the others have made it.
             run: runs the last part of a call, by the order of `end_by`.
             idle: what the rank does in each call, while the others run it.
         """
         super().__init__(group, _nothing)
-        self._rank, self._received, self._checks = group.rank, announcements, checks
+        self._rank, self._received, self._checks = group.name, announcements, checks
+        self._ends = ends
         self._run, self._idle = run, idle
 
     def call(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -295,6 +298,8 @@ class LeftOutCalls(CollectiveCalls):
             with self.running(name, left_out=True):
                 self.let_all_run()
                 self._run(order)
+        if name in self._ends:
+            self._ends[name]()
         return result  # type: ignore[no-any-return]
 
     @contextmanager
@@ -351,7 +356,7 @@ def new_group(
     def stop(error: BaseException) -> None:
         if group is None:
             return  # `Group.of` has told the other ranks
-        reason = stop_reason(group.rank, waiting_in(doing), error, advice=AGAIN)
+        reason = stop_reason(group.name, waiting_in(doing), error, advice=AGAIN)
         later = [made for ref in groups[first:] if (made := ref()) is not None]
         for made in {group, *later}:
             if made.size > 1:

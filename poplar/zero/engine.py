@@ -198,7 +198,7 @@ class Engine:
             raise
         except Exception as error:
             if not is_out_of_memory(error):
-                reason = f"rank {self.comm.group.rank}: a pass cannot be completed after {error!r}"
+                reason = f"rank {self.comm.group.name}: a pass cannot be completed after {error!r}"
                 self.stop_all_ranks(reason)
                 raise CollectiveTimeout(reason) from error
             if self._free_state is not None:
@@ -207,7 +207,7 @@ class Engine:
                 self._complete(complete)
                 return
             reason = (
-                f"rank {self.comm.group.rank} is out of memory and cannot complete a pass even "
+                f"rank {self.comm.group.name} is out of memory and cannot complete a pass even "
                 f"without gradients; give it fewer samples or a smaller share: {error}"
             )
             self.stop_all_ranks(reason)

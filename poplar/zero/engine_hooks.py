@@ -59,7 +59,7 @@ class EngineHooks:
         """
         self._engine, self._check_step = engine, check_step
         self._scheduler, self._values = engine.scheduler, engine.values
-        self._rank = engine.comm.group.rank
+        self._rank = engine.comm.group.name
         self._sharded = engine.strategy.sharded(engine.units)
         self._modules = {id(module) for module in engine.model.modules()}
         self._requires_gradient_sync = True

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from poplar.comm import Control
+from poplar.comm import Control, Group
 from poplar.data import pytree
 from poplar.values.errors import agreed
 from poplar.values.plan import Plan, fewest_passes
@@ -137,17 +137,17 @@ class BatchSplitter:
             nonlocal sizes, batches, counts
             if loss not in _LOSSES:
                 raise ValueError(f"loss={loss!r}; use 'mean', 'sum' or 'global_mean'")
-            samples = self._samples_in(rank, batch)
+            samples = self._samples_in(control.group, batch)
             sizes = self._sizes(rank, samples)
             batches = pytree.split(batch, sizes) if samples else [None] * len(sizes)
             counts = _counts(weight, batches, sizes)
 
         error = error or caught(split)
-        error = None if error is None else _with_rank(rank, error)
+        error = None if error is None else _with_rank(control.group.name, error)
         kind = _LOSSES.index(loss) * 2 + (weight is not None) if error is None else 0
 
         def cut(step_sizes: StepSizes) -> list[MicroBatch]:
-            self._check_sizes(step_sizes)
+            self._check_sizes(step_sizes, control.group.names)
             weights = _weights(loss, counts, step_sizes.total_weight)
             return self._micro_batches(batches, sizes, weights, step_sizes)
 
@@ -188,10 +188,10 @@ class BatchSplitter:
         ]
         return micro_batches or [MicroBatch(None, 0, 0.0, leader_of(step_sizes.samples), last=True)]
 
-    def _samples_in(self, rank: int, batch: Any) -> int:
+    def _samples_in(self, group: Group, batch: Any) -> int:
         if self.plan is None:
             return 0 if batch is None else pytree.samples_in(batch)
-        expected = self.plan.samples(rank)
+        expected = self.plan.samples(group.rank)
         if batch is None:
             if expected:
                 raise ValueError(
@@ -202,7 +202,7 @@ class BatchSplitter:
         size = pytree.samples_in(batch)
         # A DataLoader cannot yield an empty batch, so a rank without samples gets one and drops it.
         if size > max(expected, 1):
-            raise ValueError(_size_message(rank, size, expected))
+            raise ValueError(_size_message(group.name, size, expected))
         return size if expected else 0
 
     def _sizes(self, rank: int, samples: int) -> tuple[int, ...]:
@@ -211,16 +211,16 @@ class BatchSplitter:
         most = self.largest_batches.get(rank, samples)
         return fewest_passes(samples, most) or (0,)
 
-    def _check_sizes(self, step_sizes: StepSizes) -> None:
-        """Check what the ranks have said, so that all of them raise the same error."""
+    def _check_sizes(self, step_sizes: StepSizes, names: Sequence[int]) -> None:
+        """Check what the ranks, which messages name so, have said: all of them raise the same."""
         try:
-            _check_versions(step_sizes)
-            self._check_samples(step_sizes)
-            _check_kinds(step_sizes)
+            _check_versions(step_sizes, names)
+            self._check_samples(step_sizes, names)
+            _check_kinds(step_sizes, names)
         except ValueError as error:
             raise agreed(error) from None
 
-    def _check_samples(self, step_sizes: StepSizes) -> None:
+    def _check_samples(self, step_sizes: StepSizes, names: Sequence[int]) -> None:
         total = sum(step_sizes.samples)
         if self.plan is not None and total != self.plan.global_batch:
             planned = tuple(self.plan.samples(rank) for rank in range(self.plan.world_size))
@@ -230,7 +230,7 @@ class BatchSplitter:
                 expected = planned
             for rank, size in enumerate(step_sizes.samples):
                 if size != expected[rank]:
-                    raise ValueError(_size_message(rank, size, planned[rank]))
+                    raise ValueError(_size_message(names[rank], size, planned[rank]))
         if not 0.0 < step_sizes.total_weight < math.inf:
             raise ValueError(
                 f"the weights of this global batch of {total} samples sum to "
@@ -239,9 +239,10 @@ class BatchSplitter:
             )
 
 
-def _check_versions(step_sizes: StepSizes) -> None:
+def _check_versions(step_sizes: StepSizes, names: Sequence[int]) -> None:
     """Check that samplers split this global batch by the same plan on all ranks."""
-    known = {rank: version for rank, version in enumerate(step_sizes.versions) if version}
+    by_rank = zip(names, step_sizes.versions, strict=True)
+    known = {rank: version for rank, version in by_rank if version}
     if len(set(known.values())) > 1:
         changes = ", ".join(f"rank {rank}: {version - 1}" for rank, version in known.items())
         raise ValueError(
@@ -251,14 +252,14 @@ def _check_versions(step_sizes: StepSizes) -> None:
         )
 
 
-def _check_kinds(step_sizes: StepSizes) -> None:
+def _check_kinds(step_sizes: StepSizes, names: Sequence[int]) -> None:
     """Check that the ranks with samples mean the same by loss and weight."""
     ranks = [rank for rank, samples in enumerate(step_sizes.samples) if samples]
     texts: dict[str, list[int]] = {}
     for rank in ranks:
         loss, has_weight = divmod(step_sizes.kinds[rank], 2)
         text = f"loss={_LOSSES[loss]!r} {'with' if has_weight else 'without'} weight="
-        texts.setdefault(text, []).append(rank)
+        texts.setdefault(text, []).append(names[rank])
     if len(texts) > 1:
         found = ", ".join(f"{text} on rank(s) {which}" for text, which in texts.items())
         raise ValueError(f"the ranks take a step with {found}; give all ranks the same")

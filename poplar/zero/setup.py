@@ -365,7 +365,7 @@ def agree_on_request(
     identity = {**request.identity(), **(also or {})}
     mine = (identity, _computes_bf16(request.device), request.device.type)
     received = control.exchange_objects(mine, what=BUILDING)
-    compare_identities([identity for identity, _, _ in received])
+    compare_identities(control, [identity for identity, _, _ in received])
     devices = [device for _, _, device in received]
     if len(set(devices)) > 1:
         raise agreed(
@@ -373,7 +373,8 @@ def agree_on_request(
                 f"the models of the ranks are on {devices}; move all of them to cuda, or all to cpu"
             )
         )
-    lacking = [rank for rank, (_, bf16, _) in enumerate(received) if not bf16]
+    by_rank = control.group.by_name(received)
+    lacking = [rank for rank, (_, bf16, _) in by_rank.items() if not bf16]
     if request.compute_dtype is torch.bfloat16 and lacking:
         raise agreed(
             ValueError(
@@ -390,17 +391,23 @@ def agree_on_request(
     return replace(request, cast_to=torch.float16 if lacking else torch.bfloat16)
 
 
-def compare_identities(identities: Sequence[Mapping[str, Any]]) -> None:
+def compare_identities(control: Control, identities: Sequence[Mapping[str, Any]]) -> None:
     """Raise on all ranks if what they have, by name, is not equal.
+
+    Args:
+        control: the control channel of the ranks.
+        identities: what all of them have.
 
     Raises:
         ValueError: it differs.
     """
+    by_rank = control.group.by_name(identities)
     for key, expected in identities[0].items():
-        differing = [rank for rank, other in enumerate(identities) if other[key] != expected]
+        differing = [rank for rank, other in by_rank.items() if other[key] != expected]
         if differing:
-            found = identities[differing[0]][key]
-            raise agreed(ValueError(_mismatch_message(key, expected, found, differing)))
+            found = by_rank[differing[0]][key]
+            ranks = control.group.names[0], differing
+            raise agreed(ValueError(_mismatch_message(key, expected, found, *ranks)))
 
 
 def build_engine(
@@ -751,15 +758,17 @@ def _kernels(device: torch.device) -> str:
     return f"{torch.__version__} {code}"
 
 
-def _mismatch_message(key: str, expected: Any, found: Any, ranks: Sequence[int]) -> str:
+def _mismatch_message(
+    key: str, expected: Any, found: Any, first: int, differing: Sequence[int]
+) -> str:
     if key == "model":
         pairs = zip([*expected, ("nothing",)], [*found, ("nothing",)], strict=False)
         expected, found = next((a, b) for a, b in pairs if a != b)
         key = "model (first differing parameter: name, shape, dtype, param group)"
     return (
-        f"the ranks disagree on the {key}: rank 0 has {_truncated(expected)}, rank(s) "
-        f"{list(ranks)} have {_truncated(found)}; use the same model, arguments and versions on "
-        "every rank"
+        f"the ranks disagree on the {key}: rank {first} has {_truncated(expected)}, rank(s) "
+        f"{list(differing)} have {_truncated(found)}; use the same model, arguments and versions "
+        "on every rank"
     )
 
 

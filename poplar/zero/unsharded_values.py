@@ -41,7 +41,7 @@ class UnshardedValues:
         """Raise in a pass, in which parameters cannot be unsharded for the user."""
         if self._scheduler.active:
             raise RuntimeError(
-                f"rank {self._control.group.rank}: full_parameters() inside a pass; end the "
+                f"rank {self._control.group.name}: full_parameters() inside a pass; end the "
                 "backward first. After a forward without a backward, call zero_grad(); run "
                 "forwards that need none under torch.no_grad()"
             )
@@ -105,7 +105,7 @@ class UnshardedValues:
             raise agreed(
                 ValueError(
                     f"the ranks passed different modules to full_parameters(): their units are "
-                    f"{by_rank}; pass the same modules"
+                    f"{self._control.group.by_name(by_rank)} by rank; pass the same modules"
                 )
             )
         return self._units if modules is None else self._units_of(modules)

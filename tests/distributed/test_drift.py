@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,7 +24,7 @@ from subset import choose
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
+from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan, split_stream
 from poplar.comm import announcements
 from poplar.drift import idle_speed
 from poplar.training.trained_model import TrainedModel
@@ -284,6 +285,53 @@ def test_a_rank_that_fails_in_the_change_is_named_on_all_ranks(ranks: Pool, fail
         assert later, "no rank goes on"
 
 
+def evaluate_while_ranks_change(replan: str) -> tuple[list[float], list[str], list[Failure]]:
+    """Losses, warnings and errors of evaluations: of all ranks, without rank 2, of all again.
+
+    The plans change as if `follow_drift` had found them, and all ranks pass a loader each time.
+    """
+    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1)
+    without = Plan.even(2, GLOBAL_BATCH, GLOBAL_BATCH, 1).beside((2,))
+    own = torch.full((2, 8), float(harness.rank()), device=harness.device())
+    losses: list[float] = []
+    with harness.separate_group() as group:
+        model = nn.Linear(8, 1).to(harness.device())
+        given = {"process_group": group, "timeout": timedelta(seconds=20), "lr": 1e-2}
+        optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, **given)
+        follower = optimizer.follow_drift(profile(), replan=replan)
+        assert follower is not None
+
+        def evaluate_by(following: Plan) -> None:
+            if following != optimizer.plan:
+                order = following, "another plan"
+                if optimizer.is_active:
+                    optimizer._training.calls.end_by(order, partial(follower.obey, order))
+                optimizer.zero_grad()  # a call of all ranks
+            for _ in range(2):
+                losses.append(optimizer.evaluate(lambda model, rows: rows.mean(), [own]))
+
+        with warnings.catch_warnings(record=True) as caught, harness.catching() as failed:
+            warnings.simplefilter("always")
+            for following in (plan, without, plan) if replan == "auto" else (plan, without):
+                evaluate_by(following)
+    warned = [str(each.message) for each in caught if "evaluate" in str(each.message)]
+    return losses, warned, failed
+
+
+def test_a_rank_left_out_by_itself_drops_its_batches_with_one_warning(ranks: Pool) -> None:
+    for rank, outcome in enumerate(ranks.run(evaluate_while_ranks_change, "auto", ranks=RANKS)):
+        losses, warned, failed = outcome
+        assert not failed
+        assert losses == [1.0, 1.0, 0.5, 0.5, 1.0, 1.0]
+        assert len(warned) == (rank == 2)
+        assert all("rank 2 is left out" in text for text in warned)
+
+
+def test_batches_of_a_rank_that_the_user_left_out_are_an_error(ranks: Pool) -> None:
+    *_, left_out = ranks.run(evaluate_while_ranks_change, "advise", ranks=RANKS)
+    assert "evaluate() on rank 2, which the plan leaves out" in left_out[2][0].message
+
+
 def follow_beside_a_rank_that_is_left_out() -> tuple[list[str], list[int]]:
     """Messages, and the samples of the last step; rank 2 is slower."""
     plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1).beside((0,))
@@ -335,3 +383,63 @@ def test_wrong_arguments_are_refused_on_all_ranks(
 ) -> None:
     failures = ranks.run_expecting_errors(follow_in_vain, with_plan=with_plan, ranks=RANKS)
     assert all(message in failure.message for failure in failures)
+
+
+def train_on_data_that_cannot_follow(data: str, left_out: bool) -> tuple[int, list[str], Plan]:
+    """Steps, messages and the last plan. Rank 1 becomes slower, much slower if it is left out."""
+    torch.manual_seed(0)
+    model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
+    plan = Plan.manual("4,4,4" if left_out else "6,6,0", stage=1)
+    optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, process_group=group, lr=1e-2)
+    given = profile(collective=0.01) if left_out else profile()
+    follower = optimizer.follow_drift(given, replan="auto", steps=100_000)
+    assert follower is not None
+    rank, step, times = harness.rank(), 0, StepTiming.times
+    factor = 20.0 if left_out else FACTOR
+
+    def measured(timing: StepTiming) -> RankTimes:
+        slower = factor if rank == 1 and step >= SLOW.start else 1.0
+        return times(timing)._replace(compute_seconds=slower * times(timing).work.expected_seconds)
+
+    length = GLOBAL_BATCH * (SLOW.start + 20) + 2
+    rows = torch.randn(length, 8, generator=torch.Generator().manual_seed(0))
+    if data == "stream":
+        stream = split_stream(rows, plan, rank=rank)
+        multiprocessing.current_process()._config["daemon"] = False  # it may have children then
+        loader = DataLoader(stream, batch_size=None, collate_fn=collate, num_workers=1)
+    else:
+        sampler = HeteroBatchSampler(length, plan, drop_last=False, rank=rank)
+        loader = DataLoader(rows, batch_sampler=sampler)
+    with mock.patch.object(StepTiming, "times", measured):
+        for step, batch in enumerate(loader):  # noqa: B007 (`measured` reads it)
+            optimizer.train_step(loss_fn, batch.to(harness.device()))
+    assert optimizer.plan is not None
+    return step + 1, follower.messages, optimizer.plan
+
+
+def collate(rows: list[Tensor]) -> Tensor:
+    """A rank without samples gets one, which the step drops."""
+    return torch.stack(rows) if rows else torch.zeros(1, 8)
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(
+    ("data", "left_out", "reason"),
+    [
+        ("stream", False, "DataLoader workers read a split_stream"),
+        ("stream", True, "DataLoader workers read a split_stream"),
+        ("tail", False, "its last global batch has 2 samples (of 12), too few for the 3 ranks"),
+    ],
+)
+def test_training_goes_on_if_the_data_cannot_follow(
+    ranks: Pool, data: str, left_out: bool, reason: str
+) -> None:
+    outcomes = ranks.run(train_on_data_that_cannot_follow, data, left_out, ranks=RANKS)
+    steps, messages, plan = outcomes[0]
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert steps == SLOW.start + 20 + (data == "tail")
+    assert plan == Plan.manual("4,4,4" if left_out else "6,6,0", stage=1)
+    (message,) = messages
+    assert "rank 1 is" in message
+    assert "; not applied, because rank 0 cannot follow: " in message
+    assert reason in message

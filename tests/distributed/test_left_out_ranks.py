@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,8 +55,8 @@ def result_of(stage: int) -> tuple[bool, int, float, Any]:
     run = Run(RECIPE, plan_of(stage))
     _, optimizer = training.prepare(run)
     result = optimizer.train_step(training.loss_of(RECIPE), training.batch_of(run, 0))
-    state = optimizer.state_dict()
-    return result.left_out, result.samples, result.loss, len(state["state"])
+    states = len(optimizer.state_dict()["state"]) if optimizer.is_active else 0
+    return result.left_out, result.samples, result.loss, states
 
 
 def test_the_result_says_which_rank_is_left_out(ranks: Pool) -> None:
@@ -62,6 +65,56 @@ def test_the_result_says_which_rank_is_left_out(ranks: Pool) -> None:
     assert set(samples) == {12}
     assert len(set(losses)) == 1
     assert [bool(entries) for entries in states] == [True, False, True, True]
+
+
+def saved(read: Callable[[], Any]) -> str:
+    """Why a state dict cannot be read here; empty if it can."""
+    with harness.catching() as caught:
+        read()
+    return caught[0].message if caught else ""
+
+
+def save_everywhere(stage: int) -> dict[str, list[str]]:
+    """What state dicts of the model, of a block and of the optimizer raise, by situation."""
+    run = Run(RECIPE, plan_of(stage, left_out=0))
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    block = model.blocks[0]
+    reads = [model.state_dict, block.state_dict, optimizer.state_dict]
+    found = {"left out": list(map(saved, reads))}
+    with optimizer.full_parameters():
+        found["inside"] = list(map(saved, reads[:2]))
+        copied = copy.deepcopy(model)
+    found["copy"] = [saved(copied.state_dict)]
+    with optimizer.full_parameters(modules=[block]):
+        found["of others"], found["of block"] = [saved(model.state_dict)], [saved(block.state_dict)]
+    found["after"] = list(map(saved, reads))
+    optimizer.apply_plan(plan_of(stage, left_out=1))
+    found["back"] = list(map(saved, reads))
+    optimizer.apply_plan(plan_of(stage, left_out=0))
+    found["left out again"] = list(map(saved, reads))
+    optimizer.release()
+    found["released"] = list(map(saved, reads[:2]))
+    model, optimizer = training.prepare(run)
+    del optimizer
+    gc.collect()
+    found["without optimizer"] = [saved(model.state_dict)]
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_old_weights_are_not_saved_by_mistake(ranks: Pool, stage: int) -> None:
+    by_rank = ranks.run(save_everywhere, stage)
+    for rank, found in enumerate(by_rank):
+        refused = {0: ["left out", "after", "left out again"], 1: ["back"]}.get(rank, [])
+        for situation, messages in found.items():
+            if situation in refused:
+                assert all(f"rank {rank} is left out" in text for text in messages), situation
+                assert all("save_checkpoint()" in text for text in messages)
+            elif (rank, stage, situation) == (0, 3, "of others"):  # elsewhere all are in one unit
+                assert "rank 0 is left out" in messages[0]
+            else:
+                assert not any(messages), (rank, situation, messages)
 
 
 def use_every_call(stage: int, folder: Path) -> dict[str, Any]:

@@ -340,7 +340,7 @@ def apply_early(plans: Sequence[Plan]) -> tuple[Failure, int, float, Failure]:
 def test_change_before_drawn_batches_and_batch_of_another_plan_raise(ranks: Pool) -> None:
     failures = ranks.run(apply_early, [plan_of(1, 0), plan_of(2, 2)])
     # Workers draw 2 batches each ahead; odd ranks have 2 workers.
-    text = "up to the steps before [3, 5, 3, 5]"
+    text = "up to the steps before {0: 3, 1: 5, 2: 3, 3: 5}"
     training.assert_raised([early for early, *_ in failures], text, "at_step=5", kind=ValueError)
     assert [at for _, at, *_ in failures] == [5] * 4
     wrong = [failure for *_, failure in failures]

@@ -33,7 +33,14 @@ class Host:
         self.did: list[str] = []
         self.undecided: list[Any] = []
         self.nonfinite: str | None = None
-        group = SimpleNamespace(rank=rank, size=2, wait_for_event=self._wait)
+        group = SimpleNamespace(
+            rank=rank,
+            size=2,
+            name=rank,
+            names=(0, 1),
+            by_name=lambda values: dict(enumerate(values)),
+            wait_for_event=self._wait,
+        )
         control = SimpleNamespace(
             group=group,
             exchange_objects=self._exchange,

@@ -56,6 +56,8 @@ class SaveJob:
 
     folder: Path
     rank: int
+    names: Sequence[int]
+    """By rank, its number in messages."""
     items: Sequence[Sequence[WriteItem]]
     """By rank, what it writes, in this order."""
     values: Mapping[MetadataIndex, Any]
@@ -69,6 +71,11 @@ class SaveJob:
     timeout_seconds: float
     on_this_host: Collection[int]
     """Ranks of which the host sees whether they still write."""
+
+    @property
+    def name(self) -> int:
+        """The number of this rank in messages."""
+        return self.names[self.rank]
 
     @property
     def aside(self) -> Path:
@@ -90,7 +97,7 @@ class PendingSave:
     def __init__(self, job: SaveJob, control: Control, *, asynchronous: bool) -> None:
         if not job.aside.exists():
             raise FileNotFoundError(
-                f"{job.aside}, which the first rank has made, does not exist for rank {job.rank}: "
+                f"{job.aside}, which the first rank has made, does not exist for rank {job.name}: "
                 "save to a folder that all ranks share"
             )
         self.job = job
@@ -150,7 +157,8 @@ class PendingSave:
                 progress, since = total, time.monotonic()
             elif time.monotonic() - since > timeout:
                 late = [number for number, rank in enumerate(ranks) if not rank[0]]
-                message = f"rank(s) {late} wrote nothing for {timeout:g} s"
+                names = [self.job.names[rank] for rank in late]
+                message = f"rank(s) {names} wrote nothing for {timeout:g} s"
                 self._give_up(TimeoutError(message) if self.job.rank in late else None)
 
     def _give_up(self, error: BaseException | None) -> None:
@@ -182,7 +190,7 @@ class PendingSave:
     def _report(self, error: BaseException) -> None:
         """Print an error that the program might never ask for."""
         _UNREPORTED.add(self)
-        text = f"rank {self.job.rank}: {self._doing} failed: {type(error).__name__}: {error}"
+        text = f"rank {self.job.name}: {self._doing} failed: {type(error).__name__}: {error}"
         print(f"poplar: {printable(text)}", file=sys.stderr, flush=True)
 
     def _close(self) -> None:
@@ -272,13 +280,15 @@ def _wait_for(path: Path, rank: int, job: SaveJob, is_stopped: Callable[[], bool
         has_ended = rank in job.on_this_host and not has_writer(written_by)
         if has_ended and not path.exists():  # it may have been written meanwhile
             raise RankFailed(
-                f"rank {rank} has ended or failed before its part of the checkpoint was written"
+                f"rank {job.names[rank]} has ended or failed before its part of the checkpoint was "
+                "written"
             )
         if not is_announced and not threading.main_thread().is_alive():
             is_announced = True
             print(
-                f"poplar: rank {job.rank}: the program has ended; waiting at most "
-                f"{job.timeout_seconds:g} s for rank {rank} to write its part of {job.folder}",
+                f"poplar: rank {job.name}: the program has ended; waiting at most "
+                f"{job.timeout_seconds:g} s for rank {job.names[rank]} to write its part of "
+                f"{job.folder}",
                 file=sys.stderr,
                 flush=True,
             )

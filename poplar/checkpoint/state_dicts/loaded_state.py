@@ -105,8 +105,8 @@ def _agreed_steps(control: Control, steps: int | None) -> int | None:
     if any(other != by_rank[0] for other in by_rank):
         raise agreed(
             ValueError(
-                f"the ranks loaded states of different steps: {by_rank} by rank; load the same "
-                "checkpoint on all ranks"
+                f"the ranks loaded states of different steps: {control.group.by_name(by_rank)} by "
+                "rank; load the same checkpoint on all ranks"
             )
         )
     return steps
@@ -212,16 +212,16 @@ class LoadedState:
             if any(replaces for *_, replaces in found):
                 changed[place.flat] = None
             wrong = [
-                rank
-                for rank, (owns, others, _) in enumerate(found)
+                others
+                for owns, others, _ in found
                 if (owns or others is not None) and others != wanted
             ]
             if wrong:
+                loaded = control.group.by_name([others for _, others, _ in found])
                 raise agreed(
                     ValueError(
-                        f"the ranks loaded different states of {place.name!r}: "
-                        f"{[others for _, others, _ in found]} by rank; load the same checkpoint "
-                        "on all ranks"
+                        f"the ranks loaded different states of {place.name!r}: {loaded} by rank; "
+                        "load the same checkpoint on all ranks"
                     )
                 )
         self.changed = tuple(flat for flat in changed if not flat.is_local)

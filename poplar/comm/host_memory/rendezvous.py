@@ -79,7 +79,7 @@ class Rendezvous:
             NotOneHost: the ranks cannot share memory.
         """
         self.group = group
-        self._own, self._peers = _open_segments(group.rank, exchange, nbytes)
+        self._own, self._peers = _open_segments(group, exchange, nbytes)
         memories = [self._peers.get(rank, self._own).memory for rank in range(group.size)]
         self._counters = _core.Rendezvous(memories, group.rank)
         self._shift = group.rank * _PAGE_SHIFT
@@ -212,8 +212,9 @@ class Rendezvous:
             total is not None and nbytes not in (expected, expected + extra_bytes)
         ):
             raise RuntimeError(
-                f"rank {self.group.rank} expects {expected} bytes from rank {peer}, which shares "
-                f"{nbytes}: the two are at different collectives, or their tensors differ in size. "
+                f"rank {self.group.name} expects {expected} bytes from rank "
+                f"{self.group.names[peer]}, which shares {nbytes}: the two are at different "
+                "collectives, or their tensors differ in size. "
                 "All ranks must make the same calls in the same order"
             )
         return view(self._peers[peer].memory, dtype, begin + first * dtype.itemsize, numel)
@@ -315,7 +316,7 @@ class Rendezvous:
             self._abort(str(failure))
             raise
         except BaseException as error:  # also an interrupt: a partial sum cannot be resumed
-            self._abort(f"rank {self.group.rank}: {what} failed: {error!r}")
+            self._abort(f"rank {self.group.name}: {what} failed: {error!r}")
             raise
 
     def _abort(self, reason: str) -> None:
@@ -427,7 +428,7 @@ class SharedMemoryWork:
 
 
 def _open_segments(
-    own_rank: int, exchange: ExchangeObjects, nbytes: int
+    group: Group, exchange: ExchangeObjects, nbytes: int
 ) -> tuple[Segment, dict[int, PeerSegment]]:
     """Create this rank's segment and open those of its peers. Collective.
 
@@ -441,18 +442,19 @@ def _open_segments(
         own_host = host_topology.host_id()
         own = Segment(nbytes) if CAN_SHARE else None
     except OSError as cause:
-        error = f"rank {own_rank} cannot reserve {nbytes} bytes of addresses: {cause}"
+        error = f"rank {group.name} cannot reserve {nbytes} bytes of addresses: {cause}"
     offer = (own_host, os.getpid(), own.descriptor if own else -1, nbytes)
     peers: dict[int, PeerSegment] = {}
     for rank, (host, pid, descriptor, size) in enumerate(exchange(offer, what=what)):
-        if rank == own_rank or error:
+        if rank == group.rank or error:
             continue
         try:
             if host != own_host:
-                raise OSError(f"it runs on {host}, rank {own_rank} on {own_host}")
+                raise OSError(f"it runs on {host}, rank {group.name} on {own_host}")
             peers[rank] = PeerSegment(pid, descriptor, size)
         except OSError as cause:
-            error = f"rank {own_rank} cannot read the memory of rank {rank}: {cause}"
+            names = f"rank {group.name} cannot read the memory of rank {group.names[rank]}"
+            error = f"{names}: {cause}"
     errors = [text for text in exchange(error, what=what) if text]
     if own is not None:
         own.close_descriptor()  # all peers have opened it

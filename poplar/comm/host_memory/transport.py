@@ -131,7 +131,8 @@ class SharedMemoryCommunicator(Communicator):
         return SharedMemoryWork(rendezvous, collective, what, gather)
 
     def all_to_all(self, received: Tensor, sent: Tensor, sizes: Splits, *, what: str) -> Work:
-        rendezvous, rank, step = self._rendezvous, self.group.rank, sent.element_size()
+        rendezvous, names, rank = self._rendezvous, self.group.names, self.group.rank
+        step = sent.element_size()
         begins = (0, *itertools.accumulate(sizes.sent))
         # Only the sender knows where each rank's part begins, so it posts that in a header.
         header = _HEADER_ALIGNMENT * -(-8 * len(begins) // _HEADER_ALIGNMENT)
@@ -149,8 +150,9 @@ class SharedMemoryCommunicator(Communicator):
                 begin, end = rendezvous.peer_view(peer, collective, torch.int64, rank, 2).tolist()
                 if end - begin != part.numel():
                     raise RuntimeError(
-                        f"rank {rank} expects {part.numel()} elements from rank {peer}, which "
-                        f"sends {end - begin}: the splits of the two ranks must match"
+                        f"rank {names[rank]} expects {part.numel()} elements from rank "
+                        f"{names[peer]}, which sends {end - begin}: the splits of the two "
+                        "ranks must match"
                     )
                 source = rendezvous.peer_view(
                     peer, collective, torch.uint8, header + begin * step, part.numel() * step

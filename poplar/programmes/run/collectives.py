@@ -125,7 +125,7 @@ def all_to_all(
     target = _checked(comm, x, target_dim, target_bounds, what, is_part=False)
     if source_dim == target_dim:
         raise ValueError(
-            f"rank {comm.group.rank}: {what}: all_to_all moves the cut to another dimension, got "
+            f"rank {comm.group.name}: {what}: all_to_all moves the cut to another dimension, got "
             f"{source_dim} twice"
         )
 
@@ -213,7 +213,7 @@ def _reduce_scatter(
     """The flat sum over ranks of this rank's part, in the dtype of sums; `parts`: by rank."""
     first = parts[0]
     if first.dtype is torch.bool:
-        raise ValueError(f"rank {comm.group.rank}: {what}: a sum of bool tensors has no dtype")
+        raise ValueError(f"rank {comm.group.name}: {what}: a sum of bool tensors has no dtype")
     codec = Codec(first.dtype) if first.dtype in _ADDED_IN_FP32 else WideCodec(first.dtype)
     bucket = comm.buffer(layout, first.dtype, first.device, codec)
     bucket.wait_until_writable()

@@ -323,21 +323,21 @@ def _check_arguments(
     plan.check_all_active("the verification")
     if plan.world_size != group.size:
         raise ValueError(
-            f"rank {group.rank}: the plan is for {plan.world_size} ranks, but this process group "
+            f"rank {group.name}: the plan is for {plan.world_size} ranks, but this process group "
             f"has {group.size}; start {plan.world_size} ranks, or make a plan for {group.size}"
         )
     samples = pytree.samples_in(batch)
     if samples != plan.global_batch:
         raise ValueError(
-            f"rank {group.rank}: got a batch of {samples} samples, but the plan's global batch is "
+            f"rank {group.name}: got a batch of {samples} samples, but the plan's global batch is "
             f"{plan.global_batch}; pass the whole global batch to poplar.verify() on every rank, "
             "not the rank's part"
         )
     if rtol is not None and not rtol > 0:
-        raise ValueError(f"rank {group.rank}: rtol must be above 0, got {rtol}")
+        raise ValueError(f"rank {group.name}: rtol must be above 0, got {rtol}")
     if max_micro_batch is not None and max_micro_batch < 1:
         raise ValueError(
-            f"rank {group.rank}: max_micro_batch must be at least 1, got {max_micro_batch}"
+            f"rank {group.name}: max_micro_batch must be at least 1, got {max_micro_batch}"
         )
 
 

@@ -80,7 +80,8 @@ class FirstBatches:
             return {} if drawn is None else drawn.order(), _digest_of_first_sample(batch)
 
         received = exchange_results(self._control, describe, what="the first step")
-        drawn = [(rank, order) for rank, (order, _) in enumerate(received) if order]
+        group = self._control.group
+        drawn = [(rank, order) for rank, (order, _) in group.by_name(received).items() if order]
         for rank, order in drawn:
             first, expected = drawn[0]
             if order != expected:
@@ -95,12 +96,12 @@ class FirstBatches:
         digests = [digest for _, digest in received]
         equal = [rank for rank, own in enumerate(digests) if own and own in digests[:rank]]
         if equal:
-            first = digests.index(digests[equal[0]])
+            same = [group.names[rank] for rank in (digests.index(digests[equal[0]]), equal[0])]
 
             def warn() -> None:
-                if self._control.group.rank == 0:
+                if group.rank == 0:
                     warnings.warn(
-                        f"ranks {first} and {equal[0]} have the same first sample in their first "
+                        f"ranks {same[0]} and {same[1]} have the same first sample in their first "
                         "batch, but each rank must get its own part of the global batch: build the "
                         "loader with HeteroBatchSampler(len(dataset), plan)",
                         stacklevel=7,

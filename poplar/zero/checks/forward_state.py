@@ -91,14 +91,32 @@ class ForwardStateCheck:
                 tolerance = _TOLERANCE.get(now[name].dtype, _ROUGH) if name in now else _ROUGH
                 by_rank = [own.get(name, (0.0,) * _PROJECTIONS) for own in sketches]
                 equal = [not _differ(own, by_rank[0], tolerance) for own in by_rank]
-                _raise_if_different(f"buffer {name!r}", equal)
+                self._raise_if_different(f"buffer {name!r}", equal)
             if any(sums != received[0][2] for _, _, sums in received):
                 values = [flat.values for flat in self._flats]
                 for name, sums in differing_parameters(self._control, self._flats, values, _WHAT):
-                    _raise_if_different(f"parameter {name!r}", [own == sums[0] for own in sums])
+                    equal = [own == sums[0] for own in sums]
+                    self._raise_if_different(f"parameter {name!r}", equal)
         self._steps, self._before = self._steps - 1, now
         if not self._steps:
             self.skip()
+
+    def _raise_if_different(self, what: str, is_equal: Sequence[bool]) -> None:
+        """Raise if some ranks have not written the values of the first one."""
+        group = self._control.group
+        ranks = [rank for rank, equal in group.by_name(is_equal).items() if not equal]
+        if ranks:
+            raise ValueError(
+                f"{what} differs after the forwards of this step: rank(s) {ranks} wrote other "
+                f"values than rank {group.names[0]}, from their own samples or in another number "
+                "of passes (data-dependent initialization, running statistics, codebooks by "
+                "moving average, spectral_norm, Embedding(max_norm=...)). One device would have "
+                "seen the whole batch. No rank applied the step, but the state is changed. "
+                "Initialize such state before the optimizer is built, with the same samples on "
+                "all ranks; freeze its module with .eval(); or write it between steps from "
+                "values that torch.distributed.all_reduce has averaged. If it may differ, or "
+                "your code averages it, pass allow_forward_state=True"
+            )
 
     def _sums(self) -> list[int]:
         """A checksum of each flat parameter whose values this rank has.
@@ -118,22 +136,6 @@ def _raise_if_lost(names: Sequence[str]) -> None:
             "forward has a copy of the parameters. Write them between steps in `with "
             "optimizer.full_parameters(writeback=True):`, initialize them before the optimizer "
             "is built, or use stages 0 to 2. No rank applied the step"
-        )
-
-
-def _raise_if_different(what: str, is_equal: Sequence[bool]) -> None:
-    """Raise if some ranks, by number, have not written the values of rank 0."""
-    ranks = [rank for rank, equal in enumerate(is_equal) if not equal]
-    if ranks:
-        raise ValueError(
-            f"{what} differs after the forwards of this step: rank(s) {ranks} wrote other values "
-            "than rank 0, from their own samples or in another number of passes (data-dependent "
-            "initialization, running statistics, codebooks by moving average, spectral_norm, "
-            "Embedding(max_norm=...)). One device would have seen the whole batch. No rank applied "
-            "the step, but the state is changed. Initialize such state before the optimizer is "
-            "built, with the same samples on all ranks; freeze its module with .eval(); or write "
-            "it between steps from values that torch.distributed.all_reduce has averaged. If it "
-            "may differ, or your code averages it, pass allow_forward_state=True"
         )
 
 

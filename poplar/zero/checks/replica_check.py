@@ -119,7 +119,7 @@ class ReplicaCheck:
         different = differing_parameters(self._control, flats, values, "comparing replicas")
         first, sums = different[0] if different else ("none any more", received)
         others = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        ranks = _minority(sums)
+        ranks = [self._control.group.names[rank] for rank in _minority(sums)]
         raise agreed(
             ReplicasDiffer(
                 f"the replicated parameters differ after update {update}: on rank(s) {ranks} "

@@ -166,7 +166,7 @@ class CollectivePass(ABC):
         """
         if flat in self.reduced:
             raise RuntimeError(
-                f"rank {self._control.group.rank}: a parameter of unit {flat.name!r} got a "
+                f"rank {self._control.group.name}: a parameter of unit {flat.name!r} got a "
                 "gradient after the unit was reduced. Run one backward per micro-batch: add the "
                 "losses first, and use activation checkpointing with use_reentrant=False"
             )
@@ -277,14 +277,14 @@ class CollectivePass(ABC):
         in_backward = torch._C._current_graph_task_id() != -1
         if self._backward_visit is not None and not in_backward:
             return OutOfOrder(
-                f"rank {self._control.group.rank}: a forward of unit {unit.name!r} after the "
+                f"rank {self._control.group.name}: a forward of unit {unit.name!r} after the "
                 "backward of this micro-batch. Run one forward and one backward per micro-batch: "
                 "add the losses first, or evaluate after step()"
             )
         unshards = (slot for slot in self._issued if slot.kind is SlotKind.UNSHARD)
         names = [self._units[slot.index].name for slot in unshards]
         return OutOfOrder(
-            f"rank {self._control.group.rank}: the model reached unit {unit.name!r} in another "
+            f"rank {self._control.group.name}: the model reached unit {unit.name!r} in another "
             f"order than agreed in the first {self.mode.value} pass (so far agreed: "
             f"{', '.join(names[-6:])}). All ranks must run the same model in the same order; a "
             "unit may be skipped, not moved. If the order depends on the data, name a larger unit "

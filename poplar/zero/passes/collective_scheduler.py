@@ -196,7 +196,8 @@ class FollowingPass(RecordingPass):
             slot = self._receive_next()
             if slot.kind is SlotKind.ABANDON:
                 raise LeaderFailed(
-                    f"rank {self._control.group.rank}: rank {self._leader} broadcasts the order of "
+                    f"rank {self._control.group.name}: rank "
+                    f"{self._control.group.names[self._leader]} broadcasts the order of "
                     "collectives in its first pass and failed in it; see the error on that rank"
                 )
             if slot.kind is SlotKind.END:
@@ -250,7 +251,7 @@ class CollectiveScheduler:
         """
         if self._open is None:
             raise OutOfOrder(
-                f"rank {self._parts.control.group.rank}: a backward reached units of a forward "
+                f"rank {self._parts.control.group.name}: a backward reached units of a forward "
                 "whose pass has ended; run one backward after each forward, before the next forward"
             )
         return self._open

@@ -204,7 +204,7 @@ class ShardedParameters(ShardedGradients):
         if "modified by an inplace operation" not in str(error):
             return error
         explained = RuntimeError(
-            f"rank {self.comm.group.rank}: the backward read parameters of a unit before it "
+            f"rank {self.comm.group.name}: the backward read parameters of a unit before it "
             "reached the unit's outputs, while they were sharded (stage 3). Possible causes: a "
             "loss stored in a module, a second-order gradient, or reentrant checkpointing. Return "
             "such a loss as an output of the unit, name a larger unit that contains its use "

@@ -40,6 +40,7 @@ _RESTART = (
 
 
 def _skipped(at_fault: Sequence[int]) -> str:
+    """The warning of a skipped step. `at_fault`: the names of the ranks."""
     who = f"the loss of rank(s) {at_fault}" if at_fault else "the gradient norm"
     return f"a step was skipped: {who} was not finite"
 
@@ -70,7 +71,7 @@ class IssuedStep:
     """The flag is that of a loss scaler, which skips steps without an error."""
 
     def ranks_at_fault(self) -> list[int]:
-        """The ranks whose loss was not finite."""
+        """The ranks whose loss was not finite, in their group."""
         losses = self.summary.losses.tolist()
         return [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
 
@@ -151,7 +152,8 @@ class NonFiniteSteps:
             return
         rank, at_fault = self._control.group.rank, step.ranks_at_fault()
         if self._choice == "skip":
-            self.reject_parameters("a skipped step", warning=_skipped(at_fault))
+            names = [self._control.group.names[rank] for rank in at_fault]
+            self.reject_parameters("a skipped step", warning=_skipped(names))
             return
         error = None
         if rank in at_fault or not at_fault:
@@ -179,7 +181,7 @@ class NonFiniteSteps:
             name = self._update.nonfinite_parameter()
             if name is not None:
                 raise PoplarError(
-                    f"rank {self._control.group.rank}: {doing}: parameter {name!r} has values that "
+                    f"rank {self._control.group.name}: {doing}: parameter {name!r} has values that "
                     f"are NaN or infinite, so later steps would have them too. {_RESTART}"
                 )
 
@@ -218,12 +220,11 @@ class NonFiniteSteps:
             if step.applied
             else "no rank applied the step"
         )
+        who = f"rank {self._control.group.names[rank]}"
         name = None if step.applied else self._update.nonfinite_parameter()
         if name is not None:
-            return (
-                f"rank {rank}: {what}, and parameter {name!r} is not finite; {outcome}. {_RESTART}"
-            )
+            return f"{who}: {what}, and parameter {name!r} is not finite; {outcome}. {_RESTART}"
         return (
-            f"rank {rank}: {what}; {outcome}. Look for bad samples, a too large learning rate or "
+            f"{who}: {what}; {outcome}. Look for bad samples, a too large learning rate or "
             "an overflow in low precision. on_nonfinite='skip' leaves such steps out and continues"
         )

@@ -56,6 +56,10 @@ class SpeedFollower(Protocol):
         """All ranks are to agree on something after the next step."""
 
     @property
+    def changes_ranks(self) -> bool:
+        """It may leave out ranks and take them back by itself."""
+
+    @property
     def known(self) -> Any:
         """What this rank knows of the speeds of all."""
 
@@ -102,7 +106,7 @@ class Step:
         self._checks, self._replicas = checks, checks.replicas
         streams = engine.strategy.streams
         self.nonfinite = NonFiniteSteps(on_nonfinite, update, streams, engine.control)
-        self._rank = engine.comm.group.rank
+        self._rank = engine.comm.group.name
         self._trace = engine.comm.group.trace
         self._loop: weakref.ref[MicroBatchLoop] | None = None
         self._follower: SpeedFollower | None = None

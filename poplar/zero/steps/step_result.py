@@ -61,8 +61,9 @@ class StepResult:
     """The rank that waited least: the slowest one, for which the others waited. On GPUs, in the
     latest step that all devices had finished; None if there is none."""
     rank_times: tuple[RankTimes, ...]
-    """By rank, its seconds of compute, communication and waiting. On GPUs, in the latest step that
-    its device had finished. Not known (empty) in Lightning."""
+    """By rank of all, its seconds of compute, communication and waiting: zeros for a rank that the
+    plan leaves out. On GPUs, in the latest step that its device had finished. Not known (empty) in
+    Lightning."""
     left_out = False
     """The plan leaves this rank out. Then the times are those of the first active rank."""
 
