@@ -764,6 +764,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             plan=training.request.plan,
             scaler=training.scaler,
             reject_nonfinite=training.step.nonfinite.reject_state,
+            changes_of_ranks=training.ranks.changes,
         )
 
     @collective

@@ -94,7 +94,7 @@ class MemoryCheckpoints:
         """
         parts = self._optimizer._training_parts()
         check_idle(parts, _SAVING)
-        if self._slots is None or self._slots.control is not parts.engine.control:
+        if self._slots is None or self._slots.changes != parts.changes_of_ranks:
             self._slots = _Slots(parts, self.folder, self._spares)
         self._slots.save(parts, checked_step(step), self._state)
 
@@ -141,11 +141,12 @@ class MemoryCheckpoints:
 
 
 class _Slots:
-    """Two slots of files, which the ranks write in turn while they and their hosts stay."""
+    """Two slots of files, which the ranks write in turn until other ranks train."""
 
     def __init__(self, parts: TrainingParts, folder: Path, spares: int) -> None:
         """Agree on the name of the files and on who has spares. Collective."""
         self.control, self._folder = parts.engine.control, folder
+        self.changes = parts.changes_of_ranks
         self._pinned = parts.engine.flats[0].device.type == "cuda"
         group, control = self.control.group, self.control
         own = (*host_id(), str(folder)), uuid4().hex
