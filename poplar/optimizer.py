@@ -765,6 +765,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             scaler=training.scaler,
             reject_nonfinite=training.step.nonfinite.reject_state,
             changes_of_ranks=training.ranks.changes,
+            unfinished=training.unfinished,
         )
 
     @collective
