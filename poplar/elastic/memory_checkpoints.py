@@ -133,6 +133,7 @@ class MemoryCheckpoints:
     def _load(self) -> tuple[int | None, Load | None]:
         control = self._optimizer._training_parts().engine.control
         rank = control.group.rank
+        self._slots = None  # their files may be removed
         found = exchange_results(control, lambda: find(self.folder), what=_LOADING)
         whole, missing = newest_whole(found)
         if whole is None:

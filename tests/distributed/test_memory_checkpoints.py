@@ -150,6 +150,22 @@ def test_missing_parts_are_named(ranks: Pool, tmp_path: Path) -> None:
     assert said[1:] == ["", ""]
 
 
+def save_after_loading(folder: str) -> None:
+    """Training goes back to the last saved step, and on with the same objects."""
+    _, optimizer = build(THREE)
+    memory = MemoryCheckpoints(optimizer, folder=folder)
+    for step in (1, 2):
+        memory.save(step)
+    assert memory.load_latest() == 2
+    for step in (3, 4):
+        memory.save(step)
+        assert {mark.step for *_, mark in find(memory.folder)} >= {step}
+
+
+def test_steps_are_saved_after_loading(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_after_loading, str(tmp_path), ranks=3)
+
+
 def save_two_optimizers(folder: str) -> str:
     """As a GAN does: with names, and without."""
     trained = [build(THREE, seed=seed) for seed in (0, 1)]
