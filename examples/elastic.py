@@ -102,7 +102,6 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         model, torch.optim.AdamW, plan=plan, timeout=DEADLINE, lr=LEARNING_RATE
     )
     scheduler = build_scheduler(optimizer)
-    # The sampler saves how many batches were drawn. Without workers that is the number of steps.
     sampler = HeteroBatchSampler(len(dataset), plan, seed=SEED)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=0)
     state = {"sampler": sampler, "scheduler": scheduler}

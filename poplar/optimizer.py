@@ -773,6 +773,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             plan=training.request.plan,
             scaler=training.scaler,
             reject_nonfinite=training.step.nonfinite.reject_state,
+            changes_of_ranks=training.ranks.changes,
+            unfinished=training.unfinished,
         )
 
     @collective

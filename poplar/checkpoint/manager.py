@@ -76,7 +76,8 @@ class CheckpointManager:
     def save(self, step: int) -> None:
         """Save the training state after `step` steps. Collective, between steps.
 
-        It first waits for an earlier asynchronous save. A checkpoint of the same step is replaced.
+        It first waits for an earlier asynchronous save, as a change of the ranks that train does. A
+        checkpoint of the same step is replaced.
 
         Args:
             step: a whole number, at least 0, equal on all ranks.
@@ -86,8 +87,9 @@ class CheckpointManager:
                 asynchronous save.
             TypeError: `step` is no whole number.
         """
-        self.wait()
-        control = self._optimizer._training_parts().engine.control
+        self._finish()
+        parts = self._optimizer._training_parts()
+        control = parts.engine.control
 
         def prepare() -> int:
             number = checked_step(step)
@@ -98,8 +100,10 @@ class CheckpointManager:
         number = run_on_all_ranks(control, prepare, doing="CheckpointManager.save()")
         path = self.folder / _NAME.format(step=number)
         self._pending = self._saver.start(path, state=self._state, step=number, replaces=True)
-        if not self._asynchronous:
-            self.wait()
+        if self._asynchronous:
+            parts.unfinished[self] = self._finish
+        else:
+            self._finish()
 
     @collective
     def wait(self) -> None:
@@ -109,14 +113,21 @@ class CheckpointManager:
             OSError, RankFailed: it failed, and the earlier checkpoints are still there; or it is
                 complete, and older ones could not be removed.
         """
+        self._finish()
+
+    def _finish(self) -> None:
+        """As `wait`, also as part of a call."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        parts = self._optimizer._training_parts()
+        parts.unfinished.pop(self, None)
         pending.wait()
-        control = self._optimizer._training_parts().engine.control
         if self._keep is not None:
             run_on_all_ranks(
-                control, lambda: self._prune(pending.job), doing="removing checkpoints"
+                parts.engine.control,
+                lambda: self._prune(pending.job),
+                doing="removing checkpoints",
             )
 
     def load_latest(self, *, weights_only: bool = True) -> int | None:
@@ -140,7 +151,7 @@ class CheckpointManager:
 
     def _load_latest(self, weights_only: bool) -> tuple[int | None, Load | None]:
         """The step of the latest checkpoint, and what has been loaded of it."""
-        self.wait()
+        self._finish()
         control = self._optimizer._training_parts().engine.control
         found = run_on_all_ranks(control, self._finished, doing="load_latest()")
         latest = control.exchange_objects(max(found, default=None), what="load_latest()")[0]

@@ -118,7 +118,10 @@ class Saver:
             replaces: an existing checkpoint is replaced once the new one is complete.
         """
         path = Path(os.path.abspath(folder))
-        parts, agreement = self._optimizer._training_parts(), self._agreement
+        parts = self._optimizer._training_parts()
+        if self._agreement.changes_of_ranks != parts.changes_of_ranks:
+            self._agreement = Agreement(parts.changes_of_ranks)
+        agreement = self._agreement
         control, doing = parts.engine.control, f"save_checkpoint({str(folder)!r})"
         rank = control.group.rank
         parts.reject_nonfinite(doing)

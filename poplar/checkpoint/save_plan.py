@@ -49,13 +49,18 @@ class Content:
 
 
 class Agreement:
-    """Which rank writes what. Kept between saves: a rank sends its part only if it has changed."""
+    """Which rank writes what. Kept between saves: a rank sends its part only if it has changed.
+
+    Args:
+        changes_of_ranks: as in `TrainingParts`; other ranks need another agreement.
+    """
 
     metadata: Metadata
     on_this_host: Sequence[int]
     """The ranks on the host of this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes_of_ranks: int = 0) -> None:
+        self.changes_of_ranks = changes_of_ranks
         self._by_rank: list[tuple[list[WriteItem], Mapping[str, Any]]] = []
         self._plans: list[SavePlan] = []
 

@@ -44,6 +44,12 @@ class TrainingParts:
     reject_nonfinite: Callable[[str], None]
     """Raises on all ranks if the last step was not finite and this was not said yet, or if trained
     parameters are not. The argument: the caller, for the message. Collective."""
+    changes_of_ranks: int
+    """How often the ranks that train have changed; equal on all of them. What they agreed on before
+    a change is of no use: a rank that comes back does not know all of it."""
+    unfinished: dict[object, Callable[[], None]]
+    """By who has begun something that only the ranks that train now can finish: a function that
+    finishes it. They call all of them before other ranks train. Collective, in this order."""
 
 
 class Checkpointed(Protocol):

@@ -101,6 +101,8 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         self._epoch = 0
         self._start = 0  # first step of an iteration of this epoch; not 0 after load_state_dict
         self._drawn = 0  # steps of this epoch that were drawn, including those before `_start`
+        self._done = 0  # of these, up to the last one that an optimizer has taken
+        self._ahead_of_step = 0  # least number of later batches that were drawn when one was taken
         self._drop_last = drop_last
 
     @property
@@ -135,7 +137,8 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
             self.set_epoch(self._epoch + 1)
         size = self._plan.global_batch
         order = self._order()
-        self._drawn = self._start
+        self._drawn = self._done = self._start
+        self._ahead_of_step = self._steps
         self.drop_ahead()  # of an unfinished iteration
         try:
             for step in range(self._start, self._steps):
@@ -144,6 +147,13 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         except GeneratorExit:  # what was drawn ahead will not be trained
             self.drop_ahead()
             raise
+
+    def take(self) -> int:
+        changes = super().take()
+        # Batches that a loop has dropped count as ahead, but how far workers draw does not grow.
+        self._ahead_of_step = min(self._ahead_of_step, self.ahead)
+        self._done = self._drawn - self._ahead_of_step
+        return changes
 
     def _own_part(self, plan: Plan, global_batch: torch.Tensor) -> list[int]:
         """The samples of this rank in a global batch of these indices."""
@@ -165,17 +175,19 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         `for epoch in range(...): sampler.set_epoch(epoch)` also works after `load_state_dict`.
         """
         if epoch != self._epoch or self._drawn == self._steps:
-            self._epoch, self._start, self._drawn = epoch, 0, 0
+            self._epoch, self._start, self._drawn, self._done = epoch, 0, 0, 0
 
     def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
         """The position in the data, for `load_state_dict` with any plan of the same global batch.
 
         Args:
             steps_done: steps of this epoch that were trained, counted from the start of the epoch.
-                None: the batches that were drawn. `DataLoader` workers draw ahead of training, so
-                pass the trainer's own count with workers.
+                None: those that a `HeteroZeroOptimizer` has taken; without one, the batches that
+                were drawn. `DataLoader` workers draw ahead of training, so pass the trainer's own
+                count if they draw for another optimizer, or for several ones.
         """
-        steps = self._drawn if steps_done is None else steps_done
+        done = self._done if self._taken else self._drawn
+        steps = done if steps_done is None else steps_done
         if not 0 <= steps <= self._steps:
             raise ValueError(
                 f"steps_done must be between 0 and the {self._steps} steps of an epoch, got "
@@ -203,7 +215,7 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
                 "steps here; use the same drop_last as when it was saved"
             )
         self._epoch = state["epoch"]
-        self._start = self._drawn = state["step"]
+        self._start = self._drawn = self._done = state["step"]
 
     def _state_identity(self) -> dict[str, Any]:
         """What decides which samples are in which global batch."""

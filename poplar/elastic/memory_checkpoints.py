@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -55,9 +57,11 @@ class MemoryCheckpoints:
             may be lost; at most as many as there are. At stage 0 only random states are sent.
         folder: in memory, for the ranks of this host; it must outlive them. Ranks with different
             folders count as ranks of different hosts. Default: in `/dev/shm`.
+        name: letters, digits, `_` and `-`. If a program saves several optimizers, as those of a
+            GAN, each needs another name, under which its files are kept.
 
     Raises:
-        ValueError: `spare_shards` is less than 0.
+        ValueError: `spare_shards` is less than 0, or `name` has other characters.
     """
 
     def __init__(
@@ -67,10 +71,13 @@ class MemoryCheckpoints:
         state: Mapping[str, Any] | None = None,
         spare_shards: int = 0,
         folder: str | Path | None = None,
+        name: str = "",
     ) -> None:
         if spare_shards < 0:
             raise ValueError(f"spare_shards must be at least 0, got {spare_shards}")
-        self.folder = agent_folder() if folder is None else Path(os.path.abspath(folder))
+        if not re.fullmatch(r"[\w-]*", name):
+            raise ValueError(f"name must consist of letters, digits, _ and -, got {name!r}")
+        self.folder = (agent_folder() if folder is None else Path(os.path.abspath(folder))) / name
         self.folder.mkdir(parents=True, exist_ok=True)
         self._optimizer, self._state = optimizer, state if state is not None else {}
         self._spares = spare_shards
@@ -91,10 +98,18 @@ class MemoryCheckpoints:
         Raises:
             OSError: there is too little memory; says how much is needed.
             RuntimeError: in the middle of a step.
+            ValueError: another object has begun to save in the same folder.
         """
         parts = self._optimizer._training_parts()
         check_idle(parts, _SAVING)
-        if self._slots is None or self._slots.control is not parts.engine.control:
+        if self._slots is None:
+            _SAVERS[self.folder] = weakref.ref(self)
+        elif _SAVERS[self.folder]() is not self:
+            raise ValueError(
+                f"two MemoryCheckpoints save in {self.folder}, where each removes what the other "
+                "has saved; give each of them another name="
+            )
+        if self._slots is None or self._slots.changes != parts.changes_of_ranks:
             self._slots = _Slots(parts, self.folder, self._spares)
         self._slots.save(parts, checked_step(step), self._state)
 
@@ -118,6 +133,7 @@ class MemoryCheckpoints:
     def _load(self) -> tuple[int | None, Load | None]:
         control = self._optimizer._training_parts().engine.control
         rank = control.group.rank
+        self._slots = None  # their files may be removed
         found = exchange_results(control, lambda: find(self.folder), what=_LOADING)
         whole, missing = newest_whole(found)
         if whole is None:
@@ -140,12 +156,17 @@ class MemoryCheckpoints:
         return whole.step, load
 
 
+_SAVERS: dict[Path, weakref.ref[MemoryCheckpoints]] = {}
+"""By folder, what has begun to save there last in this process."""
+
+
 class _Slots:
-    """Two slots of files, which the ranks write in turn while they and their hosts stay."""
+    """Two slots of files, which the ranks write in turn until other ranks train."""
 
     def __init__(self, parts: TrainingParts, folder: Path, spares: int) -> None:
         """Agree on the name of the files and on who has spares. Collective."""
         self.control, self._folder = parts.engine.control, folder
+        self.changes = parts.changes_of_ranks
         self._pinned = parts.engine.flats[0].device.type == "cuda"
         group, control = self.control.group, self.control
         own = (*host_id(), str(folder)), uuid4().hex

@@ -60,7 +60,9 @@ class ActiveRanks:
         self.active = tuple(rank for rank in range(whole.size) if rank not in left_out)
         self.group, self.control = whole, control
         """Of the active ranks, or on a rank that is left out of those."""
-        self._has_values, self._changes = has_values, changes
+        self._has_values = has_values
+        self.changes = changes
+        """How often the ranks that are left out have changed; equal on all ranks."""
         if not left_out:
             return
         first, *rest = self.active
@@ -74,7 +76,7 @@ class ActiveRanks:
     def changed(self, left_out: tuple[int, ...]) -> ActiveRanks:
         """The same ranks, of which others are left out. Collective over all ranks."""
         given = self.whole, self.whole_control, self.communicator, left_out
-        return ActiveRanks(*given, has_values=self._has_values, changes=self._changes + 1)
+        return ActiveRanks(*given, has_values=self._has_values, changes=self.changes + 1)
 
     def receiver(self, to: int, doing: str) -> int:
         """The number of rank `to` in the group of the active ranks. Collective over these.

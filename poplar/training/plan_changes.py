@@ -160,6 +160,7 @@ class PlanChanges:
 
         def check() -> None:
             if ranks.is_active:
+                training.finish()  # first, as other checks may fail on some ranks only
                 training.step.nonfinite.raise_if_found()
                 self._prepared(plan)
                 if training.request.values.on_meta and ranks.whole.rank in plan.left_out:

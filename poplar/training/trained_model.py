@@ -71,6 +71,8 @@ class TrainedModel:
         self.ranks = ranks
         self.largest_batches: dict[int, int] = {}
         """By rank, the largest micro-batch to which running out of memory has reduced it."""
+        self.unfinished: dict[object, Callable[[], None]] = {}
+        """As in `TrainingParts`."""
         self._follower: SpeedFollower | None = None
         self._run_by(request)
         if ranks.is_active:
@@ -316,6 +318,11 @@ class TrainedModel:
     def expect_plan(self, plan: Plan) -> None:
         """Note, on a rank that a plan leaves out, the plan of the active ranks. Local."""
         self._run_by(replace(self.request, plan=plan.of_active_ranks()))
+
+    def finish(self) -> None:
+        """Finish what only the ranks that train now can. Collective over them."""
+        for finish in list(self.unfinished.values()):
+            finish()
 
     def regroup(self, active: Sequence[int], plan: Plan) -> None:
         """Let other ranks train, of which those that do now have all state. Collective over all.

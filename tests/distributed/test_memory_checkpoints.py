@@ -150,6 +150,53 @@ def test_missing_parts_are_named(ranks: Pool, tmp_path: Path) -> None:
     assert said[1:] == ["", ""]
 
 
+def save_after_loading(folder: str) -> None:
+    """Training goes back to the last saved step, and on with the same objects."""
+    _, optimizer = build(THREE)
+    memory = MemoryCheckpoints(optimizer, folder=folder)
+    for step in (1, 2):
+        memory.save(step)
+    assert memory.load_latest() == 2
+    for step in (3, 4):
+        memory.save(step)
+        assert {mark.step for *_, mark in find(memory.folder)} >= {step}
+
+
+def test_steps_are_saved_after_loading(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_after_loading, str(tmp_path), ranks=3)
+
+
+def save_two_optimizers(folder: str) -> str:
+    """As a GAN does: with names, and without."""
+    trained = [build(THREE, seed=seed) for seed in (0, 1)]
+    for named in (True, False):
+        given = [{"name": name} if named else {} for name in ("generator", "discriminator")]
+        memories = [
+            MemoryCheckpoints(optimizer, folder=folder, **own)
+            for (_, optimizer), own in zip(trained, given, strict=True)
+        ]
+        with harness.catching() as caught:
+            for step in (1, 2, 3) if named else (1, 2):
+                for (_, optimizer), memory in zip(trained, memories, strict=True):
+                    if named:
+                        train(optimizer, step, 1)
+                    memory.save(step)
+        assert bool(caught) != named, caught
+        for seed, (model, optimizer) in enumerate(trained if named else []):
+            other, loaded = build(THREE, seed=seed + 2)
+            memory = MemoryCheckpoints(loaded, folder=folder, **given[seed])
+            assert memory.load_latest() == 3
+            assert_close_values(values_of(other, loaded), values_of(model, optimizer))
+    return caught[0].message
+
+
+def test_two_optimizers_have_files_of_their_own_or_raise(ranks: Pool, tmp_path: Path) -> None:
+    for message in ranks.run(save_two_optimizers, str(tmp_path), ranks=3):
+        assert "give each of them another name=" in message
+    with pytest.raises(ValueError, match="name must consist of letters"):
+        MemoryCheckpoints(mock.Mock(), folder=tmp_path, name="../other")
+
+
 def tear_last_step(folder: str) -> None:
     """Rank 1 is killed while it writes step 3; the others have saved it."""
     plan = plan_of_three(3)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from poplar import HeteroBatchSampler, Plan, split_stream
 from poplar.training.plan_schedule import PlanSchedule
@@ -33,6 +34,51 @@ def test_change_takes_effect_after_batches_that_were_drawn(is_stream: bool) -> N
         (False, None, 1),
         (True, None, 2),
     ]
+
+
+class Indices(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def steps_of(sampler: HeteroBatchSampler, workers: int, most: int) -> Iterator[list[int]]:
+    """The batches of at most so many steps, in a loop that may end in an epoch."""
+    schedule = PlanSchedule()
+    while most:
+        loader = DataLoader(Indices(), batch_sampler=sampler, num_workers=workers, collate_fn=list)
+        for batch in loader:
+            schedule.begin_step()
+            yield batch
+            most -= 1
+            if not most:
+                break
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("stop", [1, 4, 8, 9, 10, 13])
+def test_state_counts_the_batches_that_an_optimizer_has_taken(workers: int, stop: int) -> None:
+    """At every step, and also after a loop that was left."""
+    whole = list(steps_of(HeteroBatchSampler(60, OLD, rank=0), 0, 20))
+    sampler = HeteroBatchSampler(60, OLD, rank=0)
+    for step, batch in enumerate(steps_of(sampler, workers, stop)):
+        assert batch == whole[step]
+        state = sampler.state_dict()
+        assert (state["epoch"], state["step"]) == divmod(step + 1, 10)
+    assert sampler.state_dict() == state
+    resumed = HeteroBatchSampler(60, OLD, rank=0)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert list(steps_of(resumed, workers, 20 - stop)) == whole[stop:]
+
+
+def test_state_counts_a_batch_that_no_step_has_taken_once_a_later_one_is_taken() -> None:
+    sampler, schedule = HeteroBatchSampler(60, OLD, rank=0), PlanSchedule()
+    found = []
+    for number, _ in enumerate(sampler):
+        if number % 3 != 1:  # the loop skips each third batch
+            schedule.begin_step()
+        found.append(sampler.state_dict()["step"])
+    assert found[:9] == [1, 1, 3, 4, 4, 6, 7, 7, 9]
 
 
 def test_batches_of_an_evaluation_or_of_a_loop_that_was_left_delay_nothing() -> None:
