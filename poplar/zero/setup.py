@@ -199,6 +199,7 @@ def check_request(
     if not allow_forward_state:
         model_checks.reject_batch_norm(model_checks.batch_norms(model))
     model_checks.reject_sparse_embeddings(model)
+    model_checks.reject_sparse_buffers(model)
     chosen = _stage_of(plan, stage, world_size)
     if isinstance(communication, str) and communication not in BITS:
         raise ValueError(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from poplar.zero.checks.model_checks import check_parameters
+from poplar.zero.checks.model_checks import check_parameters, reject_sparse_buffers
 
 
 def inference() -> nn.Parameter:
@@ -30,3 +30,13 @@ def test_error_says_what_to_do(name: str) -> None:
     parameter = make()
     with pytest.raises((TypeError, ValueError), match=says):
         check_parameters([("weight", parameter)], {id(parameter)})
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_buffers_are_refused_by_name(
+    convert: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("adjacency", convert(torch.eye(2)))
+    with pytest.raises(TypeError, match=r"'0\.adjacency' .*plain attribute"):
+        reject_sparse_buffers(model)

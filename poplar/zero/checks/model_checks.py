@@ -78,6 +78,20 @@ def reject_sparse_embeddings(model: nn.Module) -> None:
             )
 
 
+def reject_sparse_buffers(model: nn.Module) -> None:
+    """Reject buffers that are not dense: the ranks compare and send buffers as bytes.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise TypeError(
+                f"buffer {name!r} is {buffer.layout}, but ranks compare and send dense buffers; "
+                "make it a plain attribute that is equal on all ranks, or register its to_dense()"
+            )
+
+
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int]) -> torch.device:
     """Check that the parameters can be laid out in flat parameters; returns their device or `meta`.
 
