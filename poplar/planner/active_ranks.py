@@ -59,19 +59,22 @@ def without_ranks(cluster: ClusterProfile, ranks: Collection[int]) -> ClusterPro
         return cluster
     active = [rank for rank in range(cluster.world_size) if rank not in ranks]
     left, names = of_ranks(cluster, active), _hosts(cluster)
-    network, within = left.network, cluster.network.within_host_seconds
+    network, left_on = left.network, Counter(names[rank] for rank in active)
+    largest, before = max(left_on.values()), max(Counter(names).values())
+    fewer = (1.0 - 1.0 / largest) / (1.0 - 1.0 / before) if largest > 1 else 0.0
+    within = tuple(fewer * seconds for seconds in network.within_host_seconds)
+    is_measured = 1 < len(left_on) < left.world_size  # otherwise the field is empty
+    network = replace(network, within_host_seconds=within if is_measured else ())
     if len(set(network.hosts)) == 1:
         network = _within_one_host(network)
-    is_one_host = within and len({names[rank] for rank in active}) == 1 < len(set(names))
+    is_one_host = within and len(left_on) == 1 < len(set(names))
     if left.world_size == 1 or is_one_host:
         # Nothing that was measured between hosts concerns these ranks.
-        largest = max(Counter(names).values())
-        fewer = (1.0 - 1.0 / left.world_size) / (1.0 - 1.0 / largest) if is_one_host else 0.0
         reduced, gathered = within or (0.0, 0.0)
         network = replace(
             network,
-            reduce_scatter_seconds=fewer * reduced,
-            all_gather_seconds=fewer * gathered,
+            reduce_scatter_seconds=reduced,
+            all_gather_seconds=gathered,
             synchronization_seconds=_NO_RESIDUALS,
             step_seconds=_NO_RESIDUALS,
             collective_latency_seconds=(),

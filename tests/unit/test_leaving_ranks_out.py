@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -189,6 +190,39 @@ def test_ranks_of_one_host_communicate_as_measured_within_hosts():
     assert host.step_seconds == (0.0,) * 4
     assert not host.collective_latency_seconds
     assert search(cluster, global_batch=12).left_out == (3,)
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abb", "aabb", "aaabb"])
+def test_ranks_left_out_in_turn_are_as_if_left_out_at_once(hosts):
+    cluster = flat_cluster((4.0,) * len(hosts), (30.0,) * len(hosts))
+    cluster = dataclasses.replace(
+        cluster,
+        devices=tuple(device(4.0, host=host) for host in hosts),
+        network=dataclasses.replace(cluster.network, within_host_seconds=(0.2, 0.1)),
+    )
+    for order in itertools.permutations(range(len(hosts))):
+        in_turn, left = cluster, list(range(len(hosts)))
+        for rank in order[:-1]:
+            in_turn = without_ranks(in_turn, (left.index(rank),))
+            left.remove(rank)
+            at_once = without_ranks(cluster, set(range(len(hosts))) - set(left)).network
+            names = {hosts[rank] for rank in left}
+            assert bool(at_once.within_host_seconds) == (1 < len(names) < len(left))
+            for name in ("within_host_seconds", "reduce_scatter_seconds", "all_gather_seconds"):
+                both = getattr(in_turn.network, name), getattr(at_once, name)
+                assert both[0] == pytest.approx(both[1]), (name, left)
+
+
+def test_a_plan_without_the_second_rank_of_a_host_is_explained():
+    cluster = flat_cluster((4.0, 0.1, 4.0), (0.1,) * 3)
+    cluster = dataclasses.replace(
+        cluster,
+        devices=(device(4.0, host="a"), device(0.1, host="a"), device(4.0, host="b")),
+        network=dataclasses.replace(cluster.network, within_host_seconds=(0.02, 0.02)),
+    )
+    plan = search(cluster, global_batch=12)
+    assert plan.left_out == (1,)
+    assert {one.ranks for one in explain(cluster, plan).contributions} == {(2,)}
 
 
 def test_a_rank_without_memory_for_the_state_is_left_out():
