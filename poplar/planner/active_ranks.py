@@ -15,6 +15,7 @@ from itertools import product
 from typing import NamedTuple
 
 from poplar.planner.collective_costs import rate_seconds
+from poplar.planner.cost_model import check_plan
 from poplar.planner.encoded_costs import least_ratios
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
@@ -90,13 +91,9 @@ def active_part(cluster: ClusterProfile, plan: Plan) -> tuple[ClusterProfile, Pl
     """The cluster and the plan of the plan's active ranks alone.
 
     Raises:
-        ValueError: the plan is for another number of ranks.
+        ValueError: see `check_plan`.
     """
-    if plan.world_size != cluster.world_size:
-        raise ValueError(
-            f"the plan is for {plan.world_size} ranks, but the profile has {cluster.world_size}; "
-            "profile the ranks that will train"
-        )
+    check_plan(cluster, plan)
     if not plan.left_out:
         return cluster, plan
     return without_ranks(cluster, plan.left_out), plan.of_active_ranks()

@@ -158,7 +158,7 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
     costs = costs_of(cluster, plan)
     memory = _memory_needed(costs, plan, numbers)
     owned = costs.owned(plan.shares)
-    missing = shortfall_of(costs, plan.micro_batches, plan.shares)
+    missing = shortfall_of(costs, plan.micro_batches, plan.shares, numbers)
     if missing is not None:
         raise DoesNotFit(
             f"the plan does not fit at stage {plan.stage}: {missing.sentence}; use smaller "

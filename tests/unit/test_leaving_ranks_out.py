@@ -172,6 +172,33 @@ def test_the_numbers_of_ranks_after_a_left_out_one_stay():
     assert timeline.step_seconds == pytest.approx(prediction.step_seconds, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "rank 2 .* needs at least"),
+        ({"global_batch": 40, "micro_batches": ((), (4,), (36,))}, "rank 2 .*: a micro-batch of"),
+        ({"units": (UnitPlan("block", recomputed_on=(2,)),)}, "rank 2 .* recomputes units"),
+        ({"host_state": (0.0, 0.0, 0.5)}, "rank 2 .* keeps 50.0%"),
+    ],
+)
+@pytest.mark.parametrize("function", [predict, simulate, explain])
+def test_a_refused_plan_names_the_rank_as_the_plan_does(function, changes, message):
+    model = dataclasses.replace(MODEL, unit_names=("root", "block", "c", "d"), resident_units=(0,))
+    devices = (device(1.0), device(1.0), device(1.0, memory=10**7))
+    cluster = flat_cluster((1.0,) * 3, (0.1,) * 3)
+    cluster = dataclasses.replace(cluster, model=model, devices=devices)
+    fields = {"stage": 1, "global_batch": 8, "micro_batches": ((), (4,), (4,)), "left_out": (0,)}
+    with pytest.raises(ValueError, match=message):
+        function(cluster, Plan(shares=(0.0, 0.5, 0.5), **{**fields, **changes}))
+
+
+def test_a_rank_that_is_left_out_waits_for_the_whole_step():
+    plan = Plan(stage=1, global_batch=8, micro_batches=((), (8,)), shares=(0.0, 1.0), left_out=(0,))
+    timeline = simulate(flat_cluster((1.0, 1.0), (0.1, 0.1)), plan)
+    assert timeline.waiting_seconds[0] == timeline.step_seconds
+    assert timeline.communication_seconds[0] == 0.0
+
+
 def test_ranks_of_one_host_communicate_as_measured_within_hosts():
     """The rates of all links are those of the slow one, because all ranks were measured at once."""
     cluster = flat_cluster((4.0,) * 4, (30.0,) * 4)
