@@ -23,6 +23,7 @@ from poplar.cli.options import (
     Recomputation,
     Stages,
     parse_stages,
+    writable,
 )
 from poplar.cli.output import Output, command_output
 from poplar.planner.explain import Explanation, explain
@@ -60,7 +61,8 @@ def plan(
     leave_out: LeavingOut = "auto",
     communication: Precisions = "exact",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write the plan to.")
+        Path | None,
+        typer.Option("--output", "-o", help="The file to write the plan to.", callback=writable),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also show the best plan of each stage and policy.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import poplar
+from poplar.cli import checkpoint
 from poplar.cli.app import app
 from poplar.cli.options import of_rank
 from poplar.cli.output import command_output
@@ -306,6 +308,35 @@ def test_missing_files_exit_with_2(tmp_path):
     for command in (["plan", "--global-batch", "8"], ["report"]):
         assert run(command[0], tmp_path / "none.json", *command[1:]).exit_code == 2
     assert run("verify", "train.py:workload", "--plan", tmp_path / "none.json").exit_code == 2
+
+
+def written_files():
+    """How each command checks each of the files that it writes."""
+    for command in (*app.registered_commands, *checkpoint.commands.registered_commands):
+        hints = typing.get_type_hints(command.callback, include_extras=True)
+        for name, hint in hints.items():
+            kind, *given = typing.get_args(hint) if hasattr(hint, "__metadata__") else (None,)
+            is_path = kind is Path or Path in typing.get_args(kind)
+            if is_path and not given[0].exists and name not in ("records", "folder"):
+                label = f"{command.callback.__name__} {name}"
+                yield pytest.param(given[0].callback, id=label)
+
+
+@pytest.mark.parametrize("check", written_files())
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(check, tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "output", tmp_path):
+        with pytest.raises(typer.BadParameter, match="cannot write"):
+            check(path)
+    path = tmp_path / "new" / "folder" / "output"
+    assert check(path) == path
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "new"]
+
+
+def test_plan_creates_the_folder_of_the_plan(measured, tmp_path):
+    path = tmp_path / "missing" / "plan.json"
+    assert run("plan", measured, "--global-batch", 12, "-o", path).exit_code == 0
+    assert Plan.from_json(path).global_batch == 12
 
 
 def test_memory_limits_are_one_for_all_or_one_per_rank():
