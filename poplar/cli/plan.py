@@ -92,6 +92,7 @@ def plan(
         "recompute": recompute,
         "factored": factored,
         "host_state": host_state,
+        "leave_out": leave_out,
         "communication": communication,
     }
     with command_output(as_json=as_json, debug=debug) as result:
@@ -101,7 +102,7 @@ def plan(
             profile,
             global_batch=global_batch,
             policy=policy,
-            **{**request, "leave_out": leave_out},
+            **request,
             within=within,
         )
         chosen = by_stage[0]

@@ -21,7 +21,7 @@ from poplar.cli.options import of_rank
 from poplar.cli.output import command_output
 from poplar.cli.process_group import joined
 from poplar.cli.workload import Workload, load
-from poplar.planner.search import POLICIES
+from poplar.planner.search import CHOICES, POLICIES, plan_or_error
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.values.plan import Plan
@@ -158,6 +158,22 @@ def test_plan_compares_stages_and_policies(measured):
     assert set(document["policies"]) == set(POLICIES)
     assert len(document["stages"]) == 4
     assert document["plan"] == document["policies"]["exact"]
+
+
+def test_plans_are_compared_with_plans_of_the_same_choices(measured, monkeypatch):
+    given = {name: "never" if "never" in words else "int8" for name, words in CHOICES.items()}
+    del given["policy"]
+    asked = []
+
+    def recorded(profile, **request):
+        asked.append({name: request.get(name) for name in given})
+        return plan_or_error(profile, **request)
+
+    monkeypatch.setattr("poplar.cli.plan.plan_or_error", recorded)
+    options = [f"--{name.replace('_', '-')}={word}" for name, word in given.items()]
+    shown = run("plan", measured, "--global-batch", 24, "--compare", "--explain", *options)
+    assert shown.exit_code == 0, shown.output
+    assert asked == [given] * len(POLICIES)
 
 
 def test_plan_explains_bottleneck_changes_and_contributions(measured):
