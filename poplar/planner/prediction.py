@@ -261,11 +261,13 @@ def describe(
     fields = prediction.to_dict()
     if "simulated" in cluster.identity:
         del fields["step_interval"]  # nothing was measured: `poplar simulate` shows wider ones
+    transport = plan.transport or active_part(cluster, plan)[0].network.transport
+    plan = dataclasses.replace(plan, transport=transport, prediction=None)
     return dataclasses.replace(
         plan,
-        transport=plan.transport or active_part(cluster, plan)[0].network.transport,
         prediction={
             **fields,
+            "digest": plan.digest(),
             "devices": [device.name for device in cluster.devices],
             "memory_limit_bytes": [device.memory_bytes for device in cluster.devices],
             "policy": policy,
