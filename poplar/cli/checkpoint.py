@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poplar.cli.options import AsJson, Debug, one_of
+from poplar.cli.options import AsJson, Debug, one_of, writable
 from poplar.cli.output import Output, command_output
 from poplar.values.formatting import format_bytes
 
@@ -50,7 +50,9 @@ def inspect(
 @commands.command()
 def convert(
     folder: _Folder,
-    to_path: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
+    to_path: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The file to write.", callback=writable)
+    ],
     to: Annotated[
         str,
         typer.Option(

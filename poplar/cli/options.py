@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,6 +53,26 @@ def parse_stages(text: str) -> tuple[int, ...]:
             f"expected auto or stages from 0 to 3, as in 0,2; got {text!r}", param_hint="stage"
         )
     return tuple(sorted({int(part) for part in parts}))
+
+
+def writable(path: Path | None) -> Path | None:
+    """The file that a command will write, checked before its work; creates the file's folder.
+
+    Raises:
+        BadParameter: it cannot be written. Only rank 0 writes, and checks.
+    """
+    if path is None or os.environ.get("RANK", "0") != "0":
+        return path
+    reason: str | None = f"{path} is a folder" if path.is_dir() else None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror
+    if reason is None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "no permission"
+    if reason is not None:
+        raise typer.BadParameter(f"cannot write {path}: {reason}")
+    return path
 
 
 def _choice(name: str, description: str, metavar: str = "WHEN") -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from poplar.cli.options import AsJson, Debug, Device
+from poplar.cli.options import AsJson, Debug, Device, writable
 from poplar.cli.output import command_output
 
 CPU_RANKS = 2
@@ -22,7 +22,8 @@ CPU_NOTE = (
 def pair(
     minutes: Annotated[float, typer.Option(min=0.1, help="Approximate duration.")] = 5.0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write the row to.")
+        Path | None,
+        typer.Option("--output", "-o", help="The file to write the row to.", callback=writable),
     ] = None,
     device: Device = "auto",
     as_json: AsJson = False,

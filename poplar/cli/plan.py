@@ -23,6 +23,7 @@ from poplar.cli.options import (
     Recomputation,
     Stages,
     parse_stages,
+    writable,
 )
 from poplar.cli.output import Output, command_output
 from poplar.planner.explain import Explanation, explain
@@ -60,7 +61,8 @@ def plan(
     leave_out: LeavingOut = "auto",
     communication: Precisions = "exact",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write the plan to.")
+        Path | None,
+        typer.Option("--output", "-o", help="The file to write the plan to.", callback=writable),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also show the best plan of each stage and policy.")
@@ -90,6 +92,7 @@ def plan(
         "recompute": recompute,
         "factored": factored,
         "host_state": host_state,
+        "leave_out": leave_out,
         "communication": communication,
     }
     with command_output(as_json=as_json, debug=debug) as result:
@@ -99,7 +102,7 @@ def plan(
             profile,
             global_batch=global_batch,
             policy=policy,
-            **{**request, "leave_out": leave_out},
+            **request,
             within=within,
         )
         chosen = by_stage[0]

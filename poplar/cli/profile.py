@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from poplar.cli.options import AsJson, Debug, Device, Function, of_rank, parse_stages
+from poplar.cli.options import AsJson, Debug, Device, Function, of_rank, parse_stages, writable
 from poplar.cli.output import Output, command_output
 from poplar.values.formatting import format_bytes, format_rate, format_seconds
 from poplar.values.profile import ClusterProfile, DeviceProfile
@@ -17,7 +17,12 @@ def profile(
     function: Function,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The file to write; cluster.json unless --json."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="The file to write; cluster.json unless --json.",
+            callback=writable,
+        ),
     ] = None,
     max_batch: Annotated[
         int | None, typer.Option(min=1, help="Largest micro-batch to measure.")
@@ -39,6 +44,8 @@ def profile(
     For several ranks: torchrun --nproc-per-node 2 -m poplar profile train.py:workload
     """
     measured_stages = parse_stages(stages)
+    if output is None and not as_json:
+        output = writable(Path("cluster.json"))
     with command_output(as_json=as_json, debug=debug) as result:
         from poplar import profile_cluster
         from poplar.cli.process_group import chosen_device, joined
@@ -61,10 +68,9 @@ def profile(
             )
         result.document = cluster.to_dict()
         _show(result, cluster)
-        path = output if output is not None else None if as_json else Path("cluster.json")
-        if path is not None and rank == 0:
-            cluster.to_json(path)
-            result.show(f"written to {path}; next: poplar plan {path} --global-batch B")
+        if output is not None and rank == 0:
+            cluster.to_json(output)
+            result.show(f"written to {output}; next: poplar plan {output} --global-batch B")
 
 
 def _show(output: Output, cluster: ClusterProfile) -> None:

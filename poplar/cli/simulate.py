@@ -16,6 +16,7 @@ from poplar.cli.options import (
     Policy,
     Stages,
     parse_stages,
+    writable,
 )
 from poplar.cli.output import Output, command_output
 from poplar.hardware.cluster_file import ClusterFile
@@ -54,12 +55,17 @@ def simulate(
     policy: Policy = "exact",
     max_micro_batch: MaxMicroBatch = None,
     write_profile: Annotated[
-        Path | None, typer.Option(help="Where to write the simulated profile, for poplar plan.")
+        Path | None,
+        typer.Option(
+            help="Where to write the simulated profile, for poplar plan.", callback=writable
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Where to write a simulated step of the plan, for ui.perfetto.dev."
+            metavar="FILE",
+            help="Where to write a simulated step of the plan, for ui.perfetto.dev.",
+            callback=writable,
         ),
     ] = None,
     as_json: AsJson = False,

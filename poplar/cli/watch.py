@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from poplar.cli.options import Debug
+from poplar.cli.options import Debug, writable
 from poplar.cli.output import command_output
 from poplar.values.formatting import format_percent, format_seconds
 from poplar.watch.job import run
@@ -32,10 +34,12 @@ def watch(
     ],
     every: Annotated[float, typer.Option(min=0.5, help="Seconds between two tables.")] = 10.0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the summary here.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the summary here.", callback=writable),
     ] = None,
     html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a report here.")
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a report here.", callback=writable),
     ] = None,
     records: Annotated[
         Path | None,
@@ -48,7 +52,12 @@ def watch(
     The job is a script with DDP, FSDP2, DeepSpeed or Poplar, unchanged. Tables go to stderr. The
     exit code is that of the job. On several hosts, give each `poplar watch` the same --folder.
     """
-    with command_output(as_json=False, debug=debug), tempfile.TemporaryDirectory() as name:
+    if html_file is not None and find_spec("jinja2") is None:
+        raise typer.BadParameter("--html needs jinja2; pip install 'poplar-zero[report]'")
+    with (
+        command_output(as_json=False, debug=debug),
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,
+    ):
         console, folder = Console(stderr=True, highlight=False), (records or Path(name)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         if old := sorted(folder.glob("rank-*.jsonl")):
@@ -62,20 +71,28 @@ def watch(
                 console.print(table_of(verdict))
 
         status = run(command, folder, every, look)
-        verdict = judge(read_records(folder))
-        if verdict is None:
-            print(NOTHING_RECORDED, file=sys.stderr)
-        else:
-            console.print(table_of(verdict))
-            console.print(*verdict.sentences(), sep="\n", markup=False)
-            if json_file is not None:
-                text = json.dumps(verdict.to_dict(), indent=2)
-                json_file.write_text(text + "\n", encoding="utf-8")
-            if html_file is not None:
-                from poplar.monitoring.report import write_page
-
-                write_page(html_file, "watch.html", verdict=verdict)
+        # An error after the end of the job is printed, and does not replace its exit code.
+        with suppress(typer.Exit), command_output(as_json=False, debug=debug):
+            _conclude(judge(read_records(folder)), console, json_file, html_file)
     raise typer.Exit(status)
+
+
+def _conclude(
+    verdict: Verdict | None, console: Console, json_file: Path | None, html_file: Path | None
+) -> None:
+    """Show the verdict on a job that has ended, and write the files."""
+    if verdict is None:
+        print(NOTHING_RECORDED, file=sys.stderr)
+        return
+    console.print(table_of(verdict))
+    console.print(*verdict.sentences(), sep="\n", markup=False)
+    if json_file is not None:
+        text = json.dumps(verdict.to_dict(), indent=2)
+        json_file.write_text(text + "\n", encoding="utf-8")
+    if html_file is not None:
+        from poplar.monitoring.report import write_page
+
+        write_page(html_file, "watch.html", verdict=verdict)
 
 
 def table_of(verdict: Verdict) -> Table:

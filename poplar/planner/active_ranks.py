@@ -15,6 +15,7 @@ from itertools import product
 from typing import NamedTuple
 
 from poplar.planner.collective_costs import rate_seconds
+from poplar.planner.cost_model import check_plan
 from poplar.planner.encoded_costs import least_ratios
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
@@ -59,19 +60,22 @@ def without_ranks(cluster: ClusterProfile, ranks: Collection[int]) -> ClusterPro
         return cluster
     active = [rank for rank in range(cluster.world_size) if rank not in ranks]
     left, names = of_ranks(cluster, active), _hosts(cluster)
-    network, within = left.network, cluster.network.within_host_seconds
+    network, left_on = left.network, Counter(names[rank] for rank in active)
+    largest, before = max(left_on.values()), max(Counter(names).values())
+    fewer = (1.0 - 1.0 / largest) / (1.0 - 1.0 / before) if largest > 1 else 0.0
+    within = tuple(fewer * seconds for seconds in network.within_host_seconds)
+    is_measured = 1 < len(left_on) < left.world_size  # otherwise the field is empty
+    network = replace(network, within_host_seconds=within if is_measured else ())
     if len(set(network.hosts)) == 1:
         network = _within_one_host(network)
-    is_one_host = within and len({names[rank] for rank in active}) == 1 < len(set(names))
+    is_one_host = within and len(left_on) == 1 < len(set(names))
     if left.world_size == 1 or is_one_host:
         # Nothing that was measured between hosts concerns these ranks.
-        largest = max(Counter(names).values())
-        fewer = (1.0 - 1.0 / left.world_size) / (1.0 - 1.0 / largest) if is_one_host else 0.0
         reduced, gathered = within or (0.0, 0.0)
         network = replace(
             network,
-            reduce_scatter_seconds=fewer * reduced,
-            all_gather_seconds=fewer * gathered,
+            reduce_scatter_seconds=reduced,
+            all_gather_seconds=gathered,
             synchronization_seconds=_NO_RESIDUALS,
             step_seconds=_NO_RESIDUALS,
             collective_latency_seconds=(),
@@ -87,13 +91,9 @@ def active_part(cluster: ClusterProfile, plan: Plan) -> tuple[ClusterProfile, Pl
     """The cluster and the plan of the plan's active ranks alone.
 
     Raises:
-        ValueError: the plan is for another number of ranks.
+        ValueError: see `check_plan`.
     """
-    if plan.world_size != cluster.world_size:
-        raise ValueError(
-            f"the plan is for {plan.world_size} ranks, but the profile has {cluster.world_size}; "
-            "profile the ranks that will train"
-        )
+    check_plan(cluster, plan)
     if not plan.left_out:
         return cluster, plan
     return without_ranks(cluster, plan.left_out), plan.of_active_ranks()

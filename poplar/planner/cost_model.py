@@ -79,11 +79,7 @@ class StageCosts:
     def with_recomputed(
         self, measured: ClusterProfile, units: Sequence[frozenset[int]]
     ) -> StageCosts:
-        """These costs if every rank recomputes its `units`, on the `measured` cluster.
-
-        Raises:
-            ValueError: a rank whose passes were not measured with recomputation recomputes units.
-        """
+        """These costs if every rank recomputes its `units`, on the `measured` cluster."""
         if not any(units):
             return replace(self, cluster=measured, recomputed=())
         cluster = with_recomputed_units(measured, units)
@@ -416,32 +412,45 @@ class StageCosts:
         return Synchronization(latest, reducible)
 
 
-def hosting(cluster: ClusterProfile, parts: Sequence[float]) -> ClusterProfile:
-    """The cluster if every rank keeps this part of its optimizer state in host memory.
+def check_plan(cluster: ClusterProfile, plan: Plan) -> None:
+    """Raise ValueError unless a plan is for these ranks, and only uses what was measured on them.
 
-    Raises:
-        ValueError: that was not measured on a rank.
+    Call it before ranks that are left out are removed: the messages have the numbers of ranks.
     """
-    if not any(parts):
-        return cluster
-    devices = []
-    for rank, (device, part) in enumerate(zip(cluster.devices, parts, strict=True)):
+    if plan.world_size != cluster.world_size:
+        raise ValueError(
+            f"the plan is for {plan.world_size} ranks, but the profile has {cluster.world_size}; "
+            "profile the ranks that will train"
+        )
+    recomputing = {rank for unit in plan.units for rank in unit.recomputed_on}
+    for rank, device in enumerate(cluster.devices):
+        part = plan.part_on_host(rank)
         if part and device.host_optimizer_seconds is None:
             raise ValueError(
                 f"rank {rank} ({device.name}) keeps {part:.1%} of its optimizer state in host "
                 "memory, but the profile has no update there; profile again, or leave host_state "
                 "empty"
             )
-        devices.append(replace(device, state_on_host=part) if part else device)
+        if rank in recomputing and not device.recomputed_points:
+            raise ValueError(
+                f"rank {rank} ({device.name}) recomputes units, but the profile has no passes with "
+                "recomputation of this rank; profile again, or leave recomputed_on empty"
+            )
+
+
+def hosting(cluster: ClusterProfile, parts: Sequence[float]) -> ClusterProfile:
+    """The cluster if every rank keeps this part of its optimizer state in host memory."""
+    if not any(parts):
+        return cluster
+    devices = (
+        replace(device, state_on_host=part) if part else device
+        for device, part in zip(cluster.devices, parts, strict=True)
+    )
     return replace(cluster, devices=tuple(devices))
 
 
 def under_plan(cluster: ClusterProfile, plan: Plan) -> ClusterProfile:
-    """The cluster with the state in host memory and the communication of a plan.
-
-    Raises:
-        ValueError: see `hosting`.
-    """
+    """The cluster with the state in host memory and the communication of a plan."""
     cluster = hosting(cluster, plan.host_state)
     if plan.communication in (EXACT, cluster.communication):
         return cluster
@@ -460,11 +469,7 @@ def costs_of(cluster: ClusterProfile, plan: Plan) -> StageCosts:
         ValueError: the plan is for another number of ranks, names units that the profile does not
             have, or recomputes units or keeps state in host memory without measurements of that.
     """
-    if plan.world_size != cluster.world_size:
-        raise ValueError(
-            f"the plan is for {plan.world_size} ranks, but the profile has {cluster.world_size}; "
-            "profile the ranks that will train"
-        )
+    check_plan(cluster, plan)
     cluster = under_plan(cluster, plan)
     known = {name: unit for unit, name in enumerate(cluster.model.unit_names)}
     for unit in plan.units:

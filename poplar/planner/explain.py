@@ -185,7 +185,7 @@ def explain(
         error: relative error of a predicted step, at least 0. Smaller gains are not worth it. None:
             half of the interval of the plan's step.
         choices: `recompute`, `factored` and `host_state` of other plans, as for `search`. They
-            communicate as this one, as far as their stages can.
+            communicate as this one, as far as their stages can, and leave out no other ranks.
 
     Raises:
         DoesNotFit: the plan needs more memory than there is, or batches that were not measured.
@@ -202,8 +202,7 @@ def explain(
                 stages=stages,
                 policy=policy,
                 max_micro_batch=max_micro_batch,
-                **{**choices, "communication": plan.communication},
-                leave_out="never",
+                **{**choices, "communication": plan.communication, "leave_out": "never"},
             )
         return None
 

@@ -113,11 +113,18 @@ def shortfall_at(
 
 
 def shortfall_of(
-    costs: StageCosts, micro_batches: Sequence[Sequence[int]], shares: Sequence[float]
+    costs: StageCosts,
+    micro_batches: Sequence[Sequence[int]],
+    shares: Sequence[float],
+    numbers: Sequence[int] | None = None,
 ) -> Shortfall | None:
-    """What ranks lack for exactly these passes beside these shares; None: nothing."""
+    """What ranks lack for exactly these passes beside these shares; None: nothing.
+
+    `numbers` are the names of the ranks in the sentence; None: their positions.
+    """
     needed = costs.needed_bytes(micro_batches, shares)
-    return _shortfall(costs, list(map(Caps.of, micro_batches)), costs.owned(shares), needed)
+    caps = list(map(Caps.of, micro_batches))
+    return _shortfall(costs, caps, costs.owned(shares), needed, numbers)
 
 
 def missing_bytes(costs: StageCosts, rank: int, caps: Caps, share: float) -> float:
@@ -131,7 +138,11 @@ def _total_bytes(shortfall: Shortfall) -> float:
 
 
 def _shortfall(
-    costs: StageCosts, caps: Sequence[Caps], shares: Sequence[float], needed: Sequence[float]
+    costs: StageCosts,
+    caps: Sequence[Caps],
+    shares: Sequence[float],
+    needed: Sequence[float],
+    numbers: Sequence[int] | None = None,
 ) -> Shortfall | None:
     missing = [
         max(0.0, own - memory.limit) for own, memory in zip(needed, costs.memories, strict=True)
@@ -150,8 +161,9 @@ def _shortfall(
         state += (
             f"{'' if state else ' with the optimizer state'}, as far as possible in host memory"
         )
+    number = numbers[rank] if numbers else rank
     sentence = (
-        f"rank {rank} ({device.name}) needs at least {format_bytes(needed[rank])} "
+        f"rank {number} ({device.name}) needs at least {format_bytes(needed[rank])} "
         f"for {samples}{state}, but may use {format_bytes(memory.limit)} of "
         f"{format_bytes(device.memory_bytes)}: {format_bytes(missing[rank])} too little{base}"
     )

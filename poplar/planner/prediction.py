@@ -158,7 +158,7 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
     costs = costs_of(cluster, plan)
     memory = _memory_needed(costs, plan, numbers)
     owned = costs.owned(plan.shares)
-    missing = shortfall_of(costs, plan.micro_batches, plan.shares)
+    missing = shortfall_of(costs, plan.micro_batches, plan.shares, numbers)
     if missing is not None:
         raise DoesNotFit(
             f"the plan does not fit at stage {plan.stage}: {missing.sentence}; use smaller "
@@ -261,11 +261,13 @@ def describe(
     fields = prediction.to_dict()
     if "simulated" in cluster.identity:
         del fields["step_interval"]  # nothing was measured: `poplar simulate` shows wider ones
+    transport = plan.transport or active_part(cluster, plan)[0].network.transport
+    plan = dataclasses.replace(plan, transport=transport, prediction=None)
     return dataclasses.replace(
         plan,
-        transport=plan.transport or active_part(cluster, plan)[0].network.transport,
         prediction={
             **fields,
+            "digest": plan.digest(),
             "devices": [device.name for device in cluster.devices],
             "memory_limit_bytes": [device.memory_bytes for device in cluster.devices],
             "policy": policy,

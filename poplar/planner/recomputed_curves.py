@@ -37,17 +37,7 @@ def saved_part(model: ModelProfile, units: Collection[int]) -> float:
 def with_recomputed_units(
     cluster: ClusterProfile, units_by_rank: Sequence[Collection[int]]
 ) -> ClusterProfile:
-    """The cluster with the curves of devices that recompute these units.
-
-    Raises:
-        ValueError: a rank without measurements recomputes units.
-    """
-    for rank, (device, units) in enumerate(zip(cluster.devices, units_by_rank, strict=True)):
-        if units and not device.recomputed_points:
-            raise ValueError(
-                f"rank {rank} ({device.name}) recomputes units, but the profile has no passes with "
-                "recomputation of this rank; profile again, or leave recomputed_on empty"
-            )
+    """The cluster with the curves of devices that recompute these units."""
     model = cluster.model
     parts = [
         (recomputed_part(model, units), saved_part(model, units)) if units else (0.0, 0.0)

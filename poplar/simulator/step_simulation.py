@@ -58,7 +58,7 @@ def simulate(cluster: ClusterProfile, plan: Plan) -> Timeline:
         step_seconds=step,
         spans=whole.by_rank([spans[load] for load in loads], ()),
         busy_seconds=whole.by_rank([simulated[load].busy for load in loads], 0.0),
-        waiting_seconds=whole.by_rank([waiting[load] for load in loads], 0.0),
+        waiting_seconds=whole.by_rank([waiting[load] for load in loads], step),
     )
 
 

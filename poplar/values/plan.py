@@ -85,6 +85,7 @@ _PREDICTED: Mapping[str, Any] = {
     "optimality_gap": NonNegative | None,
     "devices": tuple[str, ...],
     "policy": str,
+    "digest": str,
 }
 """What programs read of `Plan.prediction`."""
 
@@ -136,7 +137,9 @@ class Plan(Document):
     """Ranks without samples, passes and shares, which take no part in any collective of a step. The
     other ranks are the active ones."""
     prediction: Mapping[str, Any] | None = field(default=None, compare=False)
-    """The planner's prediction, as JSON values; ignored by equality, hash and digest."""
+    """The planner's prediction, as JSON values; ignored by equality, hash and digest. Its `digest`
+    is that of the plan it was made for: a plan that differs, as one made by `replace` or an edited
+    file, has no prediction."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -183,6 +186,9 @@ class Plan(Document):
         self.communication.check(self.stage, host_state=bool(self.host_state))
         self._check_left_out(shares)
         self._check_passes()
+        of_plan = (self.prediction or {}).get("digest")
+        if of_plan is not None and of_plan != self.digest():
+            object.__setattr__(self, "prediction", None)
 
     def _check_left_out(self, shares: Mapping[str, Sequence[float]]) -> None:
         """Check that ranks that are left out have nothing; `shares` by their owner's name."""

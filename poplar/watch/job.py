@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def run(command: Sequence[str], folder: Path, every: float, look: Callable[[], N
         command: the program and its arguments, as a shell would start it.
         folder: where the ranks write their records.
         every: seconds between two calls of `look`.
-        look: called while the job runs.
+        look: called while the job runs. Its errors are printed once, and the job runs on.
 
     Raises:
         ValueError: there is no such program.
@@ -36,13 +37,19 @@ def run(command: Sequence[str], folder: Path, every: float, look: Callable[[], N
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to the job, too
     signal.signal(signal.SIGTERM, lambda *_: job.terminate())
+    printed: set[str] = set()
     try:
         while True:
             try:
                 status = job.wait(every)
                 return status if status >= 0 else 128 - status
             except subprocess.TimeoutExpired:
-                look()
+                try:
+                    look()
+                except Exception as error:  # the job must not be left alone
+                    if repr(error) not in printed:
+                        print(f"poplar watch: {error!r}", file=sys.stderr)
+                    printed.add(repr(error))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

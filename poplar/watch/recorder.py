@@ -8,8 +8,8 @@ Times on a CUDA device are events, read when the device has passed them; the hos
 A file `rank-N.jsonl` has a header and one line per step, with times in microseconds of the clock of
 the host:
 
-    {"k": step, "t": [begin, end], "n": samples, "data": duration, "optimizer": duration,
-     "waits": [[key, issued, begin, end], ...]}
+    {"k": step, "t": [begin, end], "n": samples, "batches": count, "data": duration,
+     "optimizer": duration, "waits": [[key, issued, begin, end], ...]}
 
 `key` names a collective of the step: it is the same on all ranks. A file that has become large
 starts again, so a long job needs little space.
@@ -146,6 +146,7 @@ class _Step:
             "k": self.number,
             "t": [micros(self.begin), micros(self.end)],
             "n": self.samples,
+            "batches": len(self.data),
             "data": sum(micros(end) - micros(begin) for begin, end in self.data),
             "optimizer": sum(end - begin for begin, end in updates) - waited,
             "waits": waits,

@@ -39,6 +39,8 @@ class StepRecord:
     end: float
     samples: int
     """0: unknown."""
+    batches: int
+    """That were drawn; several with gradient accumulation. 0: unknown."""
     data: float
     """Seconds until the batch was there."""
     optimizer: float
@@ -91,6 +93,7 @@ def _step_of(values: dict[str, Any]) -> StepRecord:
         begin=begin,
         end=end,
         samples=values["n"],
+        batches=values["batches"],
         data=1e-6 * values["data"],
         optimizer=1e-6 * values["optimizer"],
         waits=tuple(

@@ -6,6 +6,7 @@ rank has issued a collective, the others wait for that rank; from then on it is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median, pstdev
@@ -25,16 +26,29 @@ PARTS = 8
 """Parts of the run whose gains are compared."""
 
 ADVICE = {
-    "DDP": ("passes = poplar.integrations.ddp.UnequalPasses(model, plan)", "ddp-and-fsdp2"),
-    "FSDP2": ("passes = poplar.integrations.fsdp2.UnequalPasses(model, plan)", "ddp-and-fsdp2"),
+    "DDP": (
+        "poplar.integrations.ddp",
+        "passes = poplar.integrations.ddp.UnequalPasses(model, plan)",
+        "ddp-and-fsdp2",
+    ),
+    "FSDP2": (
+        "poplar.integrations.fsdp2",
+        "passes = poplar.integrations.fsdp2.UnequalPasses(model, plan)",
+        "ddp-and-fsdp2",
+    ),
     "DeepSpeed": (
+        "poplar",
         "optimizer = poplar.HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan)",
         "which-integration",
     ),
-    "Trainer": ("trainer = PoplarTrainer(...)  # instead of Trainer", "transformers"),
-    "Poplar": ("optimizer.apply_plan(plan)", "slow-rank"),
+    "Trainer": (
+        "poplar.integrations.transformers",
+        "trainer = poplar.integrations.transformers.PoplarTrainer(...)  # instead of Trainer",
+        "transformers",
+    ),
+    "Poplar": ("poplar", "optimizer.apply_plan(plan)", "slow-rank"),
 }
-"""By engine: the line that uses a plan, and the guide."""
+"""By engine: the module that is imported, the line that uses a plan, and the guide."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +67,8 @@ class RankTime:
     """By rank that it waited for."""
     samples: float
     """0: unknown."""
+    batches: float
+    """That were drawn; several with gradient accumulation. 0: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +86,7 @@ class Verdict:
     waiting_fraction: float
     """Of the waiting rank's time; of a step if the cause is the network."""
     batches: tuple[int, ...]
-    """Samples per rank that would be fastest."""
+    """Samples per rank that would be fastest; of 1000 together if those of now are unknown."""
     gain: float
     """Seconds of a step now over those with `batches`."""
     gain_spread: float
@@ -112,15 +128,29 @@ class Verdict:
         gain = f"{self.gain:.2f}x +- {self.gain_spread:.2f}"
         if not self.advised:
             return [f"{found} A plan would give {gain}, too little to change anything."]
-        line, guide = ADVICE[self.engine]
-        batches = ",".join(map(str, self.batches))
-        stage = {"DDP": "0", "FSDP2": "3"}.get(self.engine, "...")  # of the others it is unknown
+        module, line, guide = ADVICE[self.engine]
         return [
-            f"{found} A plan would give {gain} here: change these two lines.",
-            f'    plan = poplar.Plan.manual("{batches}", stage={stage})  # or autotune(...)',
+            f"{found} A plan would give {gain} here: change these lines.",
+            f"    import {module}",
+            f"    plan = {self._plan()}",
             f"    {line}",
             f"    See docs/guides/{guide}.md.",
         ]
+
+    def _plan(self) -> str:
+        """A call that returns a plan with `batches`, with `...` for what is unknown."""
+        stage = {"DDP": "0", "FSDP2": "3"}.get(self.engine, "...")
+        known = [time for time in self.ranks if time.samples]
+        if known and all(time.batches <= 1 for time in known):
+            batches = ",".join(map(str, self.batches))
+            return f'poplar.Plan.manual("{batches}", stage={stage})  # or autotune(...)'
+        total = sum(self.batches) if known else "..."
+        # As large as now: a larger micro-batch may not fit.
+        largest = max((math.ceil(time.samples / time.batches) for time in known), default="...")
+        return (
+            f"poplar.Plan.proportional({list(self.batches)}, global_batch={total}, stage={stage}, "
+            f"max_micro_batch={largest})"
+        )
 
 
 def judge(ranks: Sequence[RankRecord]) -> Verdict | None:
@@ -185,6 +215,7 @@ def _times(
                     mean(waits[place][0][other] for waits in waited) for other in range(len(ranks))
                 ),
                 samples=median(step.samples for step in own),
+                batches=median(step.batches for step in own),
             )
         )
     return tuple(times)
@@ -230,7 +261,7 @@ def _gain(times: Sequence[RankTime]) -> tuple[float, tuple[int, ...]]:
     """
     samples = [time.samples for time in times]
     if not any(samples):  # unknown: as many everywhere
-        samples = [_UNKNOWN_SAMPLES] * len(times)
+        samples = [_UNKNOWN_SAMPLES / len(times)] * len(times)
     fixed = [time.input + time.optimizer for time in times]
     each = [
         max(time.compute, 1e-6) / n if n else _IDLE_SECONDS
@@ -244,6 +275,7 @@ def _gain(times: Sequence[RankTime]) -> tuple[float, tuple[int, ...]]:
 
 
 _UNKNOWN_SAMPLES = 1000.0
+"""Of all ranks."""
 _IDLE_SECONDS = 1e3
 """Per sample of a rank without samples: nothing is known of its speed, so it gets none."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 import poplar
+from poplar.cli import checkpoint
 from poplar.cli.app import app
 from poplar.cli.options import of_rank
 from poplar.cli.output import command_output
 from poplar.cli.process_group import joined
 from poplar.cli.workload import Workload, load
-from poplar.planner.search import POLICIES
+from poplar.planner.search import CHOICES, POLICIES, plan_or_error
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.values.plan import Plan
@@ -156,6 +158,22 @@ def test_plan_compares_stages_and_policies(measured):
     assert set(document["policies"]) == set(POLICIES)
     assert len(document["stages"]) == 4
     assert document["plan"] == document["policies"]["exact"]
+
+
+def test_plans_are_compared_with_plans_of_the_same_choices(measured, monkeypatch):
+    given = {name: "never" if "never" in words else "int8" for name, words in CHOICES.items()}
+    del given["policy"]
+    asked = []
+
+    def recorded(profile, **request):
+        asked.append({name: request.get(name) for name in given})
+        return plan_or_error(profile, **request)
+
+    monkeypatch.setattr("poplar.cli.plan.plan_or_error", recorded)
+    options = [f"--{name.replace('_', '-')}={word}" for name, word in given.items()]
+    shown = run("plan", measured, "--global-batch", 24, "--compare", "--explain", *options)
+    assert shown.exit_code == 0, shown.output
+    assert asked == [given] * len(POLICIES)
 
 
 def test_plan_explains_bottleneck_changes_and_contributions(measured):
@@ -306,6 +324,35 @@ def test_missing_files_exit_with_2(tmp_path):
     for command in (["plan", "--global-batch", "8"], ["report"]):
         assert run(command[0], tmp_path / "none.json", *command[1:]).exit_code == 2
     assert run("verify", "train.py:workload", "--plan", tmp_path / "none.json").exit_code == 2
+
+
+def written_files():
+    """How each command checks each of the files that it writes."""
+    for command in (*app.registered_commands, *checkpoint.commands.registered_commands):
+        hints = typing.get_type_hints(command.callback, include_extras=True)
+        for name, hint in hints.items():
+            kind, *given = typing.get_args(hint) if hasattr(hint, "__metadata__") else (None,)
+            is_path = kind is Path or Path in typing.get_args(kind)
+            if is_path and not given[0].exists and name not in ("records", "folder"):
+                label = f"{command.callback.__name__} {name}"
+                yield pytest.param(given[0].callback, id=label)
+
+
+@pytest.mark.parametrize("check", written_files())
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(check, tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "output", tmp_path):
+        with pytest.raises(typer.BadParameter, match="cannot write"):
+            check(path)
+    path = tmp_path / "new" / "folder" / "output"
+    assert check(path) == path
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "new"]
+
+
+def test_plan_creates_the_folder_of_the_plan(measured, tmp_path):
+    path = tmp_path / "missing" / "plan.json"
+    assert run("plan", measured, "--global-batch", 12, "-o", path).exit_code == 0
+    assert Plan.from_json(path).global_batch == 12
 
 
 def test_memory_limits_are_one_for_all_or_one_per_rank():

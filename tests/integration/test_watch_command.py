@@ -65,3 +65,40 @@ def test_slow_input_of_a_rank_is_found_and_the_exit_status_is_that_of_the_job(
     assert verdict["ranks"][1]["input"] >= 4 * 0.03
     assert verdict["sentences"][0] in (tmp_path / "report.html").read_text().replace("&#39;", "'")
     assert verdict["sentences"][0] in " ".join(capsys.readouterr().err.split())
+
+
+DAMAGED = """
+import os, pathlib, sys, time
+pathlib.Path(os.environ["POPLAR_WATCH"], "rank-0.jsonl").write_text('{}\\n{"k": 1}\\n')
+time.sleep(1.0)
+pathlib.Path("ended").touch()
+sys.exit(3)
+"""
+
+
+def test_records_that_cannot_be_read_do_not_end_the_watch_of_a_job(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(typer.Exit) as end:
+        watch([sys.executable, "-S", "-c", DAMAGED], every=0.1)
+    assert (end.value.exit_code, (tmp_path / "ended").exists()) == (3, True)
+    assert capsys.readouterr().err.count("KeyError") == 2  # while it runs, and at the end
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_exit_status_of_the_job(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    (tmp_path / "job.py").write_text(JOB)
+    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "store")]
+    with pytest.raises(typer.Exit) as end:
+        watch(command, every=100.0, json_file=tmp_path)
+    assert end.value.exit_code == 3
+    assert "Is a directory" in capsys.readouterr().err
+
+
+def test_a_report_without_jinja2_is_refused_before_the_job_starts(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    started = tmp_path / "started"
+    with pytest.raises(typer.BadParameter, match=r"pip install 'poplar-zero\[report\]'"):
+        watch(["touch", str(started)], html_file=tmp_path / "report.html")
+    assert not started.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -171,6 +172,33 @@ def test_the_numbers_of_ranks_after_a_left_out_one_stay():
     assert timeline.step_seconds == pytest.approx(prediction.step_seconds, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "rank 2 .* needs at least"),
+        ({"global_batch": 40, "micro_batches": ((), (4,), (36,))}, "rank 2 .*: a micro-batch of"),
+        ({"units": (UnitPlan("block", recomputed_on=(2,)),)}, "rank 2 .* recomputes units"),
+        ({"host_state": (0.0, 0.0, 0.5)}, "rank 2 .* keeps 50.0%"),
+    ],
+)
+@pytest.mark.parametrize("function", [predict, simulate, explain])
+def test_a_refused_plan_names_the_rank_as_the_plan_does(function, changes, message):
+    model = dataclasses.replace(MODEL, unit_names=("root", "block", "c", "d"), resident_units=(0,))
+    devices = (device(1.0), device(1.0), device(1.0, memory=10**7))
+    cluster = flat_cluster((1.0,) * 3, (0.1,) * 3)
+    cluster = dataclasses.replace(cluster, model=model, devices=devices)
+    fields = {"stage": 1, "global_batch": 8, "micro_batches": ((), (4,), (4,)), "left_out": (0,)}
+    with pytest.raises(ValueError, match=message):
+        function(cluster, Plan(shares=(0.0, 0.5, 0.5), **{**fields, **changes}))
+
+
+def test_a_rank_that_is_left_out_waits_for_the_whole_step():
+    plan = Plan(stage=1, global_batch=8, micro_batches=((), (8,)), shares=(0.0, 1.0), left_out=(0,))
+    timeline = simulate(flat_cluster((1.0, 1.0), (0.1, 0.1)), plan)
+    assert timeline.waiting_seconds[0] == timeline.step_seconds
+    assert timeline.communication_seconds[0] == 0.0
+
+
 def test_ranks_of_one_host_communicate_as_measured_within_hosts():
     """The rates of all links are those of the slow one, because all ranks were measured at once."""
     cluster = flat_cluster((4.0,) * 4, (30.0,) * 4)
@@ -189,6 +217,39 @@ def test_ranks_of_one_host_communicate_as_measured_within_hosts():
     assert host.step_seconds == (0.0,) * 4
     assert not host.collective_latency_seconds
     assert search(cluster, global_batch=12).left_out == (3,)
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abb", "aabb", "aaabb"])
+def test_ranks_left_out_in_turn_are_as_if_left_out_at_once(hosts):
+    cluster = flat_cluster((4.0,) * len(hosts), (30.0,) * len(hosts))
+    cluster = dataclasses.replace(
+        cluster,
+        devices=tuple(device(4.0, host=host) for host in hosts),
+        network=dataclasses.replace(cluster.network, within_host_seconds=(0.2, 0.1)),
+    )
+    for order in itertools.permutations(range(len(hosts))):
+        in_turn, left = cluster, list(range(len(hosts)))
+        for rank in order[:-1]:
+            in_turn = without_ranks(in_turn, (left.index(rank),))
+            left.remove(rank)
+            at_once = without_ranks(cluster, set(range(len(hosts))) - set(left)).network
+            names = {hosts[rank] for rank in left}
+            assert bool(at_once.within_host_seconds) == (1 < len(names) < len(left))
+            for name in ("within_host_seconds", "reduce_scatter_seconds", "all_gather_seconds"):
+                both = getattr(in_turn.network, name), getattr(at_once, name)
+                assert both[0] == pytest.approx(both[1]), (name, left)
+
+
+def test_a_plan_without_the_second_rank_of_a_host_is_explained():
+    cluster = flat_cluster((4.0, 0.1, 4.0), (0.1,) * 3)
+    cluster = dataclasses.replace(
+        cluster,
+        devices=(device(4.0, host="a"), device(0.1, host="a"), device(4.0, host="b")),
+        network=dataclasses.replace(cluster.network, within_host_seconds=(0.02, 0.02)),
+    )
+    plan = search(cluster, global_batch=12)
+    assert plan.left_out == (1,)
+    assert {one.ranks for one in explain(cluster, plan).contributions} == {(2,)}
 
 
 def test_a_rank_without_memory_for_the_state_is_left_out():

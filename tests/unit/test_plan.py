@@ -89,6 +89,26 @@ def test_the_prediction_is_ignored_by_equality_hash_and_digest():
     assert plan.digest() == spelled_out().digest()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stage": 3},
+        {"micro_batches": ((5, 0), (3, 2), (0, 2))},
+        {"shares": (0.5, 0.25, 0.25)},
+        {"units": (UnitPlan("layers.0"),)},
+        {"transport": "shared_memory"},
+    ],
+)
+def test_a_prediction_belongs_to_one_plan(changes):
+    plan = spelled_out(prediction={"step_seconds": 1.5, "digest": spelled_out().digest()})
+    assert plan.prediction["step_seconds"] == 1.5
+    assert Plan.from_dict(plan.to_dict()).prediction == plan.prediction
+    changed = dataclasses.replace(plan, **changes)
+    assert changed.prediction is None
+    edited = {**plan.to_dict(), **{name: changed.to_dict()[name] for name in changes}}
+    assert "predicted" not in str(Plan.from_dict(edited))
+
+
 def test_different_plans_have_different_digests():
     different = [
         spelled_out(),

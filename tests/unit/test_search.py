@@ -251,6 +251,7 @@ def test_max_micro_batch_limits_every_rank():
 
 def test_the_prediction_names_devices_limits_and_policy():
     plan = search(cluster_of(device(2.0), device()), global_batch=8)
+    assert plan.prediction["digest"] == plan.digest()
     assert plan.prediction["devices"] == ["device of speed 2.0", "device of speed 1.0"]
     assert plan.prediction["memory_limit_bytes"] == [10**9, 10**9]
     assert plan.prediction["policy"] == "exact"

@@ -10,12 +10,15 @@ import pytest
 
 from poplar.watch.job import run
 from poplar.watch.records import RankRecord, StepRecord, Wait, align_clocks, read_records
-from poplar.watch.verdict import COMPUTE, INPUT, NETWORK, judge
+from poplar.watch.verdict import ADVICE, COMPUTE, INPUT, NETWORK, judge
 
 STEPS, SAMPLES = 40, 12
 
 
-def records(compute, *, data=None, network=0.01, offsets=None, jitter=0.0, engine="DDP"):
+def records(
+    compute, *, data=None, network=0.01, offsets=None, jitter=0.0, engine="DDP", samples=SAMPLES,
+    batches=1,
+):  # fmt: skip
     """Ranks that begin together and meet in one all-reduce, then update for 5 ms.
 
     By rank: seconds of compute and of input, and by how much its clock is ahead.
@@ -35,7 +38,8 @@ def records(compute, *, data=None, network=0.01, offsets=None, jitter=0.0, engin
                 number=number,
                 begin=begin + ahead,
                 end=end + 0.005 + ahead,
-                samples=SAMPLES,
+                samples=samples,
+                batches=batches,
                 data=data[rank],
                 optimizer=0.005,
                 waits=(wait,),
@@ -68,6 +72,34 @@ def test_slow_rank_is_named_with_the_gain_of_the_best_batches():
     assert "47% of rank 0's time is waiting for ranks 1-2, whose compute" in text
     assert 'Plan.manual("18,9,9", stage=0)' in text
     assert "1.30x +- 0.00" in text
+
+
+@pytest.mark.parametrize("engine", ADVICE)
+@pytest.mark.parametrize(
+    ("samples", "batches", "passes"),
+    [
+        (12, 1, ((18,), (9,), (9,))),
+        (12, 3, ((2, 4, 4, 4, 4), (1, 4, 4), (1, 4, 4))),
+        (0, 0, ((18,), (9,), (9,))),
+    ],
+    ids=["one batch", "gradient accumulation", "unknown batches"],
+)
+def test_the_advice_runs_and_gives_a_plan_of_the_known_batches(engine, samples, batches, passes):
+    verdict = judge(records([0.1, 0.2, 0.2], engine=engine, samples=samples, batches=batches))
+    _, module, plan, use, _ = map(str.strip, verdict.sentences())
+    pytest.importorskip("transformers" if engine == "Trainer" else "torch")
+    names = {}
+    exec(module, names)
+    optimizer = names["poplar"].HeteroZeroOptimizer
+    function = use.partition("(")[0].rpartition("= ")[2]
+    assert callable(eval(function, {**names, "optimizer": optimizer}))
+    stage = "0" if engine == "DDP" else "3" if engine == "FSDP2" else "..."
+    assert f"stage={stage}" in plan
+    if not samples:
+        assert ("global_batch=...," in plan, "max_micro_batch=...)" in plan) == (True, True)
+        plan = plan.replace("_batch=...", "_batch=36")
+    exec(plan.replace(f"stage={stage}", "stage=0"), names)
+    assert names["plan"].micro_batches == passes
 
 
 def test_only_the_slowest_of_three_speeds_is_named():
@@ -130,7 +162,7 @@ def test_records_are_read_while_a_line_is_being_written(tmp_path):
         "device": "CPU",
     }
     step = {
-        "k": 7, "t": [1_000_000, 3_000_000], "n": 4, "data": 500_000, "optimizer": 0,
+        "k": 7, "t": [1_000_000, 3_000_000], "n": 4, "batches": 2, "data": 500_000, "optimizer": 0,
         "waits": [["0/0", 1_500_000, 2_000_000, 2_500_000]],
     }  # fmt: skip
     text = "\n".join(json.dumps(line, separators=(",", ":")) for line in (header, step, step))
@@ -138,7 +170,7 @@ def test_records_are_read_while_a_line_is_being_written(tmp_path):
     (rank,) = read_records(tmp_path)
     assert rank.steps == (
         StepRecord(
-            number=7, begin=1.0, end=3.0, samples=4, data=0.5, optimizer=0.0,
+            number=7, begin=1.0, end=3.0, samples=4, batches=2, data=0.5, optimizer=0.0,
             waits=(Wait(key="0/0", issued=1.5, begin=2.0, end=2.5),),
         ),
     )  # fmt: skip
