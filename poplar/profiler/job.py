@@ -19,8 +19,8 @@ import poplar
 from poplar.data import pytree
 from poplar.data.lengths import SampleLengths, at_length, padded_length
 from poplar.profiler import memory_limit
-from poplar.profiler.compilation import is_compiled
 from poplar.profiler.memory_limit import MemoryLimit
+from poplar.profiler.model_settings import settings_by_module
 from poplar.system import devices, host_limits
 from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, STRATEGIES
 from poplar.zero import setup
@@ -176,6 +176,7 @@ class Job:
             "max_batch": self.max_batch,
             "memory_limit": self.memory_limit,
             "example": " ".join(shapes),
+            "structure": digest([str(self.model), settings_by_module(self.model)]),
         }
 
     def identity(
@@ -196,16 +197,9 @@ class Job:
             {key: value for key, value in options.items() if key not in _ONLY_VALUES}
             for options in shared["optimizer options"]
         ]
-        # Flags and strings of modules, such as the training mode, and what is compiled.
-        switches = [
-            {key: value for key, value in vars(module).items() if isinstance(value, (bool, str))}
-            | ({"compiled": True} if is_compiled(module) else {})
-            for module in self.model.modules()
-        ]
         tensors = [shared[name] for name in ("model", "buffers", setup.OPAQUE)]
         identity = {
             "model": f"{type(self.model).__name__} {digest(tensors)}",
-            "structure": digest([str(self.model), switches]),
             "units": digest(shared["units"]),
             "optimizer": f"{shared['optimizer']} {timed_options} {shared['granularity']}",
             "compute_dtype": str(dtype if dtype is not None else "as the model is"),

@@ -80,7 +80,8 @@ _MUST_MATCH = (
     "example",
     "device",
 )
-"""Entries of a profile's identity that must be those of this job."""
+"""Entries of a profile's identity that must be those of this job. The structure is not among them:
+it has the counters of modules, and forwards since the profile may have changed them."""
 
 
 @dataclass(frozen=True)

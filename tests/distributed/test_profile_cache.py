@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,9 @@ def asked_for(folder: str, spec: ModelSpec = SMALL, **changes: Any) -> dict[str,
     }
 
 
-def identity() -> dict[str, str]:
-    """The identity of the usual job."""
-    usual = asked_for("")
+def identity(prepare: Callable[[], dict[str, Any]] = dict) -> dict[str, str]:
+    """The identity of the usual job with changes."""
+    usual = asked_for("", **prepare())
     model, loss_fn, example = (usual.pop(name) for name in ("model", "loss_fn", "example_batch"))
     job = Job.of(model, loss_fn, example, **usual)
     return dict(Session(job, Group.of(job.process_group, job.timeout)).identity)
@@ -257,6 +257,15 @@ def test_cache_can_be_disabled(ranks: Pool, saved_file: Path):
     assert sources(ranks.run(where_from, str(saved_file.parents[1]), no_cache)) == [MEASURED] * 4
 
 
+def with_the_number_of_the_rank() -> dict[str, Any]:
+    return with_settings(rank=harness.rank(), is_first=harness.rank() == 0)
+
+
+def test_identity_of_models_that_differ_by_rank_is_the_same_on_all_ranks(ranks: Pool):
+    first, *others = ranks.run(identity, with_the_number_of_the_rank)
+    assert others == [first] * 3
+
+
 # Not used: another request
 
 
@@ -295,6 +304,20 @@ def another_device() -> dict[str, Any]:
     return _patch(devices, "describe", lambda device: replace(before(device), **other))
 
 
+@dataclass
+class Settings:
+    """As of a model; `attention` decides which kernels run."""
+
+    attention: str = "eager"
+
+
+def with_settings(**settings: Any) -> dict[str, Any]:
+    """The usual model, whose head has these attributes."""
+    model = models.build(SMALL)
+    vars(model.head).update(settings)
+    return {"model": model}
+
+
 CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
     "wider": lambda: {"spec": replace(SMALL, hidden=67)},
     "deeper": lambda: {"spec": replace(SMALL, blocks=2)},
@@ -302,6 +325,12 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
     "another dtype": lambda: {"spec": replace(SMALL, dtype=torch.bfloat16)},
     "partly frozen": lambda: frozen_or_checkpointed(trains=False),
     "checkpointing": frozen_or_checkpointed,
+    "a number in a module": lambda: with_settings(depth=40),
+    "a text in a module of one rank": lambda: with_settings(
+        **({"attention": "eager"} if harness.rank() == 2 else {})
+    ),
+    "a tuple in a module": lambda: with_settings(window=(128, None)),
+    "a config in a module": lambda: with_settings(config=Settings("sdpa")),
     "computing in bf16": lambda: {"compute_dtype": torch.bfloat16},
     "reducing in bf16": lambda: {"reduce_dtype": torch.bfloat16},
     "SGD": lambda: {"optimizer_class": torch.optim.SGD},
