@@ -184,6 +184,7 @@ class Job:
         checked: setup.Request,
         dtype: torch.dtype | None,
         by_rank: Sequence[Mapping[str, Any]],
+        backend: str | None,
     ) -> dict[str, str]:
         """What a profile is valid for. The time budget and the values of an update do not matter.
 
@@ -191,6 +192,7 @@ class Job:
             checked: what the engine's check returned.
             dtype: the compute dtype; None: that of the model.
             by_rank: what `may_differ` returned.
+            backend: for tensors of the device; the default transport follows from it.
         """
         shared, equal = checked.identity(), self.must_be_equal()
         timed_options = [
@@ -205,6 +207,7 @@ class Job:
             "compute_dtype": str(dtype if dtype is not None else "as the model is"),
             "reduce_dtype": str(checked.reduce_dtype),
             "world_size": str(len(by_rank)),
+            "backend": str(backend),
         }
         identity |= {key: str(equal[key]) for key in ("stages", "max_norm", "loss_fn", "versions")}
         if self.lengths is not None:

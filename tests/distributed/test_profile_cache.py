@@ -348,6 +348,7 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
     "another poplar": lambda: _patch(poplar, "__version__", "99.0"),
     "another torch": lambda: _patch(torch, "__version__", "99.0"),
     "another device": another_device,
+    "another backend": lambda: _patch(Group, "backend_for", lambda group, device: "another"),
 }
 
 

@@ -299,7 +299,9 @@ def test_no_plan_fits_names_rank_and_bytes(ranks: Pool):
 
 
 def test_profile_of_another_job_raises(ranks: Pool, measured):
-    elsewhere = replace(measured, identity={**measured.identity, "device": "Another 9000"})
+    def measured_with(**entries: str) -> dict[str, Any]:
+        return {"profile": replace(measured, identity={**measured.identity, **entries})}
+
     wider = models.build(replace(SMALL, hidden=67))
     refused = [
         ({"model": wider}, "another model: measured 'Perceptron .*', here 'Perceptron "),
@@ -310,7 +312,8 @@ def test_profile_of_another_job_raises(ranks: Pool, measured):
             "another optimizer: measured .*AdamW.* here .*SGD.*",
         ),
         ({"amsgrad": True}, "another optimizer: measured"),
-        ({"profile": elsewhere}, "another device: measured 'Another 9000', here"),
+        (measured_with(device="Another 9000"), "another device: measured 'Another 9000', here"),
+        (measured_with(backend="nccl"), "another backend: measured 'nccl', here 'gloo'"),
     ]
     assert_all_raise(
         ranks,
