@@ -202,7 +202,7 @@ class Job:
         by_rank: Sequence[Mapping[str, Any]],
         backend: str | None,
     ) -> dict[str, str]:
-        """What a profile is valid for. The time budget and the values of an update do not matter.
+        """What a profile is valid for, beside its time budget. Values of an update do not matter.
 
         Args:
             checked: what the engine's check returned.

@@ -145,7 +145,7 @@ def profiled_twice(folder: str) -> tuple[bool, list[int]]:
         before = loss.calls
         profiles.append(poplar.profile_cluster(**asked_for(folder, loss_fn=loss, max_batch=2)))
         calls.append(loss.calls - before)
-    return profiles[0] == profiles[1], calls
+    return profiles[0] == profiles[1] and profiles[0].budget_seconds == 0.5, calls
 
 
 def test_second_profile_comes_from_the_cache(ranks: Pool, tmp_path: Path):
@@ -182,6 +182,22 @@ def test_cached_profile_gives_no_warning(ranks: Pool, saved_file: Path):
 
 def test_empty_cache_gives_no_warning(ranks: Pool, tmp_path: Path):
     assert ranks.run(where_from, str(tmp_path)) == [(MEASURED, [])] * 4
+
+
+def with_more_time() -> dict[str, Any]:
+    return {"seconds": 0.7}
+
+
+def with_much_more_time() -> dict[str, Any]:
+    return {"seconds": 0.75}
+
+
+def test_profile_of_a_much_smaller_time_budget_is_measured_again(
+    ranks: Pool, usual_identity: dict[str, str], tmp_path: Path
+):
+    Cache(tmp_path).save(replace(a_profile(usual_identity), budget_seconds=0.5), {})
+    for prepare, source in [(with_more_time, CACHED), (with_much_more_time, MEASURED)]:
+        assert ranks.run(where_from, str(tmp_path), prepare) == [(source, [])] * 4
 
 
 def with_other_values_in_the_update() -> dict[str, Any]:
