@@ -134,14 +134,17 @@ class Group:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
+    def backend_for(self, device: torch.device) -> str | None:
+        """The name of the backend for tensors of this device; None: there is none."""
+        return self._backends.get(device.type)
+
     def is_on_host(self, device: torch.device) -> bool:
         """Whether the backend for tensors of this device is a CPU backend."""
-        return self._backends.get(device.type) == _HOST_BACKEND
+        return self.backend_for(device) == _HOST_BACKEND
 
     def supports(self, device: torch.device) -> bool:
         """Whether the backend for this device is made for its tensors, as NCCL is for CUDA."""
-        backend = self._backends.get(device.type)
-        return device.type == "cpu" or backend not in (None, _HOST_BACKEND)
+        return device.type == "cpu" or self.backend_for(device) not in (None, _HOST_BACKEND)
 
     def report(self, reason: str) -> None:
         """Report that a collective of this rank has failed to ranks that share no memory."""

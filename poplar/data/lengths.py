@@ -45,6 +45,12 @@ def checked_lengths(lengths: Iterable[float] | Tensor, samples: int | None = Non
     return values
 
 
+def check_quantile(quantile: float) -> None:
+    """Raise ValueError if `length_quantile` is not between 0 and 1."""
+    if not 0.0 < quantile < 1.0:
+        raise ValueError(f"length_quantile must be above 0 and below 1, got {quantile}")
+
+
 def digest_of(lengths: Tensor) -> str:
     """16 hexadecimal digits that identify the lengths."""
     return hashlib.sha256(array("d", lengths.tolist()).tobytes()).hexdigest()[:16]
@@ -137,8 +143,7 @@ class SampleLengths:
         Raises:
             ValueError: lengths that are not numbers above 0; a quantile that is not below 1.
         """
-        if not 0.0 < quantile < 1.0:
-            raise ValueError(f"length_quantile must be above 0 and below 1, got {quantile}")
+        check_quantile(quantile)
         self._sorted = checked_lengths(lengths).sort().values
         self._quantile = quantile
         self.typical = cache(self._typical)

@@ -130,6 +130,7 @@ class Profiler:
             backward_fraction=fmean(curve.parts.backward_fraction for curve in curves),
             memory_reserve=MEMORY_RESERVE,
             identity=session.identity,
+            budget_seconds=session.job.profile_seconds,
         )
         session.limit_plain_passes([curve.largest_unsharded for curve in curves])
         return with_recomputed_curves(session, profile, report)
@@ -226,7 +227,7 @@ def noise_notes(profiles: Sequence[DeviceProfile]) -> Iterable[str]:
             yield (
                 f"rank {rank} is noisy: its passes took between {1.0 - noise:.0%} and "
                 f"{1.0 + noise:.0%} of their usual time (80 %); profile again on a quieter machine "
-                "or with a larger seconds="
+                "with cache=False, or with twice the seconds="
             )
 
 

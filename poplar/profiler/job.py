@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,10 @@ from torch import Tensor, nn
 
 import poplar
 from poplar.data import pytree
-from poplar.data.lengths import SampleLengths, at_length, padded_length
+from poplar.data.lengths import SampleLengths, at_length, check_quantile, padded_length
 from poplar.profiler import memory_limit
-from poplar.profiler.compilation import is_compiled
 from poplar.profiler.memory_limit import MemoryLimit
+from poplar.profiler.model_settings import settings_by_module
 from poplar.system import devices, host_limits
 from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, STRATEGIES
 from poplar.zero import setup
@@ -130,13 +132,27 @@ class Job:
                 "micro-batch to try on this rank"
             )
         memory_limit.check(self.memory_limit)
+        if "params" in self.optimizer_options:
+            raise TypeError(
+                "params= is for the optimizer alone: all parameters that require a gradient are "
+                "measured, in one group. Leave it out here"
+            )
         own = [each.name for each in fields(self)]
         check_option_names(self.optimizer_class, self.optimizer_options, own)
         unknown = [s for s in self.stages if isinstance(s, bool) or s not in range(len(STRATEGIES))]
         if unknown or not self.stages:
             raise ValueError(f"stages must be ZeRO stages from 0 to 3, got {self.stages}")
-        if not self.seconds > 0:
-            raise ValueError(f"seconds must be above 0, got {self.seconds}")
+        if not (isinstance(self.seconds, Real) and 0 < self.seconds < math.inf):
+            raise ValueError(f"seconds must be a finite number above 0, got {self.seconds!r}")
+        if self.max_norm is not None and not (
+            isinstance(self.max_norm, Real) and self.max_norm > 0
+        ):
+            raise ValueError(
+                f"max_norm must be a number above 0, or None for no clipping, got {self.max_norm!r}"
+            )
+        if not isinstance(self.cache, (bool, str, Path)):
+            raise ValueError(f"cache must be True, False or a folder, got {self.cache!r}")
+        check_quantile(self.length_quantile)
         if pytree.samples_in(self.example) < 1:
             raise ValueError("example_batch has no samples; give at least one")
         if self.sample_lengths is not None and not padded_length(self.example):
@@ -176,6 +192,7 @@ class Job:
             "max_batch": self.max_batch,
             "memory_limit": self.memory_limit,
             "example": " ".join(shapes),
+            "structure": digest([str(self.model), settings_by_module(self.model)]),
         }
 
     def identity(
@@ -183,34 +200,30 @@ class Job:
         checked: setup.Request,
         dtype: torch.dtype | None,
         by_rank: Sequence[Mapping[str, Any]],
+        backend: str | None,
     ) -> dict[str, str]:
-        """What a profile is valid for. The time budget and the values of an update do not matter.
+        """What a profile is valid for, beside its time budget. Values of an update do not matter.
 
         Args:
             checked: what the engine's check returned.
             dtype: the compute dtype; None: that of the model.
             by_rank: what `may_differ` returned.
+            backend: for tensors of the device; the default transport follows from it.
         """
         shared, equal = checked.identity(), self.must_be_equal()
         timed_options = [
             {key: value for key, value in options.items() if key not in _ONLY_VALUES}
             for options in shared["optimizer options"]
         ]
-        # Flags and strings of modules, such as the training mode, and what is compiled.
-        switches = [
-            {key: value for key, value in vars(module).items() if isinstance(value, (bool, str))}
-            | ({"compiled": True} if is_compiled(module) else {})
-            for module in self.model.modules()
-        ]
         tensors = [shared[name] for name in ("model", "buffers", setup.OPAQUE)]
         identity = {
             "model": f"{type(self.model).__name__} {digest(tensors)}",
-            "structure": digest([str(self.model), switches]),
             "units": digest(shared["units"]),
             "optimizer": f"{shared['optimizer']} {timed_options} {shared['granularity']}",
             "compute_dtype": str(dtype if dtype is not None else "as the model is"),
             "reduce_dtype": str(checked.reduce_dtype),
             "world_size": str(len(by_rank)),
+            "backend": str(backend),
         }
         identity |= {key: str(equal[key]) for key in ("stages", "max_norm", "loss_fn", "versions")}
         if self.lengths is not None:

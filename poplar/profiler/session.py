@@ -95,7 +95,8 @@ class Session:
         for entries, limit in zip(by_rank, limits, strict=True):
             entries["memory_limit"] = limit
         self.ranks_on_this_host = sum(other["host"] == own["host"] for other in by_rank)
-        self.identity = job.identity(self.setup, self.cast_to, by_rank)
+        backend = group.backend_for(self.device)
+        self.identity = job.identity(self.setup, self.cast_to, by_rank, backend)
         self.memory = PassMemory.unlimited(group.size)
         """What passes may allocate."""
         self.largest_unsharded: Sequence[int] | None = None

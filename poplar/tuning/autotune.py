@@ -79,8 +79,10 @@ _MUST_MATCH = (
     "length_distribution",
     "example",
     "device",
+    "backend",
 )
-"""Entries of a profile's identity that must be those of this job."""
+"""Entries of a profile's identity that must be those of this job. The structure is not among them:
+it has the counters of modules, and forwards since the profile may have changed them."""
 
 
 @dataclass(frozen=True)

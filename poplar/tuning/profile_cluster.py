@@ -24,6 +24,10 @@ from poplar.values.profile import ClusterProfile
 from poplar.zero.collective_calls import new_group
 from poplar.zero.micro_batch_loss import LossFunction
 
+MUCH_LONGER = 1.5
+"""A cached profile is measured again if its time budget was smaller by this factor. More than what
+`autotune` and `profile_cluster` differ by with the same `seconds`."""
+
 
 def profile_cluster(
     model: nn.Module, loss_fn: LossFunction, example_batch: Any, **options: Any
@@ -62,8 +66,8 @@ def profile_cluster(
         length_quantile: memory is measured at the longest sample of at least this part of all
             micro-batches of a size; default: 0.99. Longer ones may need more.
         cache: True (the default) to use and store profiles in the default folder, a folder, or
-            False. A cached
-            profile is used if model, dtype, devices and versions are the same.
+            False. A cached profile is used if model, dtype, devices and versions are the same, and
+            if `seconds` is less than 1.5 times what it was measured with.
         progress: show on stderr of rank 0 what is being measured; default: True.
 
     Returns:
@@ -97,9 +101,12 @@ class CachedProfile:
     def profile(self) -> ClusterProfile:
         """Look into the cache, else measure what is not known, calibrate and save."""
         session = self.profiler.session
+        seconds = session.job.profile_seconds
 
         def load() -> tuple[ClusterProfile, dict[str, Plan]] | None:
-            return None if self._cache is None else self._cache.load(session.identity)
+            found = None if self._cache is None else self._cache.load(session.identity)
+            budget = None if found is None else found[0].budget_seconds
+            return found if budget is None or seconds < MUCH_LONGER * budget else None
 
         found = session.on_first_rank(load, "looking into the cache")
         if found is not None:
@@ -107,7 +114,6 @@ class CachedProfile:
             profile = self.profiler.with_present_memory(profile)
             self.profiler.use(profile)
             return profile
-        seconds = session.job.profile_seconds
         with show_progress(self.show, seconds) as report, session.measuring():
             profile = self.profiler.with_network(self.profiler.measure_devices(report), report)
             profile = _calibrated(self.profiler, profile, report)

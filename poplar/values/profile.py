@@ -461,6 +461,8 @@ class ClusterProfile(Document):
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
     """What was measured: model, dtype, versions, devices. A cached profile is used only if all
     entries are the same."""
+    budget_seconds: Positive | None = None
+    """Time budget of the measurement; None: not known, or not measured."""
     notes: tuple[str, ...] = ()
     """Warnings about the measurement, such as a throttled rank or a noisy machine."""
 

@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,9 @@ def asked_for(folder: str, spec: ModelSpec = SMALL, **changes: Any) -> dict[str,
     }
 
 
-def identity() -> dict[str, str]:
-    """The identity of the usual job."""
-    usual = asked_for("")
+def identity(prepare: Callable[[], dict[str, Any]] = dict) -> dict[str, str]:
+    """The identity of the usual job with changes."""
+    usual = asked_for("", **prepare())
     model, loss_fn, example = (usual.pop(name) for name in ("model", "loss_fn", "example_batch"))
     job = Job.of(model, loss_fn, example, **usual)
     return dict(Session(job, Group.of(job.process_group, job.timeout)).identity)
@@ -145,7 +145,7 @@ def profiled_twice(folder: str) -> tuple[bool, list[int]]:
         before = loss.calls
         profiles.append(poplar.profile_cluster(**asked_for(folder, loss_fn=loss, max_batch=2)))
         calls.append(loss.calls - before)
-    return profiles[0] == profiles[1], calls
+    return profiles[0] == profiles[1] and profiles[0].budget_seconds == 0.5, calls
 
 
 def test_second_profile_comes_from_the_cache(ranks: Pool, tmp_path: Path):
@@ -182,6 +182,22 @@ def test_cached_profile_gives_no_warning(ranks: Pool, saved_file: Path):
 
 def test_empty_cache_gives_no_warning(ranks: Pool, tmp_path: Path):
     assert ranks.run(where_from, str(tmp_path)) == [(MEASURED, [])] * 4
+
+
+def with_more_time() -> dict[str, Any]:
+    return {"seconds": 0.7}
+
+
+def with_much_more_time() -> dict[str, Any]:
+    return {"seconds": 0.75}
+
+
+def test_profile_of_a_much_smaller_time_budget_is_measured_again(
+    ranks: Pool, usual_identity: dict[str, str], tmp_path: Path
+):
+    Cache(tmp_path).save(replace(a_profile(usual_identity), budget_seconds=0.5), {})
+    for prepare, source in [(with_more_time, CACHED), (with_much_more_time, MEASURED)]:
+        assert ranks.run(where_from, str(tmp_path), prepare) == [(source, [])] * 4
 
 
 def with_other_values_in_the_update() -> dict[str, Any]:
@@ -257,6 +273,15 @@ def test_cache_can_be_disabled(ranks: Pool, saved_file: Path):
     assert sources(ranks.run(where_from, str(saved_file.parents[1]), no_cache)) == [MEASURED] * 4
 
 
+def with_the_number_of_the_rank() -> dict[str, Any]:
+    return with_settings(rank=harness.rank(), is_first=harness.rank() == 0)
+
+
+def test_identity_of_models_that_differ_by_rank_is_the_same_on_all_ranks(ranks: Pool):
+    first, *others = ranks.run(identity, with_the_number_of_the_rank)
+    assert others == [first] * 3
+
+
 # Not used: another request
 
 
@@ -295,6 +320,20 @@ def another_device() -> dict[str, Any]:
     return _patch(devices, "describe", lambda device: replace(before(device), **other))
 
 
+@dataclass
+class Settings:
+    """As of a model; `attention` decides which kernels run."""
+
+    attention: str = "eager"
+
+
+def with_settings(**settings: Any) -> dict[str, Any]:
+    """The usual model, whose head has these attributes."""
+    model = models.build(SMALL)
+    vars(model.head).update(settings)
+    return {"model": model}
+
+
 CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
     "wider": lambda: {"spec": replace(SMALL, hidden=67)},
     "deeper": lambda: {"spec": replace(SMALL, blocks=2)},
@@ -302,6 +341,12 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
     "another dtype": lambda: {"spec": replace(SMALL, dtype=torch.bfloat16)},
     "partly frozen": lambda: frozen_or_checkpointed(trains=False),
     "checkpointing": frozen_or_checkpointed,
+    "a number in a module": lambda: with_settings(depth=40),
+    "a text in a module of one rank": lambda: with_settings(
+        **({"attention": "eager"} if harness.rank() == 2 else {})
+    ),
+    "a tuple in a module": lambda: with_settings(window=(128, None)),
+    "a config in a module": lambda: with_settings(config=Settings("sdpa")),
     "computing in bf16": lambda: {"compute_dtype": torch.bfloat16},
     "reducing in bf16": lambda: {"reduce_dtype": torch.bfloat16},
     "SGD": lambda: {"optimizer_class": torch.optim.SGD},
@@ -319,6 +364,7 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
     "another poplar": lambda: _patch(poplar, "__version__", "99.0"),
     "another torch": lambda: _patch(torch, "__version__", "99.0"),
     "another device": another_device,
+    "another backend": lambda: _patch(Group, "backend_for", lambda group, device: "another"),
 }
 
 

@@ -7,6 +7,7 @@ ranks, and that the model is preserved, are tested on real ranks.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import re
@@ -250,7 +251,14 @@ BAD_ARGUMENTS = [
     ({"stage": 4}, r"stages must be ZeRO stages from 0 to 3, got \(4,\)"),
     ({"stage": "fastest"}, "stages must be ZeRO stages from 0 to 3, got .*fastest"),
     ({"max_batch": 0}, "max_batch must be an integer above 0, got 0"),
-    ({"seconds": 0}, "seconds must be above 0"),
+    ({"seconds": 0}, "seconds must be a finite number above 0, got 0"),
+    ({"seconds": math.inf}, "seconds must be a finite number above 0, got inf"),
+    ({"seconds": math.nan}, "seconds must be a finite number above 0, got nan"),
+    ({"seconds": "60"}, "seconds must be a finite number above 0, got '60'"),
+    ({"max_norm": -1.0}, "max_norm must be a number above 0, or None .*, got -1.0"),
+    ({"max_norm": math.nan}, "max_norm must be a number above 0, or None .*, got nan"),
+    ({"length_quantile": 7}, "length_quantile must be above 0 and below 1, got 7"),
+    ({"cache": None}, "cache must be True, False or a folder, got None"),
 ]
 
 
@@ -264,6 +272,13 @@ def test_unknown_argument_raises_with_its_name(ranks: Pool):
         assert failure is not None
         assert failure.is_a(TypeError), failure
         assert "'polcy'" in failure.message
+
+
+def test_params_raise(ranks: Pool):
+    for failure, *_ in ranks.run(failures_in, [({"params": [{"params": [], "lr": 1.0}]}, {})]):
+        assert failure is not None
+        assert failure.is_a(TypeError), failure
+        assert "params= is for the optimizer" in failure.message
 
 
 def test_invalid_argument_on_one_rank_raises_on_all_ranks(ranks: Pool):
@@ -299,7 +314,9 @@ def test_no_plan_fits_names_rank_and_bytes(ranks: Pool):
 
 
 def test_profile_of_another_job_raises(ranks: Pool, measured):
-    elsewhere = replace(measured, identity={**measured.identity, "device": "Another 9000"})
+    def measured_with(**entries: str) -> dict[str, Any]:
+        return {"profile": replace(measured, identity={**measured.identity, **entries})}
+
     wider = models.build(replace(SMALL, hidden=67))
     refused = [
         ({"model": wider}, "another model: measured 'Perceptron .*', here 'Perceptron "),
@@ -310,7 +327,8 @@ def test_profile_of_another_job_raises(ranks: Pool, measured):
             "another optimizer: measured .*AdamW.* here .*SGD.*",
         ),
         ({"amsgrad": True}, "another optimizer: measured"),
-        ({"profile": elsewhere}, "another device: measured 'Another 9000', here"),
+        (measured_with(device="Another 9000"), "another device: measured 'Another 9000', here"),
+        (measured_with(backend="nccl"), "another backend: measured 'nccl', here 'gloo'"),
     ]
     assert_all_raise(
         ranks,
