@@ -153,6 +153,7 @@ class LoneRank:
         """After one step, with the optimizer's state."""
         group = SimpleNamespace(
             rank=self._rank,
+            name=self._rank,
             size=self._plan.world_size,
             trace=Trace(),
             index=0,

@@ -490,7 +490,7 @@ def test_out_of_memory_for_zeros_names_the_rank() -> None:
     engine.scheduler = mock.Mock(active=True, finish=full)
     engine.scheduler.current = mock.Mock(mode=Mode.TRAIN, interrupted_by=None)
     engine.comm = mock.Mock()
-    engine.comm.group.rank = 3
+    engine.comm.group.name = 3
     engine.control = mock.Mock()
     engine.units = ()
     engine._free_state = None

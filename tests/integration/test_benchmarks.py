@@ -84,6 +84,7 @@ NO_ROWS = {
     "emulation",
     "gpu",
     "gpu_build",
+    "idle_states",
     "network",
     "remeasure",
     "results",
