@@ -44,7 +44,7 @@ from poplar.comm import Group
 from poplar.profiler import batch_curves, trial_runs
 from poplar.profiler.codec import measure_codec
 from poplar.profiler.collectives import measure_network
-from poplar.profiler.host_update import measure_host_update
+from poplar.profiler.host_update import host_memory, measure_host_update
 from poplar.profiler.job import Job
 from poplar.profiler.memory import model_bytes
 from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget
@@ -187,12 +187,26 @@ class Profiler:
         """A profile measured earlier, with the memory that is available now."""
         budgets = self._budgets
         if self.session.asynchronous:  # kernels and NCCL's buffers may not be loaded yet
-            known = [MemoryBudget(d.memory_bytes, d.held_bytes) for d in profile.devices]
+            known = map(_budget_of, profile.devices)
             budgets = [
                 now._replace(held_bytes=now.tightened(then).held_bytes)
                 for now, then in zip(budgets, known, strict=True)
             ]
-        return _with_budgets(profile, budgets)
+        profile, ranks = _with_budgets(profile, budgets), self.session.ranks_on_this_host
+        on_host = self.session.on_all_ranks(lambda: host_memory(ranks), "reading free host memory")
+        refreshed = tuple(
+            device
+            if device.host_optimizer_seconds is None
+            else replace(device, host_memory_bytes=free)
+            for device, free in zip(profile.devices, on_host, strict=True)
+        )
+        return replace(profile, devices=refreshed)
+
+    def within_present_memory(self, profile: ClusterProfile) -> ClusterProfile:
+        """A given profile, with no more memory than is available now."""
+        present = self.with_present_memory(profile).devices
+        pairs = zip(profile.devices, present, strict=True)
+        return replace(profile, devices=tuple(_smaller_memory(*pair) for pair in pairs))
 
     def with_later_memory(self, profile: ClusterProfile) -> ClusterProfile:
         """A profile measured now, with what devices hold after everything has run once.
@@ -235,6 +249,18 @@ def _largest_batch(device: DeviceProfile, activation_bytes: float) -> int:
     """The largest batch of the profile whose activations fit; 0 if none does."""
     sizes = range(1, device.max_batch + 1)
     return bisect_right(sizes, activation_bytes, key=device.activation_bytes)
+
+
+def _budget_of(device: DeviceProfile) -> MemoryBudget:
+    return MemoryBudget(device.memory_bytes, device.held_bytes)
+
+
+def _smaller_memory(device: DeviceProfile, other: DeviceProfile) -> DeviceProfile:
+    """The device with the budget that leaves less, and the smaller host memory, of the two."""
+    budgets = _budget_of(device), _budget_of(other)
+    least = min(budgets, key=lambda budget: budget.activation_bytes)
+    on_host = min(device.host_memory_bytes, other.host_memory_bytes)
+    return replace(device, **least._asdict(), host_memory_bytes=on_host)
 
 
 def _with_budgets(profile: ClusterProfile, budgets: Sequence[MemoryBudget]) -> ClusterProfile:

@@ -37,8 +37,13 @@ def measure_host_update(session: Session) -> HostUpdate:
     cls = session.setup.classes[0]
     if session.device == host or cls.granularity != "elements" or cls.problem_on(host):
         return HostUpdate()
-    free = MEMORY_PART * (host_limits.free_memory() or 0)
-    return HostUpdate(host_update_seconds(session), int(free / session.ranks_on_this_host))
+    memory = host_memory(session.ranks_on_this_host)
+    return HostUpdate(host_update_seconds(session), memory)
+
+
+def host_memory(ranks: int) -> int:
+    """Bytes of host memory for the optimizer state of each of so many ranks of this host, now."""
+    return int(MEMORY_PART * (host_limits.free_memory() or 0) / ranks)
 
 
 def host_update_seconds(session: Session) -> float:

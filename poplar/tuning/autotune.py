@@ -201,7 +201,8 @@ def autotune(
             in which ranks send (`Plan.communication`). The gradient is then not exact. "auto":
             fewer bits only where they make the step clearly faster, in the prediction and in
             trials in turns with the best exact plan. Or a `Communication`.
-        profile: use this profile of the same job instead of measuring.
+        profile: use this profile of the same job instead of measuring, with no more memory than is
+            available now.
         verify: measure the batch sizes of the chosen plan that were not profiled, then time the
             best plans of the best two stages in turns. A better plan that the search finds with
             these times joins. Default: True.
@@ -488,13 +489,14 @@ class Tuner:
         return self.session.from_first_rank(ends - time.perf_counter())
 
     def _limited_profile(self, given: ClusterProfile) -> ClusterProfile:
-        """A given profile, cut to `max_batch` and `memory_limit` of each rank.
+        """A given profile, cut to the present memory, `max_batch` and `memory_limit` of each rank.
 
         Raises:
             ValueError: it is of another job; the same on every rank.
         """
         with equal_on_all_ranks():
             self._check_profile(given)
+        given = self.profiler.within_present_memory(given)
         limits = self.session.exchange((self.job.max_batch, self.session.memory_limit))
         cut = (
             _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)

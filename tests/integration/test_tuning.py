@@ -38,6 +38,7 @@ from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import fits, predict
 from poplar.planner.search import POLICIES, alternatives
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
+from poplar.system import devices
 from poplar.tuning import autotune
 from poplar.tuning.autotune import Tuned, Tuner, TuningJob
 from poplar.values.communication import Communication
@@ -87,9 +88,10 @@ def measured(ranks: Pool) -> ClusterProfile:
 
 
 def known(speeds: tuple[float, ...] = (40.0, 30.0, 20.0, 10.0), **changes: Any) -> ClusterProfile:
-    """A profile without identity, so that it can be used for any model."""
+    """A profile without identity, so that it can be used for any model, and of little memory."""
     cluster = measured_cluster(speeds, ["cpu"] * len(speeds))
-    return replace(cluster, identity={}, **changes)
+    devices = tuple(replace(device, memory_bytes=1 << 30) for device in cluster.devices)
+    return replace(cluster, **{"devices": devices, "identity": {}, **changes})
 
 
 # All ranks, one plan
@@ -337,6 +339,24 @@ def test_profile_of_another_job_raises(ranks: Pool, measured):
     )
 
 
+def with_less_memory() -> tuple[int, ...]:
+    """The memory in the result, with a rank that has 0.5 GiB now."""
+    usual = devices.memory_available
+    if harness.rank() == 1:
+        devices.memory_available = lambda device, ranks_on_host: 1 << 29
+    try:
+        result = tuned(profile=known(), verify=False)
+    finally:
+        devices.memory_available = usual
+    return tuple(device.memory_bytes for device in result.profile.devices)
+
+
+def test_given_profile_has_at_most_the_present_memory(ranks: Pool):
+    for memory in ranks.run(with_less_memory):
+        assert memory[1] == 1 << 29
+        assert max(memory) <= known().devices[0].memory_bytes
+
+
 def test_profile_of_another_world_size_raises(ranks: Pool, measured):
     message = "the profile is of 4 ranks, but there are 2; measure again with profile_cluster"
     assert_all_raise(ranks, [({"profile": measured}, {})], [message], size=2)
@@ -408,6 +428,9 @@ class Bench:
 
     def profile(self) -> ClusterProfile:
         return self.known
+
+    def within_present_memory(self, profile: ClusterProfile) -> ClusterProfile:
+        return profile
 
     def use(self, profile: ClusterProfile) -> None:
         """The model that runs fits whole on each rank, whatever the profile says."""

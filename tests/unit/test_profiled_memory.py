@@ -17,7 +17,7 @@ from poplar.profiler.memory import batch_bytes, model_bytes, pass_bytes
 from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.passes import Passes
 from poplar.profiler.unit_hooks import TrainedUnit
-from poplar.system import devices
+from poplar.system import devices, host_limits
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -231,3 +231,36 @@ def test_cached_profile_keeps_what_was_held_after_everything_had_run(cuda: FakeC
     known = replace(known, devices=(measured,))
     (device,) = profiler(model).with_present_memory(known).devices
     assert (device.memory_bytes, device.held_bytes) == (900 * MIB, 320 * MIB)
+
+
+@pytest.mark.parametrize("seconds", [0.1, None])
+def test_cached_profile_has_the_present_host_memory(cuda: FakeCuda, monkeypatch, seconds):
+    """Where the update in host memory was measured."""
+    monkeypatch.setattr(host_limits, "free_memory", lambda: 100 * MIB)
+    known = cluster((10.0,), ["GPU"])
+    measured = replace(known.devices[0], host_optimizer_seconds=seconds, host_memory_bytes=7)
+    known = replace(known, devices=(measured,))
+    (device,) = profiler(nn.Linear(2, 2)).with_present_memory(known).devices
+    assert device.host_memory_bytes == (7 if seconds is None else 80 * MIB)
+
+
+def test_given_profile_has_at_most_the_present_memory(cuda: FakeCuda, monkeypatch):
+    monkeypatch.setattr(host_limits, "free_memory", lambda: 100 * MIB)
+    cuda.driver, cuda.others = 200 * MIB, 100 * MIB
+
+    def given(memory: int, held: int, on_host: int) -> tuple[int, int, int]:
+        known = cluster((10.0,), ["GPU"])
+        device = replace(
+            known.devices[0],
+            memory_bytes=memory,
+            held_bytes=held,
+            host_optimizer_seconds=0.1,
+            host_memory_bytes=on_host,
+        )
+        known = replace(known, devices=(device,))
+        (device,) = profiler(nn.Linear(2, 2)).within_present_memory(known).devices
+        return device.memory_bytes, device.held_bytes, device.host_memory_bytes
+
+    assert given(TOTAL, 0, TOTAL)[::2] == (900 * MIB, 80 * MIB)
+    assert given(TOTAL, 320 * MIB, 7) == (900 * MIB, 320 * MIB, 7)
+    assert given(500 * MIB, 10 * MIB, 7) == (500 * MIB, 10 * MIB, 7)
