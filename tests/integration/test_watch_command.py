@@ -61,7 +61,7 @@ def test_slow_input_of_a_rank_is_found_and_the_exit_status_is_that_of_the_job(
         0,
         [1],
     )
-    assert {rank["samples"] for rank in verdict["ranks"]} == {4}
+    assert {(rank["samples"], rank["batches"]) for rank in verdict["ranks"]} == {(4, 1)}
     assert verdict["ranks"][1]["input"] >= 4 * 0.03
     assert verdict["sentences"][0] in (tmp_path / "report.html").read_text().replace("&#39;", "'")
     assert verdict["sentences"][0] in " ".join(capsys.readouterr().err.split())
