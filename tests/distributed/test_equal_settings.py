@@ -63,6 +63,7 @@ DIFFERENT: dict[str, tuple[Callable[[HeteroZeroOptimizer], dict], str]] = {
     "flag": (set_group("maximize", False, True), "maximize of param group 0 is False"),
     "nan": (set_group("lr", 0.1, float("nan")), "lr of param group 0: nan"),
     "nan max_norm": (lambda _: {"max_norm": own(1.0, float("nan"))}, "max_norm: nan"),
+    "negative max_norm": (lambda _: {"max_norm": -0.5}, "max_norm=-0.5 would reverse"),
 }
 
 

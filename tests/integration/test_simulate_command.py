@@ -118,12 +118,12 @@ def test_a_trace_does_not_change_the_json_output(described, tmp_path):
     assert path.exists()
 
 
-def test_a_trace_that_cannot_be_written_is_a_one_line_error(described, tmp_path):
-    shown = run(described, "--stage", "1", "--trace", tmp_path / "none" / "step.json")
-    assert shown.exit_code == 1
-    assert shown.stderr.startswith("poplar: ")
+def test_a_trace_that_cannot_be_written_is_refused_before_the_simulation(described, tmp_path):
+    (tmp_path / "file").touch()
+    shown = run(described, "--stage", "1", "--trace", tmp_path / "file" / "step.json")
+    assert shown.exit_code == 2
     assert "step.json" in shown.stderr
-    assert shown.stderr.count("\n") == 1
+    assert not shown.stdout
 
 
 def test_a_model_that_does_not_fit_is_a_one_line_error(tmp_path):

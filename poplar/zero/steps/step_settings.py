@@ -64,7 +64,10 @@ class StepSettings:
         """Equal on ranks whose settings are equal, apart from the values of tensors."""
 
     def check(self) -> None:
-        """Raise ValueError for a setting with which the step would make parameters NaN."""
+        """Raise ValueError for a setting with which the step would spoil the parameters."""
+        max_norm = self._further["max_norm"]
+        if _number(max_norm) < 0:
+            raise ValueError(f"max_norm={max_norm} would reverse the gradient; give at least 0")
         if self._has_nan:
             names = [name for name, value in self.by_name().items() if value == "nan"]
             raise ValueError(f"{', '.join(names)}: nan, which the step would make of parameters")
