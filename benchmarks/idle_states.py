@@ -25,7 +25,7 @@ from pathlib import Path
 REQUESTS = Path("/dev/cpu_dma_latency")
 DRIVER = Path("/sys/devices/system/cpu/cpuidle/current_driver")
 ROUNDS = 100_000
-"""Of the loop of a core's process, milliseconds, before it looks whether its parent still runs."""
+"""Iterations, a few milliseconds, between two checks that the parent process still runs."""
 
 
 def obeys_requests() -> bool:

@@ -44,7 +44,7 @@ class Evaluation:
         self._weight = weight
         self._total = self._count = torch.zeros((), dtype=torch.float64, device="cpu")
         self._is_wrong = torch.zeros((), dtype=torch.bool, device="cpu")
-        """A weight is not one."""
+        """Whether a weight was negative or not finite."""
         self._error: Exception | None = None
 
     def run(self, loader: Iterable[Any]) -> float:
@@ -140,6 +140,7 @@ class Evaluation:
             weight = pytree.samples_in if self._weight is None else self._weight
             counts = _scalar(weight(batch))
             loss = _scalar(self._loss_fn(self._engine.model, batch))
+            counts = counts.to(loss.device, non_blocking=True)  # a number of samples is on the host
             # A mean of nothing is NaN, and counts nothing.
             self._total = self._total + torch.where(counts == 0, 0.0, loss * counts)
             self._count = self._count + counts
