@@ -73,10 +73,16 @@ class Communicator(ABC):
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
         """An uninitialized bucket in memory from which this transport sends without a copy."""
-        codec = (codec if codec is not None else Codec(dtype)).of_sender(self.group.rank)
+        codec, between_hosts = self.codecs(codec if codec is not None else Codec(dtype))
         numel = codec.wire_layout(layout).numel
         data = torch.empty(numel, dtype=codec.wire_dtype, device=device)
-        return Bucket(data=data, layout=layout, codec=codec)
+        return Bucket(data=data, layout=layout, codec=codec, between_hosts=between_hosts)
+
+    def codecs(self, codec: Codec) -> tuple[Codec, Codec | None]:
+        """The codec of this rank's buckets, and that of what its host sends: None if the ranks of a
+        host do not add values first.
+        """
+        return codec.of_sender(self.group.rank), None
 
     def share(self, data: Tensor) -> Tensor:
         """A copy of `data` in memory from which this transport sends without a copy. Local."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm.bucket import Bucket, Reduction
+from poplar.comm.bucket import Bucket, Codec, Reduction
 from poplar.comm.communicator import CachedBytes, Communicator, Splits, Work, own_slice
 from poplar.comm.host_buffers import HostBuffers, record
 from poplar.comm.host_memory.segment import caches_memory
@@ -36,6 +37,9 @@ class StagedCommunicator(Communicator):
         self._buffers = HostBuffers()
         self._not_started: deque[_StagedWork] = deque()
         self.reduction_order, self.hosts = on_host.reduction_order, on_host.hosts
+
+    def codecs(self, codec: Codec) -> tuple[Codec, Codec | None]:
+        return self._on_host.codecs(codec)
 
     def reduce(self, reduction: Reduction) -> Work:
         bucket, out = reduction.bucket, reduction.out
@@ -97,7 +101,7 @@ class StagedCommunicator(Communicator):
         """A copy of the bucket in host memory, complete once the device has made it."""
         data = self._buffers.take(bucket.data.numel(), bucket.data.dtype, bucket.data.device)
         data.copy_(bucket.data, non_blocking=True)
-        return Bucket(data, bucket.layout, bucket.codec)
+        return replace(bucket, data=data)
 
     def _copy_back(self, data: Tensor, staged: Tensor) -> None:
         data.copy_(staged, non_blocking=True)

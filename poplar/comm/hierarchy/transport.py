@@ -76,10 +76,13 @@ class HierarchicalCommunicator(Communicator):
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
-        codec = codec if codec is not None else Codec(dtype)
-        between = codec.of_sender(self._hosts.host_of(self.group.rank))
-        bucket = self._within.comm.buffer(layout, dtype, device, codec.on_host)
-        return replace(bucket, between_hosts=between if len(self._hosts.members) > 1 else None)
+        codec, between_hosts = self.codecs(codec if codec is not None else Codec(dtype))
+        bucket = self._within.comm.buffer(layout, dtype, device, codec)
+        return replace(bucket, between_hosts=between_hosts)
+
+    def codecs(self, codec: Codec) -> tuple[Codec, Codec | None]:
+        own_host, is_one_host = self._hosts.host_of(self.group.rank), len(self._hosts.members) == 1
+        return codec.on_host, None if is_one_host else codec.of_sender(own_host)
 
     def share(self, data: Tensor) -> Tensor:
         return self._within.comm.share(data)

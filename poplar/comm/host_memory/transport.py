@@ -40,7 +40,7 @@ class SharedMemoryCommunicator(Communicator):
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
     ) -> Bucket:
-        codec = (codec if codec is not None else Codec(dtype)).of_sender(self.group.rank)
+        codec, _ = self.codecs(codec if codec is not None else Codec(dtype))
         rendezvous, wire = self._rendezvous, codec.wire_dtype
         numel = codec.wire_layout(layout).numel
         # Peers write fp32 sums in place, which only fp32 buckets can hold.
