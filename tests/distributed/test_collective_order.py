@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 import ranks as harness
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from training import STAGES, Run, assert_exact, assert_same
 
 from poplar import HeteroZeroOptimizer, Plan, PoplarError
+from poplar.comm import host_topology
 from poplar.values.errors import OutOfOrder
 
 SHARES = (0.55, 0.25, 0.0, 0.2)
@@ -216,3 +219,46 @@ def test_gradients_may_stop_at_another_unit_on_each_rank(
     for trained in ranks.run(train_detaching, stage, detached):
         for mine, theirs in zip(trained, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+class WithAnAdapter(nn.Module):
+    """Its adapter belongs to no block, so to the root unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+
+def adapted_first_on_rank_0(model: WithAnAdapter, batch: dict[str, Tensor]) -> Tensor:
+    x, is_first = batch["x"], harness.rank() == 0
+    if is_first:
+        x = model.adapter(x)
+    for block in model.blocks:
+        x = block(x)
+    if not is_first:
+        x = model.adapter(x)
+    return x.square().mean()
+
+
+def take_a_first_step(communicator: str) -> float:
+    with mock.patch.object(host_topology, "host_id", return_value=(harness.rank() // 2,)):
+        optimizer = HeteroZeroOptimizer(
+            WithAnAdapter(),
+            torch.optim.SGD,
+            plan=Plan.even(4, 4, 1, 3),
+            process_group=harness.group(),
+            communicator=communicator,
+            units=["blocks.0", "blocks.1", "blocks.2"],
+            timeout=timedelta(seconds=10),
+            lr=0.1,
+        )
+    batch = {"x": torch.randn(1, 64)}
+    return float(optimizer.train_step(adapted_first_on_rank_0, batch).loss)
+
+
+@pytest.mark.parametrize("communicator", ["hierarchical", "hierarchical:process_group", "staged"])
+def test_the_root_unit_may_be_needed_before_or_after_the_blocks(communicator: str) -> None:
+    """In the first pass rank 0 waits for it while the others have not reached it."""
+    losses = harness.one_off(4, take_a_first_step, communicator)
+    assert len(set(losses)) == 1, losses

@@ -210,8 +210,9 @@ class FollowingPass(RecordingPass):
                 continue
             if slot.index == unit.index:
                 return
-            if not self._units[slot.index].resident:
-                self._reshard(self._units[slot.index])
+            # The leader waits for it, and a transport may need this rank's wait for that.
+            other = self._units[slot.index]
+            (self._use if other.resident else self._reshard)(other)
 
     def _gradients_complete(self, flat: FlatParameter) -> None:
         """Nothing: the leader says when."""
