@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -130,6 +131,18 @@ class UnequalPasses(_UnequalPasses):
         group: dist.ProcessGroup = meshes.pop().get_group()
         return group
 
+    def _check_model(self) -> None:
+        modules = (m for m in self._model.modules() if isinstance(m, FSDPModule))
+        factors = set(chain.from_iterable(map(_divide_factors, modules)))
+        factors -= {None, self._group.size}
+        if factors:
+            raise ValueError(
+                f"set_gradient_divide_factor({factors.pop()!r}) was called, but the gradient of a "
+                "plan is the mean over the global batch, for which FSDP2 has to divide by the "
+                f"number of ranks; call set_gradient_divide_factor({self._group.size}) instead, "
+                "for each module that is sharded"
+            )
+
     def _may_differ_in_passes(self) -> bool:
         return not self._mode.communicates_every_pass
 
@@ -143,6 +156,16 @@ class UnequalPasses(_UnequalPasses):
         finally:
             model.set_requires_gradient_sync(True)
             model.set_reshard_after_backward(True)
+
+
+def _divide_factors(module: FSDPModule) -> list[float | None]:
+    """What gradients of a sharded module are divided by; None: by the number of ranks."""
+    state: Any = module._get_fsdp_state()  # there is no public getter
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:  # until torch 2.12
+        groups = filter(None, [state._fsdp_param_group])
+    return [group.gradient_divide_factor for group in groups]
 
 
 def autotune(

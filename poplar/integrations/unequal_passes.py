@@ -80,7 +80,7 @@ class UnequalPasses:
         raise NotImplementedError
 
     def _check_model(self) -> None:
-        """Raise if the engine has the model in a form that cannot run a plan."""
+        """Raise if the engine has the model in a form that cannot run a plan, now or any more."""
 
     def _may_differ_in_passes(self) -> bool:
         """Whether ranks may have different numbers of passes under the plan."""
@@ -256,6 +256,7 @@ class UnequalPasses:
         if self._step is not None:
             self._step.check_ended()
         self._checks.check_mode()
+        self._check_model()
         if batch is None or pytree.samples_in(batch) == 0:
             raise ValueError(
                 "got no samples; a rank without samples in the plan passes one sample, as "

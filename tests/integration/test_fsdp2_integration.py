@@ -153,6 +153,32 @@ def test_zero_grad_in_the_loop_raises(ranks: Pool, stage: int) -> None:
         assert "call step() and zero_grad() after the loop" in message
 
 
+def sum_gradients_from_the_second_step_on(job: Job) -> list[str]:
+    """The messages of the second step and of a new `UnequalPasses`."""
+    model = training.wrap(job)
+    optimizer = training.optimizer_of(job, model)
+    passes = fsdp2.UnequalPasses(model, job.plan)
+    training.step_with(job, model, optimizer, passes, 0)
+    model.blocks[1].set_gradient_divide_factor(3)  # the number of ranks
+    training.step_with(job, model, optimizer, passes, 1)
+    model.blocks[1].set_gradient_divide_factor(1.0)
+    messages = []
+    with harness.catching() as caught:
+        training.step_with(job, model, optimizer, passes, 2)
+    messages.append(caught[0].message)
+    with harness.catching() as caught:
+        fsdp2.UnequalPasses(model, job.plan)
+    return [*messages, caught[0].message]
+
+
+def test_gradients_that_are_not_averaged_over_ranks_are_refused(ranks: Pool) -> None:
+    """As torchtitan sets them, whose losses are divided by the tokens of the global batch."""
+    job = Job("tagger", plan_of(PLANS[3], 3))
+    for messages in ranks.run(sum_gradients_from_the_second_step_on, job, ranks=3):
+        for message in messages:
+            assert "call set_gradient_divide_factor(3) instead" in message
+
+
 @pytest.mark.filterwarnings("ignore:rank .* left the loop")
 def test_mistakes_raise_with_the_fix(ranks: Pool) -> None:
     expected = [
