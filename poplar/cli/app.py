@@ -77,7 +77,13 @@ def verify(
             work = load(function).to(own_device)
             batch = work.batch_of(checked.global_batch)
             verification = verify_step(
-                work.model, work.loss_fn, batch, checked, max_micro_batch=max_micro_batch
+                work.model,
+                work.loss_fn,
+                batch,
+                checked,
+                weight=work.weight,
+                loss=work.loss,
+                max_micro_batch=max_micro_batch,
             )
         output.document, output.failed = verification.to_dict(), not verification.ok
         output.show(str(verification))

@@ -34,11 +34,15 @@ class Workload:
 
     model: nn.Module
     loss_fn: Callable[[nn.Module, Any], Tensor]
-    """`loss_fn(model, batch)` returns the mean loss of the batch."""
+    """`loss_fn(model, batch)` returns the loss of the batch, as for `train_step`."""
     example_batch: Any
     """A pytree of tensors with samples along dim 0. Samples are repeated where more are needed."""
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_arguments: Mapping[str, Any] = field(default_factory=dict)
+    weight: Callable[[Any], Any] | None = None
+    """As for `train_step`, such as `poplar.tokens()`; None: the number of samples."""
+    loss: str = "mean"
+    """As for `train_step`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):

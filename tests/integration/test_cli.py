@@ -484,6 +484,32 @@ def test_verify_on_two_ranks_finds_a_loss_that_couples_samples(train, tmp_path):
     assert not json.loads(printed.stdout)["ok"]
 
 
+MEAN_OVER_TOKENS = """
+import torch
+from torch import nn
+from poplar import tokens
+from poplar.cli.workload import Workload
+
+def loss_fn(model, batch):
+    kept = batch["labels"] >= 0
+    return (model(batch["x"]).squeeze(-1) - batch["labels"])[kept].square().mean()
+
+def workload():
+    labels = torch.randint(0, 5, (4, 6))
+    labels[0, 1:] = labels[2, 3:] = -100
+    batch = {"x": torch.randn(4, 6, 8), "labels": labels}
+    return Workload(nn.Linear(8, 1), loss_fn, batch, weight=tokens(shift=False))
+"""
+
+
+def test_verify_uses_the_weight_of_the_workload(tmp_path):
+    plan, script = tmp_path / "p.json", tmp_path / "tokens.py"
+    Plan.manual("2", stage=1, passes=2).to_json(plan)
+    script.write_text(MEAN_OVER_TOKENS)
+    printed = launch("verify", f"{script}:workload", "--plan", plan, "--device", "cpu")
+    assert printed.returncode == 0, printed.stdout + printed.stderr
+
+
 def test_a_plan_for_other_ranks_names_the_torchrun_command(train, tmp_path):
     plan = tmp_path / "p.json"
     Plan.manual("3,1", stage=1).to_json(plan)
