@@ -184,6 +184,9 @@ def test_services_have_more_shared_memory_than_the_default():
     assert set(services) == {"cpu", "cuda"}
     for service in services.values():
         assert service["shm_size"] == "8gb"
+        # Relative paths are those of the file; and `-m poplar` would find sources in the folder.
+        assert service["volumes"] == ["${PWD}:/workspace"]
+        assert service["command"].endswith("--no-python poplar doctor")
         assert (DOCS.parent / service["build"]["dockerfile"]).exists()
         assert set(service["build"].get("args", ())) <= arguments
 
