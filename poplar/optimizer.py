@@ -25,7 +25,7 @@ from poplar.training.active_ranks import ActiveRanks
 from poplar.training.plan_changes import PlanChanges
 from poplar.training.trained_model import TrainedModel
 from poplar.training.unsharded_model import full_parameters, release
-from poplar.training.whole_step import PLAIN_SCALER, apply_step, open_batch, take_step
+from poplar.training.whole_step import PLAIN_SCALER, apply_step, open_batch, scaler_of, take_step
 from poplar.values.communication import Communication, Precision
 from poplar.values.errors import agreed, check_class
 from poplar.values.formatting import format_names
@@ -121,7 +121,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             blocks; all other parameters form the root unit.
         compute_dtype: dtype of the parameters in forward and backward; master values stay fp32.
             "auto": an fp32 model on CUDA computes in bf16 if every rank supports it natively, else
-            in fp16 with a loss scale. Any other model is unchanged. bf16 and fp16 also cast the
+            in fp16. Any other model is unchanged. fp16 needs a loss scale: `train_step` has one,
+            other loops use `poplar.GradScaler`, or `step` raises. bf16 and fp16 also cast the
             floating-point inputs of the model, or of a module of it (outside units, or a unit) that
             `loss_fn` calls directly. `loss_fn` gets its batch unchanged, so targets stay fp32, and
             computes the loss in the dtype that the model returns.
@@ -302,7 +303,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 sum already divided by the global total ("global_mean").
             max_norm: clip the gradient to this norm in the update. At stage 0, `.grad` keeps the
                 mean gradient before clipping.
-            scaler: loss scaler for fp16; default: an internal one if the model computes in fp16.
+            scaler: loss scaler for fp16; default, and in place of a disabled one: an internal one
+                if the model has fp16 parameters.
 
         If a rank runs out of memory and smaller micro-batches may fit, `weight` and `loss_fn` are
         called again, for the same samples: see `on_out_of_memory`. What forwards change besides
@@ -315,7 +317,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             CollectiveTimeout: a rank did not take part in a collective before the deadline.
         """
         training = self._training
-        scaler = scaler if scaler is not None else training.scaler
+        scaler = scaler_of(training, scaler)
 
         def prepare() -> None:
             nonlocal loss_fn
@@ -384,7 +386,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             RankFailed: another rank could not finish its passes, so no rank has stepped.
-            RuntimeError: no backward since the last step, or a plain `torch.amp.GradScaler`.
+            RuntimeError: no backward since the last step, a plain `torch.amp.GradScaler`, or fp16
+                parameters without a `poplar.GradScaler`.
         """
         name = f"Optimizer.step#{type(self).__name__}.step"
         with torch.autograd.profiler.record_function(name):
@@ -401,6 +404,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             The norm over all parameters before clipping, as one fp32 on the device. For `norm_type`
             2 and infinity its bits do not depend on the shares.
         """
+        self._training.unscale()
         settings = self._training.settings(max_norm=max_norm, norm_type=float(norm_type))
         return self._training.step.clip(float(max_norm), settings)
 
@@ -448,6 +452,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         engine, step = self._training.engine, self._training.step
         step.reject_open_loop()
+        self._training.unscale()
 
         def prepare() -> list[Tensor]:
             step.finish_passes()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from poplar.checkpoint.state_dicts.model_state import ModelState
 from poplar.checkpoint.state_dicts.optimizer_state import OptimizerState
@@ -19,6 +20,7 @@ from poplar.training.active_ranks import ActiveRanks, state_plan
 from poplar.training.left_out_model import LeftOutModel
 from poplar.training.moved_engine import follow_plan, replace_engine, send_masters
 from poplar.training.regrouped_engine import leave_engine, regroup_engine
+from poplar.values.errors import agreed
 from poplar.values.plan import Plan
 from poplar.zero.absent_parameter import mark_present
 from poplar.zero.checks.model_checks import register_owner
@@ -51,7 +53,9 @@ class TrainedModel:
     left_out_model: LeftOutModel
     """On a rank that is left out: the model there."""
     scaler: GradScaler | None = None
-    """The loss scaler of a model that computes in fp16, for steps without one of the user."""
+    """The loss scaler of a model with fp16 parameters, for steps without one of the user."""
+    _scales_loops = False
+    """An integration scales the losses of its loop by `scaler`."""
 
     def __init__(
         self,
@@ -161,7 +165,8 @@ class TrainedModel:
         plan, model, ranks = self.request.plan, self.model, self.ranks
         optimizer, request = self.optimizer, self.request
         optimizer.defaults.update(update.inners[0].defaults)
-        if self.scaler is None and request.cast_to is torch.float16:
+        has_fp16 = any(parameter.dtype is torch.float16 for parameter in model.parameters())
+        if self.scaler is None and has_fp16:
             self.scaler = GradScaler(engine.trained[0].device.type)
         self.update = update
         self.checks = StepChecks(
@@ -185,6 +190,7 @@ class TrainedModel:
     def _use_engine(self, engine: Engine) -> None:
         """Train by this engine, whose flat parameters the update and the checks have. Local."""
         self.engine, update = engine, self.update
+        engine.scale_loops_by(self.scaler if self._scales_loops else None)
         self.state = OptimizerState(engine, update)
         self.step = Step(engine, update, self.checks, self.request.on_nonfinite)
         self.step.follow_speeds(self._follower)
@@ -283,6 +289,36 @@ class TrainedModel:
         if strategy.communication.compresses:
             own["steps"] = strategy.steps
         return {**state, "poplar": own} if own else state
+
+    # The loss scale.
+
+    def scale_loops(self) -> None:
+        """Let an integration scale the losses of its loop, by `scaled_loss`. Local, on all ranks.
+
+        `clip_grad_norm_`, `full_gradients` and `step` of the optimizer unscale the gradient then.
+        """
+        self._scales_loops = True
+        self.engine.scale_loops_by(self.scaler)
+
+    def scaled_loss(self, loss: Tensor) -> Tensor:
+        """The loss of a pass in the loop of an integration, scaled if the model has a scaler."""
+        scaler = self.engine.loop_scaler
+        return loss if scaler is None else scaler.scale(loss)
+
+    def unscale(self) -> None:
+        """Unscale the gradient, once per step, if Poplar has scaled the losses. Collective."""
+        scaler, optimizer = self.engine.step.scaler, self.optimizer
+        if scaler is None or self.engine.step.is_unscaled:
+            return
+        scaler.abandon(optimizer)  # an earlier step, if it failed after it had been unscaled
+        scaler.unscale_(optimizer)
+        self.engine.step.unscale()
+
+    def check_scaled(self) -> None:
+        """Check, before an update, that the gradient has been unscaled if it had to be scaled."""
+        state = self.engine.step
+        if self.scaler is not None and state.scaler is None and state.found_inf is None:
+            raise agreed(RuntimeError(_NOT_SCALED))
 
     def check_model(self) -> None:
         """Check, before a step, that the optimizer still trains what it was built for."""
@@ -414,3 +450,11 @@ def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
 
 def _nothing(*_: Any) -> None:
     """Does nothing."""
+
+
+_NOT_SCALED = (
+    "the model has fp16 parameters, so small gradients become 0 without a loss scale, and this "
+    "loop has none: make one scaler = poplar.GradScaler(device_type), call "
+    "scaler.scale(loss).backward() in each pass, then scaler.step(optimizer) in place of "
+    "optimizer.step(), and scaler.update(). optimizer.train_step() scales by itself"
+)

@@ -72,6 +72,12 @@ def open_batch(
     return training.splitter.open(control, batch, weight, loss, error, version)
 
 
+def scaler_of(training: TrainedModel, given: GradScaler | None) -> GradScaler | None:
+    """The loss scaler of a step: that of the user, or, if it is disabled, of the training."""
+    is_disabled = isinstance(given, GradScaler) and not given.is_enabled()
+    return training.scaler if given is None or is_disabled else given
+
+
 def take_step(
     training: TrainedModel,
     open_passes: Callable[[Callable[[], None] | None], tuple[OpenedStep, PassLoss]],
@@ -97,18 +103,14 @@ def take_step(
         except MicroBatchesTooLarge as found:
             again = partial(training.use_smaller_batches, found.batches)
     state, timing = engine.step, engine.strategy.timing.step
+    state.scale_by(scaler)
     if not has_pre_hooks(optimizer):
         state.hide_gradients()
     engine.finish_gradients()
     try:
-        if scaler is not None:
-            scaler.unscale_(optimizer)
+        training.unscale()
         norm = optimizer.clip_grad_norm_(max_norm) if max_norm is not None else None
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        optimizer.step()
     except BaseException:
         if scaler is not None:
             scaler.abandon(optimizer)
@@ -215,7 +217,13 @@ def apply_step(training: TrainedModel, changes: PlanChanges, closure: Any) -> fl
     groups = optimizer.param_groups
     if error is None and training.step.is_zero(groups):
         return result
+    if error is None:
+        training.unscale()
+        error = caught(training.check_scaled)
+    scaler = training.engine.step.scaler
     summary = training.step.apply(groups, training.settings(), error)
+    if scaler is not None:
+        scaler.update()
     training.update.copy_new_settings(groups)
     changes.end_step()
     optimizer._optimizer_step_code()

@@ -291,6 +291,44 @@ def test_scaled_gradients_are_exact(ranks: Pool, open_form: bool, stage: int) ->
         assert_close(parameters, reference.train(recipe).parameters)
 
 
+def train_on_a_small_loss(run: Run, way: str) -> tuple[dict[str, Tensor], float]:
+    """The parameters, and the part of the elements of the head that changed."""
+    model, optimizer = training.prepare(run)
+    before = training.whole_parameters(model, optimizer)
+    scaler = poplar.GradScaler(harness.device().type, enabled=way != "disabled scaler")
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return models.mean_over_samples(model, batch).float() * 1e-7
+
+    for step in range(len(run.recipe.batches)):
+        batch = training.batch_of(run, step)
+        if way != "own loop":
+            optimizer.train_step(loss, batch, scaler=None if way == "train_step" else scaler)
+            continue
+        for micro_batch in optimizer.micro_batches(batch):
+            scaler.scale(loss(model, micro_batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    after = training.whole_parameters(model, optimizer)
+    changed = after["head.weight"] != before["head.weight"]
+    return after, float(changed.float().mean())
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["cast", "fp16 model"])
+def test_small_gradients_in_fp16_are_not_lost(ranks: Pool, dtype: torch.dtype) -> None:
+    """They would be 0 without a loss scale."""
+    options = (("lr", 1e-2), ("eps", 1e-12), ("weight_decay", 0.0))
+    recipe = Recipe(spec=ModelSpec(kind="mlp", dtype=dtype), options=options, batches=(12,) * 2)
+    engine = {"compute_dtype": "auto" if dtype is torch.float16 else torch.float16}
+    run = Run(recipe, plan_of(1), engine=engine)
+    expected, _ = ranks.run(train_on_a_small_loss, run, "train_step")[0]
+    for way in ("train_step", "disabled scaler", "own loop"):
+        for parameters, changed in ranks.run(train_on_a_small_loss, run, way):
+            assert changed > 0.9
+            assert_same(parameters, expected)
+
+
 def overflow_on_one_rank(
     run: Run, bad: int, good_steps: int
 ) -> tuple[bool, list[str], float, dict[str, Tensor]]:

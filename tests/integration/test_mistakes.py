@@ -224,6 +224,14 @@ def scale_with_torch(made: Made) -> None:
     scaler.step(made.optimizer)
 
 
+def fp16_without_a_loss_scale(made: Made) -> None:
+    model = models.build(RECIPE.spec)
+    optimizer = made.new_optimizer(model, compute_dtype=torch.float16)
+    for micro_batch in optimizer.micro_batches(made.batch):
+        loss_fn(model, micro_batch).backward()
+    optimizer.step()
+
+
 def step_of_a_second_optimizer(made: Made) -> None:
     second = torch.optim.SGD(made.model.parameters(), lr=0.1)
     passes(made)
@@ -573,6 +581,7 @@ MISTAKES = [
     Mistake(clip_values_with_torch, "train_step(..., max_norm=...)", stages=SHARDED),
     Mistake(read_gradients, "optimizer.full_gradients()", stages=SHARDED),
     Mistake(scale_with_torch, "poplar.GradScaler"),
+    Mistake(fp16_without_a_loss_scale, "scaler = poplar.GradScaler"),
     Mistake(step_of_a_second_optimizer, "the gradient is not in .grad", stages=SHARDED),
     Mistake(nonfinite_loss, "rank 1: the loss is nan in pass 2 of 2"),
     Mistake(nonfinite_loss_in_an_own_loop, "the gradient norm is not finite; no rank applied"),

@@ -14,6 +14,7 @@ from poplar.zero.steps.step_settings import StepSettings
 from poplar.zero.streams import ComputeSpan
 
 if TYPE_CHECKING:
+    from poplar.zero.grad_scaler import GradScaler
     from poplar.zero.steps.nonfinite import DeviceFlag
 
 
@@ -69,6 +70,10 @@ class StepState:
     """What the ranks agreed on; set when the step has been closed."""
     settings: StepSettings | None = None
     """Of this rank, with which the step was closed."""
+    scaler: GradScaler | None = None
+    """By which Poplar scales the losses; None: nothing does, or a scaler of the user's own loop."""
+    is_unscaled: bool = False
+    """The gradient has been divided by the scale of `scaler`."""
     scale: Tensor | None = None
     """Product of the factors for the reduced gradient (loss scale, clipping): one float64 on the
     device, so that the host does not synchronize; None for 1."""
@@ -129,6 +134,14 @@ class StepState:
     def close(self, summary: StepSummary, settings: StepSettings) -> None:
         """The ranks agree to apply the step."""
         self.summary, self.settings = summary, settings
+
+    def scale_by(self, scaler: GradScaler | None) -> None:
+        """The losses are scaled by this scaler."""
+        self.scaler = scaler
+
+    def unscale(self) -> None:
+        """The gradient has been divided by the scale of `scaler`."""
+        self.is_unscaled = True
 
     def multiply(self, factor: Tensor, *, in_update: bool) -> None:
         """The reduced gradient is multiplied, in the update or by the caller."""
