@@ -367,6 +367,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], Any, str]] = {
         {"callbacks": [GradientAccumulationScheduler({0: 2})]},
         model,
         "remove the callback",
+    "sync batchnorm": ({"sync_batchnorm": True}, model, "drop Trainer(sync_batchnorm=True)"),
     ),
     "global batch": ({"accumulate_grad_batches": 2}, model, "has 16: batch_size 2 x"),
 }

@@ -49,6 +49,12 @@ def check_trainer(trainer: Any, module: pl.LightningModule) -> None:
         raise ValueError(
             "PoplarStrategy clips gradients by norm only; use gradient_clip_algorithm='norm'"
         )
+    if trainer._accelerator_connector._layer_sync is not None:
+        raise ValueError(
+            "PoplarStrategy does not support sync batchnorm, for which all ranks would have to run "
+            "equally many passes; drop Trainer(sync_batchnorm=True), and freeze BatchNorm layers "
+            "with .eval(), or use GroupNorm or LayerNorm"
+        )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise ValueError(
             "PoplarStrategy splits batches into passes, so training_step must take a batch, not a "
