@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+from poplar.comm import Control
 from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.integrations.exact_values import exact_values
@@ -97,7 +98,7 @@ def prepare(
         model: as for `HeteroZeroOptimizer`, not prepared.
         optimizer_class: as for `HeteroZeroOptimizer`.
         loader: of a map-style dataset, shuffled or not, not prepared. Its dataset, batch size,
-            `collate_fn` and options of workers are used.
+            seed, `collate_fn` and options of workers are used.
         loss_fn: `loss_fn(model, micro_batch)` -> mean loss; needed to make a plan, and to check in
             the first step that samples are its weight.
         plan: train with it instead of measuring.
@@ -120,7 +121,8 @@ def prepare(
     profile = None
     model = accelerator.prepare_model(model, evaluation_mode=True)  # autocast, but no DDP
     world_size, accumulated = accelerator.num_processes, accelerator.gradient_accumulation_steps
-    global_batch = int(loader.batch_size or 0) * accumulated * world_size
+    batches: Any = loader.batch_sampler  # has the batch size even if it was passed to the loader
+    global_batch = batches.batch_size * accumulated * world_size
     if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
         options.setdefault("compute_dtype", torch.float32)  # autocast, if the accelerator asks
     if plan is None:
@@ -142,7 +144,7 @@ def prepare(
     if plan.global_batch != global_batch:
         raise ValueError(
             f"the plan has a global batch of {plan.global_batch}, but the loader and the "
-            f"accelerator ask for {global_batch} (batch_size {loader.batch_size} x "
+            f"accelerator ask for {global_batch} (batch_size {batches.batch_size} x "
             f"{accumulated} accumulation steps x {world_size} ranks); change one of them"
         )
     optimizer = HeteroZeroOptimizer(model, optimizer_class, plan=plan, params=params, **options)
@@ -151,7 +153,7 @@ def prepare(
     if loss_fn is not None:
         optimizer._training.checks.loss.expect(loss_fn, "to micro_batches")
     accelerator.gradient_accumulation_steps = 1
-    planned = _PlannedLoader(loader, plan, accelerator)
+    planned = _PlannedLoader(loader, plan, accelerator, optimizer.control)
     made = None if scheduler is None else scheduler(optimizer)
     # So that preparing them again does not wrap them in what assumes equal ranks.
     for each in (optimizer, planned, made):
@@ -172,16 +174,21 @@ _OF_THE_ENGINE_ONLY = inspect.signature(HeteroZeroOptimizer).parameters.keys() -
 class _PlannedLoader(PlannedLoader):
     """Yields this rank's part of each global batch on its device."""
 
-    def __init__(self, loader: DataLoader[Any], plan: Plan, accelerator: Accelerator) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], plan: Plan, accelerator: Accelerator, control: Control
+    ) -> None:
+        batches: Any = loader.batch_sampler
+        given = accelerator.dataloader_config.data_seed
+        own = _seed_of(batches.sampler) if given is None else given
         sampler = HeteroBatchSampler(
             len(loader.dataset),  # type: ignore[arg-type]
             plan,
-            seed=accelerator.dataloader_config.data_seed or 0,
-            shuffle=isinstance(loader.sampler, RandomSampler),
-            drop_last=loader.drop_last,
+            seed=control.exchange_objects(own, what="the seed of the data")[0],
+            shuffle=isinstance(batches.sampler, RandomSampler),
+            drop_last=batches.drop_last,
         )
         super().__init__(loader, sampler, lambda: self.steps_done)
-        self.device = accelerator.device
+        self.device, self._seed_is_given = accelerator.device, given is not None
         self.steps_done = 0
         """Batches of this epoch that the loop has taken."""
         self._first = 0
@@ -202,9 +209,20 @@ class _PlannedLoader(PlannedLoader):
         sampler.set_epoch(epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last step before the save."""
-        super().load_state_dict(state)
+        """Continue after the last step before the save, in its order unless `data_seed` is set."""
+        if self._seed_is_given:
+            super().load_state_dict(state)
+        else:
+            sampler: Any = self.batch_sampler
+            super().load_state_dict({**state, "seed": sampler._seed})
+            sampler._seed = state["seed"]
         self.steps_done = self._first = state["step"]
+
+
+def _seed_of(sampler: Any) -> int:
+    """The seed by which the user chose the order: of the loader's generator, else of torch."""
+    generator = getattr(sampler, "generator", None)
+    return int(torch.initial_seed() if generator is None else generator.initial_seed())
 
 
 def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from launched import BATCH, PLANS, as_launched, fresh_state, three_ranks
 from safetensors.torch import load_file
 from subset import choose
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import poplar
 from poplar.data.sampler import HeteroBatchSampler
@@ -199,6 +199,78 @@ def test_a_nonfinite_loss_is_applied_on_no_rank(three, stage, choice):
         assert same
     skipped = [text for text in answers[0][1] if "the loss of rank(s) [0]" in text]
     assert len(skipped) == (choice == "skip")
+
+
+def a_planned_loader(seed: int, data_seed: int | None = None, **options: Any) -> Any:
+    """The loader of a script whose ranks have the seeds `seed`, `seed + 1` and so on."""
+    as_launched()
+    config = DataLoaderConfiguration(data_seed=data_seed)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=config)
+    model = a_model()
+    torch.manual_seed(seed + accelerator.process_index)
+    dataset = TensorDataset(torch.arange(5 * BATCH + 4))
+    loader = DataLoader(dataset, **{"batch_size": 2, "shuffle": True, **options})
+    return prepare(accelerator, model, torch.optim.AdamW, loader, plan=PLANS[0], lr=0.1).loader
+
+
+def draw(loader: Any) -> list[list[int]]:
+    return [samples.tolist() for (samples,) in loader]
+
+
+def draw_in_many_orders() -> dict[str, list[list[int]]]:
+    """This rank's samples of each step, by what is different."""
+    found = {f"seed {seed}": draw(a_planned_loader(seed)) for seed in (10, 20)}
+    found["again"] = draw(a_planned_loader(10))
+    for name, seed in (("generator", 10), ("generator again", 20)):
+        generator = torch.Generator().manual_seed(30)
+        found[name] = draw(a_planned_loader(seed, generator=generator))
+    found["data_seed"] = draw(a_planned_loader(10, data_seed=20))
+    return found
+
+
+def test_the_order_of_the_data_follows_the_seed_of_the_first_rank(three):
+    by_rank = three.run(draw_in_many_orders)
+    for found in by_rank:
+        assert found["again"] == found["seed 10"] != found["seed 20"]
+        assert found["generator again"] == found["generator"] != found["seed 10"]
+        assert found["data_seed"] == found["seed 20"]
+    for name in by_rank[0]:
+        drawn = [at for found in by_rank for samples in found[name] for at in samples]
+        assert sorted(drawn) == list(range(5 * BATCH + 4)), name
+
+
+def resume_with_another_seed() -> tuple[bool, str]:
+    """Whether the order goes on, and the error if `data_seed` asks for another one."""
+    loader = a_planned_loader(10)
+    expected = draw(loader)
+    loader.steps_done = 2
+    state = loader.state_dict()
+    resumed = a_planned_loader(20)
+    resumed.load_state_dict(state)
+    message = ""
+    try:
+        a_planned_loader(20, data_seed=5).load_state_dict(state)
+    except ValueError as error:
+        message = str(error)
+    return draw(resumed) == expected[2:], message
+
+
+def test_a_resumed_loader_keeps_the_order_of_its_state(three):
+    for goes_on, message in three.run(resume_with_another_seed):
+        assert goes_on
+        assert "was saved with seed=10, but here it is 5" in message
+
+
+def draw_by_a_batch_sampler() -> bool:
+    """Whether it is the order of a loader with the same options of its own."""
+    dataset = TensorDataset(torch.arange(5 * BATCH + 4))
+    batches = BatchSampler(RandomSampler(dataset), 2, drop_last=True)
+    given = {"batch_size": 1, "shuffle": None, "batch_sampler": batches}
+    return draw(a_planned_loader(10, **given)) == draw(a_planned_loader(10, drop_last=True))
+
+
+def test_a_batch_sampler_has_the_options_of_its_loader(three):
+    assert all(three.run(draw_by_a_batch_sampler))
 
 
 class Tagger(nn.Module):

@@ -19,7 +19,13 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from subset import choose
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import poplar
 from poplar.integrations.lightning import PoplarMonitor, PoplarStrategy, to_lightning_checkpoint
@@ -361,13 +367,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "precision": ({"precision": "16-true"}, model, "supports precision='32-true' and 'bf16-mixed'"),
     "clip by value": ({"gradient_clip_algorithm": "value"}, model, "by norm only"),
     "manual": ({"gradient_clip_val": None}, Manual, "use automatic optimization"),
+    "sync batchnorm": ({"sync_batchnorm": True}, model, "drop Trainer(sync_batchnorm=True)"),
     "two optimizers": ({}, TwoOptimizers, "Training with multiple optimizers"),
     "no loss": ({}, NoLoss, "must return its loss"),
     "schedule": (
         {"callbacks": [GradientAccumulationScheduler({0: 2})]},
         model,
         "remove the callback",
-    "sync batchnorm": ({"sync_batchnorm": True}, model, "drop Trainer(sync_batchnorm=True)"),
     ),
     "global batch": ({"accumulate_grad_batches": 2}, model, "has 16: batch_size 2 x"),
 }
@@ -445,6 +451,26 @@ def test_bf16_mixed_is_autocast(ranks, tmp_path):
     alone.fit(reference, data(batch_size=GLOBAL_BATCH))
     for losses in ranks.run(train_in_bf16, tmp_path):
         torch.testing.assert_close(losses, reference.losses, rtol=1e-2, atol=0)
+
+
+def train_by_a_batch_sampler(folder: Path) -> tuple[list[float], list[float]]:
+    """Losses with a batch sampler, and with the same options of the loader."""
+    losses = []
+    for is_given in (True, False):
+        loader = data(shuffle=True)
+        if is_given:
+            batches = BatchSampler(RandomSampler(loader.dataset), 2, drop_last=True)
+            loader = DataLoader(loader.dataset, batch_sampler=batches)
+        module = model()  # which asks for the number of steps before there is a plan
+        with environment(), mock.patch.object(PoplarStrategy, "_tuned", return_value=plan_of(1)):
+            on_ranks(folder, None, max_steps=6).fit(module, loader)
+        losses.append(module.losses)
+    return losses[0], losses[1]
+
+
+def test_a_batch_sampler_has_the_options_of_its_loader(ranks, tmp_path):
+    for given, expected in ranks.run(train_by_a_batch_sampler, tmp_path):
+        assert given == expected
 
 
 @pytest.mark.parametrize(("length", "batch_size", "ranks"), [(45, 7, 3), (10, 1, 3), (3, 5, 3)])

@@ -108,12 +108,13 @@ def planned(
     With `lengths`, each micro-batch is collated on its own.
     """
     dataset: Any = loader.dataset
+    chosen: Any = loader.batch_sampler
     sampler = PlannedSampler(
         len(dataset),
         plan,
         seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
-        shuffle=isinstance(loader.sampler, RandomSampler) and not trainer.overfit_batches,
-        drop_last=bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
+        shuffle=isinstance(chosen.sampler, RandomSampler) and not trainer.overfit_batches,
+        drop_last=bool(chosen.drop_last),
         rank=rank,
         lengths=lengths,
     )

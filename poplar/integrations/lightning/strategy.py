@@ -424,8 +424,8 @@ class PoplarStrategy(DDPStrategy):
         batches.check_train_loader(dataloader)
         plan = self._plan if self._optimizer is None else self.plan
         if plan is None:  # only the number of steps is asked for, which no plan changes
-            loader: Any = dataloader
-            plan = Plan.even(self.world_size, self._global_batch(loader), loader.batch_size, 0)
+            samples = self._global_batch(dataloader)
+            plan = Plan.even(self.world_size, global_batch=samples, micro_batch=samples, stage=0)
         return batches.planned(
             dataloader,  # type: ignore[arg-type]
             plan,
