@@ -14,7 +14,7 @@ Attributes of `Accelerator` that this module replaces on the given object: `back
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -94,7 +94,7 @@ def prepare(
     data. Prepare loaders for evaluation with `accelerator.prepare`, as usual.
 
     Args:
-        accelerator: without DeepSpeed, FSDP, fp16 and torch.compile.
+        accelerator: without DeepSpeed, FSDP, fp16 autocast and torch.compile.
         model: as for `HeteroZeroOptimizer`, not prepared.
         optimizer_class: as for `HeteroZeroOptimizer`.
         loader: of a map-style dataset, shuffled or not, not prepared. Its dataset, batch size,
@@ -247,7 +247,8 @@ def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) 
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"Accelerator(mixed_precision={accelerator.mixed_precision!r}) is not supported; use "
-            "'no' with prepare(..., compute_dtype=torch.float16), or 'bf16'"
+            "'no' with prepare(..., compute_dtype=torch.float16), for which backward() scales the "
+            "loss, or 'bf16'"
         )
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise ValueError(
@@ -272,7 +273,8 @@ def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) 
 
 def _adapt(accelerator: Accelerator, optimizer: HeteroZeroOptimizer) -> None:
     """Let the accelerator's methods for loops act on this optimizer."""
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    training = optimizer._training
+    training.scale_loops()
 
     def backward(loss: Tensor, **options: Any) -> None:
         if accelerator.gradient_accumulation_steps != 1:
@@ -281,13 +283,13 @@ def _adapt(accelerator: Accelerator, optimizer: HeteroZeroOptimizer) -> None:
                 f"{accelerator.gradient_accumulation_steps} after prepare(), so backward() would "
                 "divide the loss by it, but the plan weights the passes; leave it at 1"
             )
-        loss.backward(**options)
-        optimizer._training_parts().engine.step.add_loss(loss)
+        training.scaled_loss(loss).backward(**options)
+        training.engine.step.add_loss(loss)
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        trained = {id(parameter) for parameter in given if parameter.requires_grad}
-        if trained != own:
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if _trained(given) != _trained(own):
             raise ValueError(
                 "accelerator.clip_grad_norm_ clips the gradient of all parameters of the "
                 "optimizer together; pass model.parameters()"
@@ -311,6 +313,10 @@ def _adapt(accelerator: Accelerator, optimizer: HeteroZeroOptimizer) -> None:
     accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.clip_grad_value_ = clip_grad_value_
     accelerator.accumulate = accumulate
+
+
+def _trained(parameters: Iterable[Tensor]) -> set[int]:
+    return {id(parameter) for parameter in parameters if parameter.requires_grad}
 
 
 def _has_parts(obj: Any) -> bool:

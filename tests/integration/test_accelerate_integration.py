@@ -201,6 +201,71 @@ def test_a_nonfinite_loss_is_applied_on_no_rank(three, stage, choice):
     assert len(skipped) == (choice == "skip")
 
 
+def small_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """Its gradients are 0 in fp16 without a loss scale."""
+    return (model(batch[0]).float() - batch[1]).square().mean() * 1e-7
+
+
+def train_in_fp16(plan: poplar.Plan, max_norm: float | None, in_loop: bool) -> Any:
+    """The norms of the steps, and the parameters."""
+    as_launched()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    options = {"compute_dtype": torch.float16, "eps": 1e-12}
+    model, optimizer, loader, _ = prepared(plan, accelerator, **options)
+    norms: list[float] = []
+    for batch in loader:
+        if not in_loop:
+            result = optimizer.train_step(small_loss, batch, max_norm=max_norm)
+            norms += [] if max_norm is None else [float(result.grad_norm)]
+            continue
+        for micro_batch in optimizer.micro_batches(batch):
+            accelerator.backward(small_loss(model, micro_batch))
+        if max_norm is not None:
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+    with optimizer.full_parameters():
+        return norms, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(("stage", "max_norm"), [(1, None), (3, 1e-8)])
+def test_backward_scales_the_losses_of_an_fp16_model(three, stage, max_norm):
+    expected, _ = train_alone(torch.optim.AdamW)
+    answers = three.run(train_in_fp16, PLANS[stage], max_norm, True)
+    whole_steps = three.run(train_in_fp16, PLANS[stage], max_norm, False)
+    for (norms, parameters), (other_norms, others) in zip(answers, whole_steps, strict=True):
+        assert norms == other_norms
+        assert norms[:1] == [] or norms[0] == pytest.approx(expected[0] * 1e-7, rel=1e-2)
+        torch.testing.assert_close(parameters, others, rtol=0, atol=0)
+        for parameter, start in zip(parameters, a_model().parameters(), strict=True):
+            assert float((parameter != start).float().mean()) > 0.9
+
+
+def clip_beside_a_frozen_parameter() -> float:
+    as_launched()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = a_model()
+    model[0].bias.requires_grad_(False)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    loader = DataLoader(a_dataset(), batch_size=2)
+    model, optimizer, loader, _ = prepare(
+        accelerator, model, torch.optim.AdamW, loader, plan=PLANS[1], params=groups, lr=0.1
+    )
+    for micro_batch in optimizer.micro_batches(next(iter(loader))):
+        accelerator.backward(loss_fn(model, micro_batch))
+    return float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def test_a_gradient_beside_a_frozen_parameter_is_clipped(three):
+    model = a_model()
+    model[0].bias.requires_grad_(False)
+    loss_fn(model, next(iter(DataLoader(a_dataset(), batch_size=BATCH)))).backward()
+    expected = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    assert three.run(clip_beside_a_frozen_parameter) == [pytest.approx(expected, rel=1e-4)] * 3
+
+
 def a_planned_loader(seed: int, data_seed: int | None = None, **options: Any) -> Any:
     """The loader of a script whose ranks have the seeds `seed`, `seed + 1` and so on."""
     as_launched()

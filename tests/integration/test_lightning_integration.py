@@ -453,6 +453,35 @@ def test_bf16_mixed_is_autocast(ranks, tmp_path):
         torch.testing.assert_close(losses, reference.losses, rtol=1e-2, atol=0)
 
 
+class SmallLoss(Regression):
+    """Its gradients are 0 in fp16 without a loss scale."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch[0]).float(), batch[1]) * 1e-8
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=5e-3, eps=1e-12)
+
+
+def train_in_fp16(folder: Path, stage: int) -> list[float]:
+    torch.manual_seed(3)
+    with environment():
+        module = SmallLoss()
+        strategy = PoplarStrategy(plan=plan_of(stage), compute_dtype=torch.float16)
+        on_ranks(folder, None, strategy=strategy).fit(module, data())
+        return module.losses
+
+
+@pytest.mark.parametrize("stage", choose(quick=(0, 3), full=(0, 1, 2, 3)))
+def test_losses_of_an_fp16_model_are_scaled(ranks, tmp_path, stage):
+    torch.manual_seed(3)
+    reference = SmallLoss()
+    trainer(tmp_path, devices=1).fit(reference, data(batch_size=GLOBAL_BATCH))
+    assert reference.losses[-1] < 0.5 * reference.losses[0]
+    for losses in ranks.run(train_in_fp16, tmp_path, stage):
+        torch.testing.assert_close(losses, reference.losses, rtol=2e-2, atol=0)
+
+
 def train_by_a_batch_sampler(folder: Path) -> tuple[list[float], list[float]]:
     """Losses with a batch sampler, and with the same options of the loader."""
     losses = []

@@ -292,6 +292,7 @@ class PoplarStrategy(DDPStrategy):
             attach(config.scheduler, optimizer)
         if schedulers:
             StepCounter(optimizer)
+        optimizer._training.scale_loops()
         if self._profile is not None and self._replan != "off":
             optimizer.follow_drift(self._profile, replan=self._replan, leave_out="never")
         self._optimizer, self._owned = optimizer, module
@@ -468,8 +469,9 @@ class PoplarStrategy(DDPStrategy):
                     output = self._run_step(module, micro_batch, *rest, **kwargs)
                     loss = loss_of(output)
                     self._step.add_loss(loss)
-                    self.backward(loss, optimizer)
+                    self.backward(optimizer._training.scaled_loss(loss), optimizer)
                     del loss
+            optimizer._training.unscale()
             self._step.passes_done()
         shown = torch.zeros((), device=self.root_device)
         return {**output, "loss": shown} if isinstance(output, Mapping) else shown
