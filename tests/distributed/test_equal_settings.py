@@ -92,6 +92,21 @@ def test_all_ranks_name_what_differs_and_training_continues(
         training.assert_same(parameters, answers[0][1])
 
 
+def clip_to_a_negative_norm(run: Run) -> None:
+    """After the scaler has closed the step."""
+    model, optimizer = training.prepare(run)
+    scaler = poplar.GradScaler("cpu", init_scale=8.0)
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
+        scaler.scale(training.loss_of(run.recipe)(model, micro_batch)).backward()
+    scaler.unscale_(optimizer)
+    optimizer.clip_grad_norm_(-0.5)
+
+
+def test_a_negative_norm_is_refused_after_unscaling(ranks: Pool) -> None:
+    failures = ranks.run_expecting_errors(clip_to_a_negative_norm, run_of(2), ranks=3)
+    training.assert_raised(failures, "would reverse the gradient")
+
+
 def leave_out_an_update(run: Run) -> tuple[Failure | None, Failure | None]:
     """One rank does not call `step()`; the next step tells. A load mends it."""
     model, optimizer = training.prepare(run)

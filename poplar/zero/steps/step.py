@@ -432,6 +432,7 @@ class Step:
             return self.close(settings, error)
         if error is not None:
             raise error
+        settings.check()
         return summary
 
     def close(
