@@ -80,7 +80,8 @@ class Passes:
 
     def step_batch(self, samples: int) -> Any:
         """A batch for an optimizer step, whose micro-batches have typical lengths."""
-        return self.batch(samples) if self.lengths is None else _StepBatch(self, samples)
+        by_rows = self.lengths is None and not isinstance(self.example, pytree.SplitsItself)
+        return self.batch(samples) if by_rows else _StepBatch(self, samples)
 
     @contextmanager
     def one_pass(self, size: int) -> Iterator[None]:
@@ -241,7 +242,10 @@ class Passes:
 
 
 class _StepBatch(pytree.SplitsItself):
-    """Samples of one rank in a step; each micro-batch is padded to its own typical length."""
+    """Samples of one rank in a step; each micro-batch is taken from the example on its own.
+
+    So it has its own typical length, and its samples need not be rows.
+    """
 
     def __init__(self, passes: Passes, samples: int) -> None:
         self._passes, self._samples = passes, samples

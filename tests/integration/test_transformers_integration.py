@@ -33,6 +33,9 @@ from trainers import WORDS, Sentences, arguments, logged, model_of, padded
 from transformers import (
     HfArgumentParser,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -50,7 +53,8 @@ from poplar.integrations.transformers import (
     PoplarTrainer,
     PoplarTrainerMixin,
 )
-from poplar.integrations.transformers.trainer import RUN_FILE
+from poplar.integrations.transformers.loss import own_mean_weight
+from poplar.integrations.transformers.trainer import RUN_FILE, _length
 from poplar.monitoring import JsonLines, RunRecord
 from poplar.values.communication import Communication
 from poplar.zero.steps.step_result import Stopwatch
@@ -577,6 +581,88 @@ def test_without_a_plan_the_ranks_are_measured(three, tmp_path, balanced):
     assert record.runs[-1].plan == plan
     assert ("length_distribution" in record.profile.identity) == balanced
     assert len(record.runs[-1].losses) == 1, "without the first step, which prepares kernels"
+
+
+class ImagesForCausalLM(LlamaForCausalLM):
+    """Takes images as rows of patches, as Qwen-VL does."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, pixel_values=None, **kwargs):
+        return super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+
+
+def with_patches(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Three patches per sample."""
+    return padded(samples) | {"pixel_values": torch.ones(3 * len(samples), 4)}
+
+
+class Labelled(Dataset[dict[str, torch.Tensor]]):
+    """Tensors, of which the label has no dimensions."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": torch.tensor(Fixed()[at]["input_ids"]),
+            "labels": torch.tensor(at % 2),
+        }
+
+
+def classifier() -> nn.Module:
+    config = model_of("llama").config
+    config.pad_token_id = 0
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(config)
+
+
+def describer() -> nn.Module:
+    torch.manual_seed(0)
+    return ImagesForCausalLM(model_of("llama").config)
+
+
+PATCHES = {"train_dataset": Sentences(40), "data_collator": with_patches}
+UNUSUAL: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "labels without dimensions": (classifier, {"train_dataset": Labelled()}, False),
+    "patches of images": (describer, PATCHES, True),
+}
+"""The model, the data, and whether lengths are balanced."""
+
+
+def train_on_unusual_data(name: str, trainer_class: Any, folder: str, **options: Any) -> Any:
+    model, data, _ = UNUSUAL[name]
+    sizes = {} if trainer_class is Trainer else SHARES
+    trainer = trainer_class(model(), arguments(folder, max_steps=2, **sizes), **data, **options)
+    trainer.train()
+    return logged(trainer)
+
+
+def plan_for_unusual_data(name: str, folder: str) -> Any:
+    as_launched()
+    options = {"seconds": 0.3, "stage": "2", "cache": False, "verify": False}
+    options["balance_lengths"] = UNUSUAL[name][2]
+    return train_on_unusual_data(name, PoplarTrainer, folder, poplar=PoplarArguments(**options))
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_ranks_are_measured_whatever_the_samples_are(three, tmp_path, name):
+    fresh_state()
+    alone = train_on_unusual_data(name, Trainer, str(tmp_path))
+    for each in three.run(plan_for_unusual_data, name, str(tmp_path)):
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_the_length_of_a_sample_counts_no_single_values():
+    single = {"labels": torch.tensor(1), "weight": np.array(0.5), "number": 3}
+    assert _length({"input_ids": torch.ones(7), **single}) == 7
+    assert _length(single) == 0
+
+
+def test_samples_that_cannot_be_counted_say_which_method_to_override():
+    boxes = [{"boxes": torch.ones(3, 4)}, {"boxes": torch.ones(1, 4)}]
+    inputs = {"pixel_values": torch.ones(2, 3, 8, 8), "labels": boxes}
+    with pytest.raises(ValueError, match=r"have \[1, 2, 3\] rows.*override loss_weight\(inputs\)"):
+        own_mean_weight(inputs, shifted=False)
 
 
 def a_saved_model(name: str, folder: str) -> dict[str, torch.Tensor]:

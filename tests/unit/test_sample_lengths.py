@@ -14,6 +14,7 @@ from torch import nn
 
 from poplar.data import pytree
 from poplar.data.lengths import SampleLengths, at_length, padded_length
+from poplar.data.micro_batch_collation import MicroBatches
 from poplar.profiler.job import Job
 from poplar.profiler.passes import Passes
 
@@ -114,6 +115,17 @@ def test_without_lengths_the_example_is_repeated_as_it_is(passes):
     plain.first(3)
     assert set(plain.model.seen) == {(3, 12)}
     assert torch.equal(plain.step_batch(4)["ids"], plain.batch(4)["ids"])
+
+
+def test_micro_batches_of_a_trial_step_are_collated_one_by_one(passes):
+    samples = [torch.full((3, 2), float(place)) for place in range(3)]
+    example = MicroBatches(samples, (), torch.cat)
+    packed = replace(passes, example=example, lengths=None, _batches={})
+    batch = packed.step_batch(5)
+    assert pytree.samples_in(batch) == 5
+    parts = pytree.split(batch, (1, 0, 4))
+    assert parts[1] is None
+    assert [tuple(part.shape) for part in (parts[0], parts[2])] == [(3, 2), (12, 2)]
 
 
 # Jobs

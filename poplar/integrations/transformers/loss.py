@@ -82,7 +82,17 @@ def own_mean_weight(inputs: Any, shifted: bool) -> float:
             "another mean, override loss_weight(inputs) of the trainer"
         )
         return float((labels[..., 1:] if shifted else labels).ne(IGNORED).sum())
-    return float(pytree.samples_in(inputs))
+    try:
+        return float(pytree.samples_in(inputs))
+    except ValueError:
+        tensors = [t for t in pytree.tensors(inputs) if t.dim() and not t.is_nested]
+        rows = sorted(set(map(len, tensors)))
+        raise ValueError(
+            f"the tensors of a micro-batch have {rows} rows, so its samples cannot be counted: "
+            "override loss_weight(inputs) of the trainer to return what its mean loss counts. "
+            "Losses that communicate, as those of detection models (DETR, Mask2Former) do, are "
+            "not supported"
+        ) from None
 
 
 class PassMetrics:

@@ -339,7 +339,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         batch = MicroBatches(features[:EXAMPLE_SAMPLES], (), self.collate_train)
         if self._lengths is not None:
             inputs = batch.take(range(len(batch)))
-            if padded_length(inputs) and pytree.samples_in(inputs) == len(batch):
+            if padded_length(inputs) and _rows_are_samples(inputs, len(batch)):
                 return self._prepare_inputs(inputs), self._lengths, "of given lengths"
         return batch, None, f"of {_length(features[0])} tokens"
 
@@ -642,7 +642,16 @@ def _first(dataset: Any, count: int) -> Iterator[Any]:
 def _length(features: Any) -> int:
     """Of the longest value of a sample."""
     values = features.values() if hasattr(features, "values") else [features]
-    return max((len(value) for value in values if hasattr(value, "__len__")), default=0)
+    # 0-d tensors and arrays have `__len__`, which raises.
+    counted = (v for v in values if hasattr(v, "__len__") and getattr(v, "ndim", 1) > 0)
+    return max(map(len, counted), default=0)
+
+
+def _rows_are_samples(inputs: Any, samples: int) -> bool:
+    try:
+        return pytree.samples_in(inputs) == samples
+    except ValueError:  # such as rows of patches, of several images a sample
+        return False
 
 
 def _adapter_values(engine: Engine) -> dict[str, Any]:
