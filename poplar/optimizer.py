@@ -38,7 +38,7 @@ from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss, PassLoss
 from poplar.zero.micro_batches import Loss, MicroBatch, OpenedStep, Weight
 from poplar.zero.optimizers.granularity import Granularity, OptimizerFactory
-from poplar.zero.optimizers.optimizer_class import check_option_names
+from poplar.zero.optimizers.optimizer_class import check_option_names, check_overrides
 from poplar.zero.setup import BUILDING, Request, agree_on_request, check_request
 from poplar.zero.steps.evaluation import Evaluation
 from poplar.zero.steps.nonfinite import OnNonFinite
@@ -210,7 +210,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 )
             own = inspect.signature(HeteroZeroOptimizer).parameters
             check_option_names(optimizer_class, optimizer_kwargs, own)
-            return check_request(
+            request = check_request(
                 model,
                 optimizer_class,
                 optimizer_kwargs,
@@ -231,6 +231,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 on_out_of_memory=on_out_of_memory,
                 on_nonfinite=on_nonfinite,
             )
+            check_overrides(request.classes, request.groups, model)
+            return request
 
         with new_group(process_group, timeout, BUILDING) as group:
             control = connect_control(group, communicator)

@@ -32,6 +32,7 @@ BATCHES = ((2, 1), (1, 1), (0, 1), (0, 0))
 
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bitsandbytes": (bitsandbytes.optim.AdamW8bit, {"lr": 1e-2}),
+    "bitsandbytes, 8 and 32 bits": (bitsandbytes.optim.AdamW8bit, {"lr": 1e-2}),
     "torchao, 8 bits": (torchao.optim.AdamW8bit, {"lr": 1e-2}),
     "torchao, 4 bits": (torchao.optim.AdamW4bit, {"lr": 1e-2}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
@@ -41,13 +42,18 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 BLOCKWISE = ("bitsandbytes", "torchao")
 MUON = {"optimizer_class": torch.optim.Muon, "lr": 0.02, "momentum": 0.9}
+IN_32_BITS = {"optimizer_class": bitsandbytes.optim.AdamW, "optim_bits": 32, "lr": 1e-2}
+OWN_CLASSES = {"Muon and AdamW": MUON, "bitsandbytes, 8 and 32 bits": IN_32_BITS}
+"""Of a param group with matrices."""
 
 
 def groups_of(name: str, model: nn.Module) -> list[dict[str, Any]]:
-    if name != "Muon and AdamW":
+    if name not in OWN_CLASSES:
         return [{"params": list(model.parameters())}]
     matrices, rest = matrices_and_rest(model)
-    return [{"params": matrices, **MUON}, {"params": rest}]
+    if name != "Muon and AdamW":  # matrices in both groups
+        matrices, rest = matrices[::2], [*rest, *matrices[1::2]]
+    return [{"params": matrices, **OWN_CLASSES[name]}, {"params": rest}]
 
 
 class OneProcess:
@@ -197,3 +203,27 @@ def test_what_cannot_work_is_refused_on_all_ranks(ranks: Pool) -> None:
         assert "use stage 2" in text
     for text in ranks.run(refused, Lamb, 1):
         assert "pass granularity='parameter'" in text
+
+
+def build_with_overrides() -> str:
+    """Of a model whose class gives bitsandbytes an option for one of its parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(bitsandbytes.nn.StableEmbedding(64, 8), nn.Linear(8, 2))
+    weight, *rest = model.parameters()
+    cls, options = CLASSES["bitsandbytes"]
+    own = {"optimizer_class": bitsandbytes.optim.AdamW, "optim_bits": 32, **options}
+    groups = [{"params": [weight], **own}, {"params": rest}]
+    try:
+        with pytest.raises(ValueError, match="bitsandbytes has options") as caught:
+            HeteroZeroOptimizer(model, cls, stage=1, **options)
+        HeteroZeroOptimizer(model, cls, stage=1, params=groups, **options).release()
+        HeteroZeroOptimizer(model, torch.optim.AdamW, stage=1).release()
+    finally:
+        bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+    return str(caught.value)
+
+
+def test_options_of_bitsandbytes_for_a_parameter_need_a_group(ranks: Pool) -> None:
+    for text in ranks.run(build_with_overrides):
+        assert "'0.weight', {'optim_bits': 32}" in text
+        assert "param group with a class and options of its own" in text

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import bitsandbytes
 import datasets
 import numpy as np
 import peft
@@ -131,6 +132,13 @@ def with_added_adapter(model: Any) -> nn.Module:
     return model
 
 
+def with_many_words(model: Any) -> nn.Module:
+    """Its embedding has state of 8 bits, unless it is kept in 32."""
+    model.config.vocab_size = 512
+    torch.manual_seed(0)
+    return LlamaForCausalLM(model.config)
+
+
 ADAPTED = {
     "adapters": with_adapters,
     "frozen adapters": with_frozen_adapters,
@@ -148,7 +156,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "in the order of the dataset": {"args": {"train_sampling_strategy": "sequential"}},
     "token counts": {"args": {"include_num_input_tokens_seen": "non_padding"}},
     "plain SGD": {"args": {"optim": "sgd", "max_grad_norm": 0.0}},
-    "8-bit optimizer": {"args": {"optim": "adamw_8bit"}},
+    "8-bit optimizer": {"model": with_many_words, "args": {"optim": "adamw_8bit"}},
     "Adafactor": {"args": {"optim": "adafactor"}},
     "a mean over labels": {"model": lambda model: MeanForCausalLM(model.config)},
     "wide tail": {"args": {"num_train_epochs": 2, "max_steps": -1}, "samples": 55},
@@ -366,6 +374,39 @@ def test_features_train_with_equal_losses(three, tmp_path, feature, stage):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone[0]), **close)
         torch.testing.assert_close(means, alone[1], **close)
         assert counts[0] == alone[2][0]
+
+
+def types_of_state(trainer_class: Any, folder: str, sizes: dict[str, int], **options: Any) -> Any:
+    trainer = trainer_class(
+        with_many_words(model_of("llama")),
+        arguments(folder, optim="adamw_8bit", max_steps=1, **sizes),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        **options,
+    )
+    trainer.train()
+    state = getattr(trainer.optimizer, "optimizer", trainer.optimizer).state
+    named = trainer.model.named_parameters()
+    return {name: state[p]["state1"].dtype for name, p in named if state.get(p)}
+
+
+def types_of_state_on_ranks(stage: int, folder: str) -> Any:
+    as_launched()
+    options = {"poplar": PoplarArguments(plan=PLANS[stage])}
+    return types_of_state(PoplarTrainer, folder, SHARES, **options)
+
+
+@pytest.mark.parametrize("stage", PLANS)
+def test_the_state_of_embeddings_stays_in_32_bits(three, tmp_path, stage):
+    fresh_state()
+    expected = types_of_state(Trainer, str(tmp_path), {})
+    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+    assert expected["model.embed_tokens.weight"] == torch.float32
+    assert expected["lm_head.weight"] == torch.uint8
+    found = {}
+    for types in three.run(types_of_state_on_ranks, stage, str(tmp_path)):
+        found |= types
+    assert found == expected
 
 
 class PlannedSFTTrainer(PoplarTrainerMixin, trl.SFTTrainer):
@@ -802,11 +843,20 @@ def test_a_stream_and_a_loss_scale_go_on_where_they_were(three, tmp_path):
         )
 
 
-def resume_from_trainer(plan: poplar.Plan, folder: str) -> Any:
+RESUMED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "all parameters": (lambda model: model, {}),
+    # The second param group, of what does not decay, has no parameters.
+    "adapters": (with_adapters, {}),
+    "8-bit optimizer": (with_many_words, {"optim": "adamw_8bit"}),
+}
+
+
+def resume_from_trainer(name: str, plan: poplar.Plan, folder: str) -> Any:
     as_launched()
+    model, changes = RESUMED[name]
     trainer = PoplarTrainer(
-        model_of("llama"),
-        arguments(folder, max_steps=6, **SHARES),
+        model(model_of("llama")),
+        arguments(folder, max_steps=6, **changes, **SHARES),
         data_collator=padded,
         train_dataset=Sentences(60),
         poplar=PoplarArguments(plan=plan),
@@ -815,20 +865,53 @@ def resume_from_trainer(plan: poplar.Plan, folder: str) -> Any:
     return logged(trainer)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_goes_on_from_a_checkpoint_of_trainer(three, tmp_path, stage):
+@pytest.mark.every_combination
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("all parameters", 1), ("all parameters", 3), ("adapters", 2), ("8-bit optimizer", 3)],
+)
+def test_goes_on_from_a_checkpoint_of_trainer(three, tmp_path, name, stage):
     fresh_state()
+    model, changes = RESUMED[name]
     alone = Trainer(
-        model_of("llama"),
-        arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=3),
+        model(model_of("llama")),
+        arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=3, **changes),
         data_collator=padded,
         train_dataset=Sentences(60),
     )
     alone.train()
-    for each in three.run(resume_from_trainer, PLANS[stage], str(tmp_path)):
+    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+    for each in three.run(resume_from_trainer, name, PLANS[stage], str(tmp_path)):
         torch.testing.assert_close(
             torch.tensor(each), torch.tensor(logged(alone)), rtol=1e-4, atol=1e-5
         )
+
+
+def resume_with_other_adapters(folder: str) -> None:
+    as_launched()
+    torch.manual_seed(1)
+    options = {"r": 4, "target_modules": ["q_proj"]}
+    trainer = PoplarTrainer(
+        peft.get_peft_model(model_of("llama"), peft.LoraConfig(**options)),
+        arguments(folder, max_steps=6, **SHARES),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        poplar=PoplarArguments(plan=PLANS[1]),
+    )
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+
+
+def test_a_checkpoint_of_trainer_with_other_parameters_is_refused(three, tmp_path):
+    fresh_state()
+    alone = Trainer(
+        with_adapters(model_of("llama")),
+        arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+    )
+    alone.train()
+    for error in three.run_expecting_errors(resume_with_other_adapters, str(tmp_path)):
+        assert "has param groups of [8, 0] parameters, but here they are of [4, 0]" in error.message
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -593,7 +593,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         elif found:
             names = ("optimizer.pt", "scheduler.pt")
             states = self._on_all_ranks(
-                lambda: [_loaded(folder / name) for name in names],
+                lambda: self.optimizer.states_of_trainer(*(_loaded(folder / n) for n in names)),
                 doing=f"reading the state of the optimizer in {checkpoint!r}",
             )
             self.optimizer.load_state_dict(states[0])

@@ -36,7 +36,7 @@ _WHOLE = (
 
 def known_granularity(factory: OptimizerFactory, options: Mapping[str, Any]) -> Granularity | None:
     """What a class is known to need, by its name and that of its module; None: not known."""
-    for cls in _bases(factory):
+    for cls in bases_of(factory):
         module, name = cls.__module__, cls.__name__
         if any(module.startswith(m) and name.startswith(names) for m, names in _WHOLE):
             return "parameter"
@@ -49,7 +49,8 @@ def known_granularity(factory: OptimizerFactory, options: Mapping[str, Any]) -> 
     return None
 
 
-def _bases(factory: OptimizerFactory) -> Iterator[type]:
+def bases_of(factory: OptimizerFactory) -> Iterator[type]:
+    """The class and its base classes; none if a function makes the optimizer."""
     while isinstance(factory, partial):
         factory = factory.func
     return iter(factory.__mro__ if isinstance(factory, type) else ())

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 import torch
+from torch import nn
 
 from poplar.zero.optimizers.flat_adamw import flat_class
 from poplar.zero.optimizers.granularity import (
     Granularity,
     OptimizerFactory,
+    bases_of,
     granularity_of,
     problem_with,
 )
@@ -113,6 +116,44 @@ def optimizer_classes(
             )
         )
     return tuple(classes)
+
+
+def check_overrides(classes: Sequence[OptimizerClass], groups: Groups, model: nn.Module) -> None:
+    """Check that bitsandbytes has no options for single parameters, which would have no effect.
+
+    Its optimizers look for the parameter itself, and are given shards.
+
+    Args:
+        classes: the class of each param group.
+        groups: of parameters of the model.
+        model: names the parameters.
+
+    Raises:
+        ValueError: it has others than those of the param group.
+    """
+    library = sys.modules.get("bitsandbytes.optim")  # imported, if it is one of its classes
+    if library is None:
+        return
+    manager = library.GlobalOptimManager.get_instance()
+    overrides = dict(manager.pid2config)
+    for module, name, options in manager.module_weight_config_triple:
+        overrides[id(getattr(module, name, None))] = options
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for cls, group in zip(classes, groups, strict=True):
+        if not any(base.__module__.startswith(library.__name__) for base in bases_of(cls.factory)):
+            continue
+        made: Any = cls.factory([torch.zeros(1)], **cls.options)
+        known = {**vars(made.args), **made.defaults, **group}
+        for parameter in group["params"]:
+            wanted = overrides.get(id(parameter), {})
+            if any(known.get(key) != value for key, value in wanted.items()):
+                raise ValueError(
+                    f"bitsandbytes has options of its own for {names[id(parameter)]!r}, {wanted} "
+                    "(by StableEmbedding or GlobalOptimManager), which HeteroZeroOptimizer does "
+                    "not read; put the parameter into a param group with a class and options of "
+                    "its own, as {'params': [...], 'optimizer_class': bitsandbytes.optim.AdamW, "
+                    "'optim_bits': 32, 'lr': ...}"
+                )
 
 
 def check_option_names(
