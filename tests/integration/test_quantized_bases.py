@@ -18,7 +18,17 @@ import torch
 import trl
 from accelerate import Accelerator
 from launched import as_launched, three_ranks
-from quantized import BATCH, OPTIONS, STEPS, adapted, collated, loss_fn, samples, trained_values
+from quantized import (
+    BATCH,
+    OPTIONS,
+    STEPS,
+    adapted,
+    base_of,
+    collated,
+    loss_fn,
+    samples,
+    trained_values,
+)
 from ranks import Pool
 from safetensors.torch import load_file
 from subset import choose
@@ -371,3 +381,42 @@ def test_peft_merges_inside_full_parameters(three: Pool, stage: int) -> None:
         assert state.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+
+
+def with_added_adapter(kind: str) -> Any:
+    """By the integration of transformers, which makes no `PeftModel`."""
+    model = base_of(kind)
+    torch.manual_seed(1)
+    options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}
+    model.add_adapter(peft.LoraConfig(r=4, **options))
+    return model
+
+
+def saved_with_added_adapter(kind: str, stage: int, folder: str) -> dict[str, Tensor]:
+    """Trains and saves; returns the adapters."""
+    as_launched()
+    trainer = PoplarTrainer(
+        with_added_adapter(kind),
+        arguments(folder, **(SETTINGS | {"max_steps": 1})),
+        data_collator=collated,
+        train_dataset=samples(),
+        poplar=PoplarArguments(plan=plan_of(stage)),
+    )
+    trainer.train()
+    trainer.save_model(f"{folder}/saved")
+    assert trainer.model.hf_quantizer is not None
+    with trainer.optimizer.full_parameters():
+        adapters = peft.get_peft_model_state_dict(trainer.model)
+        return {name: value.clone() for name, value in adapters.items()}
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("kind", quantized.BASES)
+def test_an_added_adapter_is_saved_at_stage_3(three: Pool, tmp_path: Path, kind: str) -> None:
+    expected = three.run(saved_with_added_adapter, kind, 3, str(tmp_path))[0]
+    loaded = base_of(kind)
+    loaded.load_adapter(str(tmp_path / "saved"))
+    found = peft.get_peft_model_state_dict(loaded)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=0)

@@ -26,6 +26,7 @@ import trl
 from launched import BATCH, PLANS, SHARES, as_launched, fresh_state, three_ranks
 from ranks import Pool
 from records import cluster
+from safetensors.torch import load_file
 from subset import choose
 from tokenizers import Tokenizer, models
 from torch import nn
@@ -745,6 +746,49 @@ def test_tied_weights_and_adapters_are_saved_at_stage_3(three, tmp_path, name):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+
+
+def mixture() -> MixtralForCausalLM:
+    """Its experts have other names and shapes in files of the hub than in memory."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(vocab_size=WORDS, **sizes, **heads))
+
+
+def a_saved_mixture(stage: int, folder: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Trains and saves; returns the weights, and warnings."""
+    as_launched()
+    trainer = PoplarTrainer(
+        mixture(),
+        arguments(folder, **(SHARES | {"max_steps": 1})),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        poplar=PoplarArguments(plan=PLANS[stage]),
+    )
+    trainer.train()
+    with mock.patch(f"{PoplarTrainer.__module__}.logger.warning_once") as warning:
+        trainer.save_model(f"{folder}/saved")
+    with trainer.optimizer.full_parameters():
+        state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    return state, [call.args[0] for call in warning.call_args_list]
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_of_experts_are_saved_with_the_names_that_the_guide_says(three, tmp_path, stage):
+    expected, warned = three.run(a_saved_mixture, stage, str(tmp_path))[0]
+    file = tmp_path / "saved" / "model.safetensors"
+    of_hub = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
+    assert (of_hub in load_file(file)) == (stage == 2)
+    assert len(warned) == (stage == 3)
+    found = MixtralForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    torch.testing.assert_close(dict(found), expected, rtol=0, atol=0)
+    if stage == 3:
+        converted = MixtralForCausalLM(MixtralConfig.from_pretrained(tmp_path / "saved"))
+        converted.load_state_dict(load_file(file))
+        converted.save_pretrained(tmp_path / "converted")
+        assert of_hub in load_file(tmp_path / "converted" / "model.safetensors")
 
 
 def save_after_compressed_updates(stage: int, folder: str) -> dict[str, torch.Tensor]:

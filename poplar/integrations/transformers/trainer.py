@@ -12,6 +12,7 @@ Tested with transformers 5.23, accelerate 1.15 and trl 1.16.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from transformers import PreTrainedModel, Trainer
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.trainer_utils import seed_worker
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
@@ -552,11 +554,17 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if sharded and getattr(self.model, "peft_config", None):
             # The base stays sharded: maybe no rank could hold it.
             adapters = _adapter_values(optimizer._training_parts().engine)
-            run_on_all_ranks(optimizer.control, lambda: save(adapters), doing=doing)
+            with _without_quantizer(self.model):
+                run_on_all_ranks(optimizer.control, lambda: save(adapters), doing=doing)
         elif sharded and isinstance(self.model, PreTrainedModel):
             run_on_all_ranks(optimizer.control, lambda: save({}), doing=doing)
             # Every rank sends its part, so no rank holds the whole model.
             optimizer.save_model(Path(folder) / SAFE_WEIGHTS_NAME)
+            if self.args.should_save and _has_other_names_on_disk(self.model):
+                logger.warning_once(
+                    f"stage 3 saves the weights of {type(self.model).__name__} with their names "
+                    "in memory, not those of the hub: see docs/guides/transformers.md"
+                )
         else:
             with optimizer.full_parameters():
                 run_on_all_ranks(optimizer.control, save, doing=doing)
@@ -663,6 +671,26 @@ def _adapter_values(engine: Engine) -> dict[str, Any]:
         for name, value in engine.model.state_dict().items()
         if name not in base
     }
+
+
+@contextlib.contextmanager
+def _without_quantizer(model: nn.Module) -> Iterator[None]:
+    """`save_pretrained` would let it replace the given state dict by that of the sharded model."""
+    quantizer = vars(model).pop("hf_quantizer", None)
+    try:
+        yield
+    finally:
+        if quantizer is not None:
+            vars(model)["hf_quantizer"] = quantizer
+
+
+def _has_other_names_on_disk(model: PreTrainedModel) -> bool:
+    """Whether `save_pretrained` renames, splits or merges weights, such as those of experts."""
+    weights = {
+        name: torch.empty(parameter.shape, device="meta")
+        for name, parameter in model.named_parameters()
+    }
+    return set(revert_weight_conversion(model, dict(weights))) != set(weights)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
