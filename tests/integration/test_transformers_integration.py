@@ -958,6 +958,31 @@ def test_a_checkpoint_of_trainer_with_other_parameters_is_refused(three, tmp_pat
         assert "has param groups of [8, 0] parameters, but here they are of [4, 0]" in error.message
 
 
+def train_with_the_arguments_of_another(folder: str) -> Any:
+    """The settings of a trainer, of one with its arguments, and of one with those that it saved."""
+    as_launched()
+    given, found = arguments(folder, max_steps=1, **SHARES), []
+    for _ in range(3):
+        trainer = PoplarTrainer(
+            model_of("llama"),
+            given,
+            data_collator=padded,
+            train_dataset=Sentences(12),
+            poplar=PoplarArguments(plan=PLANS[1]),
+        )
+        found.append((trainer.args.to_dict(), trainer._global_batch(), trainer._replaces_nonfinite))
+        path = Path(folder) / f"arguments-{pool.rank()}.bin"
+        torch.save(trainer.args, path)
+        given = torch.load(path, weights_only=False) if len(found) == 2 else trainer.args
+    return found
+
+
+def test_arguments_of_another_trainer_keep_their_meaning(three, tmp_path):
+    for first, *others in three.run(train_with_the_arguments_of_another, str(tmp_path)):
+        assert others == [first, first]
+        assert first[1:] == (BATCH, True)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "auto_find_batch_size=True: leave it out": ({"auto_find_batch_size": True}, {}),
     "optim='lomo': use one of adagrad, adamw_torch": ({"optim": "lomo"}, {}),

@@ -117,6 +117,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self._lengths: list[int] | None = None
         """Of the samples of the dataset, if global batches are divided by them."""
         super().__init__(*args, **kwargs)
+        self.args = _as_given(self.args)
         check_arguments(self.args)
         check_trainer(self, PoplarTrainerMixin)
         self._replaces_nonfinite = self.args.logging_nan_inf_filter
@@ -636,8 +637,16 @@ def _without_accumulation(args: Any) -> Any:
     args = copy.copy(args)
     args.per_device_train_batch_size *= args.gradient_accumulation_steps
     args.gradient_accumulation_steps = 1
-    args.average_tokens_across_devices = False
-    args.logging_nan_inf_filter = False
+    replacements = {"average_tokens_across_devices": False, "logging_nan_inf_filter": False}
+    args._poplar_replaced = {name: getattr(args, name) for name in replacements}
+    vars(args).update(replacements)
+    return args
+
+
+def _as_given(args: Any) -> Any:
+    """A copy of `TrainingArguments`; if they are of a `PoplarTrainer`, as that was given them."""
+    args = copy.copy(args)
+    vars(args).update(vars(args).pop("_poplar_replaced", {}))
     return args
 
 
