@@ -4,7 +4,6 @@
 // RuntimeError. The fallbacks in poplar/ops make the same checks with the same messages.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <concepts>
@@ -15,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "allocation.h"
 #include "poplar/adamw.h"
 #include "poplar/codec.h"
 #include "poplar/exact_sum.h"
@@ -121,7 +121,7 @@ struct Sources {
 
   void add(const char* name, const Tensor& tensor) {
     dtypes.push_back(dtype_of(tensor, name));
-    keep_alive.push_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor));
+    keep_alive.push_back(tensor.is_contiguous() ? tensor : contiguous(name, tensor));
     data.push_back(keep_alive.back().const_data_ptr());
   }
 };

@@ -18,7 +18,10 @@ from poplar.values.profile import BatchPoint, DeviceProfile
 
 REAL = """
 import resource, sys, torch
+from poplar import ops
 from poplar.system.out_of_memory import is_out_of_memory
+wide, bucket = torch.zeros(1 << 13, 1 << 12), torch.empty(1 << 25)
+many = torch.empty(1 << 31, dtype=torch.bfloat16)
 status = open("/proc/self/status").read()
 held = int(status.split("VmData:")[1].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (held + (64 << 20),) * 2)
@@ -28,26 +31,30 @@ attempts = {
     "storage": lambda: torch.empty(0).untyped_storage().resize_(1 << 30),
     "backward": lambda: (small * small).expand(256, -1).clone().sum().backward(),
     "bytes": lambda: bytearray(1 << 30),
+    "copy in an operator": lambda: ops.pack_(bucket, [wide.t()], [0], 1.0),
+    "result of an operator": lambda: ops.block_sums_of_squares(many),
 }
 for name, attempt in attempts.items():
     try:
         attempt()
     except Exception as error:
-        print(name, type(error).__name__, is_out_of_memory(error))
+        print(f"{name}:", type(error).__name__, is_out_of_memory(error))
     else:
-        print(name, "no error")
+        print(f"{name}: no error")
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits memory on Linux")
 def test_real_failures_of_a_limited_process_are_recognized() -> None:
     done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=True)
-    found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    found = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert found == {
         "empty": "RuntimeError True",
         "storage": "RuntimeError True",
         "backward": "RuntimeError True",
         "bytes": "MemoryError True",
+        "copy in an operator": "RuntimeError True",
+        "result of an operator": "RuntimeError True",
     }
 
 

@@ -7,8 +7,8 @@
 namespace poplar::cpu {
 namespace {
 
-Tensor new_double_like(const Tensor& tensor, double value) {
-  Tensor result = torch::stable::new_empty(tensor, {}, torch::headeronly::ScalarType::Double);
+Tensor new_double_like(const char* name, const Tensor& tensor, double value) {
+  Tensor result = new_empty(name, tensor, {}, torch::headeronly::ScalarType::Double);
   *static_cast<double*>(result.mutable_data_ptr()) = value;
   return result;
 }
@@ -28,14 +28,14 @@ Tensor exact_norm(Tensor totals) {
       words[word] += data[row * totals.size(1) + word];
     }
   }
-  return new_double_like(totals, root_of(words));
+  return new_double_like("exact_norm", totals, root_of(words));
 }
 
 Tensor clip_coefficient(Tensor norm, double max_norm, std::optional<Tensor> scale) {
   check_clip_coefficient(norm, scale);
   const double factor = scale ? value_of(*scale) : 1.0;
   const float bound = static_cast<float>(max_norm);
-  return new_double_like(norm, clip_ratio(value_of(norm), factor, bound));
+  return new_double_like("clip_coefficient", norm, clip_ratio(value_of(norm), factor, bound));
 }
 
 }  // namespace poplar::cpu

@@ -18,7 +18,8 @@ Tensor block_sums_of_squares(Tensor flat) {
   check_flat(flat, "block_sums_of_squares: flat");
   const std::int64_t numel = flat.numel();
   const std::int64_t blocks = blocks_of(numel);
-  Tensor sums = torch::stable::new_empty(flat, {blocks}, torch::headeronly::ScalarType::Float);
+  Tensor sums =
+      new_empty("block_sums_of_squares", flat, {blocks}, torch::headeronly::ScalarType::Float);
   float* target = static_cast<float*>(sums.mutable_data_ptr());
   with_type(dtype_of(flat, "block_sums_of_squares: flat"), [&](auto* type) {
     using Flat = std::remove_pointer_t<decltype(type)>;

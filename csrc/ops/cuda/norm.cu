@@ -9,8 +9,8 @@ Tensor block_sums_of_squares(Tensor flat) {
   check_flat(flat, "block_sums_of_squares: flat");
   const std::int64_t numel = flat.numel();
   const OnDevice device(flat);
-  Tensor sums = torch::stable::new_empty(flat, {(numel + kBlock - 1) / kBlock},
-                                         torch::headeronly::ScalarType::Float);
+  Tensor sums = new_empty("block_sums_of_squares", flat, {blocks_of(numel)},
+                          torch::headeronly::ScalarType::Float);
   with_type(dtype_of(flat, "block_sums_of_squares: flat"), [&](auto* type) {
     using Flat = std::remove_pointer_t<decltype(type)>;
     STD_CUDA_CHECK(block_sums(static_cast<float*>(sums.mutable_data_ptr()),

@@ -16,7 +16,7 @@ void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
   const OnDevice device(out);
   std::optional<Tensor> begun;
   if (received.size() > kParts) {
-    begun = torch::stable::new_empty(out, {numel});
+    begun = new_empty("rank_sum_", out, {numel}, out.scalar_type());
   }
   with_type(dtype_of(received[0], "rank_sum_: received"), [&](auto* type) {
     using Received = std::remove_pointer_t<decltype(type)>;
