@@ -6,7 +6,7 @@ Checks and messages are those of `csrc/ops/checks.h`. Contracts are in `poplar/o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,6 +26,8 @@ EXACT_BITS = 28
 RULE_NUMBERS = 7
 """Numbers of a `poplar.ops.AdamWRule`."""
 _CHUNK_NUMEL = 1 << 22
+_COUNTER_BYTES = 4
+"""Of each of the work counters."""
 _MOST_RANKS = 1024
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -108,6 +110,28 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return first < second + b.nbytes and second < first + reach * a.element_size()
 
 
+def _check_apart(name: str, written: Iterable[Tensor], read: Iterable[Tensor]) -> None:
+    """Raise if what an operator writes overlaps something else that it is given.
+
+    Args:
+        name: the operator and what it writes.
+        written: contiguous, as are those in `read`.
+        read: what it only reads.
+    """
+    extents = sorted(
+        (begin := tensor.data_ptr(), begin + size, is_written)
+        for tensors, is_written in ((written, True), (read, False))
+        for tensor in tensors
+        if (size := tensor.nbytes)
+    )
+    are_apart, end, written_end = True, 0, 0
+    for begin, own_end, is_written in extents:
+        are_apart = are_apart and begin >= (end if is_written else written_end)
+        end = max(end, own_end)
+        written_end = max(written_end, own_end) if is_written else written_end
+    _check(are_apart, f"{name} must not share memory with another tensor of the call")
+
+
 @_operator
 def pack_(
     bucket: Tensor,
@@ -152,11 +176,7 @@ def rank_sum_chunks_(
 ) -> None:
     """See `poplar.ops.rank_sum_chunks_`."""
     _check_rank_sum("rank_sum_chunks_", out, received, sums)
-    _check_shape(work_counters, "rank_sum_chunks_: work_counters")
-    _check(
-        work_counters.element_size() == 1 and work_counters.numel() == _core.WORK_COUNTERS_BYTES,
-        f"rank_sum_chunks_: work_counters must hold {_core.WORK_COUNTERS_BYTES} bytes",
-    )
+    _check_work_counters(work_counters, out, received, sums)
     counters = work_counters.view(torch.int32)  # started, padding, done, sleepers
     first = int(counters[0]) * _core.CHUNK
     out[first:] = _total([part[first:] for part in received])
@@ -261,6 +281,9 @@ def check_adamw(
     if values:
         single = torch.float32, values[0].device
         _check_scalars("adamw_: scale and found_inf", *single, scale, found_inf)
+    written = (*values, *means, *square_means, *rounded)
+    scalars = [scalar for scalar in (scale, found_inf) if scalar is not None]
+    _check_apart("adamw_: values, state and rounded", written, (*gradients, *scalars))
 
 
 def _check_adamw_tensor(values: Tensor, tensor: Tensor) -> None:
@@ -338,15 +361,30 @@ def _check_rank_sum(
             part.numel() == out.numel(),
             f"{name}: each part must hold {out.numel()} elements, as out does, got {part.numel()}",
         )
+        is_out = part.data_ptr() == out.data_ptr() and part.dtype == out.dtype
         _check(
-            part.data_ptr() == out.data_ptr() or not _overlap(part, out),
+            is_out or not _overlap(part, out),
             f"{name}: received must not share memory with out in part",
         )
     _check(out.dtype == torch.float32, f"{name}: out must be float32")
-    _check_sums(name, out, sums)
+    _check_sums(name, out, received, sums)
 
 
-def _check_sums(name: str, out: Tensor, sums: Tensor | None) -> None:
+def _check_work_counters(
+    work_counters: Tensor, out: Tensor, received: Sequence[Tensor], sums: Tensor | None
+) -> None:
+    name, size = "rank_sum_chunks_: work_counters", _core.WORK_COUNTERS_BYTES
+    _check_shape(work_counters, name)
+    _check(
+        work_counters.element_size() == 1
+        and work_counters.numel() == size
+        and work_counters.data_ptr() % _COUNTER_BYTES == 0,
+        f"{name} must hold {size} bytes at an address that is a multiple of {_COUNTER_BYTES}",
+    )
+    _check_apart(name, [work_counters], [out, *received, *([] if sums is None else [sums])])
+
+
+def _check_sums(name: str, out: Tensor, received: Sequence[Tensor], sums: Tensor | None) -> None:
     if sums is None:
         return
     _check_shape(sums, f"{name}: sums")
@@ -356,6 +394,7 @@ def _check_sums(name: str, out: Tensor, sums: Tensor | None) -> None:
         f"{name}: sums must be float32 on the same device and hold {blocks} elements, one for each "
         "64",
     )
+    _check_apart(f"{name}: sums", [sums], [out, *received])
 
 
 @_operator
@@ -445,7 +484,7 @@ def check_decode_sum(
             f"but a part has {part.numel()}",
         )
         _check(not _overlap(part, out), f"{name}: received must not share memory with out")
-    _check_sums(name, out, sums)
+    _check_sums(name, out, received, sums)
 
 
 @_operator
@@ -498,6 +537,7 @@ def check_exact_sum(total: Tensor, values: Sequence[Tensor]) -> None:
         _check_shape(part, "exact_sum_: values")
         _check(part.dtype == torch.float32, "exact_sum_: values must be float32")
         _check(total.device == part.device, "exact_sum_: total and values must be on one device")
+    _check_apart("exact_sum_: total", [total], values)
 
 
 @_operator
