@@ -255,14 +255,20 @@ Raises:
 
   module.def(
       "largest_sum", &poplar::largest_sum, py::arg("values"), py::arg("total"),
+      py::call_guard<py::gil_scoped_release>(),
       R"(The largest sums of `values[i][parts[i]]` over parts that add up to 0, 1, ... `total`.
 
 Args:
     values: for each index the values of a part of 0, 1, ...
-    total: not negative.
+    total: not negative. The steps are `total` times the number of all values.
 
 Returns:
-    The sums, -infinity where no parts add up to a number, and the parts for `total`.)");
+    The sums, -infinity where no parts add up to a number, and the parts for `total`.
+
+Raises:
+    ValueError: a negative total.
+
+Releases the GIL.)");
 
   module.def(
       "minimise", &poplar::minimise, py::arg("costs"), py::arg("rows"), py::arg("bounds"),

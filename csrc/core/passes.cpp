@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
+#include <string>
 
 namespace poplar {
 namespace {
@@ -218,6 +219,10 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(
 
 std::pair<std::vector<double>, std::vector<std::int64_t>> largest_sum(
     const std::vector<std::vector<double>>& values, std::int64_t total) {
+  if (total < 0) {
+    throw std::invalid_argument("largest_sum: total must be at least 0, got " +
+                                std::to_string(total));
+  }
   std::vector<double> best(total + 1, -kNever);
   best[0] = 0.0;
   std::vector<std::vector<std::int64_t>> chosen;

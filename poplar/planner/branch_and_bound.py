@@ -35,9 +35,9 @@ from poplar.planner.heuristic import (
     with_smaller_passes_first,
 )
 from poplar.planner.memory_model import Caps
-from poplar.planner.memory_shortfall import Request, largest_shares, suffice
+from poplar.planner.memory_shortfall import Request, largest_shares
 from poplar.planner.shard_allocation import Shared, ShareProblem
-from poplar.planner.share_limits import ShareLimits, hull_of_step
+from poplar.planner.share_limits import ShareLimits, hull_of_step, suffice
 from poplar.values.plan import Plan
 
 TOLERANCE = 1e-10

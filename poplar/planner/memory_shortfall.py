@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from poplar import _core
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_model import SLACK_BYTES, Caps
+from poplar.planner.share_limits import largest_sum, suffice
 from poplar.values.errors import PoplarError
 from poplar.values.formatting import format_bytes
 
@@ -17,7 +17,6 @@ _GENERAL_ADVICE = (
     "free memory on that rank (or raise its memory_limit), use shorter sequences or activation "
     "checkpointing, or add ranks"
 )
-_ROUNDING = 1e-12
 
 
 class Request(NamedTuple):
@@ -214,10 +213,11 @@ def least_of_one_pass(
     if min(most) < 0 or sum(most) < total:
         return (), ()
     room = costs.by_rank(
-        lambda rank, largest: costs.memories[rank].largest_shares(largest, later=False), most
+        lambda rank, largest: tuple(costs.memories[rank].largest_shares(largest, later=False)), most
     )
-    (*_, together), batches = _core.largest_sum(room, total)
+    batches = largest_sum(room, total)
     shares = [own[batch] for own, batch in zip(room, batches, strict=True)]
+    together = math.fsum(shares)
     if together <= 0.0:
         return tuple(batches), (1.0 / len(shares),) * len(shares)
     return tuple(batches), tuple(share / together for share in shares)
@@ -226,8 +226,3 @@ def least_of_one_pass(
 def largest_shares(costs: StageCosts, caps: Sequence[Caps]) -> list[float]:
     """By rank, the largest share that fits beside its passes; -inf: not even none does."""
     return costs.by_rank(lambda rank, own: costs.memories[rank].largest_share(own), caps)
-
-
-def suffice(largest: Sequence[float]) -> bool:
-    """Whether every rank can own a share, and with `largest_shares` everything, up to rounding."""
-    return math.fsum(largest) >= 1.0 - _ROUNDING

@@ -16,8 +16,7 @@ from poplar import _core
 from poplar.planner.collective_costs import CollectiveCost
 from poplar.planner.communication_schedule import CommunicationSeconds, Synchronization
 from poplar.planner.cost_model import StageCosts, group_equal
-from poplar.planner.memory_shortfall import suffice
-from poplar.planner.share_limits import Hull
+from poplar.planner.share_limits import Hull, suffice
 from poplar.values.profile import host_compositions
 
 _ROUNDING = 1e-9

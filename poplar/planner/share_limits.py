@@ -16,10 +16,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from poplar import _core
-from poplar.planner.memory_shortfall import suffice
 
-_MOST_WORK = 1 << 22
-"""Ranks times samples; about 0.2 s."""
+_MOST_STEPS = 1 << 26
+"""Of `_core.largest_sum`; about 0.2 s."""
+_ROUNDING = 1e-12
 
 
 class Corner(NamedTuple):
@@ -82,28 +82,72 @@ class ShareLimits:
 
         With many ranks and samples only an upper bound, because the exact number takes too long.
         """
-        if self.spare >= 0.0 and len(self.by_rank) * self._at_most > _MOST_WORK:
-            return self._at_most
-        sums, _ = _core.largest_sum(self.by_rank, self._at_most)
-        return max((size for size, total in enumerate(sums) if suffice([total])), default=-1)
-
-    @staticmethod
-    @lru_cache(4096)
-    def _hull(limits: tuple[float, ...]) -> Hull:
-        return hull(map(Corner, range(len(limits)), limits))
+        if _is_exact(self.by_rank, self._at_most):
+            sums, _ = _core.largest_sum(self.by_rank, self._at_most)
+            return max((size for size, total in enumerate(sums) if suffice([total])), default=-1)
+        left, held = self.spare + _ROUNDING, 0
+        if left < 0.0:
+            return -1
+        for loss, _, samples in _edges(self.by_rank):
+            if loss * samples > left:
+                held += int(left / loss + _ROUNDING)
+                break
+            left -= loss * samples
+            held += samples
+        return min(held, self._at_most)
 
     def samples_beside(self, shares: Sequence[float]) -> list[float]:
         """By rank, the most samples beside its share, with parts of samples."""
-        return list(map(_inverse, map(self._hull, self.by_rank), shares))
+        return list(map(_inverse, map(_hull_of, self.by_rank), shares))
 
     @staticmethod
     def losses(limits: tuple[float, ...]) -> list[float]:
         """What each sample takes of the largest share, by the hull; ascending."""
-        return [
-            -_slope(first, last)
-            for first, last in pairwise(ShareLimits._hull(limits))
-            for _ in range(last.samples - first.samples)
-        ]
+        return [loss for loss, _, samples in _edges([limits]) for _ in range(samples)]
+
+
+def suffice(largest: Sequence[float]) -> bool:
+    """Whether ranks with these largest shares can own everything, up to rounding."""
+    return math.fsum(largest) >= 1.0 - _ROUNDING
+
+
+def largest_sum(by_rank: Sequence[tuple[float, ...]], total: int) -> list[int]:
+    """By rank, its samples of a pass of `total`, beside which the ranks together own the most.
+
+    With many ranks and samples the ranks take samples along their hulls, because the exact result
+    takes too long. All of them but one then end at a corner, so the sum is lower than the largest
+    one by at most what that rank is below its hull.
+
+    Args:
+        by_rank: the largest share beside 0, 1, ... samples; descending, for `total` in all.
+        total: not negative.
+    """
+    if _is_exact(by_rank, total):
+        return _core.largest_sum(by_rank, total)[1]
+    parts = [0] * len(by_rank)
+    for _, rank, samples in _edges(by_rank):
+        parts[rank] += min(samples, total)
+        total -= min(samples, total)
+    return parts
+
+
+def _is_exact(by_rank: Sequence[tuple[float, ...]], total: int) -> bool:
+    """Whether `_core.largest_sum` takes few steps: one for each sample and size of a rank."""
+    return sum(map(len, by_rank)) * (total + 1) <= _MOST_STEPS
+
+
+@lru_cache(4096)
+def _hull_of(limits: tuple[float, ...]) -> Hull:
+    return hull(map(Corner, range(len(limits)), limits))
+
+
+def _edges(by_rank: Sequence[tuple[float, ...]]) -> list[tuple[float, int, int]]:
+    """The edges of all hulls, flattest first: what each sample takes, the rank, the samples."""
+    return sorted(
+        (-_slope(first, last), rank, last.samples - first.samples)
+        for rank, limits in enumerate(by_rank)
+        for first, last in pairwise(_hull_of(limits))
+    )
 
 
 def _inverse(own: Hull, share: float) -> float:
