@@ -8,6 +8,7 @@ from typing_extensions import Buffer
 
 RENDEZVOUS_BYTES: int
 WORK_COUNTERS_BYTES: int
+CUDA_ARCHITECTURES: str
 SLOTS: int
 CHUNK: int
 

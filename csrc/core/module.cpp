@@ -16,6 +16,11 @@
 #include "rendezvous.h"
 #include "simplex.h"
 
+// What the CUDA operators were compiled for: "sm_80,compute_90"; empty if they were not built.
+#ifndef POPLAR_CUDA_ARCHITECTURES
+#define POPLAR_CUDA_ARCHITECTURES ""
+#endif
+
 namespace py = pybind11;
 
 namespace {
@@ -167,6 +172,7 @@ PYBIND11_MODULE(_core, module) {
       "rendezvous, and checksums.";
 
   define_rendezvous(module);
+  module.attr("CUDA_ARCHITECTURES") = POPLAR_CUDA_ARCHITECTURES;
 
   module.def(
       "fail_at_exit",

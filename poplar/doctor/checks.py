@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from poplar.doctor.architectures import build_for, has_kernels
+from poplar.doctor.architectures import build_for
 from poplar.doctor.connections import (
     all_gpus_are_examined,
     by_host,
@@ -17,6 +17,7 @@ from poplar.doctor.connections import (
 )
 from poplar.doctor.facts import RankFacts, describe_values
 from poplar.doctor.finding import Finding, advice, problem
+from poplar.system.cuda_architectures import has_kernels
 from poplar.values.formatting import format_bytes, format_ranks
 
 _MUST_BE_EQUAL = {
@@ -103,6 +104,13 @@ def _torch_has_kernels(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             yield problem([rank], what, build_for(capability, capabilities))
 
 
+def _operators_have_kernels(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for rank in ranks:
+        what, _, fix = rank.operators_problem.partition("; ")
+        if what:
+            yield problem([rank], what, fix)
+
+
 def _all_have_bf16(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     without = [rank for rank in ranks if "bfloat16" not in rank.dtypes]
     if not without:
@@ -167,6 +175,7 @@ _CHECKS: tuple[Callable[[Sequence[RankFacts]], Iterator[Finding]], ...] = (
     _versions_are_equal,
     _device_types_are_equal,
     _torch_has_kernels,
+    _operators_have_kernels,
     _all_have_bf16,
     _ranks_alone,
     _devices_are_not_shared,

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from poplar import ops
 from poplar.comm import Communicator, Control
 from poplar.comm.shard_layout import Layout
 from poplar.values.communication import BITS, Communication, Precision
@@ -216,6 +217,7 @@ def check_request(
     group_of = _group_indices(model, groups)
     found = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
     target = _device_for(found, device, default_device)
+    _check_operators(target)
     if found.type == "cpu" != target.type:
         model_checks.check_movable(list(model.named_parameters()), target)
     _check_dtype("compute_dtype", compute_dtype, allowed=("auto",))
@@ -281,6 +283,14 @@ def _device_for(
             "build it on the CPU or on meta"
         )
     return chosen
+
+
+def _check_operators(device: torch.device) -> None:
+    """Raise if the operators cannot run on this device."""
+    if device.type != "cuda":
+        return
+    if problem := ops.problem_on(torch.cuda.get_device_capability(device)):
+        raise ValueError(f"{torch.cuda.get_device_name(device)}: {problem}")
 
 
 def settings_of(request: Request) -> list[dict[str, Any]]:

@@ -135,6 +135,16 @@ def test_torch_needs_kernels_for_the_device(architectures, runs):
         assert "no kernels for NVIDIA RTX A6000 (sm_86" in found[0].what
 
 
+def test_operators_need_kernels_for_the_device():
+    card = gpu("NVIDIA RTX A6000", (8, 6), uuid="GPU-0")
+    (found,) = all_findings(facts(0, card, operators_problem="not compiled for sm_86; build again"))
+    assert (found.kind, found.what, found.fix) == (
+        "problem",
+        "not compiled for sm_86",
+        "build again",
+    )
+
+
 V100 = gpu("Tesla V100-SXM2-16GB", (7, 0), uuid="GPU-0")
 PASCAL = gpu("NVIDIA GeForce GTX 1060", (6, 1), uuid="GPU-1")
 BLACKWELL = gpu("NVIDIA GeForce RTX 5090", (12, 0), uuid="GPU-2")

@@ -1,4 +1,4 @@
-"""What is built with which CUDA toolkit; needs none."""
+"""What is built and runs for which CUDA toolkit and device; needs neither."""
 
 from __future__ import annotations
 
@@ -8,7 +8,49 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from poplar import _core, ops
+from poplar.zero import setup
+
 ROOT = Path(__file__).resolve().parents[2]
+CUDA_13 = "sm_75,sm_80,sm_86,sm_89,sm_90,sm_100,sm_120,compute_120"
+CUDA_12_6 = "sm_70,sm_75,sm_80,sm_86,sm_89,sm_90,compute_90"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "served"),
+    [
+        ((6, 1), CUDA_13, False),
+        ((7, 0), CUDA_13, False),
+        ((7, 0), CUDA_12_6, True),
+        ((7, 5), CUDA_13, True),
+        ((8, 6), CUDA_13, True),
+        ((8, 7), "sm_86", True),
+        ((8, 6), "sm_89", False),
+        ((8, 9), "sm_90,sm_90a", False),
+        ((12, 0), CUDA_12_6, True),
+        ((12, 1), CUDA_13, True),
+        ((13, 0), CUDA_13, True),
+        ((8, 6), "", True),
+    ],
+)
+def test_a_device_that_the_library_has_no_kernels_for_is_refused(
+    monkeypatch, capability, architectures, served
+):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(ops, "_cuda_provider", ops.Provider("C++", "libpoplar_ops_cuda.so"))
+    monkeypatch.setattr(_core, "CUDA_ARCHITECTURES", architectures)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    if served:
+        setup._check_operators(device)
+        return
+    message = f"cuda:0: .* not compiled for sm_{capability[0]}{capability[1]}, only for sm_"
+    with pytest.raises(ValueError, match=message):
+        setup._check_operators(device)
+    monkeypatch.setattr(ops, "_cuda_provider", ops.Provider("Triton", "POPLAR_OPS=triton"))
+    setup._check_operators(device)
 
 
 def cmake(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -19,6 +61,30 @@ def cmake(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
+
+
+@pytest.mark.parametrize(
+    ("architectures", "names"),
+    [
+        ("75-real;80-real;120", "sm_75,sm_80,sm_120,compute_120"),
+        ("90-virtual", "compute_90"),
+        ("90a-real;100f", "sm_90a,sm_100f,compute_100f"),
+        ("native", "sm_89"),
+        ("all-major", "sm_80,sm_90,compute_90"),
+        ("all", ""),
+    ],
+)
+def test_architectures_are_recorded_as_torch_names_them(tmp_path, architectures, names):
+    script = tmp_path / "names.cmake"
+    script.write_text(
+        "cmake_minimum_required(VERSION 3.26)\n"
+        f'include("{ROOT / "csrc/ops/cuda/toolkit.cmake"}")\n'
+        "set(CMAKE_CUDA_ARCHITECTURES_NATIVE 89-real)\n"
+        "set(CMAKE_CUDA_ARCHITECTURES_ALL_MAJOR 80-real 90)\n"
+        f'poplar_architecture_names(names "{architectures}")\n'
+        'message(STATUS "[${names}]")\n'
+    )
+    assert cmake("-P", script).stdout.strip() == f"-- [{names}]"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import yaml
 from test_imports import INDEPENDENT, LAYERS, MODULES, WITHOUT_TORCH
 
 import poplar
-from poplar.doctor.architectures import has_kernels
+from poplar.system.cuda_architectures import has_kernels
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text("utf-8")
