@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class Workload:
     optimizer_arguments: Mapping[str, Any] = field(default_factory=dict)
     weight: Callable[[Any], Any] | None = None
     """As for `train_step`, such as `poplar.tokens()`; None: the number of samples."""
-    loss: str = "mean"
+    loss: Literal["mean", "sum", "global_mean"] = "mean"
     """As for `train_step`."""
 
     def __post_init__(self) -> None:
