@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fork_server
 import torch
@@ -123,7 +124,13 @@ def _run_agent(arguments: Sequence[str]) -> None:
 def _run_rank(*command: str) -> None:
     """One rank."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork has the agent's handler
-    _run_alone(command)
+    # The agent waits for the result of a rank that ends without an error, which `os._exit` skips.
+    with mock.patch.object(os, "_exit", sys.exit):
+        try:
+            _run_alone(command)
+        except SystemExit as end:
+            if end.code:
+                raise
 
 
 def _run_alone(command: Sequence[str]) -> None:
