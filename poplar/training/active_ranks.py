@@ -78,6 +78,10 @@ class ActiveRanks:
         given = self.whole, self.whole_control, self.communicator, left_out
         return ActiveRanks(*given, has_values=self._has_values, changes=self.changes + 1)
 
+    def close(self) -> None:
+        """Make no later calls; what is announced in the one of now still arrives. Local."""
+        self.announcements = None
+
     def receiver(self, to: int, doing: str) -> int:
         """The number of rank `to` in the group of the active ranks. Collective over these.
 

@@ -258,6 +258,7 @@ class TrainedModel:
         for parameter in self.model.parameters():
             mark_present(parameter)
         self.calls = self._have_no_engine("this optimizer has released its model; build a new one")
+        self.ranks.close()
 
     # What belongs to the user's optimizer.
 

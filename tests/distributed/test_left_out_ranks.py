@@ -6,6 +6,9 @@ import copy
 import gc
 import os
 import signal
+import sys
+import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +24,14 @@ from training import STAGES, Run, assert_exact, assert_raised, train_many
 
 import poplar
 from poplar import CollectiveTimeout, Plan
+from poplar.comm import announcements
 from poplar.elastic import MemoryCheckpoints
 from poplar.monitoring import JsonLines, Monitor
 from poplar.values.errors import RankFailed
 
 RECIPE = Recipe(max_norm=0.1, batches=(12, 12))
 TIMEOUT = timedelta(minutes=1)
+SHORT_TIMEOUT = timedelta(seconds=2)
 
 
 def plan_of(stage: int, left_out: int = 1) -> Plan:
@@ -262,3 +267,58 @@ def test_another_call_on_a_rank_that_is_left_out_is_an_error_there(ranks: Pool) 
     first, left_out, *others = ranks.run(call_differently)
     assert {first, *others} == {""}
     assert "calls release(), but the active ranks call verify_replicas()" in left_out
+
+
+def evaluate_for_long() -> float:
+    """Evaluate for longer than the deadline of the ranks."""
+    _, optimizer = training.prepare(Run(RECIPE, plan_of(1), engine={"timeout": SHORT_TIMEOUT}))
+    loss = training.loss_of(RECIPE)
+
+    def slow(model, batch):
+        time.sleep(0.2)
+        return loss(model, batch)
+
+    batch = training.on_device(RECIPE.part(0, 0, 1))
+    return optimizer.evaluate(slow, [batch] * 15 if optimizer.is_active else [])
+
+
+def test_a_call_may_last_longer_than_the_deadline(ranks: Pool) -> None:
+    assert len(set(ranks.run(evaluate_for_long))) == 1
+
+
+def announcing_threads() -> int:
+    """Threads of this process that write announcements."""
+    count = 0
+    for frame in sys._current_frames().values():
+        while frame.f_back is not None:
+            frame = frame.f_back
+        count += frame.f_code.co_filename == announcements.__file__
+    return count
+
+
+def leave_out_in_turns(changes: int) -> dict[str, bool]:
+    """Whether threads end with the announcements that they are for, and the ranks with both."""
+    before = announcing_threads()
+
+    def are_at_most(more: int) -> bool:
+        deadline = time.monotonic() + 5
+        while announcing_threads() > before + more and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return announcing_threads() <= before + more
+
+    model, optimizer = training.prepare(Run(RECIPE, plan_of(1, left_out=1)))
+    for change in range(changes):
+        optimizer.apply_plan(plan_of(1, left_out=2 - change % 2))
+    found = {"changed": are_at_most(int(harness.rank() == 0))}
+    optimizer.release()
+    found["released"] = are_at_most(0)
+    whole = weakref.ref(optimizer._training.ranks.whole)
+    del model, optimizer
+    gc.collect()
+    found["deleted"] = whole() is None
+    return found
+
+
+def test_changes_and_release_leave_no_threads(ranks: Pool) -> None:
+    for found in ranks.run(leave_out_in_turns, 4):
+        assert all(found.values()), found
