@@ -150,7 +150,9 @@ class Communicator(ABC):
         return CachedBytes()
 
     def trim(self) -> None:
-        """Return cached memory that is no longer needed to the system. Called between steps."""
+        """Return memory that was not used since the last call to the system. Called after each
+        step.
+        """
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         """Copy `data` of group rank `source` to every rank; returns when this rank has it."""

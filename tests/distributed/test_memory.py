@@ -27,6 +27,7 @@ from training import STAGES, Run
 
 import poplar
 from poplar import Plan
+from poplar.comm.host_buffers import HostBuffers
 from poplar.system.storage import with_own_storage
 from poplar.zero import unit as units
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
@@ -217,6 +218,59 @@ def test_buckets_and_segments_do_not_grow_after_the_second_step(
             # How many blocks of a segment are needed depends on when other ranks have read them.
             assert later.pop("shared_memory") <= 8 * model_bytes
             assert later.items() <= held[1].items()
+
+
+def shared_after_steps(plans: Sequence[Plan]) -> int:
+    """Bytes of shared memory that this rank holds after steps under one plan after the other."""
+    recipe, engine = (
+        Recipe(spec=large(torch.float32), batches=(2,)),
+        {"communicator": "shared_memory"},
+    )
+    run = Run(recipe, plans[0], engine=engine)
+    model, optimizer = training.prepare(run)
+    for plan in plans:
+        run = replace(run, plan=plan)
+        optimizer.apply_plan(plan)
+        for _ in range(3):
+            training.take_step(run, model, optimizer, 0)
+    return optimizer.memory()["shared_memory"]
+
+
+def test_shared_memory_of_other_shares_is_returned(ranks: Pool) -> None:
+    first, second = (
+        Plan(stage=3, global_batch=2, micro_batches=((1,), (1,)), shares=shares)
+        for shares in ((0.9, 0.1), (0.1, 0.9))
+    )
+    unit = 4 * sum(p.numel() for p in models.build(large(torch.float32)).blocks[0].parameters())
+    changed = ranks.run(shared_after_steps, [first, second], ranks=2)
+    fresh = ranks.run(shared_after_steps, [second], ranks=2)
+    for rank in range(2):
+        assert changed[rank] <= fresh[rank] + 2 * unit, (changed, fresh)
+
+
+def new_host_buffers(run: Run, steps: int) -> list[int]:
+    """Host buffers that each step allocates for copies from and to the device."""
+    model, optimizer = training.prepare(run)
+    take, counts = HostBuffers.take, []
+
+    def counted(pool: HostBuffers, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        counts[-1] += not pool._idle.get((dtype, numel))
+        return take(pool, numel, dtype, device)
+
+    with mock.patch.object(HostBuffers, "take", counted):
+        for _ in range(steps):
+            counts.append(0)
+            training.take_step(run, model, optimizer, 0)
+    return counts
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_host_buffers_are_used_again_in_the_next_step(ranks: Pool, stage: int) -> None:
+    plan = Plan(stage=stage, global_batch=4, micro_batches=((1, 1), (2, 0)), shares=(0.7, 0.3))
+    run = Run(Recipe(batches=(4,)), plan, engine={"communicator": "staged"})
+    for first, *later in ranks.run(new_host_buffers, run, 4, ranks=2):
+        assert first > 0
+        assert later[1:] == [0, 0]
 
 
 def peak_of_unsharded_units(run: Run) -> tuple[int, int]:

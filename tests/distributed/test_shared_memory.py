@@ -130,6 +130,20 @@ def test_idle_memory_without_readers_is_released():
     assert set(pool.release_idle()) == {again, used}
 
 
+def test_memory_that_is_not_used_any_more_is_released():
+    pool = SegmentPool(4096, 1 << 20, lambda collective: True)
+    first, second, larger = pool.allocate(100), pool.allocate(100), pool.allocate(5000)
+    for block in (second, larger, first):
+        pool.free(block)
+    assert list(pool.release_idle(unused=True)) == []
+    for _ in range(3):
+        again = pool.allocate(100)
+        assert again is first, "memory that is in use is used again"
+        pool.free(again)
+    assert set(pool.release_idle(unused=True)) == {second, larger}
+    assert pool.idle_bytes() == first.nbytes
+
+
 def test_released_memory_reads_as_zeros_and_can_be_reused():
     segment = Segment(1 << 20)
     data = view(segment.memory, torch.float32, 4096, 3000)

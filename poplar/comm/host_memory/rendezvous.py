@@ -11,7 +11,7 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -111,7 +111,7 @@ class Rendezvous:
         """Take back a block that this rank no longer uses."""
         if os.getpid() == self._process:  # a forked process must not change the parent's pool
             self._pool.free(block)
-            self.trim()
+            self._release_uncached()
 
     def wait_for_readers(self, data: Tensor) -> None:
         """Call before writing to `data`: waits until no peer reads what was posted from there."""
@@ -266,13 +266,21 @@ class Rendezvous:
         """Signal that this rank no longer reads what peers have posted for this collective."""
         self.unfinished.pop(collective, None)
         self._counters.finish(collective)
-        self.trim()
+        self._release_uncached()
 
     def trim(self) -> None:
-        """Return memory that no peer reads to the system, unless memory is cached."""
+        """Return memory to the system that no peer reads and that was not used since the last call,
+        as that of a layout of before; or all, unless memory is cached.
+        """
+        self._release(self._pool.release_idle(unused=self._caches_memory))
+
+    def _release_uncached(self) -> None:
         if not self._caches_memory:
-            for block in self._pool.release_idle():
-                self._own.release_memory(block.offset, block.nbytes)
+            self._release(self._pool.release_idle())
+
+    def _release(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self._own.release_memory(block.offset, block.nbytes)
 
     def idle_bytes(self) -> int:
         """Bytes of this rank's segment that are kept for the next collectives."""

@@ -114,6 +114,8 @@ class Block:
         self.offset = offset
         self.nbytes = nbytes
         self.last_collective: int | None = None
+        self.is_used = True
+        """Whether it was allocated since `release_idle` last looked for unused blocks."""
         self.is_released = True
         """Whether its memory has been returned to the system and not been written since."""
 
@@ -144,11 +146,12 @@ class SegmentPool:
         """
         size = _rounded(nbytes)
         idle = self._idle.setdefault(size, [])
-        for position, block in enumerate(idle):
-            if block.last_collective is None or self._is_over(block.last_collective):
+        for position in reversed(range(len(idle))):  # the latest, so that few blocks are used
+            if self._is_unread(idle[position]):
+                block = idle.pop(position)
                 block.last_collective = None
-                block.is_released = False
-                return idle.pop(position)
+                block.is_released, block.is_used = False, True
+                return block
         if self._next + size > self._end:
             raise MemoryError(
                 f"cannot share {nbytes} bytes: {self._next} of the segment's {self._end} bytes are "
@@ -179,14 +182,20 @@ class SegmentPool:
         blocks = (block for idle in self._idle.values() for block in idle)
         return sum(block.nbytes for block in blocks if not block.is_released)
 
-    def release_idle(self) -> Iterator[Block]:
-        """Idle blocks that no peer reads, each once; the caller returns their memory."""
+    def release_idle(self, *, unused: bool = False) -> Iterator[Block]:
+        """Idle blocks that no peer reads, each once; the caller returns their memory.
+
+        `unused`: only those that were not allocated since the last such call.
+        """
         for block in (block for idle in self._idle.values() for block in idle):
-            if not block.is_released and (
-                block.last_collective is None or self._is_over(block.last_collective)
-            ):
+            if unused and block.is_used:
+                block.is_used = False
+            elif not block.is_released and self._is_unread(block):
                 block.is_released = True
                 yield block
+
+    def _is_unread(self, block: Block) -> bool:
+        return block.last_collective is None or self._is_over(block.last_collective)
 
     def block_at(self, offset: int) -> Block | None:
         """The block that contains this byte offset of the segment."""
