@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import ranks as harness
@@ -19,7 +20,15 @@ from ranks import Pool
 
 from poplar import HeteroZeroOptimizer, Plan, _core
 from poplar.comm import Bucket, Codec, Control, Group, connect, connect_control, host_topology
-from poplar.comm.host_memory.segment import PAGE, Segment, SegmentPool, segment_bytes, view
+from poplar.comm.host_memory import rendezvous
+from poplar.comm.host_memory.segment import (
+    PAGE,
+    PeerSegment,
+    Segment,
+    SegmentPool,
+    segment_bytes,
+    view,
+)
 from poplar.comm.host_memory.transport import SharedMemoryCommunicator
 from poplar.comm.shard_layout import Layout
 from poplar.system import host_limits
@@ -535,7 +544,6 @@ def test_no_files_are_left_in_dev_shm(ranks: Pool) -> None:
 def connect_with_one_rank_elsewhere() -> tuple[str, str]:
     """Rank 0 reports another host, so no rank can share memory with it."""
     from poplar.comm import host_topology
-    from poplar.comm.host_memory import rendezvous
 
     group = Group.of(harness.group(), None)
     real = host_topology.host_id
@@ -557,6 +565,31 @@ def test_ranks_of_two_hosts_use_hierarchical_or_raise(ranks: Pool) -> None:
         assert automatic == "HierarchicalCommunicator"
         assert "cannot read the memory of rank" in message
         assert "another host" in message
+
+
+def connect_as_clones(nbytes: int) -> tuple[str, str]:
+    """Each rank opens a segment of its own host in which another process has a rank's number."""
+    real, others = rendezvous.PeerSegment, []
+
+    def open_another(_: int, __: int, size: int) -> PeerSegment:
+        others.append(Segment(nbytes))
+        return real(os.getpid(), others[-1].descriptor, size)
+
+    group = Group.of(harness.group(), timedelta(seconds=5))
+    with mock.patch.object(rendezvous, "PeerSegment", open_another):
+        automatic = type(connect(group, "auto")).__name__
+        with pytest.raises(rendezvous.NotOneHost) as raised:
+            connect(group, "shared_memory")
+    for other in others:
+        other.close_descriptor()
+    return automatic, str(raised.value)
+
+
+@pytest.mark.parametrize("nbytes", [segment_bytes(WORLD), PAGE])
+def test_ranks_in_clones_of_a_virtual_machine_do_not_share_memory(ranks: Pool, nbytes: int) -> None:
+    for automatic, message in ranks.run(connect_as_clones, nbytes):
+        assert automatic == "ProcessGroupCommunicator"
+        assert "cannot read the memory of rank" in message
 
 
 def connect_to_unknown_transport() -> str:

@@ -40,6 +40,9 @@ _ABORT_REASON = -(-_core.RENDEZVOUS_BYTES // PAGE) * PAGE
 """Offset of the page in which a rank that aborts writes the reason; it begins with the length."""
 _FIRST_BLOCK = _ABORT_REASON + PAGE
 """Offset at which the memory to share begins."""
+_TOKEN = _FIRST_BLOCK - 16
+"""Offset of random bytes by which peers know a segment. Virtual machines that were started from one
+snapshot look like one host, in which a process may have another one's number."""
 _LENGTH_BYTES = 8
 _POLL_SECONDS = 0.1
 """Interval at which a wait checks whether the peers' processes are alive."""
@@ -342,7 +345,7 @@ class Rendezvous:
         if self._has_published_failure or os.getpid() != self._process:
             return
         self._has_published_failure = True
-        reason = str(self.group.failures[0]).encode()[: PAGE - _LENGTH_BYTES]
+        reason = str(self.group.failures[0]).encode()[: _TOKEN - _ABORT_REASON - _LENGTH_BYTES]
         begin, memory = _ABORT_REASON + _LENGTH_BYTES, self._own.memory
         memory[begin : begin + len(reason)] = reason
         memory[_ABORT_REASON:begin] = len(reason).to_bytes(_LENGTH_BYTES, "little")
@@ -444,23 +447,27 @@ def _open_segments(
         NotOneHost: on all ranks, if one of them cannot open another's segment.
     """
     what = "looking for ranks on one host"
-    own, error = None, ""
+    own, error, token = None, "", os.urandom(_FIRST_BLOCK - _TOKEN)
     own_host: tuple[str, ...] = (platform.node(), str(os.getpid()))
     try:
         own_host = host_topology.host_id()
-        own = Segment(nbytes) if CAN_SHARE else None
+        if CAN_SHARE:
+            own = Segment(nbytes)
+            own.memory[_TOKEN:_FIRST_BLOCK] = token
     except OSError as cause:
         error = f"rank {group.name} cannot reserve {nbytes} bytes of addresses: {cause}"
-    offer = (own_host, os.getpid(), own.descriptor if own else -1, nbytes)
+    offer = (own_host, os.getpid(), own.descriptor if own else -1, nbytes, token)
     peers: dict[int, PeerSegment] = {}
-    for rank, (host, pid, descriptor, size) in enumerate(exchange(offer, what=what)):
+    for rank, (host, pid, descriptor, size, known) in enumerate(exchange(offer, what=what)):
         if rank == group.rank or error:
             continue
         try:
             if host != own_host:
                 raise OSError(f"it runs on {host}, rank {group.name} on {own_host}")
             peers[rank] = PeerSegment(pid, descriptor, size)
-        except OSError as cause:
+            if peers[rank].memory[_TOKEN:_FIRST_BLOCK] != known:
+                raise OSError(f"process {pid} on this host is not that rank")
+        except (OSError, ValueError) as cause:
             names = f"rank {group.name} cannot read the memory of rank {group.names[rank]}"
             error = f"{names}: {cause}"
     errors = [text for text in exchange(error, what=what) if text]
