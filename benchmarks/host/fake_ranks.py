@@ -16,6 +16,7 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the 
 from torch import Tensor
 
 from poplar.comm import Control, Group
+from poplar.comm.formation import Formation, Formed
 
 
 @contextmanager
@@ -26,6 +27,8 @@ def fake_ranks(count: int) -> Iterator[None]:
         with (
             # Gloo, which carries the control channel beside devices, cannot run in one process.
             mock.patch("poplar.comm.group._control_group", lambda group, *_: group),
+            # The other ranks do not join.
+            mock.patch.object(Formation, "wait", return_value=Formed(1, "fake ranks", ())),
             mock.patch("poplar.comm.control_channel.wait_for_all_ranks", _wait),
             mock.patch.object(Control, "_exchange_long_values", _copy_own),
             mock.patch.object(dist, "all_to_all", _all_to_all),

@@ -87,10 +87,10 @@ class FailureReports:
 
     @classmethod
     def of(
-        cls, process_group: dist.ProcessGroup, index: int, outer: Sequence[str] = ()
+        cls, process_group: dist.ProcessGroup, name: str, outer: Sequence[str] = ()
     ) -> FailureReports:
-        """The reports of group number `index` of a process group, in its store."""
-        prefix = f"poplar/failures/{process_group.group_name}/{index}"
+        """The reports of the group with this name in a process group, in its store."""
+        prefix = f"poplar/failures/{process_group.group_name}/{name}"
         store = _get_process_group_store(process_group)
         return cls(store, prefix, process_group.rank(), process_group.size(), outer)
 
@@ -126,6 +126,20 @@ class FailureReports:
                 time.sleep(_READ_SECONDS)
 
         return self._access(read, GRACE_SECONDS + _ANSWER_SECONDS)
+
+    def has_any(self) -> bool:
+        """Whether a rank has reported a failure in this group."""
+        return bool(self._store.check([f"{self.prefixes[0]}/any"]))
+
+    def causes(self) -> dict[int, str]:
+        """The reasons of other ranks that have failed themselves, as far as the store answers."""
+        with contextlib.suppress(StoreUnavailable):
+            return {
+                rank: report.reason
+                for rank, report in sorted(self.collect(()).items())
+                if report.is_cause and rank != self.rank
+            }
+        return {}
 
     def diagnose(self, suspects: Collection[int], cause: str, what: str) -> tuple[list[int], str]:
         """The ranks that are the cause of a failed wait, and a description of it.

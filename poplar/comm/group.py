@@ -16,11 +16,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from poplar.comm.deadline import NoAnswer, deadline_of, wait_until
 from poplar.comm.failure_reports import FailureReports
-from poplar.comm.subgroup import forget_closed, subgroup, subgroups_of
+from poplar.comm.formation import Formation
+from poplar.comm.subgroup import Subgroups
 from poplar.system.trace import Trace
 from poplar.values.errors import CollectiveTimeout
 
@@ -32,6 +32,11 @@ _HOST_EXTRA_TIMEOUT = timedelta(seconds=2)
 """A rank that waits for another host must time out first, and notify the ranks of its host."""
 _ABORT_SECONDS = 10.0
 """Time for the backends of devices to abort what is pending."""
+_ADVICE = (
+    "If the process of no rank has ended, gloo may not reach the other hosts: set "
+    "GLOO_SOCKET_IFNAME to the network interface of each host"
+)
+"""What to check if the ranks cannot make the control channel."""
 
 # Every optimizer makes a group of its own, and may split it.
 _GROUP_COUNTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -80,6 +85,8 @@ class Group:
     timeout: timedelta
     index: int = 0
     """Counts the groups of this process group; separates the messages of two optimizers."""
+    subgroups: Subgroups = field(default_factory=Subgroups)
+    """The process groups that this group and others of the same ranks have made."""
     failures: list[CollectiveTimeout] = field(default_factory=list)
     """Collectives that did not finish. If there are any, ranks no longer agree on the collective
     order, and every later collective raises."""
@@ -180,7 +187,7 @@ class Group:
         """
         if self.failures:
             return self.failures[0]
-        ranks, reason = [self.names[peer] for peer in peers], _first_line(cause)
+        ranks, reason = [self.names[peer] for peer in peers], first_line(cause)
         if self.reports is not None:
             ranks, reason = self.reports.diagnose(ranks, reason, what)
         failure = collective_timeout(self.name, self.timeout, what, ranks, reason)
@@ -193,7 +200,7 @@ class Group:
     def note_failure(self, failure: CollectiveTimeout) -> None:
         """Refuse all later collectives, for this reason. Another group may be made instead."""
         self.failures.append(failure)
-        forget_closed(self.process_group)
+        self.subgroups.close()
 
     def abort(self, reason: str) -> None:
         """Call if this rank fails in a way that the others cannot survive; they raise `reason`."""
@@ -253,7 +260,7 @@ class Group:
         """
         if not self.has_device_backend:
             return
-        groups = [self.process_group, *subgroups_of(self.process_group)]
+        groups = {self.process_group, *self.subgroups}
         threads = [
             threading.Thread(target=_abort, args=(group, set(self.devices)), daemon=True)
             for group in groups
@@ -313,10 +320,12 @@ class Group:
         subgroups = tuple(tuple(self.ranks[rank] for rank in ranks) for ranks in partition)
         members = next(tuple(ranks) for ranks in partition if self.rank in ranks)
         try:
-            process_group = subgroup(
+            process_group = self.subgroups.make(
                 self.process_group, backend, subgroups, self.timeout, self.reports
             )
-            control_group = _control_group(process_group, self.timeout, self.reports)
+            control_group = _control_group(
+                process_group, self.subgroups, self.timeout, self.reports
+            )
         except RuntimeError as error:
             raise self.fail("making the process groups of hosts", self.peers(), error) from error
         return replace(
@@ -335,7 +344,7 @@ class Group:
         timeout: timedelta | None,
         outer: Sequence[Group] = (),
     ) -> Group:
-        """The group of `process_group` (None: WORLD). Collective on its first use with NCCL.
+        """The group of `process_group` (None: WORLD). Collective.
 
         Args:
             process_group: the ranks.
@@ -359,67 +368,73 @@ class Group:
                 f"rank {dist.get_rank()} is not in process_group; only the ranks of the group may "
                 "make this call, so skip it on the others"
             )
-        store, rank = _get_process_group_store(chosen), dist.get_rank(chosen)
-        # In the store, because its keys outlive a process group that is made again.
-        index = int(store.add(f"poplar/{chosen.group_name}/groups of rank {rank}", 1))
-        ranks = tuple(dist.get_process_group_ranks(chosen))
+        rank, ranks = dist.get_rank(chosen), tuple(dist.get_process_group_ranks(chosen))
+        formation: Formation | None = None
         try:
+            formation = Formation(chosen, Subgroups.usable(chosen))
             prefixes = [
-                group.reports.prefixes[0]
+                prefix
                 for group in outer
                 if group.process_group is chosen and group.reports is not None
+                for prefix in group.reports.prefixes
             ]
-            deadline, reports = deadline_of(chosen, timeout), _reports(chosen, index, prefixes)
-            group = cls(ranks, chosen, chosen, deadline, index, reports=reports)
-            return group._with_control_group()
+            reports = _reports(chosen, formation.name, list(dict.fromkeys(prefixes)))
+            group = cls(ranks, chosen, chosen, deadline_of(chosen, timeout), reports=reports)
+            return group._formed(formation)._with_control_group()
         except CollectiveTimeout:
-            raise  # it has been reported
+            raise  # other ranks wait for the same ones, or they have been told
         except BaseException as error:
             if len(ranks) > 1:
                 reason = f"rank {rank} failed in making its group: {type(error).__name__}: {error}"
-                FailureReports.of(chosen, index).publish(reason, is_cause=True)
+                (formation or Formation(chosen)).fail(reason)
             raise
+
+    def _formed(self, formation: Formation) -> Group:
+        """This group with its number, once all ranks make it. Collective."""
+        try:
+            formed = formation.wait(self.timeout, self.reports)
+        except RuntimeError as error:
+            missing = formation.leave() or self.peers()
+            causes = self.reports.causes() if self.reports is not None else {}
+            reason = "; ".join(causes.values()) or first_line(error)
+            raise self.timeout_error("making a group", [*causes] or missing, reason) from error
+        # A rank that fails before it knows the number reports under the name of the attempt.
+        outer = self.reports.prefixes if self.reports is not None else ()
+        return replace(
+            self,
+            index=formed.index,
+            subgroups=Subgroups.of(self.process_group, formed.subgroups),
+            reports=_reports(self.process_group, str(formed.index), outer),
+        )
 
     def _with_control_group(self) -> Group:
         """This group with a control group of its own. Collective."""
         try:
-            control_group = _control_group(self.process_group, self.timeout, self.reports)
+            control_group = _control_group(
+                self.process_group, self.subgroups, self.timeout, self.reports
+            )
         except RuntimeError as error:
-            cause = f"{_first_line(error)}. {_advice(self)}"
+            cause = f"{first_line(error)}. {_ADVICE}"
             raise self.fail("making the control channel", self.peers(), cause) from error
         # The reports that were watched meanwhile notify nobody.
         outer = self.reports.prefixes[1:] if self.reports is not None else ()
         group = replace(
             self,
             control_group=control_group,
-            reports=_reports(self.process_group, self.index, outer),
+            reports=_reports(self.process_group, str(self.index), outer),
         )
         if group.has_device_backend and group.reports is not None:
             group.reports.watch(group.follow_failure, group.abort_late_collectives)
         return group
 
 
-def _advice(group: Group) -> str:
-    """What to check if the ranks cannot make the control channel."""
-    advice = (
-        "If the process of no rank has ended, gloo may not reach the other hosts: set "
-        "GLOO_SOCKET_IFNAME to the network interface of each host"
-    )
-    if "cpu" in group._backends:
-        return advice
-    return (
-        f"{advice}. The first collective also needs one device per rank: call "
-        "torch.cuda.set_device(local_rank), or pass init_process_group(device_id=...)"
-    )
-
-
 def _reports(
-    process_group: dist.ProcessGroup, index: int, outer: Sequence[str]
+    process_group: dist.ProcessGroup, name: str, outer: Sequence[str]
 ) -> FailureReports | None:
-    """The reports of group number `index` of a process group."""
+    """The reports of the group with this name in a process group."""
     if process_group.size() == 1:
         return None
-    return FailureReports.of(process_group, index, outer)
+    return FailureReports.of(process_group, name, outer)
 
 
 def check_process(process: int, rank: int) -> None:
@@ -457,7 +472,8 @@ def _abort(process_group: dist.ProcessGroup, devices: set[torch.device]) -> None
         process_group.abort()
 
 
-def _first_line(cause: Exception | str | None) -> str:
+def first_line(cause: Exception | str | None) -> str:
+    """The first line of an error; without one, there was no answer."""
     return str(cause or "").partition("\n")[0] or "no answer"
 
 
@@ -469,7 +485,10 @@ def _next_index(process_group: dist.ProcessGroup) -> int:
 
 
 def _control_group(
-    process_group: dist.ProcessGroup, timeout: timedelta, reports: FailureReports | None
+    process_group: dist.ProcessGroup,
+    subgroups: Subgroups,
+    timeout: timedelta,
+    reports: FailureReports | None,
 ) -> dist.ProcessGroup:
     """A gloo group of the same ranks. Collective on the first use of a process group.
 
@@ -479,4 +498,4 @@ def _control_group(
     all_ranks = tuple(dist.get_process_group_ranks(process_group))
     if len(all_ranks) == 1:
         return process_group
-    return subgroup(process_group, "gloo", (all_ranks,), timeout, reports)
+    return subgroups.make(process_group, "gloo", (all_ranks,), timeout, reports)

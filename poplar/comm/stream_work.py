@@ -9,8 +9,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from poplar.comm.group import Event, Group, on_device
+from poplar.comm.group import Event, Group, first_line, on_device
 from poplar.comm.host_buffers import record
+
+_ADVICE = (
+    "The first collective needs one device per rank: call torch.cuda.set_device(local_rank), or "
+    "pass init_process_group(device_id=...)"
+)
 
 
 class StreamWork:
@@ -49,7 +54,8 @@ class StreamWork:
         try:
             work = call() if call is not None else None
         except RuntimeError as error:
-            raise group.fail(what, group.peers(), error) from error
+            cause = str(error) if group.devices else f"{first_line(error)}. {_ADVICE}"
+            raise group.fail(what, group.peers(), cause) from error
         self._issued = _Issued(what, device, work)
         group.devices.add(device)
         group.in_flight[id(self._issued)] = self._issued, time.monotonic()

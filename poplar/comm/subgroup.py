@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-import uuid
+import hashlib
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     _get_process_group_store,
@@ -21,45 +19,97 @@ from torch.distributed.distributed_c10d import (
 from poplar.comm.deadline import subgroup_timeout, wait_until
 from poplar.comm.failure_reports import FailureReports, call_in_thread
 
-T = TypeVar("T")
 Partition = tuple[tuple[int, ...], ...]
 """Global ranks by subgroup, the same on all ranks."""
 
-# A process group costs sockets and threads, so optimizers share the subgroups of a process group.
-_SUBGROUPS: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[str, Partition], dist.ProcessGroup]
-] = weakref.WeakKeyDictionary()
+
+class Subgroups:
+    """The process groups that all ranks of a process group have made since they agreed on a name.
+
+    A process group costs sockets and threads, so the groups of these ranks share its subgroups.
+    After a failure none of them is used again: the ranks may not have made the same ones, and their
+    connections may be closed (`close_when_aborted`).
+    """
+
+    def __init__(self, name: str = "") -> None:
+        """`name`: used once, and the same on all ranks."""
+        self.name = name
+        self.is_closed = False
+        self._made: dict[tuple[str, str, Partition], dist.ProcessGroup] = {}
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup, name: str) -> Subgroups:
+        """Those with this name: the last ones of this process group, or new ones."""
+        last = _LAST.get(process_group)
+        if last is None or last.name != name:
+            last = _LAST[process_group] = cls(name)
+        return last
+
+    @staticmethod
+    def usable(process_group: dist.ProcessGroup) -> str:
+        """The name of those of this process group that can be used again; empty: none."""
+        last = _LAST.get(process_group)
+        return last.name if last is not None and not last.is_closed else ""
+
+    def __iter__(self) -> Iterator[dist.ProcessGroup]:
+        """Those that this rank has made."""
+        return iter(list(self._made.values()))
+
+    def close(self) -> None:
+        """Let groups that are made from now on use other ones."""
+        self.is_closed = True
+
+    def make(
+        self,
+        process_group: dist.ProcessGroup,
+        backend: str,
+        partition: Partition,
+        timeout: timedelta,
+        reports: FailureReports | None = None,
+    ) -> dist.ProcessGroup:
+        """The process group of this rank's part of the partition. Collective on its first use.
+
+        `dist.new_group` cannot be used. It needs every rank of the job, or it names the group after
+        the number of groups that a rank has. Ranks with different numbers then wait for each other
+        forever, and the name is reused after `destroy_process_group`, with old addresses in the
+        store.
+
+        Args:
+            process_group: what the subgroups are part of: that of all ranks, or a subgroup.
+            backend: of the subgroups.
+            partition: the ranks of all subgroups.
+            timeout: of this call and of waits in the subgroups.
+            reports: of failures of other ranks, which end the call.
+
+        Raises:
+            RuntimeError: some ranks did not take part before the timeout, or one has failed.
+        """
+        key = process_group.group_name, backend, partition
+        if key not in self._made:
+            digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+            name = f"poplar/{self.name}/{digest}"
+            try:
+                made = _make(process_group, backend, partition, name, timeout, reports)
+            except BaseException:
+                self.close()  # other ranks may have made it
+                raise
+            self._made[key] = made
+        return self._made[key]
 
 
-def subgroup(
+_LAST: weakref.WeakKeyDictionary[dist.ProcessGroup, Subgroups] = weakref.WeakKeyDictionary()
+"""By process group."""
+
+
+def _make(
     process_group: dist.ProcessGroup,
     backend: str,
     partition: Partition,
+    name: str,
     timeout: timedelta,
-    reports: FailureReports | None = None,
+    reports: FailureReports | None,
 ) -> dist.ProcessGroup:
-    """The process group of this rank's part of the partition. Collective over `process_group`.
-
-    `dist.new_group` cannot be used. It needs every rank of the job, or it names the group after the
-    number of groups that a rank has. Ranks with different numbers then wait for each other forever,
-    and the name is reused after `destroy_process_group`, with old addresses in the store. This
-    function makes the ranks agree on a unique name.
-
-    Args:
-        process_group: what the subgroups are part of.
-        backend: of the subgroups.
-        partition: the ranks of all subgroups.
-        timeout: of this call and of waits in the subgroups.
-        reports: of failures of other ranks, which end the call.
-
-    Raises:
-        RuntimeError: some ranks did not take part before the timeout, or one has failed.
-    """
-    began = time.monotonic()
-    known = _SUBGROUPS.setdefault(process_group, {})
-    if (backend, partition) in known:
-        return known[backend, partition]
-    name = _agree_on_name(process_group, timeout, reports)
+    """As `Subgroups.make`; `name` is that of the whole partition."""
     rank = dist.get_rank()
     members = next(ranks for ranks in partition if rank in ranks)
 
@@ -71,14 +121,13 @@ def subgroup(
                 list(members),
                 backend,
                 _get_process_group_store(process_group),
-                f"poplar/{name}/{members[0]}",  # type: ignore[arg-type]  # a `GroupName`, since 2.11
+                f"{name}/{members[0]}",  # type: ignore[arg-type]  # a `GroupName`, since 2.11
                 timeout=subgroup_timeout(process_group, backend, timeout),
             )
 
     # In a thread: gloo waits for a rank that has ended for a time of its own.
     answers = call_in_thread(make)
-    left = timeout - timedelta(seconds=time.monotonic() - began)
-    wait_until(lambda: not answers.empty(), left, reports)
+    wait_until(lambda: not answers.empty(), timeout, reports)
     made, error = answers.get()
     if error is not None:
         raise error
@@ -88,20 +137,7 @@ def subgroup(
     if backend != "gloo":
         group.bound_device_id = getattr(process_group, "bound_device_id", None)
     _world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(members)}
-    known[backend, partition] = group
     return group
-
-
-def forget_closed(process_group: dist.ProcessGroup) -> None:
-    """Let the next use of a process group make new subgroups on gloo: see `close_when_aborted`."""
-    known = _SUBGROUPS.get(process_group, {})
-    for key in [key for key in known if key[0] == "gloo"]:
-        del known[key]
-
-
-def subgroups_of(process_group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
-    """The subgroups that this rank has created."""
-    yield from _SUBGROUPS.get(process_group, {}).values()
 
 
 @contextmanager
@@ -121,22 +157,3 @@ def _without_split() -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = device
-
-
-def _agree_on_name(
-    process_group: dist.ProcessGroup, timeout: timedelta, reports: FailureReports | None
-) -> str:
-    """A random name, chosen by the first rank. Collective."""
-    backends = [part.split(":")[0] for part in dist.get_backend_config(process_group).split(",")]
-    device = torch.device("cpu")
-    if "cpu" not in backends:  # the bound device, because the current one may be another
-        device = getattr(process_group, "bound_device_id", None) or torch.device(backends[0])
-    name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8).to(device)
-    work = dist.broadcast(name, group=process_group, group_src=0, async_op=True)
-    if work is None:
-        raise RuntimeError(f"rank {dist.get_rank()} is not in the process group")
-    # Polled: the timeout of the process group may be longer, and NCCL would not block here.
-    is_done = work.get_future().done if device.type == "cpu" else work.is_completed
-    wait_until(is_done, timeout, reports)
-    work.wait()
-    return bytes(name.tolist()).hex()

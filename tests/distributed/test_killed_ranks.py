@@ -28,7 +28,8 @@ from reference import Recipe
 from training import Run
 
 from poplar import CollectiveTimeout, Plan, PoplarError
-from poplar.comm import Group, subgroup
+from poplar.comm import Control, Group, connect, host_topology, subgroup
+from poplar.comm.shard_layout import Layout
 
 TIMEOUT = timedelta(seconds=2)
 LOST = 1
@@ -236,3 +237,53 @@ def test_an_optimizer_can_be_built_again_after_all_ranks_were_stopped(stage: int
     found = one_off(3, build_again, run, how, 2)
     assert found[0][0].is_a(CollectiveTimeout), found[0][0]
     training.assert_exact([trained for _, trained in found], recipe)
+
+
+def build_again_after(absence: str, again: int) -> tuple[list[Failure], list[float]]:
+    """Build groups after one rank was absent from a call, then run a broadcast of the user."""
+    group = harness.group()
+    if absence == "an exchange":
+        control = Control(Group.of(group, TIMEOUT))
+        control.exchange(torch.zeros(1), what="the first exchange")()
+    if harness.rank() != LOST:
+        with harness.catching() as missed:
+            if absence == "an exchange":
+                control.exchange(torch.zeros(1), what="the second exchange")()
+            else:
+                Group.of(group, TIMEOUT)
+        assert missed[0].is_a(CollectiveTimeout), missed[0]
+    dist.barrier(group)
+    with harness.catching() as caught:
+        for _ in range(again):
+            built = Group.of(group, timedelta(seconds=20))
+            Control(built).exchange_objects(1, what="an exchange of the new group")
+    value = torch.full((4,), 7.0 if harness.rank() == 0 else 0.0)  # of 16 bytes, as UUIDs are
+    dist.broadcast(value, group=group, group_src=0)
+    return caught, value.tolist()
+
+
+@pytest.mark.parametrize("absence", ["an exchange", "the constructor"])
+def test_groups_can_be_built_again_after_a_rank_was_absent(absence: str) -> None:
+    """The ranks that were not absent alone know of a failure."""
+    answers = one_off(3, build_again_after, absence, 2, timeout=90)
+    assert answers == [([], [7.0] * 4)] * 3
+
+
+def gather_again_after_a_failure() -> list[float]:
+    """Connect to hosts, again after one rank has noted a failure."""
+    group = harness.group()
+    with mock.patch.object(host_topology, "host_id", return_value=("aabb"[harness.rank()],)):
+        for _ in range(2):
+            built = Group.of(group, timedelta(seconds=20))
+            comm = connect(built, "hierarchical:process_group")
+            data = torch.full((256,), float(harness.rank()))
+            comm.all_gather(data, Layout.even(256, 4), what="a gather").wait()
+            dist.barrier(group)
+            if harness.rank() == LOST:
+                built.note_failure(CollectiveTimeout("planted"))
+    return data.view(4, 64)[:, 0].tolist()
+
+
+def test_groups_of_hosts_can_be_built_again_after_one_rank_has_noted_a_failure() -> None:
+    answers = one_off(4, gather_again_after_a_failure, timeout=90)
+    assert answers == [[0.0, 1.0, 2.0, 3.0]] * 4

@@ -200,6 +200,23 @@ def test_collectives_that_are_over_or_abandoned_are_not_late(
     assert kept.wait() == 0.0
 
 
+def test_the_first_collective_that_cannot_be_issued_says_what_it_needs(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses two ranks on one device, which is that of a program without `set_device`."""
+    monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 0.1)
+
+    def refuse() -> Any:
+        raise RuntimeError("NCCL error: invalid usage\nDuplicate GPU detected")
+
+    for group, is_first in ((groups[0], True), (groups[1], False)):
+        if not is_first:
+            issue(group, FakeWork())
+        with pytest.raises(CollectiveTimeout, match="NCCL error: invalid usage") as error:
+            StreamWork(group, refuse, torch.device("cuda", 0), "a reduction")
+        assert ("torch.cuda.set_device(local_rank)" in str(error.value)) == is_first
+
+
 class OtherThread:
     """A thread whose current device is 0 until `torch.cuda.device` is entered."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
@@ -13,16 +12,6 @@ import torch.distributed as dist
 from poplar.comm import subgroup
 
 DEVICE = torch.device("cuda", 1)
-
-
-class Work:
-    """A broadcast on a device that is over."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> bool:
-        return True
 
 
 @pytest.fixture
@@ -53,23 +42,6 @@ def test_a_group_is_not_split_off_a_world_that_is_bound_to_a_device(
             world.bound_device_id = world_id
 
     monkeypatch.setattr(subgroup, "_new_process_group_helper", helper)
-    subgroup.subgroup(world, "gloo", ((0,),), timedelta(seconds=10))
+    subgroup.Subgroups("a name").make(world, "gloo", ((0,),), timedelta(seconds=10))
     assert bound == [None]
     assert world.bound_device_id == DEVICE
-
-
-def test_the_name_of_a_group_is_sent_from_the_device_that_the_process_group_is_bound_to(
-    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where NCCL is the only backend; the current device may be another."""
-    moved = []
-
-    def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        moved.append(device)
-        return tensor
-
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    monkeypatch.setattr(dist, "broadcast", lambda *_args, **_options: Work())
-    with mock.patch.object(torch.Tensor, "to", move):
-        subgroup._agree_on_name(world, timedelta(seconds=10), None)
-    assert moved == [DEVICE]
