@@ -95,6 +95,8 @@ class Group:
     names: tuple[int, ...] = ()
     """By group rank, the number of the rank in all that users see. Default: the same number. In a
     part of a larger group, such as the ranks of a host, it is the number there."""
+    job_ranks: tuple[int, ...] = ()
+    """The global ranks, by the numbers that users see."""
     reports: FailureReports | None = None
     """The failures of all ranks, by their numbers in errors; None: there is no store."""
     in_flight: dict[int, tuple[DeviceWork, float]] = field(default_factory=dict)
@@ -109,6 +111,7 @@ class Group:
     def __post_init__(self) -> None:
         if not self.names:
             object.__setattr__(self, "names", tuple(range(self.size)))
+            object.__setattr__(self, "job_ranks", self.ranks)
 
     @cached_property
     def rank(self) -> int:
@@ -160,8 +163,23 @@ class Group:
 
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """The error of a collective in which `peers` did not take part."""
-        peer_names = [self.names[peer] for peer in peers]
-        return collective_timeout(self.name, self.timeout, what, peer_names, cause)
+        return self._timeout(what, [self.names[peer] for peer in peers], cause)
+
+    def _timeout(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
+        """As `timeout_error`, by the numbers that users see."""
+        names = ", ".join(map(self._shown, peers))
+        return CollectiveTimeout(
+            f"rank {self.name}: {what} failed, waiting for rank(s) {names} (deadline "
+            f"{self.timeout.total_seconds():g} s). Check the log of rank(s) {names}: the process "
+            "may have been stopped or killed, or be slow. To wait longer, pass "
+            "timeout=timedelta(...) to HeteroZeroOptimizer, and a longer one to "
+            f"init_process_group. Cause: {cause}"
+        )
+
+    def _shown(self, name: int) -> str:
+        """A rank in a timeout: launchers name the logs after the rank in the job."""
+        rank = self.job_ranks[name]
+        return f"{name}" if rank == name else f"{name} ({rank} of the job)"
 
     @property
     def has_device_backend(self) -> bool:
@@ -190,7 +208,7 @@ class Group:
         ranks, reason = [self.names[peer] for peer in peers], first_line(cause)
         if self.reports is not None:
             ranks, reason = self.reports.diagnose(ranks, reason, what)
-        failure = collective_timeout(self.name, self.timeout, what, ranks, reason)
+        failure = self._timeout(what, ranks, reason)
         if self.reports is not None:
             self.reports.publish(str(failure))
         self.note_failure(failure)
@@ -445,19 +463,6 @@ def check_process(process: int, rank: int) -> None:
             "only that one may call the optimizer: the two would answer for one rank. Compute in "
             "the parent, or give the forked process its own model"
         )
-
-
-def collective_timeout(
-    rank: int, timeout: timedelta, what: str, peers: Sequence[int], cause: str
-) -> CollectiveTimeout:
-    """The error of `rank`, which waited for `peers` until the deadline."""
-    names = ", ".join(str(peer) for peer in peers)
-    return CollectiveTimeout(
-        f"rank {rank}: {what} failed, waiting for rank(s) {names} (deadline "
-        f"{timeout.total_seconds():g} s). Check the log of rank(s) {names}: the process may have "
-        "been stopped or killed, or be slow. To wait longer, pass timeout=timedelta(...) to "
-        f"HeteroZeroOptimizer, and a longer one to init_process_group. Cause: {cause}"
-    )
 
 
 def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:

@@ -287,3 +287,27 @@ def gather_again_after_a_failure() -> list[float]:
 def test_groups_of_hosts_can_be_built_again_after_one_rank_has_noted_a_failure() -> None:
     answers = one_off(4, gather_again_after_a_failure, timeout=90)
     assert answers == [[0.0, 1.0, 2.0, 3.0]] * 4
+
+
+def exchange_among_the_last_ranks(how: str) -> Failure | None:
+    """Ranks 2 and 3 have a process group of their own, in which rank 3 is lost."""
+    group = dist.new_group([2, 3])
+    if harness.rank() < 2:
+        return None
+    with harness.catching() as caught:
+        if how == "absent" and harness.rank() == 3:
+            return None
+        control = Control(Group.of(group, TIMEOUT))
+        if harness.rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        control.exchange(torch.zeros(1), what="an exchange")()
+    return (caught or [None])[0]
+
+
+@pytest.mark.parametrize("how", ["absent", "killed"])
+def test_errors_in_a_part_of_the_job_also_give_the_rank_in_the_job(how: str) -> None:
+    failure = one_off(4, exchange_among_the_last_ranks, how, lost=[3])[2]
+    assert failure is not None
+    assert failure.is_a(CollectiveTimeout), failure
+    assert "waiting for rank(s) 1 (3 of the job) " in failure.message, failure
+    assert "Check the log of rank(s) 1 (3 of the job):" in failure.message, failure
