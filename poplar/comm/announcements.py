@@ -216,21 +216,25 @@ class _Writer:
         self._ended.wait(1.0)
 
     def _run(self) -> None:
-        looked, is_open = -math.inf, True
         with suppress(Exception):  # of the ranks' failure, or of their store, as at their end
-            while is_open:
-                taken = self._taken()
-                functions = [function for function in taken if function is not None]
-                is_open = len(functions) == len(taken)
-                if functions or is_open:
-                    self._write([function() for function in functions])
-                if time.monotonic() >= looked + _REPLY_SECONDS:
-                    self._look()
-                    looked = time.monotonic()
-                time.sleep(_LOOK_SECONDS)
+            self._write_all()
             self._wait_for_readers()
+        # Nothing is left that this thread would free while the process ends, which aborts then.
         _WRITERS.discard(self)
         self._ended.set()
+
+    def _write_all(self) -> None:
+        looked, is_open = -math.inf, True
+        while is_open:
+            taken = self._taken()
+            functions = [function for function in taken if function is not None]
+            is_open = len(functions) == len(taken)
+            if functions or is_open:
+                self._write([function() for function in functions])
+            if time.monotonic() >= looked + _REPLY_SECONDS:
+                self._look()
+                looked = time.monotonic()
+            time.sleep(_LOOK_SECONDS)
 
     def _taken(self) -> list[Callable[[], Any] | None]:
         """What there is to write; empty if there is nothing for a while."""
