@@ -72,6 +72,7 @@ class Formation:
         before: Join | None = self._read(self._rank)
         if before is not None and before.attempt[0] == attempt[0]:
             attempt = before.attempt
+            # A failure has ended the attempt that this rank was in: now it joins the next one.
             if self._reports(attempt).has_any():
                 attempt = attempt[0], attempt[1] + 1
         self._join = Join(uuid.uuid4().hex, attempt, subgroups)
