@@ -97,6 +97,9 @@ class StagedCommunicator(Communicator):
         self._buffers.trim(caches_memory())
         self._on_host.trim()
 
+    def end_step(self) -> None:
+        self._on_host.end_step()
+
     def _copy_to_host(self, bucket: Bucket) -> Bucket:
         """A copy of the bucket in host memory, complete once the device has made it."""
         data = self._buffers.take(bucket.data.numel(), bucket.data.dtype, bucket.data.device)

@@ -27,7 +27,6 @@ from training import STAGES, Run
 
 import poplar
 from poplar import Plan
-from poplar.comm.host_buffers import HostBuffers
 from poplar.system.storage import with_own_storage
 from poplar.zero import unit as units
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
@@ -246,31 +245,6 @@ def test_shared_memory_of_other_shares_is_returned(ranks: Pool) -> None:
     fresh = ranks.run(shared_after_steps, [second], ranks=2)
     for rank in range(2):
         assert changed[rank] <= fresh[rank] + 2 * unit, (changed, fresh)
-
-
-def new_host_buffers(run: Run, steps: int) -> list[int]:
-    """Host buffers that each step allocates for copies from and to the device."""
-    model, optimizer = training.prepare(run)
-    take, counts = HostBuffers.take, []
-
-    def counted(pool: HostBuffers, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        counts[-1] += not pool._idle.get((dtype, numel))
-        return take(pool, numel, dtype, device)
-
-    with mock.patch.object(HostBuffers, "take", counted):
-        for _ in range(steps):
-            counts.append(0)
-            training.take_step(run, model, optimizer, 0)
-    return counts
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_host_buffers_are_used_again_in_the_next_step(ranks: Pool, stage: int) -> None:
-    plan = Plan(stage=stage, global_batch=4, micro_batches=((1, 1), (2, 0)), shares=(0.7, 0.3))
-    run = Run(Recipe(batches=(4,)), plan, engine={"communicator": "staged"})
-    for first, *later in ranks.run(new_host_buffers, run, 4, ranks=2):
-        assert first > 0
-        assert later[1:] == [0, 0]
 
 
 def peak_of_unsharded_units(run: Run) -> tuple[int, int]:

@@ -98,6 +98,9 @@ class HierarchicalCommunicator(Communicator):
         self._within.comm.trim()
         self._between.buffers.trim(caches_memory())
 
+    def end_step(self) -> None:
+        self._within.comm.end_step()
+
     def reduce(self, reduction: Reduction) -> Work:
         bucket, out = reduction.bucket, reduction.out
         used = bucket, out, reduction.squares

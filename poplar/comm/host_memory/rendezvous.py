@@ -114,7 +114,7 @@ class Rendezvous:
         """Take back a block that this rank no longer uses."""
         if os.getpid() == self._process:  # a forked process must not change the parent's pool
             self._pool.free(block)
-            self._release_uncached()
+            self.trim()
 
     def wait_for_readers(self, data: Tensor) -> None:
         """Call before writing to `data`: waits until no peer reads what was posted from there."""
@@ -269,15 +269,16 @@ class Rendezvous:
         """Signal that this rank no longer reads what peers have posted for this collective."""
         self.unfinished.pop(collective, None)
         self._counters.finish(collective)
-        self._release_uncached()
+        self.trim()
+
+    def release_unused(self) -> None:
+        """Return memory to the system that no peer reads and that was not used since the last
+        call.
+        """
+        self._release(self._pool.release_idle(unused=True))
 
     def trim(self) -> None:
-        """Return memory to the system that no peer reads and that was not used since the last call,
-        as that of a layout of before; or all, unless memory is cached.
-        """
-        self._release(self._pool.release_idle(unused=self._caches_memory))
-
-    def _release_uncached(self) -> None:
+        """Return memory that no peer reads to the system, unless memory is cached."""
         if not self._caches_memory:
             self._release(self._pool.release_idle())
 

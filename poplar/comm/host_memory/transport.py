@@ -186,6 +186,9 @@ class SharedMemoryCommunicator(Communicator):
     def trim(self) -> None:
         self._rendezvous.trim()
 
+    def end_step(self) -> None:
+        self._rendezvous.release_unused()
+
 
 def _extra_bytes(bucket: Bucket) -> int:
     """Bytes that peers write behind a bucket: its block sums of squares."""

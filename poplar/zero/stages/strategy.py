@@ -272,6 +272,7 @@ class Strategy(ABC):
         """Reset the state of a step. All ranks have left the previous step by now."""
         self.reductions.finish()  # of a step that was closed with an error; its waits count there
         self.timing.begin_step()
+        self.comm.trim()
         self._sent.clear()
 
     def continue_after(self, steps: int) -> None:
@@ -281,7 +282,7 @@ class Strategy(ABC):
     def end_step(self) -> None:
         """All ranks have applied a step, or skipped it."""
         self.steps += 1
-        self.comm.trim()
+        self.comm.end_step()
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Send the updated shards to the ranks that read them. Collective."""
