@@ -212,7 +212,10 @@ class FollowingPass(RecordingPass):
                 return
             # The leader waits for it, and a transport may need this rank's wait for that.
             other = self._units[slot.index]
-            (self._use if other.resident else self._reshard)(other)
+            if other.resident:
+                self._use(other)
+            else:
+                self._reshard(other)
 
     def _gradients_complete(self, flat: FlatParameter) -> None:
         """Nothing: the leader says when."""
