@@ -180,6 +180,8 @@ class PlanChanges:
             training.regroup(plan.active_ranks, plan)
         self._change(plan)
         training.hand_over_speeds(ranks.active[0])
+        # The others do not wait for a rank that leaves, so its errors since then reach them here.
+        ranks.whole_control.exchange_objects(None, what=DOING)
 
     def _prepared(self, plan: Plan, world_size: int | None = None) -> tuple[Request, list[Unit]]:
         """The request of another plan, and its units if they are not those of now. Local.
