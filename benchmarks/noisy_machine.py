@@ -87,6 +87,11 @@ class Noise:
         self._sums = list(accumulate(levels, initial=0.0))
         self.mean_level = fmean(levels)
 
+    def on_host_of(self, other: Noise) -> Noise:
+        """This noise, but it is slow when `other` is."""
+        self._sums, self.mean_level = other._sums, other.mean_level
+        return self
+
     def seconds(self, work: float, now: float) -> float:
         """What a pass of `work` seconds takes at a time."""
         work *= self.level(work, now) * self._draw.lognormvariate(0.0, self._jitter)
@@ -117,7 +122,7 @@ class Machine:
 
     true: ClusterProfile
     noises: Sequence[Noise]
-    stages: tuple[int, ...]
+    stages: tuple[int, ...] = (0, 1, 2, 3)
     clock: Clock = field(default_factory=Clock)
     plans: dict[str, Plan] = field(default_factory=dict)
     measured: tuple[ClusterProfile, float] | None = None
@@ -293,7 +298,7 @@ class Machine:
 
     def _parts(self, plan: Plan) -> tuple[list[list[float]], float, bool]:
         """Seconds of passes by rank and of the rest of a step; whether passes end together."""
-        key = plan.micro_batches, plan.shares
+        key = plan.stage, plan.micro_batches, plan.shares
         if key not in self._known:
             costs = costs_of(self.true, plan)
             latest = sum(one.latest for one in costs.synchronizations(plan.micro_batches))

@@ -32,13 +32,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import starmap
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 from poplar.planner.cost_model import StageCosts, costs_of, step_seconds_of
 from poplar.planner.prediction import fits
 from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
-from poplar.values.curve import DEVIATIONS, deviation
+from poplar.values.curve import DEVIATIONS
 from poplar.values.observation import Observation, medians_by_plan
 from poplar.values.plan import (
     FIRST_STAGE_SHARDING_PARAMETERS,
@@ -250,8 +250,10 @@ def _at_usual_speeds(
     by_rank = [[1.0, *map(_plausible, own)] for own in zip(*known, strict=True)]
     usual = list(map(median, by_rank))
     devices = (
-        with_error(device, deviation(own))
-        for device, own in zip(with_slower_devices(cluster, usual).devices, by_rank, strict=True)
+        with_error(device, stdev(own) / middle)
+        for device, own, middle in zip(
+            with_slower_devices(cluster, usual).devices, by_rank, usual, strict=True
+        )
     )
     seen = [
         replace(one, slowdowns=tuple(map(operator.truediv, one.slowdowns, usual)))

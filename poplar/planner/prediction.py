@@ -180,7 +180,7 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
     )
     prediction = Prediction(
         step_seconds=step,
-        step_interval=_interval(costs, compute, step),
+        step_interval=_interval(costs, plan, compute, step),
         samples_per_second=plan.global_batch / step if step else math.inf,
         compute_seconds=tuple(compute),
         optimizer_seconds=tuple(optimizer),
@@ -201,23 +201,27 @@ def predict(cluster: ClusterProfile, plan: Plan) -> Prediction:
     )
 
 
-def _interval(costs: StageCosts, compute: Sequence[float], step: float) -> tuple[float, float]:
+def _interval(
+    costs: StageCosts, plan: Plan, compute: Sequence[float], step: float
+) -> tuple[float, float]:
     """In which a step lies whose ranks compute so long, each with the error of its curve.
 
     The step ends with the slowest rank, so errors of several ranks make it longer rather than
-    shorter. What the cost model leaves out is added to both sides.
+    shorter. What the cost model leaves out is added to both sides, and the step itself is inside.
     """
+    devices = costs.cluster.devices
+    between = unmeasured_batches(costs.cluster, plan)
     ranks = Counter(
-        (seconds, device.noise)
-        for seconds, device in zip(compute, costs.cluster.devices, strict=True)
+        (seconds, math.hypot(device.noise, device.interpolation_error if sizes else 0.0))
+        for seconds, device, sizes in zip(compute, devices, between, strict=True)
         if seconds
     )
     longest, model = max(compute), MODEL_ERROR * step
     low, middle, high = (_latest(ranks, longest, p) for p in _QUANTILES)
-    step += middle - longest
+    usual = step + middle - longest
     return (
-        min(step, step - math.hypot(middle - low, model)),
-        step + math.hypot(high - middle, model),
+        min(step, usual - math.hypot(middle - low, model)),
+        max(step, usual + math.hypot(high - middle, model)),
     )
 
 

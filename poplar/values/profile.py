@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated
 
 from poplar.values.communication import BITS, EXACT, Communication
@@ -167,6 +167,19 @@ class DeviceProfile:
     def noise(self) -> float:
         """The relative standard error of its pass times."""
         return median(point.spread_seconds / point.seconds for point in self.points)
+
+    @property
+    def interpolation_error(self) -> float:
+        """The relative error of the pass times of batches between the points.
+
+        It is how far the points are from the line through their neighbours (root mean square).
+        """
+        missed = []
+        for low, point, high in zip(self.points, self.points[1:], self.points[2:], strict=False):
+            part = (point.batch - low.batch) / (high.batch - low.batch)
+            expected = low.seconds + part * (high.seconds - low.seconds)
+            missed.append(point.seconds / expected - 1.0)
+        return math.sqrt(fmean(m * m for m in missed)) if missed else 0.0
 
     @property
     def max_batch(self) -> int:

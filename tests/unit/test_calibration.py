@@ -174,6 +174,15 @@ def test_curves_are_at_the_usual_speed_and_know_how_much_it_changes():
     assert steady < 0.02 < 0.1 < changing
 
 
+def test_a_program_that_runs_at_one_of_many_moments_makes_the_curve_uncertain():
+    slowdowns = [(1.0,) * 4] * 6 + [(1.0, 1.6, 1.0, 1.0)]
+    at = [(with_slower_devices(plain(), own), own) for own in slowdowns]
+    turns = [[replace(observed(now, p), slowdowns=own) for p in two_plans(0)] for now, own in at]
+    steady, disturbed, *_ = fit(plain(), turns, asynchronous=False).devices
+    assert disturbed.seconds(4) == pytest.approx(plain().devices[1].seconds(4))
+    assert steady.noise < 0.02 < 0.1 < disturbed.noise
+
+
 def test_speeds_that_change_make_the_step_of_any_plan_noisy():
     slow = with_slower_devices(plain(), (1.2,) * 4)
     ran, other = two_plans(0)

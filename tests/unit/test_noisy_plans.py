@@ -50,9 +50,9 @@ def test_intervals_hold_on_saved_rows():
     assert median(widths) < 2 * 0.1, "not called noisy"
 
 
-def noisy(noise: float, *ranks: int) -> ClusterProfile:
-    """Two ranks, of which these have pass times with this error."""
-    known = cluster((10.0, 10.0), ["cpu"] * 2)
+def noisy(noise: float, *ranks: int, of: int = 2) -> ClusterProfile:
+    """Equal ranks, of which these have pass times with this error."""
+    known = cluster((10.0,) * of, ["cpu"] * of)
     devices = list(known.devices)
     for rank in ranks:
         points = (replace(p, spread_seconds=noise * p.seconds) for p in devices[rank].points)
@@ -72,6 +72,29 @@ def test_noise_makes_the_interval_wider_and_the_step_rather_longer():
     low, high = both.step_interval
     assert high - both.step_seconds > both.step_seconds - low
     assert low <= both.step_seconds
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("noise", [0.0, 0.03, 0.1, 0.4])
+def test_the_predicted_step_is_inside_of_its_interval(ranks, noise):
+    predicted = predict(noisy(noise, *range(ranks), of=ranks), Plan.even(ranks, 4 * ranks, 4, 0))
+    low, high = predicted.step_interval
+    assert low <= predicted.step_seconds <= high
+
+
+def test_batches_between_the_points_of_a_curve_with_steps_are_less_certain():
+    known = noisy(0.0)
+    stepped = [
+        replace(p, batch=batch, seconds=seconds)
+        for p, batch, seconds in zip(
+            known.devices[0].points * 5, (1, 2, 4, 8, 16), (0.1, 0.2, 0.2, 0.2, 0.4), strict=False
+        )
+    ]
+    devices = tuple(replace(device, points=tuple(stepped)) for device in known.devices)
+    even = Plan.even(2, 16, 8, 0), Plan.even(2, 12, 6, 0)
+    measured, between = (predict(replace(known, devices=devices), plan).error for plan in even)
+    assert measured == pytest.approx(MODEL_ERROR)
+    assert between > 2 * MODEL_ERROR
 
 
 def test_interval_scales_with_the_step():
