@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,6 +57,17 @@ class Branching(nn.Module):
         return self.layer(x) if float(x.sum()) > -1e9 else x
 
 
+class ByRank(nn.Module):
+    """Computes the same by other operators on other ranks, as by the kind of the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * 1.0 if harness.rank() else self.layer(x)
+
+
 WITHOUT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "dropout": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), {}, "draws random"),
     "branches": (Branching, {}, "torch.export failed"),
@@ -64,6 +76,9 @@ WITHOUT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"allow_forward_state": True},
         "the forward pass changes 1.",
     ),
+    "other operators": (ByRank, {}, "other operators, dtypes or shapes on rank(s) [1]"),
+    "an error in the export": (lambda: nn.Linear(8, 8), {}, "rank 1: RuntimeError: a test"),
+    "compute dtype": (lambda: nn.Linear(8, 8), {"compute_dtype": torch.bfloat16}, "bfloat16"),
     "never": (lambda: nn.Linear(8, 8), {"programme": "never"}, "programme='never'"),
 }
 
@@ -71,6 +86,17 @@ WITHOUT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 def train_without(kind: str) -> tuple[str, bool, list[Tensor]]:
     """The reason; whether there is a programme; the values after a step."""
     new, options, _ = WITHOUT[kind]
+    if kind == "an error in the export" and harness.rank() == 1:
+        fails = mock.Mock(side_effect=RuntimeError("a test"))
+        with mock.patch("poplar.programmes.run.distributed_job.CheckedExport", fails):
+            return train_by(new, options)
+    return train_by(new, options)
+
+
+def train_by(
+    new: Callable[[], nn.Module], options: dict[str, Any]
+) -> tuple[str, bool, list[Tensor]]:
+    """As `train_without`."""
     torch.manual_seed(harness.rank())  # the first rank's values are used
     model, batch = new(), torch.arange(6 * 8.0).reshape(6, 8) / 48
     training = poplar.distribute(
@@ -223,6 +249,16 @@ def test_first_steps_with_another_loss_or_gradient_differ() -> None:
     assert not turn.difference(turn._replace(loss=2.001), names)
     assert "the loss of a first step" in turn.difference(turn._replace(loss=2.01), names)
     assert "grad_norm of a first step" in turn.difference(turn._replace(grad_norm=1.1), names)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_first_step_that_is_not_finite_differs_from_one_that_is(value: float) -> None:
+    turn = _Turn(seconds=0.1, loss=2.0, grad_norm=1.0, rounding=1e-3)
+    overflowed = turn._replace(loss=value)
+    names = ("programme", "plan")
+    assert "the loss of a first step" in turn.difference(overflowed, names)
+    assert "the loss of a first step" in overflowed.difference(turn, names)
+    assert not overflowed.difference(overflowed, names)
 
 
 @pytest.mark.parametrize("is_faster", [True, False])

@@ -101,6 +101,9 @@ def train(given: Programme) -> tuple[list[float], list[Tensor], list[str]]:
     with harness.catching() as caught:
         training.train_step({**own(4), "beta": 1.0 + rank})
     messages = [failure.message for failure in caught]
+    with harness.catching() as caught:
+        training.train_step({**own(4), "beta": torch.tensor(1.0 + rank)})
+    messages += [failure.message for failure in caught]
     model.eval()
     with harness.catching() as caught:
         training.train_step(own(4))
@@ -137,8 +140,9 @@ def test_steps_read_what_has_changed_or_raise(ranks: Pool) -> None:
     for rank, (losses, own, messages) in enumerate(ranks.run(train, programme(), ranks=2)):
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(own, values, rtol=1e-4, atol=1e-5)
-        unequal, in_other_mode, unlike = messages
-        assert "different numbers at ['beta']: [1.0, 2.0]" in unequal, rank
+        unequal, unequal_tensors, in_other_mode, unlike = messages
+        for message in (unequal, unequal_tensors):
+            assert "different numbers at ['beta']: [1.0, 2.0]" in message, rank
         assert "after 4 steps, the programme does not compute" in in_other_mode
         assert "after 4 steps, the programme does not compute what loss_fn computes" in unlike
         assert "the graph of torch.export, which keeps Python numbers" in unlike

@@ -7,6 +7,8 @@ decides anew in each pass: numbers that change, random choices, branches.
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -138,6 +140,14 @@ class CheckedExport:
         for node in self._exported_few.graph.nodes.values():
             yield from (getattr(torch, kind.dtype) for kind in node.outputs if kind.is_floating)
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal on ranks whose graphs are the same, with constants of the same types."""
+        exported = self.exported
+        constants = {name: (tuple(t.shape), t.dtype) for name, t in exported.constants.items()}
+        described = repr((exported.graph, sorted(constants.items())))
+        return hashlib.sha256(described.encode()).hexdigest()
+
     def _graph_loss(self, batch: Any) -> Tensor:
         exported, model = self._exported_few, self.model
         inputs = exported.tensors(batch, self._device)
@@ -207,10 +217,15 @@ def _probes(loss: Tensor, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return probes
 
 
+def are_close(own: float, expected: float, difference: float) -> bool:
+    """Whether two values differ by no more. Of two that are not finite nothing is known: True."""
+    if math.isfinite(own) and math.isfinite(expected):
+        return abs(own - expected) <= difference
+    return not math.isfinite(own) and not math.isfinite(expected)
+
+
 def _compare_losses(graph: float, eager: float, rounding: float) -> None:
-    if abs(graph - eager) > rounding * max(abs(graph), abs(eager)) or (graph != graph) != (
-        eager != eager
-    ):
+    if not are_close(graph, eager, rounding * max(abs(graph), abs(eager))):
         raise NotExportable(
             f"a batch has the loss {eager:.6g}, but {graph:.6g} in the graph of torch.export, "
             "which keeps Python numbers, random choices and branches of the call that it records; "
@@ -221,13 +236,14 @@ def _compare_losses(graph: float, eager: float, rounding: float) -> None:
 def _compare_gradients(
     graph: Mapping[str, Tensor], eager: Mapping[str, Tensor], rounding: float
 ) -> None:
-    total = sum(float(probe[0]) ** 2 for probe in eager.values()) ** 0.5
+    total = math.hypot(*filter(math.isfinite, (float(probe[0]) for probe in eager.values())))
     for name in {**eager, **graph}:
         # An unused parameter has no gradient, or one of zeros.
         some = next(probes[name] for probes in (eager, graph) if name in probes)
         own, expected = (probes.get(name, torch.zeros_like(some)) for probes in (graph, eager))
-        scale = max(float(own.norm()), float(expected.norm()), _SMALL * total)
-        if float((own - expected).norm()) > rounding * scale:
+        norms = float(own.norm()), float(expected.norm())
+        scale = max(*norms, _SMALL * total)
+        if not are_close(*norms, math.inf) or float((own - expected).norm()) > rounding * scale:
             raise NotExportable(
                 f"the gradient of {name!r} is another one (norm {float(own[0]):.6g}, not "
                 f"{float(expected[0]):.6g}) in the graph of torch.export, which keeps Python "

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Communicator, Control, Group, connect
+from poplar.comm.group import first_line
 from poplar.data import pytree
 from poplar.planner.search import Choice
 from poplar.programmes.run.checked_export import CheckedExport
 from poplar.tuning.autotune import TuningJob
-from poplar.values.errors import NotExportable
+from poplar.values.errors import NotExportable, agreed
 from poplar.values.plan import Plan
 from poplar.zero.agreement import raise_on_any_error
 
@@ -58,19 +59,34 @@ class DistributedJob(TuningJob):
         exported: CheckedExport | None = None
         error: Exception | None = None
         try:
-            if self.loss != "mean":
-                raise NotExportable(
-                    f"loss={self.loss!r}, but programmes need a loss that is a mean"
-                )
-            exported = CheckedExport(self.model, self.loss_fn, self.example, self.global_batch)
-        except NotExportable as caught:
+            exported = self._checked_export()
+        except Exception as caught:  # also of the user's code, which a plan runs in another way
             error = caught
+        known = exported.fingerprint if exported is not None else ""
+        by_rank = self.control.exchange_objects((_described(error), known), what="distribute()")
         if must:
             raise_on_any_error(self.control, error, doing="distribute()")
-        own = None if error is None else str(error)
-        reasons = self.control.exchange_objects(own, what="distribute()")
-        found = next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
+        found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(by_rank) if why), "")
+        others = [rank for rank, (_, graph) in enumerate(by_rank) if graph != by_rank[0][1]]
+        if not found and others:
+            found = (
+                f"the model has other operators, dtypes or shapes on rank(s) {others} than on rank "
+                "0, as code that depends on the kind of the GPU chooses them"
+            )
+            if must:
+                raise agreed(NotExportable(found))
         return (exported, "") if not found else (None, f"No programme: {found}.")
+
+    def _checked_export(self) -> CheckedExport:
+        if self.loss != "mean":
+            raise NotExportable(f"loss={self.loss!r}, but programmes need a loss that is a mean")
+        own = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        if isinstance(self.compute_dtype, torch.dtype) and own != {self.compute_dtype}:
+            raise NotExportable(
+                f"compute_dtype={self.compute_dtype}, but programmes compute in the dtypes of the "
+                "parameters; convert the model, or leave out compute_dtype"
+            )
+        return CheckedExport(self.model, self.loss_fn, self.example, self.global_batch)
 
     @torch.no_grad()
     def connected(self, checked: CheckedExport, planned: str | None) -> Communicator:
@@ -86,3 +102,9 @@ class DistributedJob(TuningJob):
             comm.broadcast(values, 0, what=f"the broadcast of {name}")
             tensor.copy_(values)
         return comm
+
+
+def _described(error: Exception | None) -> str:
+    if error is None or isinstance(error, NotExportable):
+        return str(error or "")
+    return f"{type(error).__name__}: {first_line(error)}"

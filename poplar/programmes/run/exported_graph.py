@@ -59,8 +59,6 @@ class ExportedLoss:
     """Values of the graph's constants and buffers, by the name of the node."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """What the batch has besides inputs, by path; the graph is of these values."""
-    numbers: tuple[str, ...] = ()
-    """Paths of the inputs that were numbers in the example batch."""
 
     def tensors(self, batch: Any, device: torch.device) -> dict[str, Tensor]:
         """The inputs of the graph that a batch has, by path.
@@ -123,9 +121,7 @@ def export_loss(
         program = _exported(module, given)
     _refuse_changes(program)
     graph, constants = _converted(program, model, given)
-    was_number = {path for path, value in _leaves(batch).items() if _is_number(value)}
-    numbers = tuple(path for path in graph.batch if path in was_number)
-    return ExportedLoss(graph, constants, _fixed(given), numbers)
+    return ExportedLoss(graph, constants, _fixed(given))
 
 
 def _exported(module: nn.Module, batch: Any) -> ExportedProgram:

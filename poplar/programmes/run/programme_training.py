@@ -127,9 +127,10 @@ class ProgrammeTraining(DistributedTraining):
         """
         exported = self._checked.exported
         tensors = self._tensors(exported.graph, exported.tensors(batch, self._device))
-        if self.plan.samples(self._rank):
+        if self.compares and self.plan.samples(self._rank):
             self._compare(batch)
-        numbers = {path: float(tensors[path]) for path in exported.numbers}
+        whole = (path for path, node in exported.graph.batch.items() if not node.output.shape)
+        numbers = {path: float(tensors[path]) for path in whole}
         buffers = {
             source: getattr(module, source.rpartition(".")[2]) for source, module in self._buffers
         }
@@ -140,7 +141,9 @@ class ProgrammeTraining(DistributedTraining):
             except ValueError as error:  # on all ranks
                 errors.append(error)
                 raise
-            return self._execution.loss(self._divided.parameters, tensors, buffers, errors)
+            # The graph has the casts of autocast in loss_fn.
+            with torch.autocast(self._device.type, enabled=False):
+                return self._execution.loss(self._divided.parameters, tensors, buffers, errors)
 
         return compute
 
@@ -185,7 +188,7 @@ class ProgrammeTraining(DistributedTraining):
         own = torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
         by_rank = self.optimizer.control.exchange(own, what="the numbers of the batch")()
         for path, values in zip(numbers, torch.stack(by_rank).T.tolist(), strict=True):
-            if len(set(values)) > 1:
+            if len(set(map(repr, values))) > 1:  # NaN is equal to NaN
                 raise ValueError(
                     f"the batches of the ranks have different numbers at {path}: {values}; give "
                     "every rank the same one, or a tensor with a value for each sample"
