@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Number
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from poplar.profiler.compilation import is_compiled
 
+_NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 _SCALARS = (Number, str, torch.dtype, Enum)
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 """Tensors and submodules, and hooks, whose numbers count those of the whole process."""
@@ -34,8 +36,8 @@ def settings_by_module(model: nn.Module) -> list[Any]:
     ]
 
 
-def _plain(value: Any, seen: dict[int, int]) -> Any:
-    """JSON content of a scalar, a collection or a config; None for all else.
+def plain(value: Any, seen: dict[int, int]) -> Any:
+    """JSON content of a scalar, a collection or a config, the name of a function; else None.
 
     Args:
         seen: numbers of the collections and configs that are known, by `id`. All modules may have
@@ -43,8 +45,10 @@ def _plain(value: Any, seen: dict[int, int]) -> Any:
     """
     if isinstance(value, _SCALARS):
         return value
+    if isinstance(value, _NAMED):
+        return getattr(value, "__qualname__", None)
     if isinstance(value, tuple):
-        return [_plain(each, seen) for each in value]
+        return [plain(each, seen) for each in value]
     if isinstance(value, (set, frozenset)):  # their order differs between processes
         return sorted(repr(each) for each in value if isinstance(each, _SCALARS))
     content = value if isinstance(value, list) else _attributes(value)
@@ -54,13 +58,14 @@ def _plain(value: Any, seen: dict[int, int]) -> Any:
         return f"as {seen[id(value)]}"
     seen[id(value)] = len(seen)
     if isinstance(content, list):
-        return [_plain(each, seen) for each in content]
+        return [plain(each, seen) for each in content]
     return _items(content, seen)
 
 
 def _items(values: Mapping[Any, Any], seen: dict[int, int]) -> dict[str, Any]:
-    known = {str(k): _plain(v, seen) for k, v in values.items() if isinstance(k, _SCALARS)}
-    return {key: content for key, content in known.items() if content is not None}
+    known = {str(k): plain(v, seen) for k, v in values.items() if isinstance(k, _SCALARS)}
+    # Configs of transformers have a hash of strings, which differs between processes.
+    return {k: v for k, v in known.items() if v is not None and not k.endswith("_object_hash")}
 
 
 def _attributes(value: Any) -> Mapping[Any, Any] | None:
@@ -71,7 +76,7 @@ def _attributes(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, Mapping):
         return value
     is_config = is_dataclass(value) or hasattr(type(value), "to_dict")
-    if isinstance(value, type) or not is_config:
+    if not is_config:
         return None
     if hasattr(value, "__dict__"):
         return dict(vars(value))

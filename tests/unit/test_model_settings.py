@@ -71,6 +71,7 @@ DIFFERENT: dict[str, list[Any]] = {
     "a dataclass with slots": [Slots(), Slots(depth=40)],
     "a private attribute of a config": [Config(), Config("sdpa")],
     "a config in a config": [Config(inner=Settings()), Config(inner=Settings(depth=40))],
+    "a function": [torch.relu, torch.tanh, nn.functional.gelu],
     "nothing": [None, 2],
 }
 
@@ -89,6 +90,7 @@ SAME: dict[str, Callable[[], Any]] = {
     "keys that are objects": lambda: {object(): 1},
     "a class of configs": lambda: dataclass(type("Own", (), {})),
     "a config that has itself": of_itself,
+    "a hash": lambda: Config(_original_object_hash=hash(object())),
 }
 
 
