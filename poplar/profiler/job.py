@@ -23,7 +23,7 @@ from poplar.data.lengths import SampleLengths, at_length, check_quantile, padded
 from poplar.profiler import memory_limit
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.model_settings import settings_by_module
-from poplar.system import devices, host_limits
+from poplar.system import devices, host_limits, kernel_settings
 from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, STRATEGIES
 from poplar.zero import setup
 from poplar.zero.micro_batch_loss import LossFunction
@@ -188,7 +188,8 @@ class Job:
             "cores": info.cores,
             "quota": host_limits.processor_quota() if on_cpu else None,
             "threads": torch.get_num_threads() if on_cpu else 0,
-            "matmul_precision": torch.get_float32_matmul_precision(),
+            "precisions": kernel_settings.precisions(),
+            "switches": kernel_settings.switches(),
             "max_batch": self.max_batch,
             "memory_limit": self.memory_limit,
             "example": " ".join(shapes),

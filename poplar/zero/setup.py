@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from poplar import ops
 from poplar.comm import Communicator, Control
 from poplar.comm.shard_layout import Layout
+from poplar.system.kernel_settings import precisions
 from poplar.values.communication import BITS, Communication, Precision
 from poplar.values.errors import agreed
 from poplar.values.plan import Plan
@@ -156,8 +157,7 @@ class Request:
         if not (self.factored and STRATEGY_CLASSES[self.stage].replicates_state):
             return ""
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
-        precision = torch.get_float32_matmul_precision()
-        return f"{_kernels(self.device)}, matmul precision {precision}{threads}"
+        return f"{_kernels(self.device)}, precisions [{precisions()}]{threads}"
 
     def _shape(self, name: str, parameter: nn.Parameter) -> tuple[int, ...] | str:
         return "local" if name in self.local else tuple(parameter.shape)

@@ -360,7 +360,11 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
     "longer samples": longer_samples,
     "another loss": lambda: {"loss_fn": another_loss},
     "a quota": lambda: _patch(host_limits, "processor_quota", lambda: 0.5),
-    "another precision": lambda: _patch(torch, "get_float32_matmul_precision", lambda: "medium"),
+    "another precision": lambda: _patch(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "another kernel of attention": lambda: _patch(
+        torch.backends.cuda, "math_sdp_enabled", lambda: False
+    ),
+    "other algorithms of cuDNN": lambda: _patch(torch.backends.cudnn, "benchmark", True),
     "another poplar": lambda: _patch(poplar, "__version__", "99.0"),
     "another torch": lambda: _patch(torch, "__version__", "99.0"),
     "another device": another_device,
