@@ -22,6 +22,7 @@ from poplar.data import pytree
 from poplar.data.lengths import SampleLengths, at_length, check_quantile, padded_length
 from poplar.profiler import memory_limit
 from poplar.profiler.memory_limit import MemoryLimit
+from poplar.profiler.model_code import code_of
 from poplar.profiler.model_settings import settings_by_module
 from poplar.system import devices, host_limits, kernel_settings
 from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, STRATEGIES
@@ -194,6 +195,7 @@ class Job:
             "memory_limit": self.memory_limit,
             "example": " ".join(shapes),
             "structure": digest([str(self.model), settings_by_module(self.model)]),
+            "code": digest(code_of(self.model, self.loss_fn)),
         }
 
     def identity(

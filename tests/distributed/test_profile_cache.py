@@ -55,6 +55,18 @@ def another_loss(model: nn.Module, batch: Any) -> Tensor:
     raise WouldMeasure
 
 
+def a_loss_of_the_same_name() -> Callable[..., Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise WouldMeasure(batch)
+
+    loss.__qualname__ = refuses_to_run.__qualname__
+    return loss
+
+
+def another_forward(self: nn.Module, tokens: Tensor) -> Tensor:
+    return self.head(self.norm(self.embedding(tokens)))
+
+
 def asked_for(folder: str, spec: ModelSpec = SMALL, **changes: Any) -> dict[str, Any]:
     """The usual arguments of `profile_cluster` on this rank, with `changes`."""
     return {
@@ -360,6 +372,8 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
     "longer samples": longer_samples,
     "another loss": lambda: {"loss_fn": another_loss},
     "a quota": lambda: _patch(host_limits, "processor_quota", lambda: 0.5),
+    "another forward": lambda: _patch(models.Perceptron, "forward", another_forward),
+    "another code of the loss": lambda: {"loss_fn": a_loss_of_the_same_name()},
     "another precision": lambda: _patch(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
     "another kernel of attention": lambda: _patch(
         torch.backends.cuda, "math_sdp_enabled", lambda: False
