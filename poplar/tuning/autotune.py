@@ -79,6 +79,9 @@ _MUST_MATCH = (
     "length_distribution",
     "example",
     "device",
+    "cores",
+    "quota",
+    "threads",
     "backend",
 )
 """Entries of a profile's identity that must be those of this job. The structure is not among them:
@@ -515,8 +518,9 @@ class Tuner:
         own = self.session.identity
         for key in _MUST_MATCH:
             if key in given.identity and given.identity[key] != own.get(key):
+                what = key if key not in ("cores", "threads") else f"number of {key}"
                 raise ValueError(
-                    f"the profile is of another {key.replace('_', ' ')}: measured "
+                    f"the profile is of another {what.replace('_', ' ')}: measured "
                     f"{given.identity[key]!r}, here {own.get(key)!r}; measure again with "
                     "profile_cluster()"
                 )

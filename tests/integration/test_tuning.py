@@ -330,6 +330,9 @@ def test_profile_of_another_job_raises(ranks: Pool, measured):
         ),
         ({"amsgrad": True}, "another optimizer: measured"),
         (measured_with(device="Another 9000"), "another device: measured 'Another 9000', here"),
+        (measured_with(cores="99"), "another number of cores: measured '99', here"),
+        (measured_with(quota="0.5"), "another quota: measured '0.5', here"),
+        (measured_with(threads="99"), "another number of threads: measured '99', here '"),
         (measured_with(backend="nccl"), "another backend: measured 'nccl', here 'gloo'"),
     ]
     assert_all_raise(
