@@ -47,7 +47,7 @@ from poplar.profiler.collectives import measure_network
 from poplar.profiler.host_update import host_memory, measure_host_update
 from poplar.profiler.job import Job
 from poplar.profiler.memory import model_bytes
-from poplar.profiler.memory_budget import MEMORY_RESERVE, MemoryBudget
+from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.model_profile import linear_layers, model_profile, pass_memory
 from poplar.profiler.optimizer_step import measure_update
 from poplar.profiler.overlap import measure_overlap
@@ -128,7 +128,6 @@ class Profiler:
                 receive_seconds_per_byte=(0.0,) * session.group.size,
             ),
             backward_fraction=fmean(curve.parts.backward_fraction for curve in curves),
-            memory_reserve=MEMORY_RESERVE,
             identity=session.identity,
             budget_seconds=session.job.profile_seconds,
         )

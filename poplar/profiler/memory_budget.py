@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from poplar.values.formatting import format_bytes
-
-MEMORY_RESERVE = 0.05
-"""Part of a rank's memory that plans leave free."""
+from poplar.values.profile import MEMORY_RESERVE
 
 
 class MemoryBudget(NamedTuple):

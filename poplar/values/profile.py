@@ -33,6 +33,8 @@ from poplar.values.schema import (
     checked,
 )
 
+MEMORY_RESERVE = 0.05
+"""Part of a rank's memory that plans leave free."""
 _NO_RESIDUALS = (0.0,) * len(STRATEGIES)
 _ByStage = Annotated[
     tuple[Finite, ...],
@@ -469,7 +471,7 @@ class ClusterProfile(Document):
     """Part of communication that runs under compute, 0 to 1; about 0 if both use the same cores."""
     backward_fraction: Fraction = 2 / 3
     """Part of a pass that the backward takes."""
-    memory_reserve: Fraction = 0.05
+    memory_reserve: Fraction = MEMORY_RESERVE
     """Part of each rank's memory that a plan leaves free, for fragmentation."""
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
     """What was measured: model, dtype, versions, devices. A cached profile is used only if all

@@ -11,13 +11,13 @@ import torch
 from records import cluster
 from torch import nn
 
-from poplar.profiler import memory_budget as budgets
 from poplar.profiler.cluster_profiler import Profiler, memory_budget
 from poplar.profiler.memory import batch_bytes, model_bytes, pass_bytes
 from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.passes import Passes
 from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.system import devices, host_limits
+from poplar.values.profile import MEMORY_RESERVE
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -199,7 +199,7 @@ def test_budget_tightens_after_collectives_and_first_passes(cuda: FakeCuda):
     assert before.tightened(later) == MemoryBudget(970 * MIB, 320 * MIB)
     assert later.tightened(before) == MemoryBudget(970 * MIB, 320 * MIB)
     assert before.activation_bytes - before.tightened(later).activation_bytes == pytest.approx(
-        30 * MIB * (1 - budgets.MEMORY_RESERVE) + 120 * MIB
+        30 * MIB * (1 - MEMORY_RESERVE) + 120 * MIB
     )
 
 
