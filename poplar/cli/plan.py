@@ -28,7 +28,7 @@ from poplar.cli.options import (
 from poplar.cli.output import Output, command_output
 from poplar.planner.explain import Explanation, explain
 from poplar.planner.prediction import predicted_seconds
-from poplar.planner.search import CLOSE, POLICIES, alternatives, plan_or_error
+from poplar.planner.search import POLICIES, WITHIN, alternatives, plan_or_error
 from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
 from poplar.programmes.search.explanation import explain_programme
 from poplar.values.errors import NotExportable
@@ -97,7 +97,7 @@ def plan(
     }
     with command_output(as_json=as_json, debug=debug) as result:
         profile = ClusterProfile.from_json(cluster)
-        within = math.inf if compare else CLOSE
+        within = math.inf if compare else WITHIN
         by_stage = alternatives(
             profile,
             global_batch=global_batch,

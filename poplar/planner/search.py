@@ -40,7 +40,7 @@ POLICIES: Mapping[str, Policy] = {"exact": fastest_plan_with_persistent_units, *
 """How samples and shares are chosen at one stage. `exact` is the search for the fastest plan."""
 
 
-CLOSE = 1.25
+WITHIN = 1.25
 """Times of the best plan's step within which plans of other stages are searched for."""
 MOST_PASSES = 10_000
 """Of a rank in a step; a plan lists each of them."""
@@ -140,7 +140,7 @@ def alternatives(
     host_state: Choice = "auto",
     leave_out: Choice = "auto",
     communication: Sends = "exact",
-    within: float = CLOSE,
+    within: float = WITHIN,
 ) -> tuple[Plan, ...]:
     """A plan of every stage at which one fits, in the order in which `search` prefers them.
 
