@@ -66,8 +66,8 @@ def profile_cluster(
         length_quantile: memory is measured at the longest sample of at least this part of all
             micro-batches of a size; default: 0.99. Longer ones may need more.
         cache: True (the default) to use and store profiles in the default folder, a folder, or
-            False. A cached profile is used if model, dtype, devices and versions are the same, and
-            if `seconds` is less than 1.5 times what it was measured with.
+            False. A cached profile is used if model, code, dtype, devices and versions are equal,
+            and if `seconds` is less than 1.5 times what it was measured with.
         progress: show on stderr of rank 0 what is being measured; default: True.
 
     Returns:
