@@ -33,7 +33,7 @@ from poplar.programmes.search.ratios import best_ratios
 from poplar.programmes.search.search import fastest_in
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_model import StepModel
-from poplar.programmes.search.step_terms import StepTerms
+from poplar.programmes.search.step_terms import StepTerms, parts_of
 from poplar.values.plan import Plan
 from poplar.values.profile import (
     BatchPoint,
@@ -204,6 +204,20 @@ def test_sharded_parameters_take_memory_in_proportion():
     ]
     assert saved[1] > saved[0]
     assert saved[1] > 0.5 * 8 * numel_of(graph)
+
+
+def test_a_programme_of_a_checkpointed_model_holds_all_activations():
+    """The passes that were measured recompute, and the graph does not."""
+    graph, sample_bytes = graph_of("pair", 4), (1, 2**20)
+    checkpointed, plain = (
+        StepModel(cluster_of(graph, sample_bytes=each), graph, plan_of((3, 1)))
+        for each in sample_bytes
+    )
+    terms = checkpointed.data_parallel
+    held = sum(parts_of(units, (3, 1))[0] * numel for units, numel in terms.held.items())
+    needed = [model.memory_bytes(terms, (3, 1), 0) for model in (checkpointed, plain)]
+    assert 3 < held < 3 * 2**20
+    assert needed[0] - held == pytest.approx(needed[1] - 3 * 2**20)
 
 
 # Ratios

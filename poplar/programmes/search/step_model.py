@@ -194,7 +194,8 @@ class StepModel:
 
         Those of data parallelism at stage 1 with the same samples; sharded parameters, their
         gradients and their state only as far as the rank has them; and what this programme holds of
-        activations beyond the rank's part of the samples.
+        activations beyond the rank's part of the samples. It recomputes none, so that of a model
+        with checkpointing it holds those that data parallelism does not.
         """
         model, samples = self.cluster.model, self.samples(ratios)[rank]
         if samples > self.cluster.devices[rank].max_batch:
@@ -209,7 +210,8 @@ class StepModel:
             math.fsum(parts_of(units, ratios)[rank] * n for units, n in own.held.items())
             for own in (terms, self.data_parallel)
         ]
-        return needed + max(0.0, held[0] - held[1])
+        measured = self.cluster.devices[rank].activation_bytes(samples)
+        return needed + max(0.0, held[0] - min(held[1], measured))
 
     def memory_limit(self, rank: int) -> float:
         """Bytes that a programme may use."""
