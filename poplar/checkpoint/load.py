@@ -21,6 +21,7 @@ from torch import Tensor
 from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
+from poplar.checkpoint.files.reading import read_on_all_ranks
 from poplar.checkpoint.frozen_base import base_of, check_base, description_of
 from poplar.checkpoint.random_state import check_random_state, set_random_state
 from poplar.checkpoint.save import RANK, SCALER, STATE
@@ -157,9 +158,10 @@ def _prepared(
         return Load(parts, open_checkpoint(), wanted)
 
     load = run_on_all_ranks(control, prepare, doing=doing)
-    run_on_all_ranks(control, load.verify, doing=doing)
+    device = parts.engine.flats[0].device
+    read_on_all_ranks(control, device, load.verify, doing=doing)
     load.opened.collect(control, load.targets)
-    run_on_all_ranks(control, load.read_optimizer_state, doing=doing)
+    read_on_all_ranks(control, device, load.read_optimizer_state, doing=doing)
     load.optimizer_state.agree(control)
     load.set_objects(doing)
     return load
@@ -252,9 +254,9 @@ class Load:
     @torch.no_grad()
     def run(self, doing: str) -> None:
         """Change values. Collective."""
-        control = self.parts.engine.control
+        control, device = self.parts.engine.control, self.parts.engine.flats[0].device
         changing = f"{doing} after values had changed; load a checkpoint again before training"
-        run_on_all_ranks(control, self.read_values, doing=changing)
+        read_on_all_ranks(control, device, self.read_values, doing=changing)
         send_values(self.parts.engine, self.parts.engine.flats)
         run_on_all_ranks(control, self.set_rest, doing=changing)
 

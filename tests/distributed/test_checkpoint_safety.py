@@ -577,3 +577,29 @@ def test_kill_at_any_moment_of_saving_leaves_a_complete_checkpoint(tmp_path: Pat
         OpenedCheckpoint(latest).verify()
         assert max(steps) >= ended
         assert digest(content(latest)["model"]) == begun[max(steps)]
+
+
+def load_slowly(folder: str, reads: bool) -> list[harness.Failure]:
+    """Rank 0 needs longer for its files than the deadline of collectives, with reads or without."""
+    verify = OpenedCheckpoint.verify
+
+    def slow(opened: OpenedCheckpoint, *args: Any) -> None:
+        end = time.monotonic() + 5.0
+        while harness.rank() == 0 and time.monotonic() < end:
+            if reads:
+                with Path("/dev/zero").open("rb") as zeros:
+                    zeros.read(1 << 20)
+            time.sleep(0.05)
+        verify(opened, *args)
+
+    _, optimizer = build(TWO, seed=2, timeout=timedelta(seconds=2))
+    with mock.patch.object(OpenedCheckpoint, "verify", slow), harness.catching() as caught:
+        poplar.load_checkpoint(folder, optimizer)
+    return caught
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_load_waits_as_long_as_a_rank_reads(ranks: Pool, saved: Path, reads: bool) -> None:
+    for failures in ranks.run(load_slowly, str(saved / "saved"), reads, ranks=2):
+        assert len(failures) == (not reads)
+        assert all("rank 0 has read nothing for 2 s" in one.message for one in failures)

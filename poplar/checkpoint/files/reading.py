@@ -1,0 +1,80 @@
+"""Reads of all ranks, which the others wait for as long as bytes arrive: a part may have 100 GB."""
+
+from __future__ import annotations
+
+import queue
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from poplar.comm import Control
+from poplar.comm.failure_reports import call_in_thread
+from poplar.comm.group import on_device
+from poplar.system.devices import synchronize
+from poplar.zero.agreement import raise_on_any_error
+
+_LOOK_SECONDS = 1.0
+"""Longest time between two exchanges of what the ranks have read."""
+_LEAST_BYTES = 1 << 20
+"""Fewer in the timeout are no progress: the exchanges read a little, too."""
+
+
+def read_on_all_ranks(
+    control: Control, device: torch.device, read: Callable[[], object], *, doing: str
+) -> None:
+    """Run `read` on every rank, in a thread, until all have finished. Collective.
+
+    Args:
+        control: the control channel of the ranks.
+        device: of the tensors that are read into.
+        read: of this rank.
+        doing: for errors.
+
+    Raises:
+        Exception: of this rank's `read`.
+        TimeoutError: this rank has not finished, and all ranks have read next to nothing for the
+            timeout of collectives.
+        RankFailed: another rank could not read.
+    """
+
+    def run() -> None:
+        synchronize(device)  # this thread has another stream
+        with torch.no_grad(), on_device(device):
+            read()
+        synchronize(device)
+
+    answers, error, done = call_in_thread(run), None, False
+    timeout = control.group.timeout.total_seconds()
+    since, progress = time.monotonic(), None
+    while True:
+        with suppress(queue.Empty):
+            if not done:
+                _, error = answers.get(timeout=min(_LOOK_SECONDS, timeout / 4))
+                done = True
+        own = [float(done), float(_bytes_read()), time.monotonic() - since]
+        values = torch.tensor(own, dtype=torch.float64, device="cpu")
+        ranks = control.exchange(values, what=doing)()
+        total = sum(int(rank[1]) for rank in ranks)
+        if progress is None or total - progress >= _LEAST_BYTES:
+            progress, since = total, time.monotonic()
+        elif float(ranks[0][2]) > timeout:  # the same value on all ranks
+            break
+        if all(bool(rank[0]) for rank in ranks):
+            break
+    if not done:
+        error = TimeoutError(
+            f"rank {control.group.name} has read nothing for {timeout:g} s; check its storage"
+        )
+    raise_on_any_error(control, error, doing=doing)
+
+
+def _bytes_read() -> int:
+    """The bytes that this process has read, where Linux counts them; else 0."""
+    with suppress(OSError):
+        found = re.search(r"^rchar: (\d+)", Path("/proc/self/io").read_text("ascii"), re.MULTILINE)
+        return int(found.group(1)) if found else 0
+    return 0
