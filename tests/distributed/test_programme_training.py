@@ -26,6 +26,7 @@ from virtual_programme import random_programme
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.comm import Group, connect, connect_control
+from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.data import pytree
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
@@ -262,6 +263,47 @@ def test_reductions_do_not_wait_for_ranks_that_are_in_the_loss(ranks: Pool) -> N
     expected = [loss for loss, _, _ in train_in_one_process("mixture")["results"]]
     for losses in ranks.run(train_with_many_reductions, programme, ranks=3):
         close(list(losses), expected)
+
+
+def order_of_collectives(programme: Programme) -> list[list[str]]:
+    """What the programme and the engine issue in each step, of several reductions."""
+    issued: list[str] = []
+
+    def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: ProcessGroupCommunicator, *args: Any, what: str, **options: Any) -> Any:
+            issued.append(what)
+            return method(self, *args, what=what, **options)
+
+        return run
+
+    names = ("reduce_scatter", "all_gather", "all_to_all", "broadcast")
+    methods = {name: recorded(getattr(ProcessGroupCommunicator, name)) for name in names}
+    with (
+        mock.patch.object(unit, "MAX_FLAT_BYTES", 1 << 10),
+        mock.patch.multiple(ProcessGroupCommunicator, **methods),
+    ):
+        training = start("mixture", programme, "process_group", communicator="process_group")
+        steps = []
+        for batch in global_batches("mixture"):
+            issued.clear()
+            training.train_step(part_of(batch, training.plan, harness.rank()), max_norm=CLIP)
+            steps.append(issued.copy())
+    return steps
+
+
+@pytest.mark.parametrize("ratios", [(2, 1), (1, 0, 2)], ids=str)
+def test_all_collectives_of_a_step_are_issued_in_one_order(
+    ranks: Pool, ratios: tuple[int, ...]
+) -> None:
+    """NCCL matches those of one communicator by their order, and both use the user's group."""
+    exported = exported_loss("mixture")
+    drawn = random_programme(exported.graph, ratios, random.Random(1))
+    for programme in (experts_divided(exported, ratios), drawn):
+        first, *others = ranks.run(order_of_collectives, programme, ranks=len(ratios))
+        assert sum(what.startswith("the reduction of unit") for what in first[0]) > 2
+        assert [steps == first for steps in others] == [True] * len(others)
+        gradients = max(i for i, what in enumerate(first[1]) if what.startswith("the gradient of"))
+        assert any(what.startswith("the reduction of unit") for what in first[1][:gradients])
 
 
 def load_wrong_states(programme: Programme) -> list[str]:

@@ -110,12 +110,10 @@ class StepModel:
 
     def rank_seconds(self, ratios: tuple[int, ...]) -> RankSeconds:
         """Compute of each rank, from its measured passes of about as many samples."""
-        fixed, whole = [], []
+        fixed, whole, worked = [], [], self._worked(ratios)
         for rank, samples in enumerate(self.samples(ratios)):
             one, rest = self._line(rank, samples)
-            part = samples / self.global_batch
-            if samples:
-                part = self._worked(ratios)[rank]
+            part = worked[rank] if samples else 0.0
             fixed.append(one)
             whole.append(rest / part if part else rest)
         return RankSeconds(tuple(fixed), tuple(whole))

@@ -90,7 +90,8 @@ class CollectivePass(ABC):
         self._backward_visit: int | None = None
         self._outputs: set[tuple[object, int]] = set()
         self._ready_gradients: dict[FlatParameter, set[nn.Parameter]] = {}
-        self._complete: set[FlatParameter] = set()
+        self._complete: dict[FlatParameter, None] = {}
+        """The flat parameters whose gradients have all arrived, in this order."""
         self.reduced: set[FlatParameter] = set()
         """The flat parameters whose reduction has been issued in this pass."""
         self._issued: list[Slot] = []
@@ -178,7 +179,7 @@ class CollectivePass(ABC):
         arrived.add(parameter)
         if len(arrived) < len(flat.parameters) or flat in self._complete:
             return
-        self._complete.add(flat)
+        self._complete[flat] = None
         if self.reduces:
             self._gradients_complete(flat)
         else:

@@ -104,13 +104,15 @@ class LeadingPass(RecordingPass):
                     self._broadcast_reduction(flat)
 
     def _gradients_complete(self, flat: FlatParameter) -> None:
-        """Broadcast the reduction, except of the root, which has to wait for the last unshard.
+        """Broadcast the reduction, unless it has to wait.
 
-        On a rank that does not use all of the root, its gradients are complete only at the end, and
-        must not delay unshards.
+        That of the root waits for the last unshard: on a rank that does not use all of the root,
+        its gradients are complete only at the end, and must not delay unshards.
+
+        Without unshards, all reductions wait for the end. Other ranks receive the order after
+        their backward, which may issue collectives of the model on the same communicator.
         """
-        waits = self._sharded and self._unit_of[flat].resident
-        if not waits or self._all_unsharded:
+        if self._sharded and (not self._unit_of[flat].resident or self._all_unsharded):
             self._broadcast_reduction(flat)
 
     def _issue_rest(self, *, failed: bool) -> None:
@@ -125,7 +127,8 @@ class LeadingPass(RecordingPass):
                 self._broadcast_skipped(len(self._units))
             if self.mode in (Mode.TRAIN, Mode.MEASURE):
                 self._broadcast_skipped_in_backward(-1)
-            for flat in self._flats if self.reduces else ():
+            # In later passes, they are issued in the backward if they are recorded as completed.
+            for flat in (*self._complete, *self._flats) if self.reduces else ():
                 if flat not in self.reduced:
                     self._broadcast_reduction(flat)
         last = Slot(SlotKind.ABANDON if failed else SlotKind.END)
