@@ -11,6 +11,7 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import planning_oracle
 import pytest
@@ -260,6 +261,19 @@ def test_ratios_are_those_of_the_fastest_step_that_fits(speeds, bandwidth, room)
         assert model.fits(terms, best)
         assert sum(best) == 12
         assert model.step(terms, best).total <= min(every) * 1.001
+
+
+def test_equal_devices_exchange_samples_together():
+    """Pairs of 64 ranks are too many, and no single pair of them makes the step shorter."""
+    speeds, samples = [4.0] * 16 + [1.0] * 48, [2] * 64
+    graph = graph_of("pair", 128)
+    model = StepModel(cluster_of(graph, tuple(speeds), FAST), graph, plan_of(samples))
+    with mock.patch.object(model, "step", wraps=model.step) as step:
+        best = best_ratios(model, model.data_parallel, tuple(samples))
+    in_proportion = (5,) * 16 + (1,) * 48
+    terms = model.data_parallel
+    assert model.step(terms, best).total <= model.step(terms, in_proportion).total * 1.001
+    assert step.call_count < 64 * 63
 
 
 def test_no_ratios_fit_too_little_memory():

@@ -6,14 +6,17 @@ start found nothing that is faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, permutations
 
+from poplar.planner.what_if import device_groups
 from poplar.programmes.graph.placement import cut
 from poplar.programmes.search.step_model import StepModel
 from poplar.programmes.search.step_terms import StepTerms
 
 _MAX_ROUNDS = 24
+_MAX_PAIRS = 240
+"""Of ranks that exchange samples in a round: all of 16 ranks."""
 _SMALLEST_GAIN = 1e-9
 
 
@@ -72,23 +75,47 @@ def _most_samples(model: StepModel, terms: StepTerms, rank: int) -> int:
 
 
 def _improved(model: StepModel, terms: StepTerms, ratios: tuple[int, ...]) -> tuple[int, ...]:
-    """Ratios from which moving samples between two ranks makes no step shorter."""
+    """Ratios from which moving samples between two ranks, or two groups, makes no step shorter.
+
+    Equal devices are slowest together, so their samples are also moved together. With many ranks, a
+    round tries each rank with a few others, in the next round with others.
+    """
     best, seconds = ratios, model.step(terms, ratios).total
+    groups = [group.ranks for group in device_groups(model.cluster)]
+    of_groups = [pair for pair in permutations(groups, 2) if len(pair[0]) + len(pair[1]) > 2]
     size = max(1, model.global_batch // 8)
-    for _ in range(_MAX_ROUNDS):
+    for number in range(_MAX_ROUNDS):
         found = False
-        for source in range(len(best)):
-            for target in range(len(best)):
-                moved = list(best)
-                moved[source] -= size
-                moved[target] += size
-                if source == target or moved[source] < 0:
-                    continue
-                after = model.step(terms, tuple(moved)).total
-                if after < seconds * (1.0 - _SMALLEST_GAIN) and model.fits(terms, tuple(moved)):
-                    best, seconds, found = tuple(moved), after, True
+        for sources, targets in (*of_groups, *_pairs(len(best), number)):
+            moved = _moved(best, sources, targets, size)
+            if min(moved) < 0:
+                continue
+            after = model.step(terms, moved).total
+            if after < seconds * (1.0 - _SMALLEST_GAIN) and model.fits(terms, moved):
+                best, seconds, found = moved, after, True
         if not found:
             if size == 1:
                 break
             size //= 2
     return best
+
+
+def _pairs(ranks: int, number: int) -> Iterator[tuple[tuple[int], tuple[int]]]:
+    """At most `_MAX_PAIRS` pairs of different ranks, with each rank as often as the others."""
+    others = min(ranks - 1, max(1, _MAX_PAIRS // ranks))
+    for source in range(ranks):
+        for other in range(number * others, (number + 1) * others):
+            yield (source,), ((source + 1 + other % (ranks - 1)) % ranks,)
+
+
+def _moved(
+    ratios: tuple[int, ...], sources: Sequence[int], targets: Sequence[int], size: int
+) -> tuple[int, ...]:
+    """Ratios after each source has given so many samples, in even parts, to the targets."""
+    moved = list(ratios)
+    for source in sources:
+        moved[source] -= size
+    received = pairwise(cut(size * len(sources), (1,) * len(targets)))
+    for target, (start, stop) in zip(targets, received, strict=True):
+        moved[target] += stop - start
+    return tuple(moved)
