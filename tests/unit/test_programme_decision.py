@@ -221,6 +221,44 @@ def test_a_programme_of_a_checkpointed_model_holds_all_activations():
     assert needed[0] - held == pytest.approx(needed[1] - 3 * 2**20)
 
 
+class HeadOnPair(nn.Module):
+    """Only the head is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.head = Pair().requires_grad_(False), nn.Linear(64, 8)
+
+    def forward(self, x):
+        hidden = self.base.down(F.relu(self.base.up(x)))
+        return self.head(hidden).pow(2).mean()
+
+
+def test_frozen_parameters_have_no_gradients_and_no_state():
+    model, x = HeadOnPair(), torch.zeros(4, 64)
+    graph = export_loss(model, lambda model, x: model(x), x).graph
+    thawed = export_loss(model.requires_grad_(True), lambda model, x: model(x), x).graph
+    trained = {name for name, node in graph.parameters.items() if node.is_trained}
+    assert trained == {"head.weight", "head.bias"}
+    terms = StepTerms.of(graph, data_parallel(graph, (3, 1)))
+    assert terms.replicated == 64 * 8 + 8
+    every = StepTerms.of(thawed, data_parallel(thawed, (3, 1)))
+    assert sum(terms.work.values()) < 0.5 * sum(every.work.values())
+    assert sum(terms.held.values()) < 0.5 * sum(every.held.values())
+
+    step_model = StepModel(cluster_of(graph), graph, plan_of((3, 1)))
+    programme = data_parallel(graph, (3, 1))
+    up = graph.parameters["base.up.weight"]
+    placed = {**programme.placements, up.name: Sharded(0)}
+    sharded = StepTerms.of(graph, dataclasses.replace(programme, placements=placed))
+    assert sharded.replicated_fraction == 1.0
+    saved = [
+        step_model.memory_bytes(terms, (3, 1), rank)
+        - step_model.memory_bytes(sharded, (3, 1), rank)
+        for rank in (0, 1)
+    ]
+    assert saved == [up.output.nbytes / 4, up.output.nbytes * 3 / 4]
+
+
 # Ratios
 
 

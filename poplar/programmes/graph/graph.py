@@ -69,6 +69,8 @@ class Node:
     """The operator returns a list or tuple, of which `GET_ITEM` takes one."""
     source: str = ""
     """A leaf's name in the model, or its path in the batch."""
+    is_trained: bool = False
+    """A parameter with a gradient and optimizer state."""
 
     @property
     def inputs(self) -> tuple[str, ...]:

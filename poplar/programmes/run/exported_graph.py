@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,9 +205,10 @@ def _converted(
     constants: dict[str, Tensor] = {}
     known: dict[str, str] = {}  # node of the tensor, by the fx node's name
     leaves: dict[str, str] = {}  # node by the name of the parameter or buffer
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for node in program.graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
-            leaf = _leaf(node, specs[node.name], sources[node.name])
+            leaf = _leaf(node, specs[node.name], sources[node.name], trained)
             first = leaves.setdefault(f"{leaf.operator} {leaf.source}", leaf.name)
             known[node.name] = first
             if first == leaf.name:
@@ -298,7 +299,7 @@ def _as_tensor(value: Any, path: str, dtype: str, device: torch.device) -> Tenso
     return torch.tensor(value, dtype=getattr(torch, dtype), device=device)
 
 
-def _leaf(node: fx.Node, spec: InputSpec, source: str) -> Node:
+def _leaf(node: fx.Node, spec: InputSpec, source: str, trained: Collection[str]) -> Node:
     if spec.kind not in _KINDS:
         raise NotExportable(f"the graph has an input of an unknown kind, {spec.kind}")
     return Node(
@@ -306,6 +307,7 @@ def _leaf(node: fx.Node, spec: InputSpec, source: str) -> Node:
         operator=_KINDS[spec.kind],
         outputs=(_type(node.meta["val"], node.name),),
         source=source,
+        is_trained=spec.kind is InputKind.PARAMETER and source in trained,
     )
 
 

@@ -226,7 +226,7 @@ class _Search:
             placed = []
             for name in first:
                 leaf, own = self.graph.nodes[name], targets[name] or REPLICATED
-                if leaf.operator == PARAMETER:
+                if leaf.is_trained:
                     seconds += self.costs.gradient_seconds(leaf.output, own)
                 placed.append(self.state(own if leaf.operator == PARAMETER else REPLICATED))
             read = [key for key in targets.items() if key[0] in live]

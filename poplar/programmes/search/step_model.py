@@ -204,6 +204,8 @@ class StepModel:
         for units, numel in terms.sharded.items():
             part = parts_of(units, ratios)[rank]
             needed += numel * (always * (part - 1.0) + model.optimizer_bytes * (part - share))
+        for units, nbytes in terms.frozen.items():
+            needed += nbytes * (parts_of(units, ratios)[rank] - 1.0)
         held = [
             math.fsum(parts_of(units, ratios)[rank] * n for units, n in own.held.items())
             for own in (terms, self.data_parallel)

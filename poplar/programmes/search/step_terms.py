@@ -43,10 +43,10 @@ def parts_of(units: int, ratios: tuple[int, ...]) -> tuple[float, ...]:
 
 
 def trained_nodes(graph: Graph) -> frozenset[str]:
-    """Nodes that depend on a parameter, and so have a backward pass."""
+    """Nodes that depend on a trained parameter, and so have a backward pass."""
     trained: set[str] = set()
     for name, node in graph.nodes.items():
-        if node.operator == PARAMETER or trained.intersection(node.inputs):
+        if node.is_trained or trained.intersection(node.inputs):
             trained.add(name)
     return frozenset(trained)
 
@@ -114,15 +114,17 @@ class StepTerms:
     calls: Counter[Transfer] = field(default_factory=Counter)
     """Number of collectives."""
     sharded: Counter[int] = field(default_factory=Counter)
-    """Elements of sharded parameters, by number of units."""
+    """Elements of sharded parameters that are trained, by number of units."""
+    frozen: Counter[int] = field(default_factory=Counter)
+    """Bytes of sharded parameters that are not trained, by number of units."""
     replicated: int = 0
-    """Elements of other parameters."""
+    """Elements of other parameters that are trained."""
     held: Counter[int] = field(default_factory=Counter)
     """Bytes of tensors that the backward may need, by number of units."""
 
     @property
     def replicated_fraction(self) -> float:
-        """Part of the parameters that every rank has."""
+        """Part of the trained parameters that every rank has."""
         total = self.replicated + sum(self.sharded.values())
         return self.replicated / total if total else 1.0
 
@@ -133,14 +135,17 @@ class StepTerms:
         work: Counter[int] = Counter()
         held: Counter[int] = Counter()
         sharded: Counter[int] = Counter()
+        frozen: Counter[int] = Counter()
         replicated = 0
         for name, node in graph.nodes.items():
             placement = programme.placements[name]
             if node.operator == PARAMETER:
-                if isinstance(placement, Sharded):
+                if not isinstance(placement, Sharded):
+                    replicated += node.output.numel if node.is_trained else 0
+                elif node.is_trained:
                     sharded[units_of(node.output, placement)] += node.output.numel
                 else:
-                    replicated += node.output.numel
+                    frozen[units_of(node.output, placement)] += node.output.nbytes
             elif node.operator not in LEAVES:
                 pattern = pattern_of(graph, node)
                 strategy = strategy_of(pattern, programme.inputs[name], placement)
@@ -158,4 +163,4 @@ class StepTerms:
                 calls[transfer] += 1
             if found and is_trained:
                 held[units_of(kind, moved.target)] += kind.nbytes
-        return cls(work, transfers, calls, sharded, replicated, held)
+        return cls(work, transfers, calls, sharded, frozen, replicated, held)
