@@ -122,6 +122,7 @@ CASES = [
     Case("aten._to_copy.default", (F((3, 4)),), {"dtype": torch.float32}, axes=2),
     Case("aten._to_copy.default", (I((3, 4), 3),), {"dtype": torch.float64}, axes=2),
     Case("aten._to_copy.default", (F((3, 4)),), {"dtype": torch.int64}, axes=2),
+    Case("aten._to_copy.default", (I((3, 4), 3),), {"dtype": torch.bool}, axes=2),
     Case("aten.sum.default", (F((3, 4)),), axes=2),
     Case("aten.sum.default", (I((3, 4), 2, torch.bool),), axes=2),
     Case("aten.sum.dim_IntList", (F((3, 4, 5)), [1, -1], True), axes=3),
@@ -191,6 +192,9 @@ CASES = [
     Case("aten.index.Tensor", (F((3, 6, 4)), [None, I((5, 2), 6)]), axes=5),
     Case("aten.index.Tensor", (F((3, 6, 4)), [I((5, 1), 3), I((2,), 6)]), axes=3),
     Case("aten.index.Tensor", (F((3, 6, 4)), [I((5,), 3), None, I((5,), 4)]), axes=0),
+    Case("aten.index.Tensor", (I((6, 4), 9), [I((5,), 6)]), axes=3),
+    Case("aten.index.Tensor", (I((6,), 9, torch.int32), [I((5,), 6)]), axes=2),
+    Case("aten.index.Tensor", (MASK, [I((5,), 4)]), axes=2),
     Case("aten.index_put.default", (F((6, 4)), [I((3,), 2)], F((3, 4)), True), axes=1),
     Case("aten.index_put.default", (F((6, 4)), [I((1,), 2)], F(()))),
     Case("aten.scatter.value", (F((3, 7, 4)), 1, I((3, 1, 4), 7), 0.5), axes=2),
@@ -366,6 +370,33 @@ def test_every_rule_has_a_case():
     operators = {base_name(case.operator) for case in CASES}
     tested = {id(RULES[name]) for name in operators if name in RULES}
     assert {name for name, rule in RULES.items() if id(rule) not in tested} == {"getitem"}
+
+
+@pytest.mark.parametrize("index", [7, -8, -100])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("aten.embedding.default", (F((7, 4)), I((3, 5), 7))),
+        Case("aten.index.Tensor", (F((7, 4)), [I((5,), 7)])),
+    ],
+    ids=str,
+)
+def test_indices_outside_of_a_divided_table_are_an_error_as_in_torch(case, index):
+    draws = torch.Generator().manual_seed(0)
+    call = called(case, draws)
+    table, indices = call.tensors.values()
+    indices.view(-1)[1] = index
+    with pytest.raises(IndexError):
+        function(case.operator)(table, indices if case.operator[5] == "e" else [indices])
+    divided = next(s for s in strategies_of(call) if s.output is PARTIAL and s.axis)
+    inputs = dict(zip(call.node.inputs, divided.inputs, strict=True))
+    ratios = (2, 1)
+    own = {name: parts(x, inputs[name], ratios, draws) for name, x in call.tensors.items()}
+    for rank in range(2):
+        local = local_call(call.graph, call.node, divided.inputs, PARTIAL, ratios, rank)
+        values = {name: tensors[rank] for name, tensors in own.items()}
+        with pytest.raises(IndexError, match=rf"7 entries are indexed with .*{index}"):
+            run_local(local, values.__getitem__, CPU)
 
 
 def test_placements_without_a_strategy_are_refused():

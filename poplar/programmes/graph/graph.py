@@ -53,6 +53,16 @@ class TensorType:
         """Whether the tensor can have a gradient."""
         return self.dtype.startswith(("float", "bfloat"))
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether values are integers; truth values are not."""
+        return self.dtype.startswith(("int", "uint"))
+
+    @property
+    def has_sum(self) -> bool:
+        """Whether sums of values have the same type; truth values have none."""
+        return self.dtype != "bool"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:

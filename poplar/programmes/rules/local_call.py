@@ -20,7 +20,7 @@ the part, indices, the dimension, the first index of the part, and the size of t
 """
 EMBEDDING_PART = "embedding_part"
 """Own operator: as `INDEX_PART`, of a table. Arguments: the part, indices, the first index of the
-part, and the index without gradient or -1."""
+part, the index without gradient or -1, and the entries of the whole table."""
 GROUPED_MM_PART = "grouped_mm_part"
 """Own operator: a grouped product with some of the experts. Arguments: the operator, its tensors
 with a part of the experts, the first expert and the one after the last."""

@@ -48,9 +48,7 @@ def _pointwise(node: Node, types: Types) -> Pattern:
 
 
 def _linear_in(name: str, node: Node, types: Types) -> list[tuple[int, ...]]:
-    is_rounded = "mode" in node.operator + "".join(node.keywords) or (
-        types and types[0].is_floating and not node.output.is_floating
-    )
+    is_rounded = "mode" in node.operator + "".join(node.keywords)
     starts_with_number = getattr(node.arguments[0], "node", None) is None if types else True
     if is_rounded or starts_with_number:  # as in `1 / x`
         return []

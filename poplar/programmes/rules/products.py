@@ -128,7 +128,7 @@ def _embedding_part(call: LocalCall, part: Part) -> LocalCall:
         return call
     table, indices = call.arguments[:2]
     padding = argument(part.node, 2, "padding_idx", -1)
-    arguments = (table, indices, part.bounds[0], padding)
+    arguments = (table, indices, part.bounds[0], padding, part.types[0].shape[0])
     return replace(call, operator=EMBEDDING_PART, arguments=arguments, keywords={})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from poplar.programmes.graph.graph import LEAVES, Graph, Node, Reference
+from poplar.programmes.graph.graph import LEAVES, Graph, Node, Reference, TensorType
 from poplar.programmes.graph.placement import Placement, local_shape
 from poplar.programmes.rules.dimensions import DIMENSIONS
 from poplar.programmes.rules.local_call import ZEROS, LocalCall, Part, Rule
@@ -46,11 +46,23 @@ def pattern_of(graph: Graph, node: Node) -> Pattern:
 
 
 def _new_pattern(graph: Graph, node: Node) -> Pattern:
+    """The pattern of an operator, with partial values only of types that can be added up."""
     types = graph.types(node)
     pattern = rule_of(node).pattern(node, types)
-    # Booleans have no sum.
-    linear_in = (part for part in pattern.linear_in if all(types[i].dtype != "bool" for i in part))
-    return replace(pattern, linear_in=tuple(linear_in))
+    linear_in = tuple(
+        part
+        for part in pattern.linear_in
+        if all(_keeps_sums(types[index], output) for index in part for output in node.outputs)
+    )
+    has_sum = all(output.has_sum for output in node.outputs)
+    whole = pattern.whole if has_sum else pattern.whole | pattern.summed
+    return replace(pattern, linear_in=linear_in, whole=whole)
+
+
+def _keeps_sums(read: TensorType, computed: TensorType) -> bool:
+    """Whether summands can be converted one by one: neither to truth values nor by rounding."""
+    is_rounded = computed.is_integer and not read.is_integer
+    return read.has_sum and computed.has_sum and not is_rounded
 
 
 def strategies_of(

@@ -125,13 +125,28 @@ def function(name: str) -> Callable[..., Any]:
     return found
 
 
+def _check_indices(indices: Tensor, first: int, size: int) -> None:
+    """Raise as torch does if not all indices are from `first` on and smaller than `size`.
+
+    On CUDA, it is an assertion on the device that fails, as those in torch's kernels.
+    """
+    are_inside = ((indices >= first) & (indices < size)).all()
+    if indices.is_cuda:
+        torch._assert_async(are_inside, f"index out of range of {size} entries")
+    elif not are_inside:
+        raise IndexError(
+            f"index out of range: {size} entries are indexed with {int(indices.min())} to "
+            f"{int(indices.max())}"
+        )
+
+
 def _own_entries(indices: Tensor, start: int, entries: int) -> tuple[Tensor, Tensor]:
     """Which indices are from `start` on of so many entries, and their places there, or 0."""
     is_own = (indices >= start) & (indices < start + entries)
     return is_own, torch.where(is_own, indices - start, 0)
 
 
-def embedding_part(part: Tensor, indices: Tensor, start: int, padding: int) -> Tensor:
+def embedding_part(part: Tensor, indices: Tensor, start: int, padding: int, size: int) -> Tensor:
     """Rows of a part of an embedding's table; zeros for indices that are not in the part.
 
     Args:
@@ -139,13 +154,15 @@ def embedding_part(part: Tensor, indices: Tensor, start: int, padding: int) -> T
         indices: [...], of the whole table.
         start: the first entry of the part.
         padding: the index that has no gradient, or -1.
+        size: entries of the whole table.
     """
+    _check_indices(indices, 0, size)
     entries = part.shape[0]
     is_own, own = _own_entries(indices, start, entries)
     own_padding = padding - start if start <= padding < start + entries else -1
     rows = torch.ops.aten.embedding.default(part, own, own_padding)
     # Not a product: rows that are not read may be infinite.
-    return torch.where(is_own.unsqueeze(-1), rows, 0.0)
+    return torch.where(is_own.unsqueeze(-1), rows, 0)
 
 
 def index_part(part: Tensor, indices: Tensor, dim: int, start: int, size: int) -> Tensor:
@@ -158,11 +175,13 @@ def index_part(part: Tensor, indices: Tensor, dim: int, start: int, size: int) -
         start: the first entry of the part.
         size: of the whole dimension.
     """
+    _check_indices(indices, -size, size)
     indices = torch.where(indices < 0, indices + size, indices)
     is_own, own = _own_entries(indices, start, part.shape[dim])
     read = torch.ops.aten.index.Tensor(part, [None] * dim + [own])
     after = part.dim() - dim - 1
-    return torch.where(is_own.view(*indices.shape, *(1,) * after), read, 0.0)
+    # The integer 0 leaves every dtype as it is; 0.0 would make floats of integers.
+    return torch.where(is_own.view(*indices.shape, *(1,) * after), read, 0)
 
 
 def grouped_mm_part(
