@@ -450,6 +450,8 @@ def misuse(programme: Programme) -> list[str]:
     batch = global_batches("mixture")[0]
     attempts: list[Callable[[], Any]] = [
         lambda: TASKS["mixture"][2](training.model, batch),
+        lambda: training.model.blocks[0](torch.zeros(1, 2, 32)),
+        lambda: training.model.blocks[0].mixture.experts(torch.zeros(1, 2, 32)),
         lambda: training.model.state_dict(),
         lambda: training.model.blocks.state_dict(),
         lambda: training.optimizer.save_model("model.safetensors"),
@@ -474,7 +476,10 @@ def misuse(programme: Programme) -> list[str]:
 def test_misuses_are_refused(ranks: Pool) -> None:
     programme = experts_divided(exported_loss("mixture"), (2, 1))
     expected = (
-        "call train_step() or evaluate() of the training, or release() it first",
+        "the parameters of this Mixture are divided over ranks by a programme, so its forward has "
+        "no meaning; call train_step() or evaluate() of the training, or release() it first",
+        "the parameters of this PairOfBlocks are divided over ranks",
+        "the parameters of this Experts are divided over ranks",
         "model.state_dict() would have only this rank's parts",
         "model.state_dict() would have only this rank's parts",
         "save_model(): every rank has a part of its own of 'blocks.0.mixture.experts.up'",

@@ -18,8 +18,8 @@ from poplar.programmes.run.collectives import convert, own_part
 class DividedModel:
     """A model whose sharded parameters hold this rank's part, until `restore`.
 
-    Its `forward` and `state_dict` raise but in the contexts of `with_whole_shapes`: they would take
-    the parts for the whole parameters.
+    Its `state_dict` and the `forward` of each module with sharded parameters raise but in the
+    contexts of `with_whole_shapes`: they would take the parts for the whole parameters.
 
     Args:
         comm: the transport; its ranks are those of the programme.
@@ -47,8 +47,13 @@ class DividedModel:
         for name in self._placements:
             self.parameters[name].data = self.own(name, self.parameters[name].data).clone()
         self._is_whole = False
+        divided = {id(self.parameters[name]) for name in self._placements}
         self._handles = [
-            model.register_forward_pre_hook(self._refuse_forward),
+            *(
+                module.register_forward_pre_hook(self._refuse_forward)
+                for module in model.modules()
+                if not divided.isdisjoint(map(id, module.parameters()))
+            ),
             *(
                 module.register_state_dict_pre_hook(self._refuse_state)
                 for module in model.modules()
@@ -141,9 +146,9 @@ class DividedModel:
     def _refuse_forward(self, module: nn.Module, arguments: Any) -> None:
         if not self._is_whole:
             raise RuntimeError(
-                "the parameters of this model are divided over ranks by a programme, so its "
-                "forward has no meaning; call train_step() or evaluate() of the training, or "
-                "release() it first"
+                f"the parameters of this {type(module).__name__} are divided over ranks by a "
+                "programme, so its forward has no meaning; call train_step() or evaluate() of the "
+                "training, or release() it first"
             )
 
     def _refuse_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
