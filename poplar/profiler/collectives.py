@@ -109,9 +109,11 @@ class Collectives:
     def rates(
         self, owners: Sequence[Sequence[int]], part: float, budget: float
     ) -> list[tuple[float, float]]:
-        """By rank, seconds per byte that it receives and that it sends. Only ratios matter.
+        """By rank, seconds per byte that it receives and that it sends.
 
-        Ranks that own everything receive every reduction and send every gather.
+        Ranks that own everything receive every reduction and send every gather. The bytes are those
+        that `CollectiveCosts` counts for these shares: of the tensors that are sent, and between
+        hosts if the transport is hierarchical.
 
         Args:
             owners: groups of ranks, one of which owns everything at a time; the ranks of a host
@@ -119,16 +121,22 @@ class Collectives:
             part: of each buffer, which is reduced and gathered.
             budget: seconds for each collective.
         """
-        ranks = self.session.group.size
+        session, hosts, ranks = self.session, self.comm.hosts, self.session.group.size
+        bytes_reduced = session.job.reduce_dtype.itemsize
+        bytes_gathered = session.compute_dtype.itemsize
         rates = [(1.0, 1.0)] * ranks
         parts = (max(min(n, FEWEST_ELEMENTS_AT_ONCE), int(n * part)) for n in self.numels)
         sample = replace(self, numels=[n + -n % ALIGNMENT for n in parts])
         for group in owners:
-            moved = (ranks - 1) * 4.0 * sum(sample.numels) / len(group)
+            copies = len(set(hosts)) - 1 if hosts else (ranks - 1) / len(group)
+            moved = copies * sum(sample.numels)
             shares = [(rank in group) / len(group) for rank in range(ranks)]
             receiving, sending = sample.both_seconds(shares, budget)
             for rank in group:
-                rates[rank] = receiving / moved, sending / moved
+                rates[rank] = (
+                    receiving / (moved * bytes_reduced),
+                    sending / (moved * bytes_gathered),
+                )
         return rates
 
     def latencies(self, budget: float) -> tuple[float, ...]:

@@ -401,9 +401,10 @@ class NetworkProfile:
     all_gather_seconds: NonNegative
     """Parameters of the whole model, unit by unit, even shares."""
     send_seconds_per_byte: tuple[NonNegative, ...]
-    """Rates of each rank. Only ratios matter: they determine times under uneven shares."""
+    """Rates of each rank, or of its host's network if the transport is hierarchical. Only ratios
+    matter, those to `receive_seconds_per_byte` too: they determine times under uneven shares."""
     receive_seconds_per_byte: tuple[NonNegative, ...]
-    """Rates of each rank."""
+    """As above."""
     receive_buffers: Annotated[str, _RECEIVE_BUFFERS] = "freed"
     """What becomes of the memory that reductions receive into. "freed" when they are over, as on
     devices; "step": kept until the end of the step, as on the host; "kept" for later steps too."""

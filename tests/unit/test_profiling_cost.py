@@ -168,8 +168,12 @@ def test_rates_of_ranks_show_the_network_that_they_share(monkeypatch, part):
         return slowest * 4.0 * sum(self.numels)
 
     monkeypatch.setattr(Collectives, "seconds", seconds)
-    session: Any = SimpleNamespace(group=SimpleNamespace(size=9))
-    measuring = Collectives(session, cast(Any, None), [1 << 20, 640])
+    session: Any = SimpleNamespace(
+        group=SimpleNamespace(size=9),
+        compute_dtype=torch.float32,
+        job=SimpleNamespace(reduce_dtype=torch.float32),
+    )
+    measuring = Collectives(session, cast(Any, SimpleNamespace(hosts=())), [1 << 20, 640])
     rates = [6 * 3 / 8] * 6 + [2 * 7 / 8] * 2 + [4.0]
     receiving, sending = zip(*measuring.rates(members, part, 1.0), strict=True)
     assert receiving == sending == pytest.approx(rates)
