@@ -10,7 +10,8 @@ all `R` ranks, and even shares and rows, all ranks together send
     sharded                     (R - 1) outputs inputs           (R - 1) N (inputs + outputs / R)
     every rank updates all      2 (R - 1) outputs inputs         (R - 1) N (inputs + outputs)
 
-elements: an owner gets the whole inputs, and the gradients of the outputs that it owns.
+elements: an owner gets the whole inputs, and the gradients of the outputs that it owns. Inputs are
+sent in the compute dtype if it is narrower than that of reductions.
 """
 
 from __future__ import annotations
@@ -72,9 +73,11 @@ def seconds_of_exchange(
     rows = [layer.rows_per_sample * samples for samples in exchange.samples]
     owned = [1.0] * len(shares) if replicated else shares
     links = costs.reduce_scatter.link_seconds or [(0.0, 0.0)] * len(rows)
+    input_size = min(1.0, model.param_bytes / model.wire_bytes) if model.wire_bytes else 1.0
+    traffic = factored_traffic(layer, rows, owned, input_size)
     sending = max(
         max(moved.leaving * out, moved.arriving * into)
-        for moved, (out, into) in zip(factored_traffic(layer, rows, owned), links, strict=True)
+        for moved, (out, into) in zip(traffic, links, strict=True)
     )
     multiplying = 0.0
     for device, own_rows, part in zip(cluster.devices, rows, owned, strict=True):
@@ -86,18 +89,21 @@ def seconds_of_exchange(
 
 
 def factored_traffic(
-    layer: LinearLayer, rows: Sequence[float], owned: Sequence[float]
+    layer: LinearLayer, rows: Sequence[float], owned: Sequence[float], input_size: float = 1.0
 ) -> list[Traffic]:
-    """Elements that each rank sends and receives in one reduction of a layer as factors.
+    """What each rank sends and receives in one reduction of a layer as factors.
 
-    Where a slice begins or ends inside a row of the weight, up to 2 more columns are sent.
+    The unit is an element of a gradient. Where a slice begins or ends inside a row of the weight,
+    up to 2 more columns are sent.
 
     Args:
         layer: its sizes.
         rows: of each rank.
         owned: fraction of the weight that each rank computes.
+        input_size: bytes of an element of the inputs over those of a gradient.
     """
-    needed = [layer.inputs + layer.outputs * part if part > 0 else 0.0 for part in owned]
+    inputs = layer.inputs * input_size
+    needed = [inputs + layer.outputs * part if part > 0 else 0.0 for part in owned]
     all_rows, all_needed = sum(rows), sum(needed)
     return [
         Traffic(own_rows * (all_needed - own_needs), (all_rows - own_rows) * own_needs)

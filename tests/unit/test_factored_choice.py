@@ -16,7 +16,7 @@ from poplar.planner.calibration import refine
 from poplar.planner.cost_model import costs_of, step_seconds_of
 from poplar.planner.explain import explain
 from poplar.planner.factored_choice import worthwhile
-from poplar.planner.factored_costs import factored_traffic
+from poplar.planner.factored_costs import Exchange, factored_traffic, seconds_of_exchange
 from poplar.profiler.passes import counting_rows
 from poplar.simulator.step_simulation import simulate
 from poplar.values.observation import Observation
@@ -255,6 +255,19 @@ def test_what_ranks_send_is_what_ranks_receive(owned: tuple[float, ...]) -> None
     leaving, arriving = zip(*((rank.leaving, rank.arriving) for rank in traffic), strict=True)
     assert sum(leaving) == pytest.approx(sum(arriving))
     assert all(got == 0 for got, part in zip(arriving, owned, strict=True) if part == 0.0)
+
+
+@pytest.mark.parametrize(("param_bytes", "wire_bytes"), [(4, 4), (2, 4), (2, 2), (4, 2)])
+def test_inputs_take_the_bytes_in_which_they_are_sent(param_bytes: int, wire_bytes: int) -> None:
+    """`FactoredParameter.dtypes`: inputs as computed, if that is narrower, gradients as reduced."""
+    model = replace(MODEL, param_bytes=param_bytes, wire_bytes=wire_bytes)
+    profile = cluster((1.0, 1.0), peak_flops=None, model=model)
+    reduction = wire_bytes * model.numel / 2 / GIGABIT
+    profile = replace(profile, network=replace(profile.network, reduce_scatter_seconds=reduction))
+    exchange = Exchange(WIDE, (5.0, 3.0))
+    seconds = seconds_of_exchange(profile, exchange, (1.0, 0.0), replicated=False)
+    row = min(param_bytes, wire_bytes) * WIDE.inputs + wire_bytes * WIDE.outputs
+    assert seconds == pytest.approx(3.0 * row / GIGABIT)
 
 
 def test_tied_and_frozen_layers_cannot_be_factored() -> None:
