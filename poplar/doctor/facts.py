@@ -119,7 +119,7 @@ def own_device() -> torch.device:
 def collect_facts(device: torch.device) -> RankFacts:
     """Collect the facts of this rank. Creates a CUDA context on a CUDA device."""
     info = devices.describe(device)
-    ranks_on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if info.kind == "cpu" else 1
     return RankFacts(
         rank=own_rank(),
         node=os.environ.get("GROUP_RANK", platform.node()),
@@ -130,7 +130,7 @@ def collect_facts(device: torch.device) -> RankFacts:
         operators=ops.describe(),
         native_operators=ops.native_cuda if info.kind == "cuda" else ops.native,
         transport=_transport(info),
-        memory_bytes=devices.memory_available(device, ranks_on_host),
+        memory_bytes=devices.memory_available(device, sharing),
         shared_memory_bytes=host_limits.shared_memory(),
         cores=host_limits.cores(),
         threads=torch.get_num_threads(),

@@ -35,7 +35,7 @@ class OwnCard:
             reaches = all(torch.cuda.can_device_access_peer(device.index, one) for one in others)
         return cls(
             info=devices.describe(device),
-            free_bytes=devices.memory_available(device, local),
+            free_bytes=devices.memory_available(device, local if device.type == "cpu" else 1),
             reaches_others=reaches,
         )
 

@@ -271,6 +271,8 @@ def _with_budgets(profile: ClusterProfile, budgets: Sequence[MemoryBudget]) -> C
 def memory_budget(session: Session) -> MemoryBudget:
     """The budget of this rank at the moment; all ranks of a host should ask at the same time.
 
+    The budgets of ranks that share memory, without a `memory_limit`, do not exceed it together.
+
     On CUDA, memory in the cache of torch's allocator counts as free: call it after
     `torch.cuda.empty_cache()` on all ranks, because other processes cannot use what is cached.
 
@@ -292,7 +294,7 @@ def memory_budget(session: Session) -> MemoryBudget:
             f"rank {session.group.name}: a memory_limit of {format_bytes(limit)}, but {device} has "
             f"{format_bytes(total)}; lower it, or leave it out to use what is free"
         )
-    available = limit or devices.memory_available(device, session.ranks_on_this_host)
+    available = limit or devices.memory_available(device, session.ranks_sharing_memory)
     return MemoryBudget(available, max(0, held))
 
 

@@ -6,7 +6,7 @@ or an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -94,7 +94,10 @@ class Session:
         """Bytes that this rank may use; None: what is free."""
         for entries, limit in zip(by_rank, limits, strict=True):
             entries["memory_limit"] = limit
-        self.ranks_on_this_host = sum(other["host"] == own["host"] for other in by_rank)
+        self.ranks_on_this_host = equal_entries(own, by_rank, "host")
+        memory = ("host", "device") if self.asynchronous else ("host",)
+        self.ranks_sharing_memory = equal_entries(own, by_rank, *memory)
+        """Ranks that use the memory of this rank's device, which has its UUID in its entry."""
         backend = group.backend_for(self.device)
         self.identity = job.identity(self.setup, self.cast_to, by_rank, backend)
         self.memory = PassMemory.unlimited(group.size)
@@ -204,3 +207,8 @@ class Session:
     def from_first_rank(self, value: T) -> T:
         """The value of rank 0."""
         return self.exchange(value)[0]
+
+
+def equal_entries(own: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]], *keys: str) -> int:
+    """The number of ranks whose entries under all of these keys are those of this rank."""
+    return sum(all(other[key] == own[key] for key in keys) for other in by_rank)

@@ -77,35 +77,36 @@ def slowdown_reasons(device: torch.device) -> str:
     return "; ".join((*known.slowdowns(), *known.clock_settings(), *known.other_processes()))
 
 
-def memory_available(device: torch.device, ranks_on_host: int) -> int:
+def memory_available(device: torch.device, ranks: int) -> int:
     """Bytes that this rank may use, including what it holds already.
 
     Args:
         device: of this rank.
-        ranks_on_host: number of ranks that share the host. Free memory is divided evenly, so every
-            rank of the host should call this at the same time.
+        ranks: number of ranks that share the memory: those of the host for a CPU, those on the same
+            device for CUDA. Free memory is divided evenly, so all of them should call this at the
+            same time; together they get no more than there is.
 
     Returns:
-        CPU: the rank's part of the free memory, within the limits of containers and of this
-        process, plus what the process holds. CUDA: the memory of the device, minus what other
-        processes hold.
+        The rank's part of the free memory, plus what the process holds. CPU: within the limits of
+        containers and of this process.
 
     Raises:
-        ValueError: `ranks_on_host` below 1, or another type of device.
+        ValueError: `ranks` below 1, or another type of device.
         RuntimeError: the system does not report its free memory.
     """
-    if ranks_on_host < 1:
-        raise ValueError(f"ranks_on_host must be at least 1, got {ranks_on_host}")
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
     if checked_kind(device) == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return total - _held_by_others(device, free, total, _nvml(device))
+        own = total - free - _held_by_others(device, free, total, _nvml(device))
+        return free // ranks + own
     free_bytes = host_limits.free_memory()
     if free_bytes is None:
         raise RuntimeError(
             "this system does not report its free memory (no MemAvailable in /proc/meminfo); pass "
             "memory_limit= in bytes"
         )
-    free_bytes //= ranks_on_host
+    free_bytes //= ranks
     unused = host_limits.unused_process_memory()
     if unused is not None:
         free_bytes = min(free_bytes, unused)

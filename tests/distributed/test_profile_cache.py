@@ -237,7 +237,7 @@ def profiled_with_less_memory(folder: str) -> tuple[list[int], int]:
     profiles = [poplar.profile_cluster(**asked_for(folder, **request))]
     loss.calls = 0
     if harness.rank() == 1:
-        _patch(devices, "memory_available", lambda device, ranks_on_host: 1000)
+        _patch(devices, "memory_available", lambda device, ranks: 1000)
     try:
         profiles.append(poplar.profile_cluster(**asked_for(folder, **request)))
     finally:

@@ -346,7 +346,7 @@ def with_less_memory() -> tuple[int, ...]:
     """The memory in the result, with a rank that has 0.5 GiB now."""
     usual = devices.memory_available
     if harness.rank() == 1:
-        devices.memory_available = lambda device, ranks_on_host: 1 << 29
+        devices.memory_available = lambda device, ranks: 1 << 29
     try:
         result = tuned(profile=known(), verify=False)
     finally:

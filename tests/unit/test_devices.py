@@ -170,11 +170,22 @@ def test_memory_available_excludes_other_processes(cuda, cards, monkeypatch):
     monkeypatch.setattr("os.getpid", lambda: 42)
     device = torch.device("cuda", 0)
     cards.append(card(7, processes=[process(42, 4), process(43, 2)]))
-    assert devices.memory_available(device, ranks_on_host=8) == 22 * GIB
+    assert devices.memory_available(device, 1) == 22 * GIB
     cards[0]["processes"] = [process(90001, 5)]  # the host's number for this process
     assert devices.memory_available(device, 1) == 23 * GIB
     cards[0]["processes"] = [process(42, None)]  # a driver that does not report the memory
     assert devices.memory_available(device, 1) == 20 * GIB, "only what torch holds"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_on_one_device_share_its_memory(cuda, cards, monkeypatch, ranks):
+    """They may use 24 GiB together, with the 6 GiB that they hold already."""
+    cards.append(card(7, processes=[process(pid, 6 // ranks) for pid in range(ranks)]))
+    budgets = []
+    for pid in range(ranks):
+        monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
+        budgets.append(devices.memory_available(torch.device("cuda", 0), ranks))
+    assert budgets == [24 // ranks * GIB] * ranks
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from poplar.profiler.cluster_profiler import Profiler, memory_budget
 from poplar.profiler.memory import batch_bytes, model_bytes, pass_bytes
 from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.passes import Passes
+from poplar.profiler.session import equal_entries
 from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.system import devices, host_limits
 from poplar.values.profile import MEMORY_RESERVE
@@ -83,9 +84,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(
         devices, "describe", lambda device: SimpleNamespace(others_bytes=fake.others)
     )
-    monkeypatch.setattr(
-        devices, "memory_available", lambda device, ranks_on_host: TOTAL - fake.others
-    )
+    monkeypatch.setattr(devices, "_nvml", lambda device: "not used")
+    monkeypatch.setattr(devices, "_held_by_others", lambda *_: fake.others)
     return fake
 
 
@@ -160,12 +160,13 @@ def test_shared_parameters_buffers_and_gradients_count_once():
     assert model_bytes(model) == 2 * 4 * 16 + 4 * 10
 
 
-def session(model: nn.Module) -> Any:
-    """A session of one rank on the device."""
+def session(model: nn.Module, sharing: int = 1) -> Any:
+    """A session of one rank on the device, which so many ranks share."""
     return SimpleNamespace(
         device=CUDA,
         asynchronous=True,
         ranks_on_this_host=1,
+        ranks_sharing_memory=sharing,
         group=SimpleNamespace(rank=0),
         job=SimpleNamespace(model=model, profile_seconds=10.0, stages=(0,)),
         memory_limit=None,
@@ -186,6 +187,26 @@ def test_what_is_not_the_model_is_held(cuda: FakeCuda):
     assert budget(model).held_bytes == 370 * MIB
     cuda.free(70 * MIB)  # cached
     assert budget(model).held_bytes == 300 * MIB
+
+
+def test_budgets_of_ranks_that_share_a_device_do_not_exceed_it(cuda: FakeCuda):
+    model = nn.Linear(1024, 1024, bias=False)
+    cuda.driver, cuda.others = 300 * MIB, 100 * MIB + 50 * MIB  # another rank's and a stranger's
+    own = memory_budget(session(model, sharing=2))
+    cuda.driver, cuda.others = 100 * MIB, 300 * MIB + 50 * MIB
+    other = memory_budget(session(model, sharing=2))
+    assert own.memory_bytes - other.memory_bytes == 200 * MIB
+    assert own.memory_bytes + other.memory_bytes == TOTAL - 50 * MIB
+
+
+def test_ranks_share_memory_by_host_and_device():
+    entries = [
+        {"host": host, "device": device}
+        for host, device in (("a", "A100 GPU-1"), ("a", "A100 GPU-1"), ("a", "A100 GPU-2"))
+    ]
+    entries.append({"host": "b", "device": "A100 GPU-1"})
+    shared = [equal_entries(own, entries, "host", "device") for own in entries]
+    assert shared == [2, 2, 1, 1]
 
 
 def test_budget_tightens_after_collectives_and_first_passes(cuda: FakeCuda):
