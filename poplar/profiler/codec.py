@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +10,7 @@ import torch
 
 from poplar.comm import Codec, Encoded
 from poplar.profiler.session import Session
-from poplar.profiler.timing import seconds_of
+from poplar.profiler.timing import medians_in_turns
 from poplar.values.communication import BITS
 
 MOST_ELEMENTS = 1 << 22
@@ -17,7 +18,6 @@ MOST_ELEMENTS = 1 << 22
 FEWEST_ELEMENTS = 1 << 16
 _MOST_BYTES_EACH = 24
 """Bytes per element that this needs: a gradient, two copies and their sum."""
-_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,14 @@ def measure_codec(session: Session) -> CodecSeconds:
     gradient = torch.linspace(-1.0, 1.0, numel, device=device).to(session.compute_dtype)
     out = torch.empty(numel, dtype=torch.float32, device=device)
 
-    def seconds(bits: int) -> tuple[float, float]:
-        """Of an element that is packed, and of one that is added."""
+    runs: list[Callable[[], object]] = []
+    for bits in BITS.values():
         codec = Encoded(bits=bits) if bits else Codec(session.job.reduce_dtype)
         packed = torch.empty(codec.wire_numel(numel), dtype=codec.wire_dtype, device=device)
         pack = partial(codec.pack, packed, [gradient], [0], 1.0, False)
         add = partial(codec.reduce, out, [packed, packed], False)
-        for run in (pack, add):
-            run()  # once, so that kernels are loaded
-        each = [seconds_of(run, device, _REPEATS) / numel for run in (pack, add)]
-        return each[0], each[1] / 2
-
-    encode, decode = zip(*map(seconds, BITS.values()), strict=True)
+        runs += [pack, add]
+    seconds = medians_in_turns(runs, device)
+    encode = tuple(each / numel for each in seconds[::2])
+    decode = tuple(each / (2 * numel) for each in seconds[1::2])
     return CodecSeconds(encode, decode)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from poplar.profiler.model_profile import flat_numels
 from poplar.profiler.session import Session
-from poplar.profiler.timing import median_seconds
+from poplar.profiler.timing import medians_in_turns
 from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
 from poplar.zero.optimizers.state_values import taken_apart
 
@@ -38,27 +38,31 @@ class UpdateCost:
 
 
 def measure_update(session: Session) -> UpdateCost:
-    """Step fp32 tensors of two sizes, as the engine does; fit a line to both times.
+    """Step fp32 tensors of two sizes in turns, as the engine does; fit a line to both times.
+
+    The line goes through the time of the larger size. Its latency is at most the other time.
 
     Raises:
         torch.OutOfMemoryError, RuntimeError: even a few elements do not fit.
     """
     sizes = _shapes(session)
     total = sum(map(math.prod, sizes))
-    fitting = session.memory.spare(session.group.rank) / MOST_BYTES_EACH
+    bytes_each = MOST_BYTES_EACH * (1.0 + SMALL_PART)
+    fitting = session.memory.spare(session.group.rank) / bytes_each
     part = min(1.0, max(FEWEST_ELEMENTS, min(MOST_ELEMENTS, fitting)) / total)
     while True:
         try:
-            large = _step(session, sizes, part)
-            small = _step(session, sizes, part * SMALL_PART)
+            large, small = _step_in_turns(session, sizes, (part, part * SMALL_PART))
             break
         except Exception as error:
             if not is_out_of_memory(error) or part * total < FEWEST_ELEMENTS:
                 raise
             free_failed_pass(error)
             part /= 2
-    slope = max(0.0, large.seconds - small.seconds) / max(1, large.elements - small.elements)
+    slope = (large.seconds - small.seconds) / max(1, large.elements - small.elements)
     latency = max(0.0, large.seconds - slope * large.elements)
+    latency = min(latency, small.seconds, large.seconds)
+    slope = (large.seconds - latency) / large.elements
     return UpdateCost(
         seconds=latency + slope * total,
         latency_seconds=latency,
@@ -79,8 +83,18 @@ def _shapes(session: Session) -> list[Sequence[int]]:
     return [p.shape for p in session.job.model.parameters() if p.requires_grad]
 
 
-def _step(session: Session, shapes: Sequence[Sequence[int]], part: float) -> _Measured:
-    """A step over a part of flat buffers, or of the number of parameters."""
+def _step_in_turns(
+    session: Session, shapes: Sequence[Sequence[int]], parts: Sequence[float]
+) -> list[_Measured]:
+    """Steps over each of these parts of flat buffers, or of the number of parameters."""
+    optimizers = [_optimizer(session, shapes, part) for part in parts]
+    seconds = medians_in_turns([one.step for one in optimizers], session.device)
+    return [_measured(*both) for both in zip(optimizers, seconds, strict=True)]
+
+
+def _optimizer(
+    session: Session, shapes: Sequence[Sequence[int]], part: float
+) -> torch.optim.Optimizer:
     cls = session.setup.classes[0]
     if cls.granularity == "elements":
         shapes = [(max(1, round(numel * part)),) for (numel,) in shapes]
@@ -91,8 +105,11 @@ def _step(session: Session, shapes: Sequence[Sequence[int]], part: float) -> _Me
     ]
     for value in values:
         value.grad = torch.zeros_like(value)
-    optimizer = cls.shard_factory([{"params": values}], **cls.options)
-    seconds = median_seconds(optimizer.step, session.device)
+    return cls.shard_factory([{"params": values}], **cls.options)
+
+
+def _measured(optimizer: torch.optim.Optimizer, seconds: float) -> _Measured:
+    values = [value for group in optimizer.param_groups for value in group["params"]]
     held = sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -39,9 +39,18 @@ def repeats_in_a_sample(seconds: float) -> int:
 
 def median_seconds(run: Callable[[], object], device: torch.device) -> float:
     """The median of three samples of half the usual length, after a run that is not timed."""
-    run()
-    repeats = repeats_in_a_sample(2.0 * seconds_of(run, device))
-    return median(seconds_of(run, device, repeats) for _ in range(3))
+    return medians_in_turns([run], device)[0]
+
+
+def medians_in_turns(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """`median_seconds` of each, sampled in turns: a disturbance of a turn affects no median."""
+    repeats = []
+    for run in runs:
+        run()
+        repeats.append(repeats_in_a_sample(2.0 * seconds_of(run, device)))
+    both = list(zip(runs, repeats, strict=True))
+    turns = [[seconds_of(run, device, often) for run, often in both] for _ in range(3)]
+    return [median(samples) for samples in zip(*turns, strict=True)]
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
