@@ -9,8 +9,10 @@ flat parameter by flat parameter, each of which frees what was read of it.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +43,7 @@ from poplar.checkpoint.training_state import (
     stored_values,
 )
 from poplar.values.errors import DamagedCheckpoint
-from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.agreement import caught, run_on_all_ranks
 from poplar.zero.collective_calls import ForAllRanks, LeftOutCalls
 from poplar.zero.optimizers.state_values import StateLayout
 
@@ -265,15 +267,17 @@ class Load:
         before: dict[str, Any] = {}
 
         def load_all() -> None:
-            before.update({name: obj.state_dict() for name, obj in self._objects.items()})
             for name, obj in self._objects.items():
+                before[name] = deepcopy(obj.state_dict())  # which may share memory with it
                 obj.load_state_dict(self.object_states[name])
 
         try:
             run_on_all_ranks(self.parts.engine.control, load_all, doing=doing)
         except BaseException:
-            for name, state in before.items():
-                self._objects[name].load_state_dict(state)
+            for name, state in reversed(before.items()):  # an object may have two names
+                if error := caught(partial(self._objects[name].load_state_dict, state)):
+                    text = "%s: state %r could not be restored: %r"
+                    logging.getLogger("poplar").warning(text, doing, name, error)
             raise
 
     def read_values(self) -> None:
