@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from poplar.checkpoint.files.metadata_file import METADATA
-from poplar.checkpoint.files.opened import OpenedCheckpoint
+from poplar.checkpoint.files.opened import WHOLE, OpenedCheckpoint
 from poplar.checkpoint.save import SCALER, STATE
 from poplar.checkpoint.saved_model import Writer
 from poplar.checkpoint.saved_names import read_groups
+from poplar.checkpoint.training_state import is_extra_state
 from poplar.values.errors import DamagedCheckpoint
 from poplar.zero.weights.weight_files import DTYPES
 
@@ -75,12 +76,13 @@ def values_of(opened: OpenedCheckpoint, dtype: Dtype = "model") -> dict[str, Any
 
 def _model(opened: OpenedCheckpoint, dtype: Dtype) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for name in _names(opened):
-        if opened.tensor(name) is not None:
-            values[name.removeprefix("model.")] = _value(opened, name, dtype)
+    whole = {n.removeprefix(WHOLE) for n in opened.described if n.startswith(f"{WHOLE}model.")}
+    for name in sorted({*_names(opened), *whole}):
+        own = str(opened.paths[name][1]) if name in opened.paths else name[len("model.") :]
+        if is_extra_state(own):
+            values[own] = opened.whole_value(("model", own))
         else:
-            own = str(opened.paths[name][1]) if name in opened.paths else name[len("model.") :]
-            values[own] = opened.model_value(own)
+            values[name.removeprefix("model.")] = _value(opened, name, dtype)
     return values
 
 

@@ -30,7 +30,7 @@ from poplar.checkpoint.save import RANK, SCALER, STATE
 from poplar.checkpoint.saved_names import check_model, read_groups, saved_optimizer_keys
 from poplar.checkpoint.state_dicts.loaded_state import LoadedState, send_values
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
-from poplar.checkpoint.state_dicts.place import Place, canonical, places_of
+from poplar.checkpoint.state_dicts.place import Place, places_of
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.checkpoint.training_state import (
     SENT,
@@ -40,6 +40,7 @@ from poplar.checkpoint.training_state import (
     check_idle,
     is_extra_state,
     model_values,
+    saved_buffers,
     stored_values,
 )
 from poplar.values.errors import DamagedCheckpoint
@@ -224,11 +225,13 @@ class Load:
 
     def _check_own(self, name: str, own: Any) -> None:
         """Check random states and own buffers, which are set after values have changed."""
-        buffers = dict(self.parts.engine.model.named_buffers())
-        shapes = {canonical(name): buffer.shape for name, buffer in buffers.items()}
+        buffers = saved_buffers(self.parts.engine.model)
         try:
             check_random_state(own["random"])
-            fits = all(shapes[n] == buffer.shape for n, buffer in own["buffers"].items())
+            found = own["buffers"]  # earlier versions saved those that are in no state dict, too
+            self._own_buffers = {n: (buffers[n], found[n]) for n in found.keys() & buffers.keys()}
+            fits = all(own.shape == value.shape for own, value in self._own_buffers.values())
+            self._extra_states |= {n: v for n, v in found.items() if n in self._extra_states}
         except Exception as error:  # content of any types
             raise DamagedCheckpoint(
                 self.opened.folder / METADATA, f"{name!r} is not the state of a rank ({error!r})"
@@ -304,11 +307,8 @@ class Load:
         if parts.scaler is not None and self._scaler is not None:
             parts.scaler.load_state_dict(self._scaler)
         if self._own is not None:
-            buffers = {
-                canonical(name): buffer for name, buffer in parts.engine.model.named_buffers()
-            }
-            for name, value in self._own["buffers"].items():
-                buffers[name].copy_(value)
+            for buffer, value in self._own_buffers.values():
+                buffer.copy_(value)
             set_random_state(self._own["random"], parts.engine.flats[0].device)
 
     def _base_elsewhere(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -332,7 +332,7 @@ class Load:
 
     def _extra_state(self, name: str) -> Any:
         try:
-            return self.opened.model_value(name)
+            return self.opened.whole_value(("model", name))
         except KeyError:
             raise ValueError(
                 f"{self.opened.folder} is of another model: it lacks {name!r}"

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,15 @@ from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name, r
 from poplar.checkpoint.files.staging import Staging
 from poplar.checkpoint.frozen_base import base_of, description_of, saves_base
 from poplar.checkpoint.random_state import random_state
-from poplar.checkpoint.save_plan import Agreement, Content, digest
+from poplar.checkpoint.save_plan import Agreement, Content
+from poplar.checkpoint.saved_values import State, digest, refused_classes, with_python_numbers
 from poplar.checkpoint.state_dicts.place import canonical
 from poplar.checkpoint.training_state import (
     Checkpointed,
     TrainingParts,
     check_idle,
     model_values,
+    saved_buffers,
     saved_entries,
 )
 from poplar.zero.agreement import run_on_all_ranks
@@ -98,6 +101,7 @@ class Saver:
     ) -> None:
         self._optimizer, self._frozen = optimizer, frozen
         self._agreement = Agreement()
+        self._checked = False
         self._staging = Staging() if asynchronous else None
 
     @no_garbage_collection()
@@ -128,16 +132,21 @@ class Saver:
 
         def prepare() -> Content:
             check_idle(parts, "save_checkpoint()")
-            values = {name: state_of(value) for name, value in (state or {}).items()}
             frozen = _saves_base(parts, self._frozen)
+            content = content_of(parts, State.of(state or {}), frozen, rank)
+            buffers.update({name: digest(value) for name, value in content.buffers.items()})
+            if rank == 0 and not self._checked:
+                _warn_of_refused(content.entries.values)
+                self._checked = True
             if rank == 0:
                 _make_folder(path, replaces)
-            return content_of(parts, values, frozen, rank)
+            return content
 
+        buffers: dict[str, int] = {}
         pending: list[PendingSave] = []
         try:
             content = run_on_all_ranks(control, prepare, doing=doing)
-            agreement.agree(control, content, path.name, doing)
+            agreement.agree(control, content, buffers, path.name, doing)
 
             def start() -> None:
                 if (device := parts.engine.flats[0].device).type == "cuda":
@@ -179,36 +188,46 @@ def _saves_base(parts: TrainingParts, frozen: bool | None) -> bool:
     return saves_base(parts.engine.model, frozen)
 
 
-def content_of(parts: TrainingParts, values: Mapping[str, Any], frozen: bool, rank: int) -> Content:
+def content_of(parts: TrainingParts, state: State, frozen: bool, rank: int) -> Content:
     """A rank's training state, the random state of this one and, for rank 0, scaler and `state`.
 
     Local. `frozen` and `rank` as for `saved_entries`.
     """
     entries, device = saved_entries(parts, frozen=frozen, rank=rank), parts.engine.flats[0].device
-    own_buffers: dict[str, Tensor] = {}
+    own_buffers: dict[str, Any] = {}
     own = {"random": random_state(device), "buffers": own_buffers}
     extra: dict[str, Any] = {f"{RANK}{rank}": own}
     if rank == 0:
-        extra.update({STATE + name: value for name, value in values.items()})
+        extra.update({STATE + name: value for name, value in state.values.items()})
         if parts.scaler is not None:
             extra[SCALER] = parts.scaler.state_dict()
     paths = {**entries.paths, **{name: tuple(name.split(".", 2)) for name in extra}}
+    values = {name: with_python_numbers(value) for name, value in entries.values.items()}
+    extra_states = {n: with_python_numbers(value) for n, value in entries.extra_states.items()}
     return Content(
-        entries=replace(entries, values={**entries.values, **extra}, paths=paths),
-        state={name: digest(value) for name, value in values.items()},
+        entries=replace(entries, values={**values, **extra}, paths=paths),
+        state=state.digests,
         buffers={
-            canonical(name): buffer
-            for name, buffer in parts.engine.model.named_buffers()
+            name: buffer
+            for name, buffer in saved_buffers(parts.engine.model).items()
             if frozen or not is_opaque_buffer(buffer)
-        },
+        }
+        | extra_states,
         own_buffers=own_buffers,
         has_base=frozen,
     )
 
 
-def state_of(value: Any) -> Any:
-    """What is saved of an object: its `state_dict()`, or itself."""
-    return value.state_dict() if hasattr(value, "state_dict") else value
+def _warn_of_refused(values: Mapping[str, Any]) -> None:
+    """Warn of values that can be saved, but are not loaded by default."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor) and (classes := refused_classes(value)):
+            warnings.warn(
+                f"the checkpoint has {', '.join(classes)} in {name.removeprefix(STATE)!r}, which "
+                "load_checkpoint refuses by default; save numbers, strings, tensors, dicts and "
+                "lists instead, or load with weights_only=False",
+                stacklevel=2,
+            )
 
 
 def _make_folder(path: Path, replaces: bool) -> None:

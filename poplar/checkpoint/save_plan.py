@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,12 +25,8 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from poplar.checkpoint.training_state import Entries
 from poplar.comm import Control
-from poplar.comm.copies import to_bytes
 from poplar.comm.host_topology import host_id
 from poplar.values.errors import agreed
-
-PLAIN = (bool, bytes, complex, float, int, str, type(None))
-"""Types of values that never change and that `repr` tells apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +36,10 @@ class Content:
     entries: Entries
     state: Mapping[str, int]
     """By name in `state`, a digest of the value, which is equal on all ranks."""
-    buffers: Mapping[str, Tensor]
-    own_buffers: dict[str, Tensor]
-    """Part of `entries`: the buffers that differ from the first rank's, once that is known."""
+    buffers: Mapping[str, Any]
+    """By name, the buffers and extra states of modules, which may differ between ranks."""
+    own_buffers: dict[str, Any]
+    """Part of `entries`: of `buffers`, what differs from the first rank's, once that is known."""
     has_base: bool
     """Whether frozen parameters are part of `entries`."""
 
@@ -74,12 +70,20 @@ class Agreement:
         """By rank, what it writes."""
         return [plan.items for plan in self._plans]
 
-    def agree(self, control: Control, content: Content, name: str, doing: str) -> None:
+    def agree(
+        self,
+        control: Control,
+        content: Content,
+        buffers: Mapping[str, int],
+        name: str,
+        doing: str,
+    ) -> None:
         """Exchange what has changed, and set `content.own_buffers`. Collective.
 
         Args:
             control: the control channel.
             content: of this rank.
+            buffers: the digests of its `buffers`.
             name: of the checkpoint's folder.
             doing: for errors.
 
@@ -89,7 +93,6 @@ class Agreement:
         rank, entries = control.group.rank, content.entries
         part = create_default_local_save_plan(dict(entries.values), rank == 0).items, entries.paths
         is_known = bool(self._by_rank) and self._by_rank[rank] == part
-        buffers = {name: digest(buffer) for name, buffer in content.buffers.items()}
         own = name, host_id(), content.state, buffers, None if is_known else part
         received = control.exchange_objects(own, what=doing)
         names = [name for name, *_ in received]
@@ -99,10 +102,12 @@ class Agreement:
         self.on_this_host = [r for r, (_, host, *_) in enumerate(received) if host == own[1]]
         if any(changed is not None for *_, changed in received):
             self._set([changed or self._by_rank[r] for r, (*_, changed) in enumerate(received)])
-        _check_equal_state(control.group.by_name([of_state for _, _, of_state, *_ in received]))
+        check_equal_state(control.group.by_name([of_state for _, _, of_state, *_ in received]))
         first = received[0][3]
-        differing = {n: b.cpu() for n, b in content.buffers.items() if buffers[n] != first.get(n)}
-        content.own_buffers.update(differing)
+        differing = {n: b for n, b in content.buffers.items() if buffers[n] != first.get(n)}
+        content.own_buffers.update(
+            {n: b.cpu() if isinstance(b, Tensor) else b for n, b in differing.items()}
+        )
 
     def _set(self, by_rank: list[tuple[list[WriteItem], Mapping[str, Any]]]) -> None:
         """Divide what all ranks have among them."""
@@ -117,7 +122,7 @@ class Agreement:
         )
 
 
-def _check_equal_state(by_rank: Mapping[int, Mapping[str, int]]) -> None:
+def check_equal_state(by_rank: Mapping[int, Mapping[str, int]]) -> None:
     """Check that all ranks save the same `state`, given its digests."""
     first_rank, first = next(iter(by_rank.items()))
     for rank, digests in by_rank.items():
@@ -151,20 +156,3 @@ def _check_complete(metadata: Metadata) -> None:
         if isinstance(tensor, TensorStorageMetadata):
             stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
             assert stored == math.prod(tensor.size), f"{name}: {stored} of {tensor.size}"
-
-
-def digest(value: Any) -> int:
-    """Equal for equal numbers, strings, tensors, and containers of these. Of others, the type."""
-    if isinstance(value, Tensor):
-        data = to_bytes(value.detach().cpu().contiguous().reshape(-1))
-        return _of_text(f"{value.dtype} {tuple(value.shape)} {zlib.crc32(data)}")
-    if isinstance(value, Mapping):
-        entries = sorted((repr(key), digest(entry)) for key, entry in value.items())
-        return _of_text(f"mapping {entries}")
-    if isinstance(value, (list, tuple)):
-        return _of_text(f"sequence {[digest(entry) for entry in value]}")
-    return _of_text(repr(value) if isinstance(value, PLAIN) else type(value).__qualname__)
-
-
-def _of_text(text: str) -> int:
-    return zlib.crc32(text.encode())

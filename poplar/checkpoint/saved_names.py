@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from poplar.checkpoint.files.metadata_file import METADATA
-from poplar.checkpoint.files.opened import OpenedCheckpoint
+from poplar.checkpoint.files.opened import WHOLE_PATH, OpenedCheckpoint
 from poplar.checkpoint.state_dicts.place import canonical
 from poplar.checkpoint.training_state import TrainingParts
 from poplar.values.errors import DamagedCheckpoint
@@ -87,9 +87,16 @@ def read_groups(opened: OpenedCheckpoint) -> list[dict[str, Any]]:
         DamagedCheckpoint: they are not numbered from 0 on, or have no names.
     """
     groups: dict[str | int, dict[str, Any]] = {}
-    for name, path in opened.paths.items():
+    places = {
+        (path[2:] if path[:2] == WHOLE_PATH else path)[:4]: None for path in opened.paths.values()
+    }
+    for path in places:
         if len(path) == 4 and path[:2] == ("optim", "param_groups"):
-            groups.setdefault(path[2], {"params": []})[str(path[3])] = opened.value(name)
+            try:
+                value = opened.whole_value(path)
+            except KeyError as error:
+                raise DamagedCheckpoint(opened.folder / METADATA, f"it lacks {error}") from error
+            groups.setdefault(path[2], {"params": []})[str(path[3])] = value
     if groups.keys() != set(range(len(groups))):
         raise DamagedCheckpoint(opened.folder / METADATA, f"it numbers param groups {list(groups)}")
     for number, group in groups.items():

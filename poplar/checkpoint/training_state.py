@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from poplar.checkpoint.files.opened import WHOLE, WHOLE_PATH
 from poplar.checkpoint.frozen_base import base_of
 from poplar.checkpoint.state_dicts.place import Place, canonical, names_of, places_of
 from poplar.values.plan import Plan
@@ -73,6 +74,8 @@ class Entries:
     paths: Mapping[str, tuple[str | int, ...]]
     aliases: Mapping[str, str]
     """Further names of tied parameters, with the name under which they are stored."""
+    extra_states: Mapping[str, Any]
+    """By name in the model, this rank's extra states of modules; the first rank's are stored."""
 
 
 def is_extra_state(name: str) -> bool:
@@ -91,6 +94,17 @@ def model_values(parts: TrainingParts) -> dict[str, Any]:
         found.update({canonical(n): p for n, p in missing if id(p) not in present})
         present.update(map(id, flat.parameters))
     return found
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """By name, the buffers that `model.state_dict()` has."""
+    saved = {
+        id(buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    }
+    return {canonical(n): buffer for n, buffer in model.named_buffers() if id(buffer) in saved}
 
 
 def saved_entries(parts: TrainingParts, *, frozen: bool, rank: int | None = None) -> Entries:
@@ -127,7 +141,17 @@ def saved_entries(parts: TrainingParts, *, frozen: bool, rank: int | None = None
     whole_state = {"model": model, "optim": optim, **_communication_state(parts, rank)}
     values, paths = flatten_state_dict(whole_state)
     paths.update({alias: ("model", alias.removeprefix("model.")) for alias in aliases})
-    return Entries(values=values, paths=paths, aliases=aliases)
+    # What has any content is stored as one value, too; its parts are for readers of torch.
+    opaque: dict[tuple[str | int, ...], Any] = {
+        ("model", name): value for name, value in model.items() if is_extra_state(name)
+    }
+    for number, group in enumerate(optim.get("param_groups", ())):
+        opaque |= {("optim", "param_groups", number, key): group[key] for key in group}
+    for path, value in opaque.items():
+        if (name := ".".join(map(str, path))) not in values:
+            values[WHOLE + name], paths[WHOLE + name] = value, (*WHOLE_PATH, *path)
+    extra_states = {name: value for name, value in whole.items() if is_extra_state(name)}
+    return Entries(values=values, paths=paths, aliases=aliases, extra_states=extra_states)
 
 
 def _communication_state(parts: TrainingParts, rank: int) -> dict[str, Any]:

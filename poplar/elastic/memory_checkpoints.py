@@ -25,7 +25,9 @@ from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.frozen_base import saves_base
 from poplar.checkpoint.load import Load, load_as, load_opened
 from poplar.checkpoint.manager import checked_step
-from poplar.checkpoint.save import RANK, content_of, manifest_of, state_of
+from poplar.checkpoint.save import RANK, content_of, manifest_of
+from poplar.checkpoint.save_plan import Content, check_equal_state
+from poplar.checkpoint.saved_values import State
 from poplar.checkpoint.training_state import Checkpointed, TrainingParts, check_idle
 from poplar.comm.host_topology import Hosts, host_id
 from poplar.comm.point_to_point import Message
@@ -98,7 +100,8 @@ class MemoryCheckpoints:
         Raises:
             OSError: there is too little memory; says how much is needed.
             RuntimeError: in the middle of a step.
-            ValueError: another object has begun to save in the same folder.
+            ValueError: another object has begun to save in the same folder, or the ranks have
+                different values in `state`.
         """
         parts = self._optimizer._training_parts()
         check_idle(parts, _SAVING)
@@ -187,13 +190,21 @@ class _Slots:
             self.control.exchange(torch.zeros(1, device="cpu"), what=_SAVING)()
             _remove(self._folder, but=self._tag)
         has_all = engine.strategy.replicates_state
-        values = {name: state_of(value) for name, value in state.items()}
         base = saves_base(engine.model, None)
-        contents = {rank: content_of(parts, values, base, rank)}
+        contents: dict[int, Content] = {}
+        added: list[State] = []
+
+        def prepare() -> Mapping[str, int]:
+            added.append(State.of(state))
+            contents[rank] = content_of(parts, added[0], base, rank)
+            return added[0].digests
+
+        digests = exchange_results(self.control, prepare, what=_SAVING)
+        check_equal_state(self.control.group.by_name(digests))
         contents[rank].own_buffers.update(contents[rank].buffers)
         by_rank = {rank: contents[rank].entries.values[f"{RANK}{rank}"]}
         if self._has_spares and has_all:
-            contents |= {owner: content_of(parts, values, base, owner) for owner in self._held}
+            contents |= {owner: content_of(parts, added[0], base, owner) for owner in self._held}
             by_rank = dict(enumerate(self.control.exchange_objects(by_rank[rank], what=_SAVING)))
         for owner, content in contents.items():
             entries, manifest = content.entries, manifest_of(parts, content, step)

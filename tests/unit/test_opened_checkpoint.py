@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from poplar.checkpoint.files.opened import OpenedCheckpoint
-from poplar.checkpoint.save_plan import digest
+from poplar.checkpoint.saved_names import read_groups
+from poplar.checkpoint.saved_values import digest, refused_classes, with_python_numbers
 from poplar.values.errors import DamagedCheckpoint
 
 
@@ -32,12 +39,51 @@ def test_tensor_of_another_dtype_than_described_is_not_read(tmp_path):
         opened.value("model.w")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_mapping_that_torch_has_stored_in_parts_is_read(tmp_path):
+    stored = {"a": 1, "b": [torch.ones(1), torch.zeros(1)], "c": {"d": (1, 2)}}
+    group = {"params": ["w"], "ramp": {"a": 0.5}}
+    content = {"model": {"x._extra_state": stored}, "optim": {"param_groups": [group]}}
+    dcp.save(content, checkpoint_id=tmp_path, no_dist=True)
+    opened = OpenedCheckpoint(tmp_path)
+    assert repr(opened.whole_value(("model", "x._extra_state"))) == repr(stored)
+    assert read_groups(opened) == [group]
+    with pytest.raises(KeyError):
+        opened.whole_value(("model", "y"))
+
+
+@dataclass
+class Position:
+    epoch: int
+    losses: np.ndarray
+
+
 def test_digests_are_equal_for_equal_values_only():
     values = [
         *(None, True, 1, 1.5, "1", b"1", (), {}, [1, 2], {"a": 1}, {"a": {"b": [1, "c"]}}),
         *(torch.arange(3), torch.arange(3.0), torch.zeros(3, 1), torch.zeros(1, 3)),
+        *(np.arange(3), np.arange(3.0), np.arange(1, 4), np.int64(1), np.int64(2)),
+        *({1, 2}, {1, 3}, frozenset({"a"}), Fraction(1, 2), Fraction(1, 3), int, float),
+        *(Position(0, np.zeros(2)), Position(1, np.zeros(2)), Position(0, np.ones(2))),
     ]
     assert len({digest(value) for value in values}) == len(values)
     assert digest({"a": torch.ones(2), "b": 1}) == digest({"b": 1, "a": torch.ones(2)})
     assert digest([1, 2]) == digest((1, 2)), "containers of one content are alike"
-    assert digest(object()) == digest(object()), "of other objects, only the type is compared"
+    assert digest(Position(0, np.zeros(2))) == digest(Position(0, np.zeros(2)))
+    assert digest({"b", "a"}) == digest({"a", "b"})
+    assert digest(object()) == digest(object())
+    with pytest.raises(TypeError, match="pickle"):
+        digest(threading.Lock())
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    given = {"lr": np.float64(0.5), np.int64(3): [np.bool_(True), (np.float32(1.5), "a")]}
+    plain = with_python_numbers(given)
+    assert plain == given
+    assert repr(plain) == "{'lr': 0.5, 3: [True, (1.5, 'a')]}"
+
+
+def test_refused_classes_are_those_that_a_load_refuses():
+    assert refused_classes({"a": [1, "b", torch.ones(2)], "c": OrderedDict(d=None)}) == []
+    names = refused_classes({"a": Position(0, np.zeros(2))})
+    assert f"{Position.__module__}.Position" in names

@@ -36,6 +36,11 @@ from poplar.values.errors import DamagedCheckpoint
 
 PRIVATE = "poplar."
 """Names that only Poplar writes start with this."""
+WHOLE = "poplar.whole."
+"""Starts the names of mappings and lists of any content: extra states of modules, and values in
+param groups. torch reads them in parts, with strings as keys and without empty mappings."""
+WHOLE_PATH = ("poplar", "whole")
+"""Starts their places in the nested form."""
 
 
 class OpenedCheckpoint:
@@ -140,29 +145,32 @@ class OpenedCheckpoint:
                 f"{self.folder}: no memory for {name!r}, {dtype} of shape {tuple(size)}: {reason}"
             ) from error
 
-    def model_value(self, name: str) -> Any:
-        """A value of the model that may be stored in parts: entries of mappings have own names.
+    def whole_value(self, path: tuple[str | int, ...]) -> Any:
+        """A value of any content, by its place in the nested form.
+
+        torch, and earlier versions of Poplar, store mappings and lists in parts alone.
 
         Raises:
-            KeyError: nothing is stored under this name.
+            KeyError: nothing is stored there.
             DamagedCheckpoint, ValueError: as `value`.
         """
-        name = f"model.{name}"
-        if name in self.described:
-            return self.value(name)
+        name = ".".join(map(str, path))
+        for stored in (WHOLE + name, name):
+            if stored in self.described:
+                return self.value(stored)
         parts = [other for other in self.described if other.startswith(f"{name}.")]
         if not parts:
             raise KeyError(name)
         root: dict[str, Any] = {}
-        for part in parts:
-            value = self.value(part)
-            try:
-                set_element(root, self.paths[part][2:], value)
-            except Exception as error:  # paths that contradict each other
-                raise DamagedCheckpoint(
-                    self.folder / METADATA, f"the nested form of {name!r} ({error!r})"
-                ) from error
-        return root
+        values = {part: self.value(part) for part in parts}
+        try:
+            for part, value in values.items():
+                set_element(root, self.paths[part][len(path) - 1 :], value)
+            return root[str(path[-1])]
+        except Exception as error:  # paths that contradict each other
+            raise DamagedCheckpoint(
+                self.folder / METADATA, f"the nested form of {name!r} ({error!r})"
+            ) from error
 
     def collect(self, control: Control, targets: Mapping[str, Tensor]) -> None:
         """Get what `read_into` will read and this rank cannot see: nothing here. Collective."""
