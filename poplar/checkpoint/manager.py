@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name, remove, replaced_name
+from poplar.checkpoint.files.savers import claim
 from poplar.checkpoint.load import Load, load_as, load_now
 from poplar.checkpoint.save import Saver
 from poplar.checkpoint.training_state import Checkpointed
@@ -32,7 +33,8 @@ class CheckpointManager:
     never loaded. All methods are collective.
 
     Args:
-        folder: a folder that all ranks see; it is made.
+        folder: a folder that all ranks see; it is made. If a program saves several optimizers, as
+            those of a GAN, each needs another folder.
         optimizer: whose training state is saved.
         state: as for `save_checkpoint` and `load_checkpoint`; read at every call.
         keep: the number of checkpoints that are kept: the one that was saved last and those with
@@ -86,6 +88,7 @@ class CheckpointManager:
             OSError, ValueError, RuntimeError, RankFailed: as `save_checkpoint`; also for an earlier
                 asynchronous save.
             TypeError: `step` is no whole number.
+            ValueError: another object saves in the same folder.
         """
         self._finish()
         parts = self._optimizer._training_parts()
@@ -93,6 +96,7 @@ class CheckpointManager:
 
         def prepare() -> int:
             number = checked_step(step)
+            claim(self.folder, self, advice="give each CheckpointManager another folder")
             if control.group.rank == 0:
                 self._clean()
             return number

@@ -130,7 +130,10 @@ class Saver:
         rank = control.group.rank
         parts.reject_nonfinite(doing)
 
+        is_made = False
+
         def prepare() -> Content:
+            nonlocal is_made
             check_idle(parts, "save_checkpoint()")
             frozen = _saves_base(parts, self._frozen)
             content = content_of(parts, State.of(state or {}), frozen, rank)
@@ -140,6 +143,7 @@ class Saver:
                 self._checked = True
             if rank == 0:
                 _make_folder(path, replaces)
+                is_made = True
             return content
 
         buffers: dict[str, int] = {}
@@ -172,7 +176,7 @@ class Saver:
         except BaseException:
             for save in pending:
                 save.cancel()
-            if rank == 0:
+            if is_made:
                 shutil.rmtree(aside_name(path), ignore_errors=True)
             raise
         pending[0].begin()

@@ -87,6 +87,7 @@ def _save(
     try:
         _write(engine, catalog, owners, writer)
         on_all_ranks(lambda: writer.finish() if writer else None)
+        on_all_ranks(lambda: check_parts(files, catalog, control) if rank == 0 else None)
         if sharded:  # an old index must not name old and new files
             on_all_ranks(lambda: (path / INDEX).unlink(missing_ok=True) if rank == 0 else None)
         on_all_ranks(lambda: writer.publish() if writer else None)
@@ -224,6 +225,22 @@ def write_index(folder: Path, files: Files) -> None:
     aside.replace(folder / INDEX)
 
 
+def check_parts(files: Files, catalog: Catalog, control: Control) -> None:
+    """Check that the first rank sees, whole, what every rank has written.
+
+    Raises:
+        FileNotFoundError: it does not.
+    """
+    for rank, (path, tensors) in files.items():
+        aside, expected = _aside(path), _size(tensors, catalog.tied)
+        found = aside.stat().st_size if aside.exists() else 0
+        if found != expected:
+            raise FileNotFoundError(
+                f"{aside}, of which rank {control.group.names[rank]} has written {expected} bytes, "
+                f"has {found} for the first rank: save to a folder that all ranks share"
+            )
+
+
 class Writer:
     """Writes one safetensors file, tensor by tensor in any order.
 
@@ -235,7 +252,7 @@ class Writer:
         self, path: Path, tensors: Sequence[tuple[str, Tensor]], tied: Mapping[str, str]
     ) -> None:
         self._path = path
-        self._aside = path.with_name(f"{path.name}.incomplete")
+        self._aside = _aside(path)
         self._error: Exception | None = None
         self._places, header = _header(tensors, tied)
         self.unwritten = set(self._places)
@@ -304,6 +321,16 @@ def _header(
     text += b" " * (-len(text) % 8)
     before = len(text).to_bytes(8, "little") + text
     return {name: len(before) + start for name, start in places.items()}, before
+
+
+def _size(tensors: Sequence[tuple[str, Tensor]], tied: Mapping[str, str]) -> int:
+    """The bytes of a file."""
+    return len(_header(tensors, tied)[1]) + sum(t.numel() * t.element_size() for _, t in tensors)
+
+
+def _aside(path: Path) -> Path:
+    """Where a file is while it is incomplete."""
+    return path.with_name(f"{path.name}.incomplete")
 
 
 def _chunks(values: Tensor) -> Iterator[bytearray]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from uuid import uuid4
 import torch
 
 from poplar.checkpoint.collection import no_garbage_collection
+from poplar.checkpoint.files.savers import claim, release
 from poplar.checkpoint.frozen_base import saves_base
 from poplar.checkpoint.load import Load, load_as, load_opened
 from poplar.checkpoint.manager import checked_step
@@ -31,7 +31,7 @@ from poplar.checkpoint.saved_values import State
 from poplar.checkpoint.training_state import Checkpointed, TrainingParts, check_idle
 from poplar.comm.host_topology import Hosts, host_id
 from poplar.comm.point_to_point import Message
-from poplar.elastic.agent_folder import agent_folder
+from poplar.elastic.agent_folder import agent_folder, private_folder
 from poplar.elastic.memory_state import MemoryState, files_in, find, newest_whole, path_of
 from poplar.elastic.shard_file import START, Description, Mark, ShardFile, write_shard
 from poplar.zero.agreement import exchange_results
@@ -58,12 +58,14 @@ class MemoryCheckpoints:
         spare_shards: on how many other hosts each rank's part is saved, too, so that as many hosts
             may be lost; at most as many as there are. At stage 0 only random states are sent.
         folder: in memory, for the ranks of this host; it must outlive them. Ranks with different
-            folders count as ranks of different hosts. Default: in `/dev/shm`.
+            folders count as ranks of different hosts. Only this user may be able to write to it.
+            Default: in `/dev/shm`.
         name: letters, digits, `_` and `-`. If a program saves several optimizers, as those of a
             GAN, each needs another name, under which its files are kept.
 
     Raises:
         ValueError: `spare_shards` is less than 0, or `name` has other characters.
+        PermissionError: another user may have written to the folder, from which objects are loaded.
     """
 
     def __init__(
@@ -79,8 +81,8 @@ class MemoryCheckpoints:
             raise ValueError(f"spare_shards must be at least 0, got {spare_shards}")
         if not re.fullmatch(r"[\w-]*", name):
             raise ValueError(f"name must consist of letters, digits, _ and -, got {name!r}")
-        self.folder = (agent_folder() if folder is None else Path(os.path.abspath(folder))) / name
-        self.folder.mkdir(parents=True, exist_ok=True)
+        root = agent_folder() if folder is None else Path(os.path.abspath(folder))
+        self.folder = private_folder(root / name)
         self._optimizer, self._state = optimizer, state if state is not None else {}
         self._spares = spare_shards
         self._slots: _Slots | None = None
@@ -100,18 +102,14 @@ class MemoryCheckpoints:
         Raises:
             OSError: there is too little memory; says how much is needed.
             RuntimeError: in the middle of a step.
-            ValueError: another object has begun to save in the same folder, or the ranks have
-                different values in `state`.
+            PoplarError: as `save_checkpoint`. The steps that have been saved stay.
+            ValueError: another object saves in the same folder, or the ranks have different values
+                in `state`.
         """
         parts = self._optimizer._training_parts()
+        parts.reject_nonfinite(_SAVING)
         check_idle(parts, _SAVING)
-        if self._slots is None:
-            _SAVERS[self.folder] = weakref.ref(self)
-        elif _SAVERS[self.folder]() is not self:
-            raise ValueError(
-                f"two MemoryCheckpoints save in {self.folder}, where each removes what the other "
-                "has saved; give each of them another name="
-            )
+        claim(self.folder, self, advice="give each of them another name=")
         if self._slots is None or self._slots.changes != parts.changes_of_ranks:
             self._slots = _Slots(parts, self.folder, self._spares)
         self._slots.save(parts, checked_step(step), self._state)
@@ -131,6 +129,7 @@ class MemoryCheckpoints:
     def remove(self) -> None:
         """Free the memory on this host: training is over. Local."""
         self._slots = None
+        release(self.folder, self)
         _remove(self.folder)
 
     def _load(self) -> tuple[int | None, Load | None]:
@@ -157,10 +156,6 @@ class MemoryCheckpoints:
         load = load_opened(open_state, self._optimizer, self._state, _LOADING)
         _remove(self.folder, but=whole.slot)
         return whole.step, load
-
-
-_SAVERS: dict[Path, weakref.ref[MemoryCheckpoints]] = {}
-"""By folder, what has begun to save there last in this process."""
 
 
 class _Slots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -29,7 +30,7 @@ from subset import choose
 from test_checkpoints import build, content, train
 from test_materialization import values_of
 from torch import nn
-from training import assert_raised
+from training import assert_raised, whole_parameters
 
 import poplar
 from poplar import Plan
@@ -37,6 +38,7 @@ from poplar.checkpoint import save_plan
 from poplar.checkpoint.files import manifest, save_job
 from poplar.checkpoint.files.data_file import DataFile
 from poplar.checkpoint.files.opened import OpenedCheckpoint
+from poplar.checkpoint.save import save_now
 from poplar.checkpoint.state_dicts.loaded_state import LoadedState
 
 TWO = Plan(stage=3, global_batch=8, micro_batches=((2, 2), (2, 2)), shares=(0.7, 0.3))
@@ -316,6 +318,37 @@ def test_manager_keeps_the_last_checkpoints(
         assert seen == [None, 3, ["step-00000003", "step-00000004"]]
 
 
+def save_two_optimizers(folder: str, asynchronous: bool) -> list[harness.Failure]:
+    """As a GAN with both in one folder; both see it under another name."""
+    (model, generator), (_, discriminator) = (build(TWO, seed=seed) for seed in (0, 1))
+    first = poplar.CheckpointManager(folder, generator, asynchronous=asynchronous)
+    second = poplar.CheckpointManager(f"{folder}-link", discriminator, keep=1)
+    for step in (1, 2):
+        first.save(step)
+    with harness.catching() as caught:
+        second.save(3)
+    first.wait()
+    expected = whole_parameters(model, generator)
+    del first
+    loaded, optimizer = build(TWO, seed=2)
+    assert poplar.CheckpointManager(folder, optimizer).load_latest() == 2
+    found = whole_parameters(loaded, optimizer)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    second.save(3)
+    return caught
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_folder_with_checkpoints_of_another_manager_is_refused(
+    ranks: Pool, tmp_path: Path, asynchronous: bool
+) -> None:
+    (tmp_path / "saved-link").symlink_to("saved")
+    folder = str(tmp_path / "saved")
+    for caught in ranks.run(save_two_optimizers, folder, asynchronous, ranks=2):
+        assert caught[0].type == "ValueError"
+        assert "give each CheckpointManager another folder" in caught[0].message
+
+
 def save_under_two_plans(folder: str) -> None:
     """What the ranks write is agreed on again only when it has changed."""
     model, optimizer = build(TWO)
@@ -342,6 +375,48 @@ def save_under_two_plans(folder: str) -> None:
 
 def test_manager_agrees_again_when_the_plan_changes(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(save_under_two_plans, str(tmp_path), ranks=2)
+
+
+def interrupt_a_replacement(folder: str) -> None:
+    """A kill between the two renames; and an error of the second one."""
+    optimizer = build(plan_of_one())[1]
+    saved = Path(folder)
+    save_now(saved, optimizer, step=1)
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if target == saved and path.name.endswith(".incomplete"):
+            raise OSError(errno.EIO, "no answer")
+        return rename(path, target)
+
+    with mock.patch.object(Path, "rename", failing), pytest.raises(OSError, match="no answer"):
+        save_now(saved, optimizer, step=2, replaces=True)
+    assert OpenedCheckpoint(saved).manifest.step == 1
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+    saved.rename(f"{folder}.replaced")
+    OpenedCheckpoint(saved).verify()
+    poplar.load_checkpoint(folder, build(plan_of_one())[1])
+    save_now(saved, optimizer, step=3, replaces=True)
+    assert OpenedCheckpoint(saved).manifest.step == 3
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_checkpoint_whose_replacement_was_interrupted_is_found(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(interrupt_a_replacement, str(tmp_path / "saved"), ranks=1)
+
+
+def refuse_to_overwrite(folder: str) -> None:
+    optimizer = build(plan_of_one())[1]
+    with pytest.raises(FileExistsError):
+        poplar.save_checkpoint(folder, optimizer)
+
+
+def test_save_that_is_refused_removes_nothing(ranks: Pool, tmp_path: Path) -> None:
+    for name in ("saved", "saved.incomplete"):
+        (tmp_path / name).mkdir()
+    ranks.run(refuse_to_overwrite, str(tmp_path / "saved"), ranks=1)
+    assert (tmp_path / "saved.incomplete").exists()
 
 
 def fail_to_prune(folder: str) -> list[harness.Failure]:

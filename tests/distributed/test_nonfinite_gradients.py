@@ -17,6 +17,7 @@ from training import STAGES, Run
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan, PoplarError
+from poplar.elastic import MemoryCheckpoints
 
 BAD_RANK = 1
 RECIPE = Recipe(batches=(24, 24, 24))  # without clipping
@@ -92,12 +93,15 @@ def save_broken_parameters(run: Run, folder: str) -> tuple[list[Failure], list[s
     """What saving raises once parameters are NaN, and the checkpoints that remain."""
     model, optimizer = training.prepare(run)
     manager = poplar.CheckpointManager(folder, optimizer, keep=1)
+    memory = MemoryCheckpoints(optimizer, folder=f"{folder}/memory")
     training.take_step(run, model, optimizer, 0)
     manager.save(1)
+    memory.save(1)
     break_parameters(optimizer)
     failures: list[Failure] = []
     for save in (
         lambda: manager.save(2),
+        lambda: memory.save(2),
         lambda: poplar.save_checkpoint(f"{folder}/other", optimizer),
         lambda: optimizer.save_model(f"{folder}/model.safetensors"),
         lambda: training.take_step(run, model, optimizer, 1),
@@ -106,6 +110,8 @@ def save_broken_parameters(run: Run, folder: str) -> tuple[list[Failure], list[s
             warnings.simplefilter("ignore")
             save()
         failures += caught
+    assert memory.load_latest() == 1
+    memory.remove()
     return failures, sorted(path.name for path in Path(folder).iterdir())
 
 
@@ -117,12 +123,12 @@ def test_parameters_that_are_not_finite_are_not_saved_nor_skipped_for_ever(
     run = run_of(stage, on_nonfinite=choice)
     answers = ranks.run(save_broken_parameters, run, str(tmp_path), ranks=3)
     for failures, remaining in answers:
-        assert remaining == ["step-00000001"]
-        assert len(failures) == 4
+        assert remaining == ["memory", "step-00000001"]
+        assert len(failures) == 5
         assert all(failure.is_a(PoplarError) for failure in failures)
-    for failure in answers[BAD_RANK][0][:3]:
+    for failure in answers[BAD_RANK][0][:4]:
         assert "has values that are NaN or infinite" in failure.message
-    assert "not finite" in answers[BAD_RANK][0][3].message or choice == "skip"
+    assert "not finite" in answers[BAD_RANK][0][4].message or choice == "skip"
 
 
 def scale_broken_parameters(run: Run) -> list[Failure]:

@@ -106,6 +106,23 @@ def test_failed_save_raises_on_all_ranks_and_changes_no_file(
     assert {kind for kind, _ in seen[1:]} == {"RankFailed"}
 
 
+def save_in_own_folders(folder: str) -> tuple[harness.Failure, bool]:
+    """As on hosts of which each has a disk of its own."""
+    optimizer = optimizer_of(LanguageModel().to(harness.device()), 1)
+    own = Path(folder) / str(harness.rank())
+    with harness.catching() as caught:
+        optimizer.save_model(own, sharded=True)
+    return caught[0], any(file.is_file() for file in own.rglob("*"))
+
+
+def test_folder_that_ranks_do_not_share_is_refused(ranks: Pool, tmp_path: Path) -> None:
+    answers = ranks.run(save_in_own_folders, str(tmp_path), ranks=RANKS)
+    assert answers[0][0].type == "FileNotFoundError"
+    for failure, has_files in answers:
+        assert "save to a folder that all ranks share" in failure.message
+        assert not has_files
+
+
 def unsharded_part(stage: int) -> None:
     torch.manual_seed(0)
     plain = LanguageModel()

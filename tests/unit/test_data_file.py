@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 import resource
 from contextlib import contextmanager
 
@@ -11,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from poplar._core import crc32c
+from poplar.checkpoint.files import data_file
 from poplar.checkpoint.files.data_file import Cancelled, DataFile, Stored, checksum
 from poplar.values.errors import DamagedCheckpoint
 
@@ -52,6 +55,17 @@ def test_checksum_is_of_all_that_was_written(tmp_path):
     assert checksum(tmp_path, file.path.name) != file.written
     with pytest.raises(DamagedCheckpoint, match="missing"):
         checksum(tmp_path, "other")
+
+
+def test_little_is_written_that_is_not_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_file, "_CHUNK", 1000)
+    monkeypatch.setattr(data_file, "_SYNC", 5000)
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    _, file = write(tmp_path, {"a": WHOLE, "b": WHOLE})
+    between = [end - start for start, end in itertools.pairwise([0, *sizes])]
+    assert max(between) < 7000
+    assert sizes[-1] == file.written.length
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path):

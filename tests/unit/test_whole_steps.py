@@ -12,7 +12,7 @@ import torch
 
 from poplar.comm.host_topology import Hosts
 from poplar.elastic import agent_folder
-from poplar.elastic.memory_checkpoints import holders_of
+from poplar.elastic.memory_checkpoints import MemoryCheckpoints, holders_of
 from poplar.elastic.memory_state import Found, Whole, find, newest_whole, path_of
 from poplar.elastic.shard_file import START, Mark, ShardFile
 
@@ -99,6 +99,23 @@ def test_memory_of_a_file_is_pinned_only_while_the_file_is_open(tmp_path: Path):
         driver.cudaHostRegister = lambda *_: 1
         with pytest.raises(RuntimeError, match=r"CUDA pins files in memory only, .* one is /"):
             ShardFile(tmp_path / "part", pinned=True)
+
+
+def test_folder_to_which_others_may_write_is_refused(tmp_path: Path):
+    made = agent_folder.private_folder(tmp_path / "a" / "made")
+    assert made.stat().st_mode & 0o777 == 0o700
+    assert agent_folder.private_folder(made) == made
+    for mode in (0o770, 0o702):
+        made.chmod(mode)
+        with pytest.raises(PermissionError, match=rf"other users \(mode {mode:o}\), .*pass a fold"):
+            MemoryCheckpoints(mock.Mock(), folder=tmp_path / "a", name="made")
+    made.chmod(0o700)
+    (tmp_path / "link").symlink_to(made)
+    with pytest.raises(PermissionError, match="is a symbolic link"):
+        agent_folder.private_folder(tmp_path / "link")
+    other = mock.patch.object(agent_folder.os, "getuid", return_value=os.getuid() + 1)
+    with other, pytest.raises(PermissionError, match="belongs to another user"):
+        agent_folder.private_folder(made)
 
 
 def test_folders_of_agents_that_have_ended_are_removed(tmp_path: Path):

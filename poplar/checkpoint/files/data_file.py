@@ -30,6 +30,9 @@ from poplar.checkpoint.files.stored_files import open_stored
 
 _CHUNK = 16 << 20
 """Bytes between two looks at whether the save has been cancelled."""
+_SYNC = 256 << 20
+"""Bytes that are at most written but not on the disk. `written` counts as progress of the save, so
+that a slow disk must not take longer for them than the deadline."""
 
 
 class Cancelled(Exception):
@@ -72,6 +75,7 @@ class DataFile(io.RawIOBase):
         self._file = path.open("xb", buffering=0)
         self._lock = _Lock(self._file.fileno())
         self._failure: Exception | None = None
+        self._synced = 0
         self.written = Stored(0, 0)
         """So far."""
 
@@ -105,17 +109,20 @@ class DataFile(io.RawIOBase):
         return len(view)
 
     def _write_chunk(self, chunk: memoryview) -> None:
+        length, crc = self.written
         try:
             if self._is_stopped():
                 raise Cancelled
             left = chunk
             while left:
                 left = left[self._file.write(left) :]
+            if length + len(chunk) - self._synced >= _SYNC:
+                os.fsync(self.fileno())
+                self._synced = length + len(chunk)
         except Exception as error:
             is_os_error = isinstance(error, OSError)
             self._failure = _with_path(error, self.path) if is_os_error else error  # type: ignore[arg-type]
             raise self._failure from error
-        length, crc = self.written
         self.written = Stored(length + len(chunk), crc32c(chunk, crc))
 
     def tell(self) -> int:

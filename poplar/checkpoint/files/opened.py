@@ -28,7 +28,7 @@ from poplar.checkpoint.files import manifest as manifest_file
 from poplar.checkpoint.files.data_file import checksum
 from poplar.checkpoint.files.manifest import Manifest, read_manifest
 from poplar.checkpoint.files.metadata_file import METADATA, read_metadata
-from poplar.checkpoint.files.save_job import aside_name
+from poplar.checkpoint.files.save_job import aside_name, complete_name
 from poplar.checkpoint.files.stored_files import open_stored
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Control
@@ -47,7 +47,7 @@ class OpenedCheckpoint:
     """A checkpoint of Poplar, or of `torch.distributed.checkpoint`, which has no checksums.
 
     Args:
-        folder: where it is.
+        folder: where it is, also if a save that would have replaced it was interrupted.
         weights_only: values are tensors and plain types, as `torch.load` defines them. False: of
             any classes, which may run any code; for trusted checkpoints.
 
@@ -61,7 +61,7 @@ class OpenedCheckpoint:
     """None: the checkpoint was not written by Poplar."""
 
     def __init__(self, folder: Path, *, weights_only: bool = True) -> None:
-        self.folder = folder
+        self.folder = folder = complete_name(folder)
         has_manifest = os.path.lexists(folder / manifest_file.NAME)
         if not has_manifest and not os.path.lexists(folder / METADATA):
             raise FileNotFoundError(_not_a_checkpoint(folder))

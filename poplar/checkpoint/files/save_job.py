@@ -242,13 +242,25 @@ def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
     write_whole(job.aside / manifest_file.NAME, manifest.to_text().encode())
     manifest_file.check_files(job.aside, manifest)  # every rank's file is here, whole
     sync_folder(job.aside)
-    if job.replaces and job.folder.exists():
-        remove(replaced_name(job.folder))
-        job.folder.rename(replaced_name(job.folder))
-    job.aside.rename(job.folder)
+    _take_name(job)
     sync_folder(job.folder.parent)
     with contextlib.suppress(OSError):  # the next save removes it
         remove(replaced_name(job.folder))
+
+
+def _take_name(job: SaveJob) -> None:
+    """Give a complete checkpoint its name. `complete_name` finds the earlier one at any moment."""
+    replaced = replaced_name(job.folder)
+    is_replaced = job.replaces and job.folder.exists()
+    if is_replaced:
+        remove(replaced)
+        job.folder.rename(replaced)
+    try:
+        job.aside.rename(job.folder)
+    except OSError:
+        if is_replaced:
+            replaced.rename(job.folder)
+        raise
 
 
 def remove(path: Path) -> None:
@@ -267,6 +279,12 @@ def aside_name(folder: Path) -> Path:
 def replaced_name(folder: Path) -> Path:
     """Where a checkpoint is while another one takes its name."""
     return folder.with_name(folder.name + ".replaced")
+
+
+def complete_name(folder: Path) -> Path:
+    """Where the complete checkpoint with a name is: aside if its replacement was interrupted."""
+    replaced = replaced_name(folder)
+    return replaced if replaced.exists() and not folder.exists() else folder
 
 
 def _wait_for(path: Path, rank: int, job: SaveJob, is_stopped: Callable[[], bool]) -> None:

@@ -26,6 +26,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from poplar.checkpoint.files.save_job import complete_name
 from poplar.comm.deadline import WATCHDOG_MARGIN
 from poplar.data import pytree
 from poplar.integrations.exact_values import exact_values
@@ -544,7 +545,7 @@ class PoplarStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         """Load a folder into the optimizer and its model, or read a file. Collective."""
         path = Path(self.broadcast(checkpoint_path))
-        if not path.is_dir():
+        if not complete_name(path).is_dir():
             loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
             return loaded
         if self._trainer.state.fn != TrainerFn.FITTING:

@@ -32,6 +32,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_group
 from transformers.trainer_utils import seed_worker
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
+from poplar.checkpoint.files.save_job import complete_name
 from poplar.checkpoint.frozen_base import base_of
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
@@ -590,7 +591,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        found = [name for name in (FOLDER, "optimizer.pt") if (folder / name).exists()][:1]
+        found = [
+            name for name in (FOLDER, "optimizer.pt") if complete_name(folder / name).exists()
+        ][:1]
         by_rank = self.optimizer.control.exchange_objects(found, what="resume_from_checkpoint")
         if any(other != by_rank[0] for other in by_rank):
             raise ValueError(
