@@ -7,6 +7,7 @@ lists all ways to run a small global batch, so that `search` can be compared wit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -97,26 +98,39 @@ class Oracle:
         return plain - part * max(0.0, plain - recomputing(device).activation_bytes(batch))
 
     def reduce(self, shares: tuple[float, ...]) -> float:
-        send = self.cluster.network.send_seconds_per_byte
-        receive = self.cluster.network.receive_seconds_per_byte
-
-        def bound(p):
-            return max(
-                max((1 - p[r]) * send[r], (self.n - 1) * p[r] * receive[r]) for r in range(self.n)
-            )
-
-        return self._as_measured(self.cluster.network.reduce_scatter_seconds, bound, shares)
+        network = self.cluster.network
+        rates = network.send_seconds_per_byte, network.receive_seconds_per_byte
+        bound = functools.partial(self._busiest, *rates)
+        return self._as_measured(network.reduce_scatter_seconds, bound, shares)
 
     def gather(self, shares: tuple[float, ...]) -> float:
-        send = self.cluster.network.send_seconds_per_byte
-        receive = self.cluster.network.receive_seconds_per_byte
+        network = self.cluster.network
+        rates = network.receive_seconds_per_byte, network.send_seconds_per_byte
+        bound = functools.partial(self._busiest, *rates)
+        return self._as_measured(network.all_gather_seconds, bound, shares)
 
-        def bound(p):
-            return max(
-                max((self.n - 1) * p[r] * send[r], (1 - p[r]) * receive[r]) for r in range(self.n)
-            )
-
-        return self._as_measured(self.cluster.network.all_gather_seconds, bound, shares)
+    def _busiest(self, leaving, arriving, p) -> float:
+        """A reduce-scatter; an all-gather with the rates exchanged. Without hosts, every rank is
+        one; with them, the links within hosts are busy before the networks, if both are known.
+        """
+        network = self.cluster.network
+        hosts = network.hosts or tuple(range(self.n))
+        owned = {host: sum(p[r] for r in range(self.n) if hosts[r] == host) for host in hosts}
+        shared = network.network_seconds_per_byte
+        outs, intos = (shared, shared) if shared else (leaving, arriving)
+        between = max(
+            max((1 - owned[host]) * out, (len(owned) - 1) * owned[host] * into)
+            for host, out, into in zip(hosts, outs, intos, strict=True)
+        )
+        if not shared:
+            return between
+        within = 0.0
+        for r, host in enumerate(hosts):
+            ranks = hosts.count(host)
+            kept = p[r] + (1 - owned[host]) / ranks
+            out, into = leaving[r] - shared[r], arriving[r] - shared[r]
+            within = max(within, (1 - kept) * out, (ranks - 1) * kept * into)
+        return within + between
 
     def _as_measured(self, measured, bound, shares) -> float:
         even = bound((1 / self.n,) * self.n)

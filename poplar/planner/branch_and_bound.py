@@ -342,8 +342,9 @@ class _Search:
         # Between the share beside which the used caps fit, and the relaxed one.
         caps = Caps.of(relaxed.micro_batches[rank])
         share = self._costs.memories[rank].middle_share(caps, relaxed.shares[rank])
-        # Exchanging equal ranks changes no step, so only ascending shares are searched.
-        groups = self._costs.cluster.rank_group_indices
+        # Exchanging equal ranks of a host changes no step, so only ascending shares are searched.
+        # Between hosts it may: collectives depend on what every host owns.
+        groups = self._costs.cluster.exchangeable_groups
         floor, upper = list(node.floor), list(node.upper)
         for other, group in enumerate(groups):
             if group == groups[rank]:

@@ -531,6 +531,12 @@ class ClusterProfile(Document):
         equal = _numbered(zip(self.device_group_indices, *rates, strict=True))
         return _numbered(zip(equal, host_compositions(network.hosts, equal), strict=True))
 
+    @cached_property
+    def exchangeable_groups(self) -> list[int]:
+        """A number for each rank: equal for ranks that may be exchanged alone, on the same host."""
+        hosts = self.network.hosts or (0,) * self.world_size
+        return _numbered(zip(self.rank_group_indices, hosts, strict=True))
+
 
 def host_compositions(hosts: Sequence[int], keys: Sequence[Hashable]) -> list[Hashable]:
     """For each rank, the number of ranks with each key on its host; None without hosts."""

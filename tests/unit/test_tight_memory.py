@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -10,8 +11,10 @@ from all_ranks import search
 from planning_oracle import STAGES, Oracle
 from subset import choose
 
+from poplar.planner.memory_model import Caps, rank_memory
 from poplar.planner.prediction import fits
 from poplar.planner.search import NoPlanFits
+from poplar.values.profile import ClusterProfile
 
 CLUSTERS = choose(quick=40, full=300)
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}
@@ -49,3 +52,63 @@ def test_search_equals_exhaustive_search_in_tight_memory():
         least = oracle.best(global_batch, [*shares, plan.shares])
         assert seconds * (1.0 - gap) <= least * (1.0 + 1e-9), f"seed {seed}, stage {stage}"
     assert min(found.values()) > 0
+
+
+class OverHosts(Oracle):
+    """Two hosts of two equal ranks. Bytes are those of the product: the oracle has no relays."""
+
+    def needed(self, rank: int, samples: int, share: float, *, later: bool = True) -> float:
+        caps = Caps(samples, samples if later else -1)
+        return rank_memory(self.cluster, self.stage, rank).needed(caps, share)
+
+
+def equal_ranks_on_two_hosts(draw: random.Random, stage: int) -> ClusterProfile:
+    """A rank that runs a sample owns little of the state."""
+    cluster = planning_oracle.random_cluster(draw, 4, stage, tight=True)
+    link, between = draw.choice((0.0, 0.3)), 1.0
+    network = dataclasses.replace(
+        cluster.network,
+        reduce_scatter_seconds=draw.choice((0.1, 1.0)),
+        all_gather_seconds=draw.choice((0.1, 1.0)),
+        send_seconds_per_byte=(link + between,) * 4,
+        receive_seconds_per_byte=(link + between,) * 4,
+        hosts=draw.choice(((0, 0, 1, 1), (0, 1, 1, 0))),
+        network_seconds_per_byte=(between,) * 4,
+    )
+    point = dataclasses.replace(
+        cluster.devices[0].points[0],
+        batch=1,
+        activation_bytes=10**12,
+        unit_bytes=(),
+        bytes_after_unit=(),
+    )
+    device = dataclasses.replace(cluster.devices[0], points=(point,), memory_bytes=10**15)
+    ample = dataclasses.replace(cluster, devices=(device,) * 4, network=network, memory_reserve=0.0)
+    oracle = OverHosts(ample, stage)
+    room = oracle.needed(0, 0, draw.choice((0.5, 0.625, 0.75)))
+    more = oracle.needed(0, 1, 0.125) - room
+    point = dataclasses.replace(point, activation_bytes=max(0, int(10**12 - more) - 8))
+    device = dataclasses.replace(device, points=(point,), memory_bytes=math.ceil(room))
+    return dataclasses.replace(ample, devices=(device,) * 4)
+
+
+def test_search_equals_exhaustive_search_over_hosts():
+    """Equal ranks of different hosts must not be exchanged: what their hosts own matters."""
+    found = 0
+    for seed in range(choose(quick=12, full=100)):
+        draw = random.Random(seed)
+        stage = draw.choice((1, 2, 3))
+        cluster = equal_ranks_on_two_hosts(draw, stage)
+        oracle = OverHosts(cluster, stage)
+        try:
+            plan = search(cluster, global_batch=2, stages=(stage,), preference=0.0)
+        except NoPlanFits:
+            continue
+        found += 1
+        shares = [*planning_oracle.share_grid(4, 8), plan.shares]
+        seconds, gap = (plan.prediction[key] for key in ("step_seconds", "optimality_gap"))
+        batches = plan.micro_batches
+        assert abs(oracle.seconds(batches, plan.shares) - seconds) <= 1e-9 * seconds, seed
+        least = oracle.best(2, shares)
+        assert seconds * (1.0 - gap) <= least * (1.0 + 1e-9), f"seed {seed}, stage {stage}"
+    assert found > 0
