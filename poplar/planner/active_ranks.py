@@ -118,11 +118,14 @@ def active_sets(
         groups: ranks with equal devices and links, up to noise.
         global_batch: samples of a step.
         max_micro_batch: the largest micro-batch.
-        may_factor: gradients may be sent as factors, so that a reduction has no lower bound.
+        may_factor: gradients of linear layers may be sent as factors, which may take no time.
     """
     rates = [_samples_per_second(device, max_micro_batch) for device in cluster.devices]
-    network, names = cluster.network, _hosts(cluster)
-    measured = 0.0 if may_factor else network.reduce_scatter_seconds, network.all_gather_seconds
+    network, names, model = cluster.network, _hosts(cluster), cluster.model
+    linear = sum(layer.numel for layer in model.linear_layers) if may_factor else 0
+    whole = max(0.0, 1.0 - linear / model.numel) if linear else 1.0
+    """The part of the model that is never sent as factors."""
+    measured = whole * network.reduce_scatter_seconds, network.all_gather_seconds
     reduced, gathered = (
         ratio * seconds / by_rates if by_rates else 0.0
         for ratio, seconds, by_rates in zip(
@@ -135,8 +138,18 @@ def active_sets(
         sending, receiving = _least_seconds(network, active)
         if network.within_host_seconds and len({names[rank] for rank in active}) == 1:
             sending = receiving = 0.0
-        communication = reduced * sending + gathered * receiving
-        return compute + communication - cluster.overlap * min(communication, compute)
+
+        def exposed(stage: int) -> float:
+            # At stage 0, no rank needs the gradient of a layer that is sent as factors.
+            gather = gathered * receiving * (whole if stage == 0 else 1.0)
+            communication = reduced * sending + gather
+            overhead = max(cluster.devices[rank].step_overhead_seconds[stage] for rank in active)
+            residual = min(0.0, network.synchronization_seconds[stage])
+            residual += min(0.0, network.step_seconds[stage] + overhead)
+            overlapped = min(cluster.overlap * communication, compute)
+            return max(0.0, communication - overlapped + residual)
+
+        return compute + min(map(exposed, range(len(STRATEGIES))))
 
     found = []
     for active in _sets(cluster, groups, rates):

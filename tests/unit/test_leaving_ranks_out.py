@@ -22,6 +22,7 @@ from poplar.values.profile import (
     BatchPoint,
     ClusterProfile,
     DeviceProfile,
+    LinearLayer,
     ModelProfile,
     NetworkProfile,
 )
@@ -114,17 +115,44 @@ def test_another_rank_never_makes_the_step_longer(make, seed):
         assert step <= step_seconds(smaller, stages=stages) * (1.0 + 1e-9), ranks
 
 
+def with_residuals_and_linear_layers(draw: random.Random, cluster: ClusterProfile):
+    """Residuals are often negative: then communication costs less than its seconds."""
+
+    def residuals() -> tuple[float, ...]:
+        return tuple(draw.choice((0.0, -0.2, 0.2, -2.0)) for _ in range(4))
+
+    layers = tuple(
+        LinearLayer(name=f"layer {unit}", unit=unit, outputs=1000, inputs=1000, rows_per_sample=1)
+        for unit in range(draw.choice((0, 2, 4)))
+    )
+    overlap = draw.choice((0.0, 0.5, 1.0))
+    sent = residuals(), residuals()
+    return dataclasses.replace(
+        cluster,
+        devices=tuple(
+            dataclasses.replace(one, step_overhead_seconds=residuals()) for one in cluster.devices
+        ),
+        model=dataclasses.replace(cluster.model, linear_layers=layers),
+        network=dataclasses.replace(
+            cluster.network, synchronization_seconds=sent[0], step_seconds=sent[1]
+        ),
+        overlap=overlap,
+    )
+
+
 @pytest.mark.parametrize("seed", range(choose(quick=10, full=200)))
 def test_the_bound_of_a_set_is_below_its_fastest_plan(seed):
     draw = random.Random(seed)
     cluster = draw.choice((random_flat_cluster, random_hosts))(draw)
-    cluster = dataclasses.replace(cluster, overlap=draw.choice((0.0, 0.5, 1.0)))
+    may_factor = draw.random() < 0.5
+    cluster = with_residuals_and_linear_layers(draw, cluster)
     groups = [group.ranks for group in device_groups(cluster)]
     limits = {"global_batch": 12, "max_micro_batch": 12}
-    sets = active_sets(cluster, groups, **limits, may_factor=False)
+    sets = active_sets(cluster, groups, **limits, may_factor=may_factor)
     assert sets == sorted(sets)
     for bound, left_out in draw.sample(sets, min(len(sets), 2)):
         limited = {"global_batch": 12, "preference": 0.0, "leave_out": "never"}
+        limited["factored"] = "auto" if may_factor else "never"
         found = search(without_ranks(cluster, left_out), **limited)
         assert bound <= found.prediction["step_seconds"] * (1.0 + 1e-9)
 
