@@ -109,10 +109,13 @@ class LeadingPass(RecordingPass):
         That of the root waits for the last unshard: on a rank that does not use all of the root,
         its gradients are complete only at the end, and must not delay unshards.
 
-        Without unshards, all reductions wait for the end. Other ranks receive the order after
-        their backward, which may issue collectives of the model on the same communicator.
+        Gradients that all ranks accumulate wait for the end, too. Other ranks receive the order
+        after their backward, which may issue collectives of the model on the same communicator.
         """
-        if self._sharded and (not self._unit_of[flat].resident or self._all_unsharded):
+        if not self._strategy.reduces_every_pass:
+            return
+        waits = self._sharded and self._unit_of[flat].resident
+        if not waits or self._all_unsharded:
             self._broadcast_reduction(flat)
 
     def _issue_rest(self, *, failed: bool) -> None:
