@@ -106,4 +106,4 @@ def refused_classes(value: Any) -> list[str]:
 
 
 def _without_elements(value: Any) -> Any:
-    return torch.empty(0, dtype=value.dtype) if type(value) is Tensor else value
+    return torch.empty(0, dtype=value.dtype, device="cpu") if type(value) is Tensor else value

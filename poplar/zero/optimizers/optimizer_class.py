@@ -142,7 +142,7 @@ def check_overrides(classes: Sequence[OptimizerClass], groups: Groups, model: nn
     for cls, group in zip(classes, groups, strict=True):
         if not any(base.__module__.startswith(library.__name__) for base in bases_of(cls.factory)):
             continue
-        made: Any = cls.factory([torch.zeros(1)], **cls.options)
+        made: Any = cls.factory([torch.zeros(1, device="cpu")], **cls.options)
         known = {**vars(made.args), **made.defaults, **group}
         for parameter in group["params"]:
             wanted = overrides.get(id(parameter), {})
