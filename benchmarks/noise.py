@@ -2,7 +2,8 @@
 
 Nothing runs: passes and steps take simulated seconds on a simulated clock, and the code that times,
 fits, searches and tunes is that of the package. Each cluster has 2 to 5 ranks of up to 3 kinds,
-whose pass times are lines, lines with steps, or published curves, and one kind of noise.
+whose pass times are lines, lines with steps, or published curves, and one kind of noise, in half of
+the clusters that of a host, so that all ranks are slow at the same time. All stages may be chosen.
 
     python benchmarks/noise.py --clusters 1000 --output rows.jsonl
 

@@ -227,7 +227,7 @@ def _interval(
 
 def _latest(ranks: Mapping[tuple[float, float], int], longest: float, part: float) -> float:
     """The seconds within which all ranks have ended with this probability."""
-    if not any(noise for _, noise in ranks):
+    if all(noise <= _LEAST for _, noise in ranks):
         return longest
 
     def falls_short(seconds: float) -> bool:

@@ -67,7 +67,8 @@ def read_on_all_ranks(
             break
     if not done:
         error = TimeoutError(
-            f"rank {control.group.name} has read nothing for {timeout:g} s; check its storage"
+            f"rank {control.group.name} has read next to nothing for {timeout:g} s; "
+            "check its storage"
         )
     raise_on_any_error(control, error, doing=doing)
 

@@ -31,7 +31,7 @@ class DistributedTraining:
     """How the tensors are divided over ranks; None: data parallelism."""
     reason: str
     """Why there is a programme, or why not."""
-    compares = True
+    _compares = True
     """Whether a few steps compare the programme with the model."""
 
     def __init__(self, job: DistributedJob, plan: Plan, *, reason: str, **options: Any) -> None:

@@ -127,7 +127,7 @@ class ProgrammeTraining(DistributedTraining):
         """
         exported = self._checked.exported
         tensors = self._tensors(exported.graph, exported.tensors(batch, self._device))
-        if self.compares and self.plan.samples(self._rank):
+        if self._compares and self.plan.samples(self._rank):
             self._compare(batch)
         whole = (path for path, node in exported.graph.batch.items() if not node.output.shape)
         numbers = {path: float(tensors[path]) for path in whole}

@@ -113,7 +113,7 @@ class _Turn(NamedTuple):
         training = candidate.build(reason="")
         batch: Any = job.example_part(training.plan)
         first = training.train_step(batch, max_norm=_MAX_NORM)
-        training.compares = False  # which later steps rarely do
+        training._compares = False  # which later steps rarely do
         synchronize(job.own_device)
         began = time.perf_counter()
         for _ in range(steps):
