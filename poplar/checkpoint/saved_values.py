@@ -6,7 +6,7 @@ import copyreg
 import io
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -62,6 +62,21 @@ def digest(value: Any) -> int:
     Raises:
         TypeError: it cannot be pickled.
     """
+    return _digest(value, {})
+
+
+def _digest(value: Any, known: dict[int, tuple[Any, int]]) -> int:
+    """As `digest`; `known` has the values that were met before, which may contain this one."""
+    if isinstance(value, PLAIN):
+        return _of_text(repr(value))
+    if id(value) not in known:
+        known[id(value)] = value, _of_text("a value around this one")
+        known[id(value)] = value, _of_content(value, lambda part: _digest(part, known))
+    return known[id(value)][1]
+
+
+def _of_content(value: Any, digest: Callable[[Any], int]) -> int:
+    """The digest of a value from those of its parts."""
     if isinstance(value, Tensor):
         data = to_bytes(value.detach().cpu().contiguous().reshape(-1))
         return _of_text(f"{value.dtype} {tuple(value.shape)} {zlib.crc32(data)}")
@@ -74,15 +89,9 @@ def digest(value: Any) -> int:
         return _of_text(f"set {sorted(map(digest, value))}")
     if isinstance(value, (list, tuple)):
         return _of_text(f"sequence {[digest(entry) for entry in value]}")
-    if isinstance(value, PLAIN):
-        return _of_text(repr(value))
     if isinstance(value, _BY_NAME):
         return _of_text(f"{value.__module__}.{value.__qualname__}")
-    return _of_object(value)
-
-
-def _of_object(value: Any) -> int:
-    """Of what pickle stores of an object: a function, its arguments, and state."""
+    # What pickle stores of an object: a function, its arguments, and state.
     reduce = copyreg.dispatch_table.get(type(value))
     reduced = reduce(value) if reduce else value.__reduce_ex__(4)
     if isinstance(reduced, str):

@@ -76,6 +76,30 @@ def test_digests_are_equal_for_equal_values_only():
         digest(threading.Lock())
 
 
+class Node:
+    """Refers to its neighbours, and so to itself."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+        self.before = self.after = self
+
+    @classmethod
+    def ring(cls, *values: int) -> Node:
+        nodes = list(map(cls, values))
+        for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
+            node.after, after.before = after, node
+        return nodes[0]
+
+
+def test_values_may_contain_themselves_and_share_parts():
+    assert digest(Node.ring(1, 2, 3)) == digest(Node.ring(1, 2, 3))
+    assert digest(Node.ring(1, 2, 3)) != digest(Node.ring(1, 2, 4))
+    shared: list[object] = [torch.ones(2)]
+    for _ in range(100):
+        shared = [shared, shared]
+    assert digest(shared) == digest(shared[:])
+
+
 def test_numbers_of_numpy_become_those_of_python():
     given = {"lr": np.float64(0.5), np.int64(3): [np.bool_(True), (np.float32(1.5), "a")]}
     plain = with_python_numbers(given)
