@@ -53,9 +53,11 @@ def worthwhile(cluster: ClusterProfile, plan: Plan) -> tuple[str, ...]:
     multiply with the same bits, so they must be of one kind.
     """
     names = tuple(layer.name for layer in cluster.model.linear_layers)
+    if not names or cluster.world_size == 1:
+        return ()
     costs = costs_of(cluster, replace(plan, factored=()))
     is_alike = costs.shares_matter or len({device.name for device in cluster.devices}) == 1
-    if not is_alike or cluster.world_size == 1:
+    if not is_alike:
         return ()
     if costs.exact_collectives.reduce_scatter.link_seconds is None:
         return ()

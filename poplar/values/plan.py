@@ -211,7 +211,8 @@ class Plan(Document):
     @property
     def active_ranks(self) -> tuple[int, ...]:
         """The ranks that are not left out."""
-        return tuple(rank for rank in range(self.world_size) if rank not in self.left_out)
+        left_out = set(self.left_out)
+        return tuple(rank for rank in range(self.world_size) if rank not in left_out)
 
     def check_all_active(self, where: str) -> None:
         """Raise ValueError if ranks are left out, which `where` does not support."""
@@ -257,7 +258,7 @@ class Plan(Document):
         if not left_out:
             return self
         ranks = range(self.world_size + len(left_out))
-        active = [rank for rank in ranks if rank not in left_out]
+        active = sorted(set(ranks).difference(left_out))
 
         def spread_out(values: Sequence[Any], missing: Any) -> tuple[Any, ...]:
             return _spread_out(values, active, len(ranks), missing) if values else ()
@@ -286,13 +287,13 @@ class Plan(Document):
         if not self.synchronizes_every_pass:
             return
         first, *others = self.active_ranks
+        passes = list(map(len, self.micro_batches))
         for rank in others:
-            if self.passes(rank) != self.passes(first):
+            if passes[rank] != passes[first]:
                 raise ValueError(
-                    f"rank {rank} has {self.passes(rank)} passes and rank {first} has "
-                    f"{self.passes(first)}, but at stage "
-                    f"{self.stage} ranks synchronize at every pass and need the same number; add "
-                    "passes of 0 samples in front"
+                    f"rank {rank} has {passes[rank]} passes and rank {first} has {passes[first]}, "
+                    f"but at stage {self.stage} ranks synchronize at every pass and need the same "
+                    "number; add passes of 0 samples in front"
                 )
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 
 import pytest
@@ -11,10 +12,11 @@ from subset import choose
 
 from poplar.hardware.cluster_file import HostEntry
 from poplar.hardware.simulated_cluster import network_profile
-from poplar.planner.active_ranks import active_sets, without_ranks
+from poplar.planner.active_ranks import without_ranks
+from poplar.planner.active_sets import active_sets
 from poplar.planner.explain import explain
-from poplar.planner.prediction import predict
-from poplar.planner.search import NoPlanFits, search
+from poplar.planner.prediction import describe, predict, predicted_seconds
+from poplar.planner.search import ALL_STAGES, NoPlanFits, alternatives, search
 from poplar.planner.what_if import device_groups
 from poplar.simulator.step_simulation import simulate
 from poplar.values.plan import Plan, UnitPlan
@@ -115,6 +117,14 @@ def test_another_rank_never_makes_the_step_longer(make, seed):
         assert step <= step_seconds(smaller, stages=stages) * (1.0 + 1e-9), ranks
 
 
+def uneven_curve(draw: random.Random, points: tuple[BatchPoint, ...]) -> tuple[BatchPoint, ...]:
+    """Passes with steps, of which some are faster than smaller ones."""
+    return tuple(
+        dataclasses.replace(point, seconds=point.seconds * draw.choice((0.6, 1.0, 1.0, 1.7)))
+        for point in points
+    )
+
+
 def with_residuals_and_linear_layers(draw: random.Random, cluster: ClusterProfile):
     """Residuals are often negative: then communication costs less than its seconds."""
 
@@ -130,7 +140,13 @@ def with_residuals_and_linear_layers(draw: random.Random, cluster: ClusterProfil
     return dataclasses.replace(
         cluster,
         devices=tuple(
-            dataclasses.replace(one, step_overhead_seconds=residuals()) for one in cluster.devices
+            dataclasses.replace(
+                one,
+                points=uneven_curve(draw, one.points),
+                step_overhead_seconds=residuals(),
+                pass_overhead_seconds=tuple(draw.choice((0.0, 0.1, -0.1)) for _ in range(4)),
+            )
+            for one in cluster.devices
         ),
         model=dataclasses.replace(cluster.model, linear_layers=layers),
         network=dataclasses.replace(
@@ -148,13 +164,37 @@ def test_the_bound_of_a_set_is_below_its_fastest_plan(seed):
     cluster = with_residuals_and_linear_layers(draw, cluster)
     groups = [group.ranks for group in device_groups(cluster)]
     limits = {"global_batch": 12, "max_micro_batch": 12}
-    sets = active_sets(cluster, groups, **limits, may_factor=may_factor)
-    assert sets == sorted(sets)
-    for bound, left_out in draw.sample(sets, min(len(sets), 2)):
+    sets = list(active_sets(cluster, groups, ALL_STAGES, **limits, may_factor=may_factor))
+    for before, after in itertools.pairwise(sets):
+        assert before.bound <= after.bound * (1.0 + 1e-9)
+    for active in draw.sample(sets, min(len(sets), 2)):
         limited = {"global_batch": 12, "preference": 0.0, "leave_out": "never"}
         limited["factored"] = "auto" if may_factor else "never"
-        found = search(without_ranks(cluster, left_out), **limited)
-        assert bound <= found.prediction["step_seconds"] * (1.0 + 1e-9)
+        left = without_ranks(cluster, active.left_out)
+        for plan in alternatives(left, **limited, within=math.inf):
+            assert active.bounds[plan.stage] <= predicted_seconds(plan) * (1.0 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(choose(quick=5, full=100)))
+def test_search_finds_the_first_of_the_alternatives(seed):
+    draw = random.Random(seed)
+    cluster = draw.choice((random_flat_cluster, random_hosts))(draw)
+    cluster = with_residuals_and_linear_layers(draw, cluster)
+    request = {"global_batch": 12, "preference": draw.choice((0.0, 0.02, 0.3))}
+    assert search(cluster, **request) == alternatives(cluster, **request)[0]
+
+
+def test_of_all_sets_only_the_plans_that_are_returned_are_described(monkeypatch):
+    described = []
+
+    def count(*arguments):
+        described.append(describe(*arguments))
+        return described[-1]
+
+    monkeypatch.setattr("poplar.planner.search.describe", count)
+    cluster = flat_cluster((4.0, 4.0, 2.0, 1.0), (0.01, 0.01, 30.0, 10.0))
+    plans = alternatives(cluster, global_batch=12)
+    assert sorted(described, key=id) == sorted(plans, key=id)
 
 
 def test_a_rank_behind_a_slow_link_is_left_out_and_the_explanation_says_why():

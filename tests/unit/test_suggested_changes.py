@@ -163,7 +163,7 @@ def test_a_small_memory_limit_is_written_in_kib():
 def test_suggestions_are_computed_when_they_are_read(monkeypatch):
     computed = []
     monkeypatch.setattr(
-        "poplar.planner.search.suggested_changes",
+        "poplar.planner.stage_search.suggested_changes",
         lambda *arguments, **_: computed.append(arguments) or ("a larger machine",),
     )
     with pytest.raises(NoPlanFits) as caught:
