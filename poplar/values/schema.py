@@ -197,6 +197,8 @@ def from_fields(kind: type[T], content: Any, path: str = "") -> T:
 
 def to_json_types(value: Any) -> Any:
     """Dataclasses and mappings as dictionaries, tuples as lists; documents with their version."""
+    if type(value) in (int, float, str):  # nearly all of the values of a plan of many ranks
+        return value
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value):
