@@ -43,10 +43,10 @@ def of_rank(limits: str | None, rank: int, world_size: int) -> str | None:
     return parts[0] if len(parts) == 1 else parts[rank]
 
 
-def parse_stages(text: str) -> tuple[int, ...]:
-    """ZeRO stages: `auto` for all of them, or some as in `0,2`."""
+def parse_stages(text: str) -> tuple[int, ...] | None:
+    """ZeRO stages, as in `0,2`; `auto`: None."""
     if text.strip() == "auto":
-        return tuple(_STAGES)
+        return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) in _STAGES for part in parts):
         raise typer.BadParameter(
@@ -112,7 +112,9 @@ RunFile = Annotated[
     Path, typer.Argument(metavar="RUN.json", exists=True, dir_okay=False, help="A recorded run.")
 ]
 GlobalBatch = Annotated[int, typer.Option(min=1, help="Samples of one optimizer step.")]
-Stages = Annotated[str, typer.Option(help="ZeRO stages: auto, or as in 1 or 0,2.")]
+Stages = Annotated[
+    str, typer.Option(help="ZeRO stages: auto (those that were measured), or as in 1 or 0,2.")
+]
 MaxMicroBatch = Annotated[int | None, typer.Option(min=1, help="Most samples of one pass.")]
 Factors = Annotated[
     str,

@@ -43,7 +43,8 @@ def profile(
 
     For several ranks: torchrun --nproc-per-node 2 -m poplar profile train.py:workload
     """
-    measured_stages = parse_stages(stages)
+    some_stages = parse_stages(stages)
+    chosen = {} if some_stages is None else {"stages": some_stages}
     if output is None and not as_json:
         output = writable(Path("cluster.json"))
     with command_output(as_json=as_json, debug=debug) as result:
@@ -61,9 +62,9 @@ def profile(
                 optimizer_class=work.optimizer_class,
                 max_batch=max_batch,
                 memory_limit=of_rank(memory_limit, rank, world_size),
-                stages=measured_stages,
                 seconds=seconds,
                 cache=cache,
+                **chosen,
                 **work.optimizer_arguments,
             )
         result.document = cluster.to_dict()

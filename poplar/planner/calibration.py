@@ -368,7 +368,9 @@ def _with_residuals(
     synchronized = known(step=0.0)
     left = [_unexplained_seconds(synchronized, seen) for seen in observations]
     limits = [costs_of(synchronized, seen.plan).most_hidden_seconds for seen in observations]
-    return known(step=_residual_with(left, limits))
+    stages = {*cluster.observed_stages, stage}
+    found = known(step=_residual_with(left, limits))
+    return replace(found, observed_stages=tuple(sorted(stages)))
 
 
 def _residual_with(left: Sequence[float], limits: Sequence[float]) -> float:

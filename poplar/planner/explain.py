@@ -27,7 +27,7 @@ from poplar.planner.prediction import (
     predicted_seconds,
     unmeasured_batches,
 )
-from poplar.planner.search import ALL_STAGES, search
+from poplar.planner.search import search
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.what_if import Change, Changed, DeviceGroup, device_groups, with_equal_devices
 from poplar.values.communication import EXACT, Communication
@@ -170,7 +170,7 @@ def explain(
     cluster: ClusterProfile,
     plan: Plan,
     *,
-    stages: Sequence[int] = ALL_STAGES,
+    stages: Sequence[int] | None = None,
     max_micro_batch: int | None = None,
     error: float | None = None,
     **choices: Any,
@@ -180,7 +180,7 @@ def explain(
     Args:
         cluster: what was measured.
         plan: for this cluster. Other plans are searched for the same global batch.
-        stages: ZeRO stages that other plans may have.
+        stages: ZeRO stages that other plans may have, as for `search`.
         max_micro_batch: most samples of one pass in other plans; None: what was measured.
         error: relative error of a predicted step, at least 0. Smaller gains are not worth it. None:
             half of the interval of the plan's step.

@@ -50,7 +50,7 @@ def search(
     cluster: ClusterProfile,
     *,
     global_batch: int,
-    stages: Sequence[int] = ALL_STAGES,
+    stages: Sequence[int] | None = None,
     policy: str = "exact",
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
@@ -65,7 +65,8 @@ def search(
     Args:
         cluster: the measured profile.
         global_batch: samples of one optimizer step over all ranks.
-        stages: ZeRO stages to choose from.
+        stages: ZeRO stages to choose from; None: those of which steps ran while the profile was
+            measured (`ClusterProfile.observed_stages`), all if none ran.
         policy: one of `POLICIES`.
         max_micro_batch: largest micro-batch on any rank; None: the largest that was measured.
         preference: with policy "exact", a plan with even shares, fewer passes, fewer persistent
@@ -115,7 +116,7 @@ def alternatives(
     cluster: ClusterProfile,
     *,
     global_batch: int,
-    stages: Sequence[int] = ALL_STAGES,
+    stages: Sequence[int] | None = None,
     policy: str = "exact",
     max_micro_batch: int | None = None,
     preference: float = PREFERENCE,
@@ -152,7 +153,7 @@ def alternatives(
         may_recompute=policy == "exact" and recompute == "auto",
         may_host=policy == "exact" and host_state == "auto",
     )
-    wanted = _checked_stages(stages)
+    wanted = cluster.observed_stages or ALL_STAGES if stages is None else _checked_stages(stages)
     may_factor = policy == "exact" and factored == "auto"
 
     def sending(given: Precision | Communication) -> tuple[Plan, ...]:

@@ -50,8 +50,8 @@ def profile_cluster(
             device, less what other processes use. Or a mapping by rank number or device, the same
             on all ranks: `{"cuda:1": "10GiB", 3: 8 << 30}`. An entry for a device counts for every
             rank on a device of this name; ranks without an entry have no limit.
-        stages: ZeRO stages to run steps at; default: all at which the optimizer can train. Other
-            stages are predicted less accurately.
+        stages: ZeRO stages to run steps at; default: all at which the optimizer can train. `search`
+            takes others only if it is asked to: they are predicted less accurately.
         seconds: time budget; default: 60. Exceeded if a few passes of each kind take longer, and by
             the warm-up: each batch size runs until its time settles, so that compilation, cuDNN's
             choice of algorithms and kernel tuning are not timed.

@@ -469,6 +469,7 @@ def test_profile_plan_and_verify_on_one_rank(train, tmp_path):
     profile = ClusterProfile.from_json(path)
     (alone,) = profile.devices
     assert alone.max_batch <= 4
+    assert profile.observed_stages == (0, 3)
     assert run("plan", path, "--global-batch", 8, "--stage", "3", "-o", plan).exit_code == 0
     printed = launch("verify", f"{train}:workload", "--plan", plan, "--json", "--device", "cpu")
     assert printed.returncode == 0, printed.stderr

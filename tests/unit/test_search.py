@@ -217,6 +217,14 @@ def test_the_fastest_stage_is_chosen_and_ties_go_to_less_memory():
     assert needs == sorted(needs)
 
 
+def test_by_default_only_stages_of_which_steps_were_observed_are_planned():
+    cluster = cluster_of(device(), device())
+    observed = dataclasses.replace(cluster, observed_stages=(1, 2))
+    assert {plan.stage for plan in alternatives(observed, global_batch=32)} == {1, 2}
+    assert search(observed, global_batch=32, stages=(3,)).stage == 3
+    assert {plan.stage for plan in alternatives(cluster, global_batch=32)} == set(STAGES)
+
+
 def test_stages_that_do_not_fit_are_skipped():
     small = device(memory=78 * 10**6)
     plans = alternatives(cluster_of(small, small), global_batch=8)
