@@ -92,7 +92,7 @@ class StageSearch:
             if missing is not None:
                 shortfalls.append(missing)
                 continue
-            found = self._decide(costs, request._replace(below=limit))
+            found = self._found(costs, request._replace(below=limit))
             if stage not in self._best or found.seconds < limit:
                 left_out = active.left_out if active else ()
                 self._best[stage] = found._replace(plan=found.plan.beside(left_out))
@@ -143,7 +143,7 @@ class StageSearch:
         faster = known.seconds / (1.0 + self._request.preference) if known else math.inf
         return min(self._within * self._fastest, faster)
 
-    def _decide(self, costs: StageCosts, request: Request) -> Found:
+    def _found(self, costs: StageCosts, request: Request) -> Found:
         """The plan of one stage, at which one fits."""
         cluster = costs.cluster
         plan, bound = _decide_with_host_state(request, costs)
