@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from poplar.programmes.graph.graph import LEAVES, Graph, Node
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
-from poplar.programmes.graph.programme import Collective, Programme
+from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.registry import pattern_of
 from poplar.programmes.rules.strategy import Strategy, strategies
 
@@ -20,14 +20,13 @@ SLICE, TRANSFER = 1, 10
 def programme_of(
     graph: Graph, ratios: Sequence[int], leaves: Mapping[str, Placement], choose: Choose
 ) -> Programme:
-    """A programme with every collective that the chosen strategies need.
+    """The programme of the chosen strategies.
 
     Args:
         leaves: by node; others are replicated.
     """
     placements: dict[str, Placement] = {}
     inputs: dict[str, tuple[Placement | None, ...]] = {}
-    collectives: dict[Collective, None] = {}
     for name, node in graph.nodes.items():
         if node.operator in LEAVES:
             placements[name] = leaves.get(name, REPLICATED)
@@ -43,14 +42,10 @@ def programme_of(
         ]
         strategy = choose(node, possible, sources)
         placements[name], inputs[name] = strategy.output, strategy.inputs
-        for read, source, target in zip(node.inputs, sources, strategy.inputs, strict=True):
-            if target not in (None, source):
-                collectives[Collective(read, source, target)] = None
     return Programme(
         ratios=tuple(ratios),
         placements=placements,
         parameters={source: placements[node.name] for source, node in graph.parameters.items()},
-        collectives=tuple(collectives),
         inputs=inputs,
     )
 

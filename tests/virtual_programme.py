@@ -31,7 +31,7 @@ def loss_and_gradients(
         leaves: of the whole batch and model, by node.
     """
     ranks = range(programme.world_size)
-    announced = {(c.node, c.source, c.target) for c in programme.collectives}
+    announced = {tuple(collective) for collective in programme.collectives(graph)}
     values: dict[str, list[Any]] = {}
     trained: dict[str, list[Tensor]] = {}
     for name, node in graph.nodes.items():

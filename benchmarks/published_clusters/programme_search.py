@@ -89,7 +89,7 @@ def programme_step(
     ranks = range(costs.cluster.world_size)
     whole = [sum(costs.forward_seconds(r, one, global_batch) for one in layers) for r in ranks]
     moves: dict[str, list[Transfer]] = {}
-    for moved in programme.collectives:
+    for moved in programme.collectives(graph):
         kind = graph.nodes[moved.node].output
         if kind.is_floating:
             transfer = _transfer(costs, kind, moved.source, moved.target, programme.ratios)

@@ -238,7 +238,7 @@ def test_the_fastest_programme_computes_the_loss_and_gradients_of_one_process(
 def test_data_parallelism_adds_only_the_number_of_targets() -> None:
     exported, _ = trained("attention", 6)
     programme = data_parallel(exported.graph, (2, 1))
-    moved = [c for c in programme.collectives if c.source is not REPLICATED]
+    moved = [c for c in programme.collectives(exported.graph) if c.source is not REPLICATED]
     assert [(c.source, c.target) for c in moved] == [(PARTIAL, REPLICATED)]
     assert exported.graph.nodes[moved[0].node].output.shape == ()
 
@@ -246,7 +246,7 @@ def test_data_parallelism_adds_only_the_number_of_targets() -> None:
 def test_pairs_of_layers_communicate_once_each() -> None:
     exported, _ = trained("attention", 6)
     programme = tensor_parallel(exported, (2, 1))
-    moved = [c for c in programme.collectives if c.source is not REPLICATED]
+    moved = [c for c in programme.collectives(exported.graph) if c.source is not REPLICATED]
     assert [(c.source, c.target) for c in moved] == [(PARTIAL, REPLICATED)] * 2
 
 
@@ -281,9 +281,11 @@ def test_incomplete_programmes_are_refused(ranks: Pool) -> None:
     name = next(name for name, node in exported.graph.nodes.items() if node.operator == INPUT)
     loss = exported.graph.output
     without_node = {k: v for k, v in programme.placements.items() if k != name}
+    first, read = next(iter(programme.inputs.items()))  # leaves
+    made_partial = {**programme.inputs, first: (PARTIAL,) * len(read)}
     cases = (
         (replace(programme, ratios=(1, 1, 1)), "the programme is for 3 ranks, the group has 2"),
-        (replace(programme, collectives=()), "no collective of the programme leads to it"),
+        (replace(programme, inputs=made_partial), "no collective makes that of"),
         (replace(programme, placements=without_node), f"must have the graph's node '{name}'"),
         (replace(programme, inputs={}), "Programme.inputs must have"),
         (

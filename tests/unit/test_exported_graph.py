@@ -141,7 +141,7 @@ def test_data_parallelism_moves_only_numbers(task):
     *_, found = exported(task, 4)
     nodes = found.graph.nodes
     programme = data_parallel(found.graph, (2, 1))
-    for collective in programme.collectives:
+    for collective in programme.collectives(found.graph):
         is_slice = collective.source is REPLICATED
         assert is_slice or nodes[collective.node].output.numel == 1
 

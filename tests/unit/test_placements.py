@@ -15,7 +15,7 @@ from poplar.programmes.graph.placement import (
     cut,
     local_shape,
 )
-from poplar.programmes.graph.programme import Collective, Programme
+from poplar.programmes.graph.programme import Programme
 
 RATIOS = st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any)
 
@@ -64,7 +64,6 @@ def test_programmes_are_read_as_they_were_written():
         ratios=(2, 1),
         placements={"linear": PARTIAL, "relu": REPLICATED},
         parameters={"first.weight": Sharded(1, unit=4)},
-        collectives=(Collective("linear", PARTIAL, REPLICATED),),
         inputs={"linear": (Sharded(2), Sharded(1, unit=4), None)},
         shares=(0.25, 0.75),
     )
@@ -74,20 +73,11 @@ def test_programmes_are_read_as_they_were_written():
 @pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.4), (1.5, -0.5), (0.4, 0.3, 0.3)])
 def test_shares_of_a_programme_are_parts_of_one(shares):
     with pytest.raises(ValueError, match=r"Programme\.shares must have one entry for each of 2"):
-        Programme(
-            ratios=(2, 1), placements={}, parameters={}, collectives=(), inputs={}, shares=shares
-        )
+        Programme(ratios=(2, 1), placements={}, parameters={}, inputs={}, shares=shares)
 
 
 @pytest.mark.parametrize("content", ["whole", None, {"dim": "0", "unit": 1}, {"dim": -1}, 3])
 def test_other_json_is_no_placement(content):
-    programme = Programme(
-        ratios=(1,), placements={"x": PARTIAL}, parameters={}, collectives=(), inputs={}
-    )
+    programme = Programme(ratios=(1,), placements={"x": PARTIAL}, parameters={}, inputs={})
     with pytest.raises(ValueError, match=r"not a programme of format 1: .*placements\['x'\]"):
         Programme.from_dict({**programme.to_dict(), "placements": {"x": content}})
-
-
-def test_no_collective_makes_partial_values():
-    with pytest.raises(ValueError, match="there is none"):
-        Collective("linear", REPLICATED, PARTIAL)

@@ -1,30 +1,25 @@
-"""A programme: where each tensor of a graph is, and which collectives move it."""
+"""A programme: where each tensor of a graph is, and so which collectives move it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from poplar.programmes.graph.graph import LEAVES, Graph
 from poplar.programmes.graph.placement import PARTIAL, Placement
 from poplar.values.schema import Document
 
 _TOLERANCE = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(NamedTuple):
     """The output of `node` is also needed in another placement."""
 
     node: str
     source: Placement
     target: Placement
-
-    def __post_init__(self) -> None:
-        if self.source == self.target or self.target is PARTIAL:
-            raise ValueError(
-                f"Collective of {self.node!r}: there is none from {self.source} to {self.target}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +36,6 @@ class Programme(Document):
     """The placement of the output of each node, by its name, as the node computes it."""
     parameters: Mapping[str, Placement]
     """The placement of each parameter, by its name in the model."""
-    collectives: tuple[Collective, ...]
     inputs: Mapping[str, tuple[Placement | None, ...]]
     """For each node: the placements in which it reads its tensors, in the order of the arguments;
     None for one that it does not read."""
@@ -67,3 +61,34 @@ class Programme(Document):
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.ratios)
+
+    def collectives(self, graph: Graph) -> tuple[Collective, ...]:
+        """The collectives between the nodes of a graph, in the order of the first reads.
+
+        Raises:
+            ValueError: the programme lacks a placement of a node or of what it reads, or values
+                would have to become partial.
+        """
+        found: dict[Collective, None] = {}
+        for name, node in graph.nodes.items():
+            if name not in self.placements:
+                raise ValueError(f"Programme.placements must have the graph's node {name!r}")
+            if node.operator in LEAVES:
+                continue
+            targets = self.inputs.get(name, ())
+            if len(targets) != len(node.inputs):
+                raise ValueError(
+                    f"Programme.inputs must have {len(node.inputs)} placements of the inputs of "
+                    f"{name!r}, got {self.inputs.get(name)}"
+                )
+            for read, target in zip(node.inputs, targets, strict=True):
+                source = self.placements[read]
+                if target is None or target == source:
+                    continue
+                if target is PARTIAL:
+                    raise ValueError(
+                        f"{name!r} reads {read!r} as {target!r}, and no collective makes that of "
+                        f"{source!r}"
+                    )
+                found[Collective(read, source, target)] = None
+        return tuple(found)

@@ -61,7 +61,7 @@ class Execution:
 
     Raises:
         ValueError: a programme for another number of ranks, without a placement that a node needs,
-            with placements in which an operator cannot be computed, or without a collective.
+            or with placements in which an operator cannot be computed or that no collective makes.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Execution:
         self._comm, self._graph, self._programme = comm, graph, programme
         self._constants, self._device = constants, device
         self._rank = comm.group.rank
-        self._sources = _sources(graph, programme)
+        programme.collectives(graph)  # raises unless all placements are given and can be reached
         self._known: dict[tuple[str, Placement, int], int] = {}
         """Registers by node, placement, and number of the output."""
         self._steps: list[_Step] = []
@@ -221,16 +221,12 @@ class Execution:
 
     def _read(self, name: str, target: Placement | None, number: int = 0) -> int:
         """The register of an output of a node in a placement; converted for the first reader."""
-        target = target or self._programme.placements[name]
-        if (name, target, number) not in self._known:
-            source = self._sources[name][target]
-            self._convert(name, self._read(name, source, number), source, target, number)
-        return self._known[name, target, number]
-
-    def _convert(
-        self, name: str, read: int, source: Placement, target: Placement, number: int
-    ) -> None:
         comm, ratios = self._comm, self._programme.ratios
+        source = self._programme.placements[name]
+        target = target or source
+        if (name, target, number) in self._known:
+            return self._known[name, target, number]
+        read = self._known[name, source, number]
         shape = self._graph.nodes[name].outputs[number].shape
         what = f"node {name!r} of the programme, from {source!r} to {target!r}"
         register = self._new(name, target, number)
@@ -240,6 +236,7 @@ class Execution:
             values[register] = convert(comm, x, source, target, shape, ratios, what=what)
 
         self._steps.append(_Step(name, run, (read,), (register,)))
+        return register
 
 
 def _freed_after(steps: Sequence[_Step], kept: int) -> list[tuple[int, ...]]:
@@ -252,38 +249,3 @@ def _freed_after(steps: Sequence[_Step], kept: int) -> list[tuple[int, ...]]:
         if register != kept:
             freed[number].append(register)
     return list(map(tuple, freed))
-
-
-def _sources(graph: Graph, programme: Programme) -> dict[str, dict[Placement, Placement]]:
-    """The placement from which a node is converted to each placement in which it is read.
-
-    Raises:
-        ValueError: a node has no placement, or no collective leads to one in which it is read.
-    """
-    placements = programme.placements
-    sources: dict[str, dict[Placement, Placement]] = {}
-    for name, node in graph.nodes.items():
-        if name not in placements:
-            raise ValueError(f"Programme.placements must have the graph's node {name!r}")
-        reached = {placements[name]}
-        collectives = [c for c in programme.collectives if c.node == name]
-        sources[name] = {}
-        while new := [c for c in collectives if c.source in reached and c.target not in reached]:
-            sources[name][new[0].target] = new[0].source
-            reached.add(new[0].target)
-        if node.operator in LEAVES:
-            continue
-        if name not in programme.inputs or len(programme.inputs[name]) != len(node.inputs):
-            raise ValueError(
-                f"Programme.inputs must have {len(node.inputs)} placements of the inputs of "
-                f"{name!r}, got {programme.inputs.get(name)}"
-            )
-        for read, target in zip(node.inputs, programme.inputs[name], strict=True):
-            if target not in {placements[read], *sources[read], None}:
-                raise ValueError(
-                    f"{name!r} reads {read!r} in the placement {target}, and no collective of the "
-                    "programme leads to it"
-                )
-    # The loss needs no collective to become the sum of the ranks' contributions.
-    sources[graph.output].setdefault(PARTIAL, placements[graph.output])
-    return sources

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, Node
+from poplar.programmes.graph.graph import LEAVES, Graph, Node
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
-from poplar.programmes.graph.programme import Collective, Programme
+from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.pattern import Pattern
 from poplar.programmes.rules.registry import pattern_of
 from poplar.programmes.rules.strategy import Strategy, along, strategies
@@ -25,32 +25,15 @@ def composed(
         ratios: of the programme.
         leaves: placement of each leaf, by node.
         strategies: of every other node.
-
-    Raises:
-        ValueError: a list of tensors would have to change its placement, or values would have to
-            become partial.
     """
     placements = {
         name: leaves[name] if node.operator in LEAVES else strategies[name].output
         for name, node in graph.nodes.items()
     }
-    collectives: dict[Collective, None] = {}
-    for reader, strategy in strategies.items():
-        for name, target in zip(graph.nodes[reader].inputs, strategy.inputs, strict=True):
-            if target is None or target == placements[name]:
-                continue
-            if graph.nodes[name].returns_list:
-                raise ValueError(f"{name}, a list, is {placements[name]}, and is read as {target}")
-            collectives[Collective(name, placements[name], target)] = None
     return Programme(
         ratios=tuple(ratios),
         placements=placements,
-        parameters={
-            node.source: placements[name]
-            for name, node in graph.nodes.items()
-            if node.operator == PARAMETER
-        },
-        collectives=tuple(collectives),
+        parameters={source: placements[node.name] for source, node in graph.parameters.items()},
         inputs={name: strategy.inputs for name, strategy in strategies.items()},
     )
 

@@ -155,7 +155,7 @@ class StepTerms:
                     held[units_of(node.output, placement)] += node.output.nbytes
         transfers: Counter[Transfer] = Counter()
         calls: Counter[Transfer] = Counter()
-        for moved in programme.collectives:
+        for moved in programme.collectives(graph):
             kind, is_trained = graph.nodes[moved.node].output, moved.node in trained
             found = transfers_of(kind, moved.source, moved.target, trained=is_trained)
             for transfer in found:
