@@ -68,6 +68,4 @@ class NativeGroup(Group):
 def connect_natively(group: Group, hosts: Hosts) -> HierarchicalCommunicator:
     """The hierarchical transport of devices, between CPU ranks. Collective."""
     host_group = group.split(hosts.members)
-    return HierarchicalCommunicator.over_process_groups(
-        NativeGroup.like(group), hosts, NativeGroup.like(host_group)
-    )
+    return HierarchicalCommunicator(NativeGroup.like(group), hosts, NativeGroup.like(host_group))

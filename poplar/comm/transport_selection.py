@@ -67,15 +67,15 @@ def connect(
     if isinstance(choice, Communicator):
         return choice
     try:
-        return _connect(group, choice, device, planned)
+        if choice == "auto" and planned is not None:
+            return _connect_planned(group, planned, device)
+        return _connect(group, choice, device)
     except (ValueError, NotOneHost) as error:
         raise agreed(error)  # noqa: B904 (all ranks raise it)
 
 
-def _connect(group: Group, choice: str, device: torch.device, planned: str | None) -> Communicator:
+def _connect(group: Group, choice: str, device: torch.device) -> Communicator:
     """As `connect`; what it raises follows from what is equal on all ranks."""
-    if choice == "auto" and planned is not None:
-        return _connect_planned(group, planned, device)
     if choice not in TRANSPORTS:
         raise ValueError(
             f"communicator={choice!r} is not known; use one of "
@@ -90,9 +90,12 @@ def _connect(group: Group, choice: str, device: torch.device, planned: str | Non
         return ProcessGroupCommunicator(group)
     control = Control(group)
     hosts = _find_hosts(control)
-    if choice == "auto":
-        return _connect_default(group, control, hosts, device)
-    return _connect_to_hosts(group, choice, control, hosts, device)
+    if choice != "auto":
+        return _connect_to_hosts(group, choice, control, hosts)
+    try:
+        return _connect_to_hosts(group, _default(group, hosts, device), control, hosts)
+    except NotOneHost:
+        return ProcessGroupCommunicator(group)
 
 
 def _default(group: Group, hosts: Hosts, device: torch.device) -> str:
@@ -104,31 +107,18 @@ def _default(group: Group, hosts: Hosts, device: torch.device) -> str:
     return "hierarchical:process_group" if relieves else "process_group"
 
 
-def _connect_default(
-    group: Group, control: Control, hosts: Hosts, device: torch.device
-) -> Communicator:
-    """The transport of `"auto"`; the process group for ranks that cannot share memory."""
-    try:
-        return _connect_to_hosts(group, _default(group, hosts, device), control, hosts, device)
-    except NotOneHost:
-        return ProcessGroupCommunicator(group)
-
-
-def _connect_to_hosts(
-    group: Group, choice: str, control: Control, hosts: Hosts, device: torch.device
-) -> Communicator:
+def _connect_to_hosts(group: Group, choice: str, control: Control, hosts: Hosts) -> Communicator:
     """A transport for ranks whose hosts are known. Collective.
 
     Raises:
-        NotOneHost: the ranks of a host cannot share memory.
+        NotOneHost: on all ranks, if those of a host cannot share memory.
     """
     if choice == "process_group":
         return ProcessGroupCommunicator(group)
     if choice == "hierarchical:process_group":
-        host_group = group.split(hosts.members)
-        return HierarchicalCommunicator.over_process_groups(group, hosts, host_group)
+        return HierarchicalCommunicator(group, hosts, group.split(hosts.members))
     if choice == "hierarchical":
-        return _connect_hierarchical(group, control, hosts)
+        return HierarchicalCommunicator(group, hosts, _memory_of_host(group, control, hosts))
     return SharedMemoryCommunicator(
         Rendezvous(group, control.exchange_objects, segment_bytes(group.size))
     )
@@ -165,12 +155,8 @@ def _find_hosts(control: Control) -> Hosts:
     return Hosts.of(control.exchange_objects(host_topology.host_id(), what=what))
 
 
-def _connect_hierarchical(group: Group, control: Control, hosts: Hosts) -> Communicator:
-    """Hierarchical with shared memory on each host. Collective.
-
-    Raises:
-        NotOneHost: on all ranks, if those of one host cannot share memory.
-    """
+def _memory_of_host(group: Group, control: Control, hosts: Hosts) -> Rendezvous:
+    """The shared memory of the ranks of this host. Collective; raises as `_connect_to_hosts`."""
     members = hosts.members[hosts.host_of(group.rank)]
     host_group = group.on_host(members)
 
@@ -186,7 +172,7 @@ def _connect_hierarchical(group: Group, control: Control, hosts: Hosts) -> Commu
     errors = [text for text in control.exchange_objects(error, what="agreeing on hosts") if text]
     if rendezvous is None or errors:
         raise NotOneHost(errors[0])
-    return HierarchicalCommunicator.over_shared_memory(group, hosts, rendezvous)
+    return rendezvous
 
 
 def connect_control(group: Group, choice: str | Communicator = "auto") -> Control:

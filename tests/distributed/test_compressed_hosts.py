@@ -65,7 +65,7 @@ def compare(names: str, transport: str, times: int) -> list[str]:
     else:
         hosts = Hosts.of(names)
         members = group.split(hosts.members)
-        comm = HierarchicalCommunicator.over_process_groups(group, hosts, members)
+        comm = HierarchicalCommunicator(group, hosts, members)
     wrong = []
     with mock.patch.object(dist, "all_to_all", all_to_all_of_parts):
         for number in range(times):

@@ -62,9 +62,7 @@ def compare(names: str, times: int) -> list[str]:
     """The random cases in which native calls and messages differ."""
     group, draw = Group.of(harness.group(), None), random.Random(7)
     hosts = Hosts.of(names)
-    by_messages = HierarchicalCommunicator.over_process_groups(
-        group, hosts, group.split(hosts.members)
-    )
+    by_messages = HierarchicalCommunicator(group, hosts, group.split(hosts.members))
     natively = connect_natively(group, hosts)
     wrong = []
     with mock.patch.object(dist, "all_to_all", all_to_all_of_parts):

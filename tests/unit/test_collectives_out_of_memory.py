@@ -63,7 +63,7 @@ def connect(name: str, group: Group) -> Communicator:
         return ProcessGroupCommunicator(group)
     hosts = Hosts.of("abab")
     host_group = replace(of_ranks((1, 3)), names=(1, 3))
-    return HierarchicalCommunicator.over_process_groups(group, hosts, host_group)
+    return HierarchicalCommunicator(group, hosts, host_group)
 
 
 def collectives(comm: Communicator, dtype: torch.dtype) -> dict[str, Callable[[], None]]:

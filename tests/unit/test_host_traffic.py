@@ -40,8 +40,8 @@ class MessageGroup(Group):
 TRANSPORTS = {
     "flat": (MessageGroup, ProcessGroupCommunicator),
     "flat, native": (NativeGroup, ProcessGroupCommunicator),
-    "hierarchical": (MessageGroup, HierarchicalCommunicator.over_process_groups),
-    "hierarchical, native": (NativeGroup, HierarchicalCommunicator.over_process_groups),
+    "hierarchical": (MessageGroup, HierarchicalCommunicator),
+    "hierarchical, native": (NativeGroup, HierarchicalCommunicator),
 }
 
 

@@ -38,9 +38,7 @@ def test_a_gather_is_one_call(size: int, numel: int) -> None:
 
 def test_a_gather_within_a_host_is_one_call() -> None:
     with fake_group(1, 5, Group) as group:
-        comm = HierarchicalCommunicator.over_process_groups(
-            group, Hosts.of("aaabb"), of_ranks((0, 1, 2))
-        )
+        comm = HierarchicalCommunicator(group, Hosts.of("aaabb"), of_ranks((0, 1, 2)))
         layout = Layout.from_shares(GPT2["block"], (0.1, 0.2, 0.3, 0.2, 0.2))
         with RecordCalls() as recorded:
             comm.all_gather(torch.empty(layout.numel), layout, what="it").wait()

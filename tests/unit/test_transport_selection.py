@@ -21,10 +21,9 @@ def a_group(monkeypatch: pytest.MonkeyPatch, backend: str, names: str) -> Any:
     monkeypatch.setattr(transport_selection, "Control", lambda group: None)
     monkeypatch.setattr(transport_selection, "_find_hosts", lambda control: Hosts.of(names))
     monkeypatch.setattr(transport_selection.dist, "get_backend_config", lambda group: backend)
-    for name in ("ProcessGroupCommunicator", "StagedCommunicator"):
+    kinds = ("ProcessGroupCommunicator", "StagedCommunicator", "HierarchicalCommunicator")
+    for name in kinds:
         monkeypatch.setattr(transport_selection, name, lambda *_, name=name: name)
-    over_groups = SimpleNamespace(over_process_groups=lambda *_: "HierarchicalCommunicator")
-    monkeypatch.setattr(transport_selection, "HierarchicalCommunicator", over_groups)
     backends = dict(part.split(":") for part in backend.split(","))
     return SimpleNamespace(
         process_group=None,
@@ -56,7 +55,7 @@ def test_gpus_use_hierarchical_where_it_relieves_a_network(
 @pytest.mark.parametrize("choice", ["auto", "staged"])
 def test_gpus_beside_gloo_are_staged(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
     group = a_group(monkeypatch, "cpu:gloo,cuda:gloo", "aabb")
-    monkeypatch.setattr(transport_selection, "_connect_default", lambda *_: "on the host")
+    monkeypatch.setattr(transport_selection, "_connect_to_hosts", lambda *_: "on the host")
     assert connect(group, choice, CUDA) == "StagedCommunicator"
 
 

@@ -46,32 +46,21 @@ class HierarchicalCommunicator(Communicator):
 
     reduction_order = "host"
 
-    def __init__(self, hosts: Hosts, between: CollectiveQueue, within: WithinHost) -> None:
-        """`between`: of all ranks; `within`: the ranks of this host."""
-        super().__init__(between.group)
-        self.name, self.waits_on_stream = within.name, within.comm.waits_on_stream
+    def __init__(self, group: Group, hosts: Hosts, on_host: Rendezvous | Group) -> None:
+        """`on_host`: the memory that CPU ranks of this host share, or the group of its ranks."""
+        super().__init__(group)
+        self._between = between = CollectiveQueue(group)
+        self._within: WithinHost = (
+            SharedHostMemory(between, on_host)
+            if isinstance(on_host, Rendezvous)
+            else ProcessGroupOfHost(between, on_host)
+        )
+        self.name, self.waits_on_stream = self._within.name, self._within.comm.waits_on_stream
         self._hosts, self.hosts = hosts, hosts.by_rank
-        self._between, self._within = between, within
         self._routes: dict[Layout, Route] = {}
         # Two streams, so that the copies of an unshard do not wait for the sums of earlier
         # reductions. Exchanges between hosts follow one another: they share a process group.
         self._reductions, self._gathers = StepStream(), StepStream()
-
-    @classmethod
-    def over_shared_memory(
-        cls, group: Group, hosts: Hosts, rendezvous: Rendezvous
-    ) -> HierarchicalCommunicator:
-        """For CPU ranks. `rendezvous`: of the ranks of this host."""
-        between = CollectiveQueue(group)
-        return cls(hosts, between, SharedHostMemory(between, rendezvous))
-
-    @classmethod
-    def over_process_groups(
-        cls, group: Group, hosts: Hosts, host_group: Group
-    ) -> HierarchicalCommunicator:
-        """For any devices. `host_group`: the ranks of this host, ascending."""
-        between = CollectiveQueue(group)
-        return cls(hosts, between, ProcessGroupOfHost(between, host_group))
 
     def buffer(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, codec: Codec | None = None
