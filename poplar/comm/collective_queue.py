@@ -53,14 +53,12 @@ class CollectiveQueue:
         received: Sequence[Tensor],
         sent: Sequence[Tensor],
         what: str,
-        finish: Callable[[], None] | None = None,
         *,
         position: int | None = None,
     ) -> Exchange:
         """Send `sent[r]` to every other rank `r`, and receive `received[r]` from it, on the host.
 
         Collective if `position`, which several exchanges may share, is not reserved already.
-        `finish` is called once, when all messages have been sent and received.
         """
         group, rank, size = self.group, self.group.rank, self.group.size
         position = self.reserve() if position is None else position
@@ -77,7 +75,6 @@ class CollectiveQueue:
             number=position,
             what=what,
             before_wait=lambda: self._finish_earlier(position),
-            finish=finish,
         )
 
     def chain(

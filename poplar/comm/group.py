@@ -50,19 +50,6 @@ class Event(Protocol):
         ...
 
 
-class DeviceWork(Protocol):
-    """A collective on a device."""
-
-    what: str
-    """Its name in errors."""
-    passed: Event | None
-    """After the wait of a stream; None before the wait."""
-
-    def is_completed(self) -> bool:
-        """Whether the device has finished it. Called from any thread."""
-        ...
-
-
 def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
     """A context for threads other than the caller's that query or abort work of a device.
 
@@ -70,6 +57,27 @@ def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
     """
     is_cuda = device is not None and device.type == "cuda"
     return torch.cuda.device(device) if is_cuda else contextlib.nullcontext()
+
+
+@dataclass(slots=True)
+class DeviceWork:
+    """A collective that has been issued on a device."""
+
+    what: str
+    """Its name in errors."""
+    device: torch.device
+    work: dist.Work | None
+    """None once it has been waited for."""
+    passed: Event | None = None
+    """After the wait of a stream."""
+
+    def is_completed(self) -> bool:
+        """Whether the device has finished it; called from any thread."""
+        work = self.work  # before `passed`, which is set before the work is dropped
+        with on_device(self.device):
+            if self.passed is not None:
+                return self.passed.query()
+            return work is None or work.is_completed()
 
 
 @dataclass(frozen=True, eq=False)

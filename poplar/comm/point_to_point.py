@@ -79,7 +79,6 @@ class Exchange:
         number: int,
         what: str,
         before_wait: Callable[[], float] | None = None,
-        finish: Callable[[], None] | None = None,
     ) -> None:
         """Start to send and receive.
 
@@ -91,7 +90,6 @@ class Exchange:
             number: of the exchange on its channel.
             what: its name in errors.
             before_wait: called first in `wait`; returns the seconds that it waited.
-            finish: called once, when all messages have been sent and received.
 
         Raises:
             CollectiveTimeout: the exchange cannot be started because a connection is closed.
@@ -100,8 +98,7 @@ class Exchange:
         def tag_of(message: Message) -> int:
             return message_tag(group, channel, number, what, message.tensor.nbytes)
 
-        self._group, self._what = group, what
-        self._before_wait, self._finish = before_wait, finish
+        self._group, self._what, self._before_wait = group, what, before_wait
         nonempty = [message for message in messages if message.tensor.numel() > 0]
         group.check()
         try:
@@ -116,9 +113,7 @@ class Exchange:
         self._wait_for_peers()
         waited += time.perf_counter() - start
         self._group.trace.add("wait", self._what, start)
-        if self._finish is not None:
-            self._finish()
-        self._works, self._before_wait, self._finish = [], None, None
+        self._works, self._before_wait = [], None
         return waited
 
     def _wait_for_peers(self) -> None:

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from poplar.comm.bucket import Reduction
 from poplar.comm.collective_queue import CollectiveQueue
-from poplar.comm.communicator import CachedBytes, Communicator, Splits, Work, own_slice
+from poplar.comm.communicator import (
+    CachedBytes,
+    CallbackWork,
+    Communicator,
+    Splits,
+    Work,
+    own_slice,
+)
 from poplar.comm.group import Group
 from poplar.comm.host_memory.segment import caches_memory
 from poplar.comm.shard_layout import ALIGNMENT, Layout
@@ -60,7 +67,7 @@ class ProcessGroupCommunicator(Communicator):
             reduction.add(parts)
             queue.buffers.put_back(received)
 
-        return queue.exchange(parts, slices, reduction.what, add)
+        return CallbackWork(queue.exchange(parts, slices, reduction.what), add)
 
     def all_gather(
         self, data: Tensor, layout: Layout, *, what: str, own: Tensor | None = None
@@ -166,5 +173,5 @@ def _issue_piece(
     else:
         splits = (own,) * queue.group.size, bucket.wire_layout.sizes
         call = partial(dist.all_to_all_single, received, data, *splits, group=group, async_op=True)
-    add = partial(piece.add, by_sender)
-    return StreamWork(queue.group, call if data.numel() else None, data.device, piece.what, add)
+    work = StreamWork(queue.group, call if data.numel() else None, data.device, piece.what)
+    return CallbackWork(work, partial(piece.add, by_sender))
