@@ -99,6 +99,8 @@ def load_now(
     return load_opened(open_checkpoint, optimizer, wanted, doing)
 
 
+@torch.no_grad()
+@no_garbage_collection()
 def load_opened(
     open_checkpoint: Callable[[], OpenedCheckpoint],
     optimizer: Checkpointed,
@@ -106,7 +108,19 @@ def load_opened(
     doing: str,
 ) -> Load:
     """As `load_now`, what a function opens on each rank."""
-    load = _prepared(open_checkpoint, optimizer._training_parts(), wanted, doing)
+    parts = optimizer._training_parts()
+    control, device = parts.engine.control, parts.engine.flats[0].device
+
+    def prepare() -> Load:
+        check_idle(parts, "load_checkpoint()")
+        return Load(parts, open_checkpoint(), wanted)
+
+    load = run_on_all_ranks(control, prepare, doing=doing)
+    read_on_all_ranks(control, device, load.verify, doing=doing)
+    load.opened.collect(control, load.targets)
+    read_on_all_ranks(control, device, load.read_optimizer_state, doing=doing)
+    load.optimizer_state.agree(control)
+    load.set_objects(doing)  # what changes first: they can be given their state back
     with optimizer.collective_calls.changing_values("load_checkpoint()"):
         load.run(doing)
     return load
@@ -143,31 +157,6 @@ def load_as(
         for key, state in states.items():
             wanted[key].load_state_dict(state)
     return result, values
-
-
-@torch.no_grad()
-@no_garbage_collection()
-def _prepared(
-    open_checkpoint: Callable[[], OpenedCheckpoint],
-    parts: TrainingParts,
-    wanted: Mapping[str, Any],
-    doing: str,
-) -> Load:
-    """What can be loaded; nothing has changed but the user's objects."""
-    control = parts.engine.control
-
-    def prepare() -> Load:
-        check_idle(parts, "load_checkpoint()")
-        return Load(parts, open_checkpoint(), wanted)
-
-    load = run_on_all_ranks(control, prepare, doing=doing)
-    device = parts.engine.flats[0].device
-    read_on_all_ranks(control, device, load.verify, doing=doing)
-    load.opened.collect(control, load.targets)
-    read_on_all_ranks(control, device, load.read_optimizer_state, doing=doing)
-    load.optimizer_state.agree(control)
-    load.set_objects(doing)
-    return load
 
 
 class Load:
@@ -256,7 +245,6 @@ class Load:
         group = self.parts.engine.control.group
         self.opened.verify(group.rank, group.size)
 
-    @torch.no_grad()
     def run(self, doing: str) -> None:
         """Change values. Collective."""
         control, device = self.parts.engine.control, self.parts.engine.flats[0].device
@@ -393,14 +381,14 @@ class Load:
             done.add(id(value))
             target = value.detach()
             if place := places.get(id(value)):
-                target = place.shard(stored_values(place.flat), place.flat.owned[0])
+                target = place.shard(stored_values(place.flat))
             yield self._masters.get(name, self._stored_names[name]), target
 
     def _sent_targets(self) -> Iterator[tuple[str, Tensor]]:
         """What all ranks compute with, if this optimizer sends differences and they were saved."""
         for place in places_of(self.parts.engine.trained):
             if place.flat.sends_differences and SENT + place.name in self.opened.described:
-                yield SENT + place.name, place.shard(place.flat.shard, place.flat.owned[0])
+                yield SENT + place.name, place.shard(place.flat.shard)
 
 
 def _is_object(value: Any) -> bool:

@@ -117,7 +117,7 @@ def saved_entries(parts: TrainingParts, *, frozen: bool, rank: int | None = None
     """
     rank = parts.engine.comm.group.rank if rank is None else rank
     shards = {
-        id(place.parameter): place.saved_shard(stored_values(place.flat), place.flat.owned[0], rank)
+        id(place.parameter): place.saved_shard(stored_values(place.flat), rank)
         for place in places_of(parts.engine.flats)
     }
     model: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def _communication_state(parts: TrainingParts, rank: int) -> dict[str, Any]:
     """What compressed communication adds, so that training goes on with the same bits."""
     strategy = parts.engine.strategy
     sent = {
-        place.name: place.saved_shard(flat.shard, flat.owned[0], rank)
+        place.name: place.saved_shard(flat.shard, rank)
         for place in places_of(parts.engine.trained)
         if (flat := place.flat).sends_differences
     }
@@ -181,7 +181,7 @@ def saved_optimizer_state(parts: TrainingParts, rank: int) -> dict[str, dict[str
             continue
         for place in (Place(run.flat, position) for position in range(run.first, run.last)):
             found[place.name] = {
-                key: place.saved_shard(value, run.first_owned, rank, shape)
+                key: place.saved_shard(value, rank, run.first_owned, shape)
                 if (shape := parts.update.whole_shape(run, place.position, key, value)) is not None
                 else value
                 for key, value in state.items()

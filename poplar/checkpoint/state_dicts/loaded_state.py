@@ -284,7 +284,7 @@ class LoadedState:
         """Copy the owned entries of a parameter to a flat tensor that begins at `first`."""
         elements = self._states[place].elements.get(key)
         if elements is not None:
-            target = place.shard(to, first, shape=shape)
+            target = place.shard(to, first, shape)
             target.local.copy_(elements.part(target.start, target.stop, key))
 
 

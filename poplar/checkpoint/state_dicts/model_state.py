@@ -66,7 +66,7 @@ class ModelState:
         flat = place.flat
         # The checkpoint may be loaded in place.
         self._engine.strategy.wait_for_readers(flat)
-        part, owners = place.part(flat.shard, flat.owned[0]), place.owners(self._engine)
+        part, owners = place.part(flat.shard), place.owners(self._engine)
         return ParameterShard(part, place.parameter.shape, place.owned[0], owners)
 
     def _before_loading(
@@ -106,14 +106,12 @@ class ModelState:
         flat = place.flat
         part = elements.part(*place.owned, place.name)
         self._engine.strategy.wait_for_readers(flat)
-        place.part(flat.shard, flat.owned[0]).copy_(part)
+        place.part(flat.shard).copy_(part)
         if _is_wider(part, flat):
             self._load_master(place, elements)
 
     def _load_master(self, place: Place, elements: Elements) -> None:
-        flat = place.flat
-        part = elements.part(*place.owned, place.name)
-        place.part(flat.master, flat.owned[0]).copy_(part)
+        place.part(place.flat.master).copy_(elements.part(*place.owned, place.name))
 
     def _after_loading(self, module: nn.Module, *_: Any) -> None:
         """Update the masters of the module's own parameters, each once."""

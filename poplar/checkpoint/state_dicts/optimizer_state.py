@@ -110,7 +110,8 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
             shape = found
         if self._engine.strategy.replicates_state:
             return with_own_storage(place.part(value, run.first_owned).view(shape))
-        return place.shard(value, run.first_owned, place.owners(self._engine, shape), shape)
+        owners = place.owners(self._engine, shape)
+        return place.shard(value, run.first_owned, shape, owners=owners)
 
 
 def _is_owned(place: Place) -> bool:

@@ -79,53 +79,46 @@ class Place:
         numel, (start, stop) = self.parameter.numel(), bounds or self.owned
         return scaled(start, numel, shape), scaled(stop, numel, shape)
 
-    def part(self, values: Tensor, first: int) -> Tensor:
+    def part(self, values: Tensor, first: int | None = None) -> Tensor:
         """The owned elements in a flat tensor, a view."""
-        return self._slice(values, first, self.owned, self.parameter.shape)
+        return self.shard(values, first).local
 
     def shard(
         self,
         values: Tensor,
-        first: int,
-        owners: Owners | None = None,
+        first: int | None = None,
         shape: Sequence[int] | None = None,
+        *,
+        owners: Owners | None = None,
+        bounds: tuple[int, int] | None = None,
     ) -> ShardTensor:
         """The owned elements in a flat tensor, as a view of a part of the parameter.
 
         Args:
+            first: default: the first element that this rank owns.
             shape: of the value of the whole parameter; default: the parameter's.
+            bounds: other elements of the parameter than the owned ones.
         """
-        return self._shard(values, first, self.owned, shape, owners)
+        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
+
+        first = self.flat.owned[0] if first is None else first
+        shape = self.parameter.shape if shape is None else shape
+        base = scaled(first - self.flat.offsets[self.position], self.parameter.numel(), shape)
+        start, stop = self.entries(shape, bounds)
+        return ShardTensor(values.view(-1)[start - base : stop - base], shape, start, owners)
 
     def saved_shard(
-        self, values: Tensor, first: int, rank: int, shape: Sequence[int] | None = None
+        self,
+        values: Tensor,
+        rank: int,
+        first: int | None = None,
+        shape: Sequence[int] | None = None,
     ) -> ShardTensor:
         """What a rank saves: as `shard`, but each element on one rank, also if all own all."""
         offset, numel = self.flat.offsets[self.position], self.parameter.numel()
         bounds = self.flat.layout.bounds(rank)
         start, stop = (min(max(bound - offset, 0), numel) for bound in bounds)
-        return self._shard(values, first, (start, stop), shape, None)
-
-    def _shard(
-        self,
-        values: Tensor,
-        first: int,
-        bounds: tuple[int, int],
-        shape: Sequence[int] | None,
-        owners: Owners | None,
-    ) -> ShardTensor:
-        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
-
-        shape = self.parameter.shape if shape is None else shape
-        part = self._slice(values, first, bounds, shape)
-        return ShardTensor(part, shape, self.entries(shape, bounds)[0], owners)
-
-    def _slice(
-        self, values: Tensor, first: int, bounds: tuple[int, int], shape: Sequence[int]
-    ) -> Tensor:
-        base = scaled(first - self.flat.offsets[self.position], self.parameter.numel(), shape)
-        start, stop = self.entries(shape, bounds)
-        return values.view(-1)[start - base : stop - base]
+        return self.shard(values, first, shape, bounds=(start, stop))
 
     def owners(self, engine: Engine, shape: Sequence[int] | None = None) -> Owners | None:
         """The ranks that own elements; None if each rank has a whole parameter of its own.

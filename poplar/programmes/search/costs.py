@@ -105,27 +105,14 @@ class ClusterCosts:
     """Seconds of the gradient and the update of an element that every rank has."""
 
     def node_seconds(self, pattern: Pattern, strategy: Strategy, *, trained: bool) -> float:
-        """Seconds of a node at the slowest rank.
-
-        Args:
-            pattern: of the node.
-            strategy: of the node.
-            trained: the node has a backward pass.
-        """
+        """Seconds of a node at the slowest rank, with its backward pass if it is `trained`."""
         units, work = divided_units(pattern, strategy), work_of(pattern, trained=trained)
         return self.compute_seconds({units: work})
 
     def move_seconds(
         self, kind: TensorType, source: Placement, target: Placement, *, trained: bool
     ) -> float:
-        """Seconds of a collective, and of its adjoint in the backward pass.
-
-        Args:
-            kind: of the tensor.
-            source: the placement that the tensor has.
-            target: the placement that it gets.
-            trained: the tensor has a gradient.
-        """
+        """Seconds of a collective, and of its adjoint if the tensor has a gradient (`trained`)."""
         moved = transfers_of(kind, source, target, trained=trained)
         return math.fsum(self.collective_seconds({one: kind.nbytes}, {one: 1}) for one in moved)
 

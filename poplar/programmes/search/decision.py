@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from poplar.planner.prediction import predict
+from poplar.planner.prediction import Prediction, predict
 from poplar.programmes.graph.graph import Graph
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.search.composition import data_parallel
@@ -69,10 +69,8 @@ class _Candidate:
     """The parts of a step, predicted."""
 
 
-def plan_programme(
-    graph: Graph, cluster: ClusterProfile, plan: Plan, *, margin: float = MARGIN
-) -> ProgrammeDecision:
-    """The fastest programme, if it is predicted to be faster than a plan.
+def plan_programme(graph: Graph, cluster: ClusterProfile, plan: Plan) -> ProgrammeDecision:
+    """The fastest programme, if it is predicted to be faster than a plan by more than `MARGIN`.
 
     A programme runs one pass per step on the whole global batch. Parameters that it replicates have
     gradients and optimizer state as at stage 1, with the shares of the plan.
@@ -81,7 +79,6 @@ def plan_programme(
         graph: with the shapes of the plan's global batch.
         cluster: as it was measured.
         plan: data parallelism to compare with.
-        margin: fraction of the plan's step by which a programme must be faster.
 
     Raises:
         DoesNotFit: the plan does not fit the cluster.
@@ -94,40 +91,38 @@ def plan_programme(
             f"the graph is of a batch of {max(batch)} samples, but the plan's global batch is "
             f"{plan.global_batch}; export the loss with a global batch"
         )
-    search = _Turns(StepModel(cluster, graph, plan))
-    best, reason = search.best(plan) if plan.world_size > 1 else (None, "there is only one rank")
+    model = StepModel(cluster, graph, plan)
+    best, reason = (
+        _fastest(model, plan) if plan.world_size > 1 else (None, "there is only one rank")
+    )
     part = best.steps.total / known.step_seconds if best else math.inf
-    decision = ProgrammeDecision(
+    if best and part < 1.0 - MARGIN:
+        return _with_programme(model, best, known)
+    if best:
+        reason = (
+            "no programme is predicted to be faster than data parallelism by more than "
+            f"{100 * MARGIN:.0f} %: the fastest takes {part:.2f} of its time"
+        )
+    return ProgrammeDecision(
         programme=None,
         reason=reason,
         step_seconds=known.step_seconds,
         data_parallel_seconds=known.step_seconds,
         memory_bytes=known.memory_bytes,
     )
-    if best is None:
-        return decision
-    if part >= 1.0 - margin:
-        reason = (
-            "no programme is predicted to be faster than data parallelism by more than "
-            f"{100 * margin:.0f} %: the fastest takes {part:.2f} of its time"
-        )
-        return replace(decision, reason=reason)
-    return _with_programme(decision, search.model, best)
 
 
-def _with_programme(
-    decision: ProgrammeDecision, model: StepModel, best: _Candidate
-) -> ProgrammeDecision:
+def _with_programme(model: StepModel, best: _Candidate, known: Prediction) -> ProgrammeDecision:
     programme, terms = best.programme, best.terms
     others = programme.world_size - 1.0
     sent = {"gather": others, "reduce": others, "exchange": others / programme.world_size}
     moved_bytes = (sent[moved.kind] * nbytes for moved, nbytes in terms.transfers.items())
-    part = best.steps.total / decision.data_parallel_seconds
-    return replace(
-        decision,
+    part = best.steps.total / known.step_seconds
+    return ProgrammeDecision(
         programme=programme,
         reason=f"predicted to take {part:.2f} of the time of data parallelism",
         step_seconds=best.steps.total,
+        data_parallel_seconds=known.step_seconds,
         memory_bytes=tuple(
             math.ceil(model.memory_bytes(terms, programme.ratios, rank))
             for rank in range(programme.world_size)
@@ -138,49 +133,37 @@ def _with_programme(
     )
 
 
-class _Turns:
-    """Programme and ratios in turns."""
-
-    def __init__(self, model: StepModel) -> None:
-        self.model = model
-        self.space = SearchSpace.of(model.graph, restricted=True)
-
-    def best(self, plan: Plan) -> tuple[_Candidate | None, str]:
-        """The fastest programme that fits, and why there is none."""
-        model, best = self.model, None
-        reason = "no programme fits the memory of every rank with the whole batch in one pass"
-        # A plan may have several passes per step.
-        start = tuple(plan.samples(rank) for rank in range(plan.world_size))
-        most = [device.max_batch for device in model.cluster.devices]
-        ratios, replicated = samples_within(model.global_batch, start, most), 1.0
-        if ratios is None:
-            return None, (
-                f"a programme computes the whole batch of {model.global_batch} samples in one "
-                "pass, and the largest passes that were measured on all ranks have fewer together"
-            )
-        for _ in range(_MAX_TURNS):
-            programme = self._fastest(ratios, replicated)
-            if programme is None:
-                reason = "the search found no programme that is as fast as data parallelism"
-                break
-            terms = StepTerms.of(model.graph, programme)
-            better = best_ratios(model, terms, ratios)
-            if better is None:
-                break
-            steps = model.step(terms, better)
-            gain = math.inf if best is None else 1.0 - steps.total / best.steps.total
-            if gain > 0.0:
-                divided = replace(programme, ratios=better, shares=model.shares)
-                best = _Candidate(divided, terms, steps)
-            reached = (better, terms.replicated_fraction)
-            if gain < _SMALLEST_GAIN or (ratios, replicated) == reached:
-                break
-            ratios, replicated = reached
-        return best, reason
-
-    def _fastest(self, ratios: tuple[int, ...], replicated: float) -> Programme | None:
-        costs = self.model.costs(ratios, replicated)
+def _fastest(model: StepModel, plan: Plan) -> tuple[_Candidate | None, str]:
+    """The fastest programme that fits, and why there is none. Programme and ratios in turns."""
+    best, space = None, SearchSpace.of(model.graph, restricted=True)
+    reason = "no programme fits the memory of every rank with the whole batch in one pass"
+    # A plan may have several passes per step.
+    start = tuple(plan.samples(rank) for rank in range(plan.world_size))
+    most = [device.max_batch for device in model.cluster.devices]
+    ratios, replicated = samples_within(model.global_batch, start, most), 1.0
+    if ratios is None:
+        return None, (
+            f"a programme computes the whole batch of {model.global_batch} samples in one "
+            "pass, and the largest passes that were measured on all ranks have fewer together"
+        )
+    for _ in range(_MAX_TURNS):
+        costs = model.costs(ratios, replicated)
         if not all(map(math.isfinite, costs.compute.whole)):
-            return None
-        found = fastest_in(self.space, costs, width=_MAX_STATES // len(self.space.nodes))
-        return data_parallel(self.model.graph, ratios) if found is None else found.programme
+            reason = "the search found no programme that is as fast as data parallelism"
+            break
+        found = fastest_in(space, costs, width=_MAX_STATES // len(space.nodes))
+        programme = found.programme if found else data_parallel(model.graph, ratios)
+        terms = StepTerms.of(model.graph, programme)
+        better = best_ratios(model, terms, ratios)
+        if better is None:
+            break
+        steps = model.step(terms, better)
+        gain = math.inf if best is None else 1.0 - steps.total / best.steps.total
+        if gain > 0.0:
+            divided = replace(programme, ratios=better, shares=model.shares)
+            best = _Candidate(divided, terms, steps)
+        reached = (better, terms.replicated_fraction)
+        if gain < _SMALLEST_GAIN or (ratios, replicated) == reached:
+            break
+        ratios, replicated = reached
+    return best, reason
