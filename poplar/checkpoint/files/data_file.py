@@ -1,6 +1,6 @@
-"""A data file of a checkpoint: `torch.distributed.checkpoint` writes its items.
+"""A data file of a checkpoint, with the items as `torch.distributed.checkpoint` writes them.
 
-Poplar adds what it lacks: a checksum of the file, and a stop when another rank has failed.
+Unlike torch, it computes a checksum of the file, and stops when another rank has failed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemWriter,
-    _StoragePrefix,
-)
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 
 from poplar._core import crc32c
 from poplar.checkpoint.files.stored_files import open_stored
+from poplar.system.storage import with_own_storage
 
 _CHUNK = 16 << 20
 """Bytes between two looks at whether the save has been cancelled."""
@@ -83,21 +78,29 @@ class DataFile(io.RawIOBase):
         self, items: Sequence[WriteItem], values: Mapping[MetadataIndex, Any]
     ) -> list[tuple[int, int]]:
         """Write all items and bring them to the disk; the first byte and the bytes of each."""
-        writer = FileSystemWriter(self.path.parent, sync_files=True)
-        writer.fs = _OnlyFile(self)
-        prefix = self.path.name.removesuffix("0.distcp")  # the writer adds its number of the file
-        plan = SavePlan(list(items), storage_data=_StoragePrefix(prefix))
+        places: list[tuple[int, int]] = []
         try:
             with _without_checksum_of_torch():
-                results = writer.write_data(plan, _GivenValues(values)).wait()
+                for item in items:
+                    begin = self.tell()
+                    self._write_value(values[item.index])
+                    places.append((begin, self.tell() - begin))
+            os.fsync(self.fileno())
         except Exception as error:
             if self._failure is not None:  # torch.save raises another error while it unwinds
                 raise self._failure from None
             if isinstance(error, OSError):
                 raise _with_path(error, self.path) from error
             raise
-        places = {result.index: result.storage_data for result in results}
-        return [(places[item.index].offset, places[item.index].length) for item in items]
+        return places
+
+    def _write_value(self, value: Any) -> None:
+        """Write a tensor or another value as `FileSystemWriter` of torch does."""
+        if isinstance(value, Tensor):
+            tensor = value.detach().contiguous().resolve_conj().resolve_neg().cpu()
+            torch.save(with_own_storage(tensor), self)  # type: ignore[arg-type]  # it only writes
+        else:
+            self.write((value if isinstance(value, Pickled) else Pickled.of(value)).data)
 
     def writable(self) -> bool:
         return True
@@ -139,33 +142,6 @@ class DataFile(io.RawIOBase):
     def release(self) -> None:
         """Say that this process has done all that it does with the file; see `has_writer`."""
         self._lock.release()
-
-
-class _OnlyFile(FileSystem):
-    """A writer's file system, in which one file is open."""
-
-    def __init__(self, file: DataFile) -> None:
-        self._file = file
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        assert Path(path) == self._file.path
-        yield self._file
-
-
-class _GivenValues(DefaultSavePlanner):
-    """Says what a writer writes."""
-
-    def __init__(self, values: Mapping[MetadataIndex, Any]) -> None:
-        super().__init__()
-        self._values = values
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        value = self._values[write_item.index]
-        if isinstance(value, Tensor):
-            return value.detach().contiguous().resolve_conj().resolve_neg()
-        pickled = value if isinstance(value, Pickled) else Pickled.of(value)
-        return io.BytesIO(pickled.data)
 
 
 def checksum(folder: Path, name: str) -> Stored:
