@@ -207,8 +207,6 @@ class Group:
         pending on devices are aborted, so that their streams continue.
 
         Args:
-            what: the collective's name.
-            peers: the ranks that it waited for.
             cause: the backend's error; None: no answer before the deadline.
         """
         if self.failures:
@@ -349,9 +347,7 @@ class Group:
             process_group = self.subgroups.make(
                 self.process_group, backend, subgroups, self.timeout, self.reports
             )
-            control_group = _control_group(
-                process_group, self.subgroups, self.timeout, self.reports
-            )
+            control_group = self._control_group_of(process_group)
         except RuntimeError as error:
             raise self.fail("making the process groups of hosts", self.peers(), error) from error
         return replace(
@@ -373,7 +369,6 @@ class Group:
         """The group of `process_group` (None: WORLD). Collective.
 
         Args:
-            process_group: the ranks.
             timeout: of its collectives; None: that of the process group.
             outer: the groups of the calls that it is made in. A rank that fails there is a cause
                 of failures here.
@@ -436,9 +431,7 @@ class Group:
     def _with_control_group(self) -> Group:
         """This group with a control group of its own. Collective."""
         try:
-            control_group = _control_group(
-                self.process_group, self.subgroups, self.timeout, self.reports
-            )
+            control_group = self._control_group_of(self.process_group)
         except RuntimeError as error:
             cause = f"{first_line(error)}. {_ADVICE}"
             raise self.fail("making the control channel", self.peers(), cause) from error
@@ -452,6 +445,17 @@ class Group:
         if group.has_device_backend and group.reports is not None:
             group.reports.watch(group.follow_failure, group.abort_late_collectives)
         return group
+
+    def _control_group_of(self, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A gloo group of the same ranks. Collective on the first use of a process group.
+
+        It is never the process group itself: the user's own collectives there may be issued in
+        another order, relative to those of the control channel, on every rank.
+        """
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        if len(ranks) == 1:
+            return process_group
+        return self.subgroups.make(process_group, "gloo", (ranks,), self.timeout, self.reports)
 
 
 def _reports(
@@ -495,20 +499,3 @@ def _next_index(process_group: dist.ProcessGroup) -> int:
     index = _GROUP_COUNTS.get(process_group, 0)
     _GROUP_COUNTS[process_group] = index + 1
     return index
-
-
-def _control_group(
-    process_group: dist.ProcessGroup,
-    subgroups: Subgroups,
-    timeout: timedelta,
-    reports: FailureReports | None,
-) -> dist.ProcessGroup:
-    """A gloo group of the same ranks. Collective on the first use of a process group.
-
-    It is never the process group itself: the user's own collectives there may be issued in another
-    order, relative to those of the control channel, on every rank.
-    """
-    all_ranks = tuple(dist.get_process_group_ranks(process_group))
-    if len(all_ranks) == 1:
-        return process_group
-    return subgroups.make(process_group, "gloo", (all_ranks,), timeout, reports)

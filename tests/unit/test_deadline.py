@@ -77,7 +77,7 @@ def test_what_to_set_is_said_if_the_control_channel_cannot_be_made(
     def refuse(*_arguments: object) -> dist.ProcessGroup:
         raise RuntimeError("Connection refused\nin gloo")
 
-    monkeypatch.setattr("poplar.comm.group._control_group", refuse)
+    monkeypatch.setattr("poplar.comm.group.Group._control_group_of", refuse)
     with pytest.raises(CollectiveTimeout, match=r"Connection refused\. .*GLOO_SOCKET_IFNAME"):
         Group.of(None, MINUTE)
 
