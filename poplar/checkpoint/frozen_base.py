@@ -79,9 +79,7 @@ def check_base(folder: Path, saved: Mapping[str, str], own: Mapping[str, str]) -
     """Check that adapters were trained on a base like this one.
 
     Args:
-        folder: the checkpoint.
         saved: the description of the base that it was saved without.
-        own: of this model.
 
     Raises:
         ValueError: there are other names, shapes or dtypes.

@@ -137,7 +137,6 @@ def load_as(
     A rank that the plan leaves out loads nothing but the objects `wanted`.
 
     Args:
-        name: of the call.
         optimizer: as for `load_checkpoint`.
         load: returns any result, and what has been loaded.
         wanted: by name, objects with `load_state_dict`.

@@ -101,11 +101,9 @@ def transfer(
     """This rank's part under `new`, from all ranks' parts under `old`. Collective if they differ.
 
     Args:
-        comm: the ranks.
         part: what this rank has under `old`, 1-D.
         old: the layout now; None: every rank has everything.
         new: the layout afterwards; None: every rank gets everything.
-        what: moves, for errors.
     """
     if old == new:
         return part
@@ -174,14 +172,7 @@ class Piece(NamedTuple):
 
 
 class MovedState:
-    """The state of a segment at its new owners. The constructor is collective.
-
-    Args:
-        comm: the ranks.
-        update: has the state.
-        segment: what moves.
-        schemas: of the runs.
-    """
+    """The state of a segment at its new owners. The constructor is collective."""
 
     def __init__(
         self, comm: Communicator, update: ShardedUpdate, segment: Segment, schemas: Schemas
@@ -252,7 +243,6 @@ def state_of_runs(update: ShardedUpdate, moved: Sequence[MovedState]) -> StateOf
     """A function from a run of the new buffer to the state of what this rank gets of it.
 
     Args:
-        update: makes the state.
         moved: all segments of the new buffer.
     """
 

@@ -91,9 +91,7 @@ class Saver:
     """Saves the training state of one optimizer, and keeps between saves what stays the same.
 
     Args:
-        optimizer: as for `save_checkpoint`.
         asynchronous: what this rank writes is copied, so that training may go on meanwhile.
-        frozen: as for `save_checkpoint`.
     """
 
     def __init__(
@@ -116,8 +114,6 @@ class Saver:
         """Start to save; `wait` on the result. Collective.
 
         Args:
-            folder: as for `save_checkpoint`.
-            state: as for `save_checkpoint`.
             step: stored in the manifest.
             replaces: an existing checkpoint is replaced once the new one is complete.
         """

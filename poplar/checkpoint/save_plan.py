@@ -81,11 +81,8 @@ class Agreement:
         """Exchange what has changed, and set `content.own_buffers`. Collective.
 
         Args:
-            control: the control channel.
-            content: of this rank.
             buffers: the digests of its `buffers`.
             name: of the checkpoint's folder.
-            doing: for errors.
 
         Raises:
             ValueError: the ranks have different values in `state`, or save to different folders.

@@ -19,7 +19,6 @@ def check_model(opened: OpenedCheckpoint, model: Mapping[str, Tensor]) -> dict[s
     """Check that a checkpoint has exactly the names and shapes of a model.
 
     Args:
-        opened: the checkpoint.
         model: parameters and buffers, as `model_values` gives them. Of tied parameters, one name
             is enough.
 

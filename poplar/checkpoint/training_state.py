@@ -111,7 +111,6 @@ def saved_entries(parts: TrainingParts, *, frozen: bool, rank: int | None = None
     """This rank's part of model and optimizer. Views: nothing is copied or sent.
 
     Args:
-        parts: of the training.
         frozen: the base of adapters, too.
         rank: another rank, whose part this rank has, too.
     """

@@ -64,11 +64,9 @@ class Control:
         close_when_aborted(group, group.control_group)
 
     def max_flat_bytes(self, device: torch.device, numel: int) -> int | None:
-        """The size in fp32 up to which one collective is faster than several; None: no preference.
+        """Bytes in fp32 up to which one collective is faster than several; None: no preference.
 
-        Args:
-            device: of the tensors that are sent.
-            numel: elements of the whole model.
+        `numel` is that of the whole model.
         """
         if self.group.supports(device) and not self.group.is_on_host(device):
             return _DEVICE_FLAT_BYTES

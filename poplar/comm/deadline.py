@@ -38,8 +38,6 @@ def wait_until(
     """Wait on the host for something that needs other ranks; returns the seconds waited.
 
     Args:
-        is_done: whether it is over.
-        timeout: the longest wait.
         reports: of failures of all ranks, if there are any.
         pause: waits up to so many seconds, and ends as soon as it is over; None: sleep, and query.
 

@@ -148,7 +148,6 @@ class FailureReports:
 
         Args:
             suspects: the other ranks that this rank waited for.
-            cause: why the wait failed.
             what: the collective; other ranks may have waited in another one.
         """
         self.publish(f"rank {self.rank} waited for other ranks in {what!r} ({cause})")

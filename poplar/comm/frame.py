@@ -40,8 +40,6 @@ class Frame:
         Args:
             values: on the CPU, of any dtype.
             form: their number and dtype, or what else must be equal on all ranks.
-            index: of the group.
-            what: the call.
         """
         payload = values.view(torch.uint8)
         header = _HEADER.pack(payload.numel(), index, form.encode(), call_name(what).encode()[:80])
@@ -90,12 +88,7 @@ def announced_bytes(header: bytes) -> int:
 
 
 def describe_calls(names: Sequence[int], headers: Sequence[bytes]) -> str:
-    """The error of ranks that are in different calls.
-
-    Args:
-        names: the rank of each header.
-        headers: of all ranks.
-    """
+    """The error of ranks that are in different calls."""
     calls: dict[str, list[str]] = {}
     several = len({_HEADER.unpack(header)[1] for header in headers}) > 1
     for name, header in zip(names, headers, strict=True):

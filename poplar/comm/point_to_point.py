@@ -83,12 +83,9 @@ class Exchange:
         """Start to send and receive.
 
         Args:
-            group: the participating ranks.
             process_group: carries the messages.
-            messages: of this rank.
             channel: as `number` and `what`, the same on all ranks.
             number: of the exchange on its channel.
-            what: its name in errors.
             before_wait: called first in `wait`; returns the seconds that it waited.
 
         Raises:

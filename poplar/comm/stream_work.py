@@ -36,12 +36,9 @@ class StreamWork:
         """Issue the collective. Issue and wait on the same stream.
 
         Args:
-            group: the participating ranks.
             call: issues it; None: there is nothing to send. It is kept until the wait, with the
                 tensors that it refers to: the backend must not lose their memory, and calls no
                 `record_stream`.
-            device: of the tensors.
-            what: the collective's name in errors.
 
         Raises:
             CollectiveTimeout: the collective cannot be issued because earlier ones were aborted.

@@ -76,8 +76,6 @@ class Subgroups:
 
         Args:
             process_group: what the subgroups are part of: that of all ranks, or a subgroup.
-            backend: of the subgroups.
-            partition: the ranks of all subgroups.
             timeout: of this call and of waits in the subgroups.
             reports: of failures of other ranks, which end the call.
 

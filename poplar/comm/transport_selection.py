@@ -48,7 +48,6 @@ def connect(
     """The transport for a group. Collective.
 
     Args:
-        group: the participating ranks.
         choice: `"process_group"` (NCCL, gloo); `"shared_memory"` (CPU ranks of one host);
             `"hierarchical"` (shared memory on each of several hosts);
             `"hierarchical:process_group"` (NCCL or gloo on each of them); `"staged"` (any device,
@@ -179,7 +178,6 @@ def connect_control(group: Group, choice: str | Communicator = "auto") -> Contro
     """The control channel: shared memory between ranks of one host, otherwise gloo. Collective.
 
     Args:
-        group: the participating ranks.
         choice: of the transport; `"process_group"` also applies to the control channel.
 
     Raises:

@@ -87,14 +87,7 @@ class _Range(NamedTuple):
 
 
 class MemoryState(OpenedCheckpoint):
-    """A step that is whole in memory.
-
-    Args:
-        folder: of this rank's host.
-        whole: the step.
-        rank: this one.
-        described: all parts, by owner.
-    """
+    """A step that is whole in memory."""
 
     def __init__(
         self, folder: Path, whole: Whole, rank: int, described: Mapping[int, Description]

@@ -143,8 +143,6 @@ def write_shard(
     """Write a step into the first file; the second one gets room for the next step.
 
     Args:
-        files: of the part of one rank.
-        step: that is saved.
         ranks: as in `Mark`.
         description: with `ShardTensor`s among its values, which become its parts.
 

@@ -100,10 +100,6 @@ class OpenedCheckpoint:
     def verify(self, rank: int = 0, world_size: int = 1) -> None:
         """Compare the checksums of this rank's share of the files.
 
-        Args:
-            rank: this rank.
-            world_size: ranks that share the work.
-
         Raises:
             DamagedCheckpoint: they differ; names the file.
         """

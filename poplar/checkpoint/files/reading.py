@@ -29,10 +29,7 @@ def read_on_all_ranks(
     """Run `read` on every rank, in a thread, until all have finished. Collective.
 
     Args:
-        control: the control channel of the ranks.
         device: of the tensors that are read into.
-        read: of this rank.
-        doing: for errors.
 
     Raises:
         Exception: of this rank's `read`.

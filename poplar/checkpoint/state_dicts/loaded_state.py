@@ -50,7 +50,6 @@ def load_state_dict(
     """Load a state dict on all ranks, or on none. Collective.
 
     Args:
-        optimizer: as for `LoadedState`, and `engine`, `update` and `state_dict`, too.
         scaler: gets its state, if the state dict has it.
         changing_values: see `CollectiveCalls`.
     """
@@ -126,9 +125,6 @@ class LoadedState:
     """Saved optimizer state that fits this optimizer on this rank.
 
     Args:
-        optimizer: the optimizer, whose param groups are those of the user.
-        engine: its engine.
-        update: its update.
         groups: the saved param groups. Parameters are identified by name if they have names, else
             by position.
         state_of: the saved state of a parameter, given its place, its key in `groups`, and what its

@@ -150,8 +150,6 @@ class Elements:
 
         Args:
             value: the whole tensor, or a `ShardTensor` with a part of it.
-            shape: the expected shape.
-            name: of the value, for messages.
 
         Raises:
             TypeError: it is another kind of tensor, or none.

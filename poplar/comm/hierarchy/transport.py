@@ -229,10 +229,6 @@ class StepStream:
 
         Tensors that the steps allocate belong to their stream, so they can be freed while the steps
         run. The others must live until the wait.
-
-        Args:
-            device: of the tensors.
-            tensors: the tensors of the caller.
         """
         work = StepsWork(*tensors)
         if device.type != "cuda":

@@ -46,8 +46,6 @@ class WithinHost(ABC):
         """`total` = the host's sum of the parts that this rank owns and relays.
 
         Args:
-            reduction: of all ranks.
-            route: of the bucket's layout.
             total: in the wire dtype; the own slice and, behind it, what this rank relays.
             exchange: sends what this rank relays, and receives the sums of other hosts. The own
                 slice must be in `total` before the wait for what is sent.
@@ -65,10 +63,7 @@ class WithinHost(ABC):
         """Fill `data` from what each rank of the host owns and relays.
 
         Args:
-            data: the whole buffer.
             own: this rank's slice, in `data` or elsewhere.
-            route: of the buffer's layout.
-            what: the collective's name in errors.
             receive: issues the exchange between hosts, into memory for what this rank relays, at a
                 reserved position.
         """

@@ -74,7 +74,6 @@ class Rendezvous:
         """Open the segments of all ranks. Collective; all ranks succeed or all raise.
 
         Args:
-            group: the ranks.
             exchange: exchanges the segments' descriptors; must not use this rendezvous.
             nbytes: addresses to reserve for what this rank will share; memory is taken as needed.
 
@@ -198,11 +197,6 @@ class Rendezvous:
         """A view of elements that a peer has posted, valid until this rank finishes the collective.
 
         Args:
-            peer: the rank that has posted.
-            collective: its number.
-            dtype: of the elements.
-            first: index of the first element.
-            numel: number of elements.
             total: number of elements that the peer must have posted; None: at least enough.
             extra_bytes: bytes that it may have posted behind them.
 
@@ -379,7 +373,6 @@ class Rendezvous:
 
         Args:
             missing_after: waits for at most so many seconds and returns the missing ranks.
-            what: names the collective in errors.
         """
         self._check_not_aborted()
         start = time.perf_counter()

@@ -80,7 +80,6 @@ def keeping(
         find: the dimensions that are not kept.
         is_sum: the output is a sum over them.
         only_moves: the operator computes nothing; it is linear in all of its tensors together.
-        localize: the call of a rank.
     """
 
     def labels(node: Node, types: Types) -> Labels:
@@ -116,7 +115,6 @@ def labelled(
         only_moves: the operator computes nothing, and is linear in all inputs together.
         is_read: the values of the inputs are used.
         broadcasts: as for `mapped`.
-        localize: the call of a rank.
     """
 
     def pattern(node: Node, types: Types) -> Pattern:
@@ -305,11 +303,7 @@ def _with_bounds(call: LocalCall, part: Part) -> LocalCall:
 
 
 def _elementwise_loss(position: int) -> Rule:
-    """The rule of losses of two tensors of one shape.
-
-    Args:
-        position: of the argument `reduction`.
-    """
+    """The rule of losses of two tensors of one shape; `position`: of the argument `reduction`."""
 
     def labels(node: Node, types: Types) -> Labels:
         if len({kind.shape for kind in types}) > 1:

@@ -71,8 +71,6 @@ def strategies_of(
     """All strategies of a node that is no leaf; a tensor that it reads twice has one placement.
 
     Args:
-        graph: with the node.
-        node: no leaf.
         units: which units to consider for an axis, as in `strategies`.
     """
     for strategy in strategies(pattern_of(graph, node), units):
@@ -92,12 +90,8 @@ def local_call(
     """What a rank calls for its part of a node; `ZEROS` if the part is empty.
 
     Args:
-        graph: with the node.
-        node: no leaf.
         inputs: placements in which the node's tensors are read, as in `Programme.inputs`.
         output: placement of the node's output, as in `Programme.placements`.
-        ratios: of the programme.
-        rank: whose call.
 
     Raises:
         ValueError: the operator cannot be computed with these placements.

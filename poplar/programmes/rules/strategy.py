@@ -40,7 +40,6 @@ def strategies(
     """All strategies of an operator: computed by all, on partial values, divided along each axis.
 
     Args:
-        pattern: of the operator.
         units: which units to consider for an axis; those that do not divide it are left out.
     """
     yield Strategy(_read(pattern, lambda index, dims: REPLICATED), REPLICATED)

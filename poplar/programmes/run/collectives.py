@@ -283,12 +283,8 @@ def convert(
     """The tensor in another placement. Collective, and differentiable.
 
     Args:
-        comm: the transport.
         x: what this rank has in the placement `source`.
-        source: the placement of `x`.
-        target: the placement of the result.
         shape: of the whole tensor.
-        ratios: of the programme.
         what: the tensor's name in errors.
 
     Raises:

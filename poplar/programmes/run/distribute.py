@@ -147,12 +147,7 @@ def _training(job: DistributedJob, programme: Choice) -> DistributedTraining:
 
 
 def _outcome(measured: Comparison, text: str) -> tuple[bool, str]:
-    """Whether trials show that the programme is faster, and the reason for what is used.
-
-    Args:
-        measured: steps of the programme, and of the plan.
-        text: about the programme.
-    """
+    """Whether trials show that the programme is faster, and the reason for what is used."""
     if measured.difference:
         return False, (
             "data parallelism, because the programme computes something else "

@@ -55,9 +55,7 @@ class Execution:
     Args:
         comm: the transport; its ranks are those of the programme.
         graph: of the loss on the whole batch.
-        programme: placements and collectives.
         constants: by node, the graph's buffers and constants, whole and on `device`.
-        device: of all tensors.
 
     Raises:
         ValueError: a programme for another number of ranks, without a placement that a node needs,

@@ -36,7 +36,6 @@ def bound(
     """A function of the registers that makes a rank's call.
 
     Args:
-        call: of this rank.
         register: the number of the tensor that is read, given the name of its node. Called in the
             order of the arguments, keywords last.
         device: of tensors without inputs.
@@ -69,7 +68,6 @@ def run_local(call: LocalCall, value: Callable[[str], Any], device: torch.device
     """The rank's part of a node's output, computed once.
 
     Args:
-        call: of this rank.
         value: the rank's part of a node's output by the node's name, in the placement in which
             this call reads it.
         device: of tensors without inputs.

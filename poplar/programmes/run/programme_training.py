@@ -55,12 +55,9 @@ class ProgrammeTraining(DistributedTraining):
     """Runs a programme in every step.
 
     Args:
-        job: what is trained.
         comm: carries the programme's tensors, and nothing else.
         checked: the loss of a whole global batch of the job. The model has the same values on all
             ranks; its sharded parameters become parts.
-        programme: of the exported graph.
-        reason: why there is a programme.
 
     Raises:
         ValueError, TypeError: as `Execution` and `HeteroZeroOptimizer`.

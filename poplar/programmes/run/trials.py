@@ -61,10 +61,8 @@ def compare(
     """Time steps of both in turns. Collective.
 
     Args:
-        job: whose model they train.
         first, second: in the first turn they run in this order.
         seconds: time budget; the first turn always runs.
-        report: shows progress.
     """
     expected = first.step_seconds + second.step_seconds
     steps = min(max(int(seconds / TURNS / expected) - 1, STEPS[0]), STEPS[-1])

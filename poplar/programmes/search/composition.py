@@ -18,14 +18,7 @@ def composed(
     leaves: Mapping[str, Placement],
     strategies: Mapping[str, Strategy],
 ) -> Programme:
-    """The programme with these strategies.
-
-    Args:
-        graph: whose nodes are placed.
-        ratios: of the programme.
-        leaves: placement of each leaf, by node.
-        strategies: of every other node.
-    """
+    """The programme with these strategies."""
     placements = {
         name: leaves[name] if node.operator in LEAVES else strategies[name].output
         for name, node in graph.nodes.items()
@@ -53,12 +46,7 @@ def batch_placements(graph: Graph) -> dict[str, Placement]:
 
 
 def data_parallel(graph: Graph, ratios: Sequence[int]) -> Programme:
-    """Every operator is divided by samples; where it mixes them, all ranks compute all of it.
-
-    Args:
-        graph: of a loss.
-        ratios: parts of the ranks in the batch.
-    """
+    """Every operator is divided by samples; where it mixes them, all ranks compute all of it."""
     leaves: dict[str, Placement] = {
         name: REPLICATED for name, node in graph.nodes.items() if node.operator in LEAVES
     }

@@ -15,12 +15,7 @@ from poplar.values.formatting import format_bytes, format_count, format_percent,
 
 
 def explain_programme(decision: ProgrammeDecision, graph: Graph) -> str:
-    """What was decided and why, as lines of text.
-
-    Args:
-        decision: about a programme of the graph.
-        graph: of the loss.
-    """
+    """What was decided and why, as lines of text."""
     return "\n".join((*_lines(decision, graph), *_lines_without_rules(graph)))
 
 

@@ -26,8 +26,6 @@ def best_ratios(
     """Samples per rank with the fewest predicted seconds for a programme; None: none fit.
 
     Args:
-        model: of the step.
-        terms: of the programme.
         ratios: present ones, the first start. Others are even parts, and most on one rank.
     """
     ranks = range(len(ratios))

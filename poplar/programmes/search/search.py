@@ -133,7 +133,6 @@ def fastest_in(
     the gradient of the loss is then `1 / ranks` on every rank.
 
     Args:
-        space: the strategies to choose from.
         costs: of the ranks, with the ratios of the programme.
         width: of the states with the same number of placed nodes to continue, those of the lowest
             bounds; None: all.
@@ -211,7 +210,6 @@ class _Search:
         """The strategies of a node.
 
         Args:
-            node: to be placed.
             live: tensors of the state before.
             first: leaves that this node reads first.
             later: the placements in which later nodes may read a tensor.

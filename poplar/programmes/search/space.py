@@ -52,7 +52,6 @@ class SearchSpace:
         """The space of a graph.
 
         Args:
-            graph: of a loss.
             restricted: leave out the strategies that the module's docstring names.
         """
         nodes = tuple(n for n in graph.nodes.values() if n.operator not in LEAVES)
@@ -173,10 +172,6 @@ def axis_units(graph: Graph, patterns: Mapping[str, Pattern]) -> AxisUnits:
 
     A linear layer before attention has the units 1 and the channels of a head, because `view` in
     between makes heads of its columns.
-
-    Args:
-        graph: with the nodes.
-        patterns: of all nodes that are no leaves.
     """
     units: AxisUnits = {
         name: {axis: {1} for axis in pattern.divisible_axes()} for name, pattern in patterns.items()

@@ -90,7 +90,6 @@ class StepModel:
         """Costs for the search.
 
         Args:
-            ratios: of the programmes.
             replicated: the part of the model that every rank has, about: the more gradients there
                 are, the less of them overlaps.
         """
@@ -146,12 +145,7 @@ class StepModel:
         return fixed, seconds - fixed
 
     def step(self, terms: StepTerms, ratios: tuple[int, ...]) -> StepSeconds:
-        """The parts of a step, predicted.
-
-        Args:
-            terms: of the programme.
-            ratios: of the programme.
-        """
+        """The parts of a step, predicted."""
         costs = self._costs(ratios)
         compute = costs.compute_seconds(terms.work)
         if not math.isfinite(compute):
