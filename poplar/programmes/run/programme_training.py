@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from poplar.checkpoint.saved_model import save_model
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Communicator
 from poplar.programmes.graph.graph import BUFFER, Graph
@@ -262,25 +263,10 @@ class ProgrammeTraining(DistributedTraining):
                 divided.parameters[name].copy_(divided.own(name, whole))
 
     def save_model(self, path: str | Path) -> None:
-        from safetensors.torch import save_file
-
-        path = Path(path)
+        engine, control = self.optimizer._training.engine, self.optimizer.control
         self.optimizer._training.step.nonfinite.reject_state("save_model()")
-
-        def write() -> None:
-            if self._rank:
-                return
-            first: dict[int, str] = {}  # of tied values
-            state = self.model.state_dict(keep_vars=True)
-            for name, value in state.items():
-                first.setdefault(id(value), name)
-            tensors = {name: state[name].detach().cpu().contiguous() for name in first.values()}
-            unfinished = path.with_name(f".{path.name}.part")
-            save_file(tensors, unfinished, metadata={"format": "pt"})
-            unfinished.replace(path)
-
         with self._divided.with_whole_shapes(self._collected(0)):
-            run_on_all_ranks(self.optimizer.control, write, doing=f"save_model({str(path)!r})")
+            save_model(engine, control, self.model, Path(path), sharded=False, frozen=True)
 
     def release(self) -> None:
         self.optimizer.release()
