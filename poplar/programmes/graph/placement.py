@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import TypeAlias
+
+from poplar import _core
 
 
 class Whole(Enum):
@@ -74,20 +77,12 @@ def cut(size: int, ratios: Sequence[int], unit: int = 1) -> tuple[int, ...]:
     Largest-remainder rounding: a part differs by less than `unit` from its exact size. Of equal
     remainders, the first ranks are rounded up.
     """
-    total = sum(ratios)
-    if total <= 0 or min(ratios) < 0:
+    if sum(ratios) <= 0 or min(ratios) < 0:
         raise ValueError(f"ratios must be at least 0 and one of them above 0, got {tuple(ratios)}")
     if unit < 1 or size < 0 or size % unit:
         raise ValueError(f"a dimension of size {size} cannot be cut at multiples of {unit}")
-    units = size // unit
-    parts = [units * ratio // total for ratio in ratios]
-    by_remainder = sorted(range(len(parts)), key=lambda rank: -(units * ratios[rank] % total))
-    for rank in by_remainder[: units - sum(parts)]:
-        parts[rank] += 1
-    bounds = [0]
-    for part in parts:
-        bounds.append(bounds[-1] + part * unit)
-    return tuple(bounds)
+    parts = _core.apportion(size // unit, ratios)
+    return tuple(unit * bound for bound in accumulate(parts, initial=0))
 
 
 def local_shape(

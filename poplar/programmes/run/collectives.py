@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor
 from poplar.comm.bucket import Codec, WideCodec
 from poplar.comm.communicator import Communicator, Splits
 from poplar.comm.shard_layout import Layout
-from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded, cut
 
 Bounds = Sequence[int]
 _ADDED_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,7 +91,7 @@ def all_reduce(comm: Communicator, x: Tensor, *, what: str) -> Tensor:
 
     def run(x: Tensor) -> Tensor:
         # The same bounds for all ranks, without regard to their speed: each adds what it sends.
-        layout = _even_layout(x.numel(), comm.group.size)
+        layout = Layout(cut(x.numel(), (1,) * comm.group.size))
         data = x.contiguous().view(-1)
         total = _reduce_scatter(comm, data.split(layout.sizes), layout, what).to(x.dtype)
         result = torch.empty_like(data)
@@ -239,11 +239,6 @@ def _layout_of_parts(x: Tensor, dim: int, bounds: Bounds) -> Layout:
     """One rank's part of `dim` after the other, each contiguous."""
     row = math.prod(_resized(x, dim, 1))
     return Layout(tuple(row * bound for bound in bounds))
-
-
-def _even_layout(numel: int, ranks: int) -> Layout:
-    sizes = [numel // ranks + (rank < numel % ranks) for rank in range(ranks)]
-    return Layout((0, *accumulate(sizes)))
 
 
 def _words(flat: Tensor) -> Tensor:
