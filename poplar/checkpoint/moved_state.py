@@ -89,10 +89,8 @@ def bounds(layout: Layout | None, numel: int, rank: int) -> tuple[int, int]:
 
 
 def part_of(layout: Layout | None, start: int, numel: int) -> Layout | None:
-    """The layout of `numel` elements from `start` on."""
-    if layout is None:
-        return None
-    return Layout(tuple(min(max(offset - start, 0), numel) for offset in layout.offsets))
+    """As `Layout.part`; None: every rank has everything."""
+    return None if layout is None else layout.part(start, numel)
 
 
 def transfer(

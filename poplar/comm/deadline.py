@@ -6,11 +6,14 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from poplar.comm.failure_reports import FailureReports
+from poplar.comm.failure_reports import FailureReports, call_in_thread
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 WATCHDOG_MARGIN = timedelta(minutes=2)
@@ -61,6 +64,20 @@ def wait_until(
             time.sleep(interval)
             interval = min(2 * interval, _QUERY_SECONDS[1])
     return time.monotonic() - start
+
+
+def call_until(call: Callable[[], T], timeout: timedelta, reports: FailureReports | None) -> T:
+    """The result of a call that may block, in another thread; its errors are raised.
+
+    Raises:
+        NoAnswer: as `wait_until`; the call then goes on in vain.
+    """
+    answers = call_in_thread(call)
+    wait_until(lambda: not answers.empty(), timeout, reports)
+    value, error = answers.get()
+    if error is not None:
+        raise error
+    return cast("T", value)
 
 
 def deadline_of(process_group: dist.ProcessGroup, given: timedelta | None) -> timedelta:

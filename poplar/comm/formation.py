@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from poplar.comm.deadline import NoAnswer, wait_until
+from poplar.comm.deadline import NoAnswer, call_until
 from poplar.comm.failure_reports import FailureReports, call_in_thread
 
 _LOOK_SECONDS = (5e-4, 5e-2)
@@ -89,13 +89,7 @@ class Formation:
         Raises:
             RuntimeError: some have not before the timeout, or one has failed.
         """
-        answers = call_in_thread(lambda: self._form(timeout.total_seconds()))
-        wait_until(lambda: not answers.empty(), timeout, reports)
-        formed, error = answers.get()
-        if error is not None:
-            raise error
-        assert formed is not None
-        return formed
+        return call_until(lambda: self._form(timeout.total_seconds()), timeout, reports)
 
     def leave(self) -> list[int]:
         """Give up. Returns the ranks that this one waited for, as far as the store answers."""

@@ -94,6 +94,10 @@ class Layout:
             raise ValueError(f"rank {rank}: this layout is for ranks 0 to {self.world_size - 1}")
         return self.offsets[rank], self.offsets[rank + 1]
 
+    def part(self, start: int, numel: int) -> Layout:
+        """The layout of `numel` elements from `start` on."""
+        return Layout(tuple(min(max(offset - start, 0), numel) for offset in self.offsets))
+
     def size(self, rank: int) -> int:
         """Elements owned by `rank`."""
         start, stop = self.bounds(rank)

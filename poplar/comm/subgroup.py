@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from poplar.comm.deadline import subgroup_timeout, wait_until
-from poplar.comm.failure_reports import FailureReports, call_in_thread
+from poplar.comm.deadline import call_until, subgroup_timeout
+from poplar.comm.failure_reports import FailureReports
 
 Partition = tuple[tuple[int, ...], ...]
 """Global ranks by subgroup, the same on all ranks."""
@@ -124,13 +124,7 @@ def _make(
             )
 
     # In a thread: gloo waits for a rank that has ended for a time of its own.
-    answers = call_in_thread(make)
-    wait_until(lambda: not answers.empty(), timeout, reports)
-    made, error = answers.get()
-    if error is not None:
-        raise error
-    assert made is not None
-    group, _ = made
+    group, _ = call_until(make, timeout, reports)
     assert isinstance(group, dist.ProcessGroup)
     if backend != "gloo":
         group.bound_device_id = getattr(process_group, "bound_device_id", None)

@@ -206,8 +206,8 @@ class Owners:
         self._engine = weakref.ref(engine)
         self._name, offset = place.name, place.flat.offsets[place.position]
         numel = place.parameter.numel()
-        bounds = (min(max(bound - offset, 0), numel) for bound in place.flat.layout.offsets)
-        self._layout = Layout(tuple(scaled(bound, numel, shape) for bound in bounds))
+        elements = place.flat.layout.part(offset, numel)
+        self._layout = Layout(tuple(scaled(end, numel, shape) for end in elements.offsets))
         self._device = place.flat.device
 
     @property
