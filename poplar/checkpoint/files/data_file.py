@@ -55,7 +55,7 @@ class Pickled(NamedTuple):
         return cls(buffer.getbuffer())
 
 
-class DataFile(io.RawIOBase):
+class DataFile:
     """A new file that computes the checksum of what is written. Nothing else may write to it.
 
     Raises:
@@ -64,11 +64,11 @@ class DataFile(io.RawIOBase):
     """
 
     def __init__(self, path: Path, is_stopped: Callable[[], bool]) -> None:
-        super().__init__()
         self.path = path
         self._is_stopped = is_stopped
         self._file = path.open("xb", buffering=0)
-        self._lock = _Lock(self._file.fileno())
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until `close`: `has_writer`
         self._failure: Exception | None = None
         self._synced = 0
         self.written = Stored(0, 0)
@@ -82,10 +82,10 @@ class DataFile(io.RawIOBase):
         try:
             with _without_checksum_of_torch():
                 for item in items:
-                    begin = self.tell()
+                    begin = self.written.length
                     self._write_value(values[item.index])
-                    places.append((begin, self.tell() - begin))
-            os.fsync(self.fileno())
+                    places.append((begin, self.written.length - begin))
+            os.fsync(self._file.fileno())
         except Exception as error:
             if self._failure is not None:  # torch.save raises another error while it unwinds
                 raise self._failure from None
@@ -102,10 +102,8 @@ class DataFile(io.RawIOBase):
         else:
             self.write((value if isinstance(value, Pickled) else Pickled.of(value)).data)
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
+        """Write bytes; for `torch.save`, as `flush`."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _CHUNK):
             self._write_chunk(view[start : start + _CHUNK])
@@ -120,7 +118,7 @@ class DataFile(io.RawIOBase):
             while left:
                 left = left[self._file.write(left) :]
             if length + len(chunk) - self._synced >= _SYNC:
-                os.fsync(self.fileno())
+                os.fsync(self._file.fileno())
                 self._synced = length + len(chunk)
         except Exception as error:
             is_os_error = isinstance(error, OSError)
@@ -128,20 +126,12 @@ class DataFile(io.RawIOBase):
             raise self._failure from error
         self.written = Stored(length + len(chunk), crc32c(chunk, crc))
 
-    def tell(self) -> int:
-        return self.written.length
-
-    def fileno(self) -> int:
-        return self._file.fileno()
+    def flush(self) -> None:
+        """Nothing is buffered."""
 
     def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
-
-    def release(self) -> None:
         """Say that this process has done all that it does with the file; see `has_writer`."""
-        self._lock.release()
+        self._file.close()
 
 
 def checksum(folder: Path, name: str) -> Stored:
@@ -157,23 +147,8 @@ def checksum(folder: Path, name: str) -> Stored:
     return Stored(length, crc)
 
 
-class _Lock:
-    """A lock of an open file, which ends with its process."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor: int | None = os.dup(descriptor)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def release(self) -> None:
-        """Give the lock back, if this has not been done."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-
 def has_writer(path: Path) -> bool:
-    """Whether a process of this host has not released a `DataFile`; true where it is unknown."""
+    """Whether a process of this host has not closed a `DataFile`; true where it is unknown."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -111,7 +111,7 @@ class PendingSave:
         try:
             self._thread.start()
         except BaseException:
-            self._close()
+            self._file.close()
             raise
 
     def begin(self) -> None:
@@ -185,17 +185,13 @@ class PendingSave:
             if not self._is_awaited:
                 self._report(error)
         finally:
-            self._close()
+            self._file.close()
 
     def _report(self, error: BaseException) -> None:
         """Print an error that the program might never ask for."""
         _UNREPORTED.add(self)
         text = f"rank {self.job.name}: {self._doing} failed: {type(error).__name__}: {error}"
         print(f"poplar: {printable(text)}", file=sys.stderr, flush=True)
-
-    def _close(self) -> None:
-        self._file.close()
-        self._file.release()
 
     def _is_stopped(self) -> bool:
         return self._cancel.is_set() or bool(self._control.group.failures)
