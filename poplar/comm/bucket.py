@@ -80,11 +80,6 @@ class Codec:
     ) -> None:
         ops.rank_sum_(out, received, accumulate, squares)
 
-    def reduce_chunks(
-        self, out: Tensor, received: Sequence[Tensor], work_counters: Tensor, squares: Tensor
-    ) -> None:
-        ops.rank_sum_chunks_(out, received, work_counters, squares)
-
 
 @dataclass(frozen=True)
 class Encoded(Codec):

@@ -33,15 +33,10 @@ from torch import Tensor
 
 from poplar import _core
 from poplar.ops import plain, triton_backend
+from poplar.ops.plain import ALIGNMENT as ALIGNMENT
+from poplar.ops.plain import EXACT_BITS as EXACT_BITS
+from poplar.ops.plain import EXACT_WORDS as EXACT_WORDS
 from poplar.system.cuda_architectures import has_kernels
-
-ALIGNMENT = plain.ALIGNMENT
-"""Elements per block of the norm's tree; all boundaries of flat buffers are multiples of it."""
-
-EXACT_WORDS = plain.EXACT_WORDS
-"""Number of words of an exact sum: see `exact_sum_`."""
-EXACT_BITS = plain.EXACT_BITS
-"""Bits between the units of two consecutive words of an exact sum."""
 
 _library = torch.library.Library("poplar", "DEF")
 # No argument has a default: torch calls Python functions without the arguments that equal one.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,11 +19,11 @@ from poplar.ops import codec
 F = TypeVar("F", bound=Callable[..., Any])
 
 ALIGNMENT = 64
-"""See `poplar.ops.ALIGNMENT`."""
+"""Elements per block of the norm's tree; all boundaries of flat buffers are multiples of it."""
 EXACT_WORDS = 16
-"""See `poplar.ops.EXACT_WORDS`."""
+"""Number of words of an exact sum: see `poplar.ops.exact_sum_`."""
 EXACT_BITS = 28
-"""See `poplar.ops.EXACT_BITS`."""
+"""Bits between the units of two consecutive words of an exact sum."""
 RULE_NUMBERS = 7
 """Numbers of a `poplar.ops.AdamWRule`."""
 _CHUNK_NUMEL = 1 << 22
@@ -141,7 +142,7 @@ def pack_(
     accumulate: bool = False,
 ) -> None:
     """See `poplar.ops.pack_`."""
-    check_pack(bucket, grads, offsets)
+    _check_pack(bucket, grads, offsets)
     rounded = _fp32(weight)
     end = 0
     for grad, offset in zip(grads, offsets, strict=True):
@@ -160,7 +161,7 @@ def rank_sum_(
     out: Tensor, received: list[Tensor], accumulate: bool = False, sums: Tensor | None = None
 ) -> None:
     """See `poplar.ops.rank_sum_`."""
-    _check_rank_sum("rank_sum_", out, received, sums)
+    _check_rank_sum("rank_sum_", out, received, accumulate, sums)
     total = _total(received)
     if accumulate:
         out += total
@@ -175,7 +176,7 @@ def rank_sum_chunks_(
     out: Tensor, received: list[Tensor], work_counters: Tensor, sums: Tensor | None = None
 ) -> None:
     """See `poplar.ops.rank_sum_chunks_`."""
-    _check_rank_sum("rank_sum_chunks_", out, received, sums)
+    _check_rank_sum("rank_sum_chunks_", out, received, work_counters, sums)
     _check_work_counters(work_counters, out, received, sums)
     counters = work_counters.view(torch.int32)  # started, padding, done, sleepers
     first = int(counters[0]) * _core.CHUNK
@@ -201,7 +202,7 @@ def adamw_(
     """See `poplar.ops.adamw_`. `rules` holds the numbers of all rules, in their order; entries of
     `rounded` without elements stand for none.
     """
-    check_adamw(values, gradients, means, square_means, rounded, rules, scale, found_inf)
+    _check_adamw(values, gradients, means, square_means, rounded, rules, scale, found_inf)
     shards = zip(values, gradients, means, square_means, strict=True)
     for i, shard in enumerate(shards):
         low = rounded[i] if rounded[i].numel() else None
@@ -243,7 +244,7 @@ def _adamw_part(
         old.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) == 0, new, old))
 
 
-def check_adamw(
+def _check_adamw(
     values: Sequence[Tensor],
     gradients: Sequence[Tensor],
     means: Sequence[Tensor],
@@ -253,7 +254,6 @@ def check_adamw(
     scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Raise if `adamw_` does not support its arguments."""
     for tensors in (gradients, means, square_means, rounded):
         _check(
             len(tensors) == len(values),
@@ -303,8 +303,9 @@ def _total(received: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def check_pack(bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *_: object) -> None:
-    """Raise if `pack_` does not support its arguments."""
+def _check_pack(
+    bucket: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *_: object
+) -> None:
     _check_flat(bucket, "pack_: bucket")
     _check_offsets("pack_", bucket.numel(), grads, offsets)
     for i, (grad, offset) in enumerate(zip(grads, offsets, strict=True)):
@@ -341,15 +342,8 @@ def _check_offsets(
         )
 
 
-def check_rank_sum(
-    out: Tensor, received: Sequence[Tensor], _accumulate: bool, sums: Tensor | None
-) -> None:
-    """Raise if `rank_sum_` does not support its arguments."""
-    _check_rank_sum("rank_sum_", out, received, sums)
-
-
 def _check_rank_sum(
-    name: str, out: Tensor, received: Sequence[Tensor], sums: Tensor | None
+    name: str, out: Tensor, received: Sequence[Tensor], _other: object, sums: Tensor | None
 ) -> None:
     _check_flat(out, f"{name}: out")
     _check(bool(received), f"{name}: received must hold at least one rank's part, got none")
@@ -408,14 +402,14 @@ def encode_(
     key: int,
 ) -> None:
     """See `poplar.ops.encode_`."""
-    check_encode(codes, values, offsets, weight, bits, first, key)
+    _check_encode(codes, values, offsets, weight, bits, first, key)
     rows = codes.view(-1, codec.encoded_bytes(64, bits))
     flat = torch.empty(len(rows) * ALIGNMENT, device=codes.device)
     pack_(flat, values, offsets, weight)
     rows.copy_(codec.encode(flat.view(-1, ALIGNMENT), bits, first, key))
 
 
-def check_encode(
+def _check_encode(
     codes: Tensor,
     values: Sequence[Tensor],
     offsets: Sequence[int],
@@ -424,7 +418,6 @@ def check_encode(
     first: int,
     _key: int,
 ) -> None:
-    """Raise if `encode_` does not support its arguments."""
     _check_codes("encode_: codes", codes, bits)
     numel = codes.numel() // codec.encoded_bytes(64, bits) * ALIGNMENT
     _check_offsets("encode_", numel, values, offsets)
@@ -456,7 +449,7 @@ def decode_sum_(
     sums: Tensor | None = None,
 ) -> None:
     """See `poplar.ops.decode_sum_`."""
-    check_decode_sum(out, received, bits, accumulate, sums)
+    _check_decode_sum(out, received, bits, accumulate, sums)
     rows = [part.view(-1, codec.encoded_bytes(64, bits)) for part in received]
     total = codec.decode_sum(rows, bits).view(-1)[: out.numel()]
     out.copy_(out.to(torch.float32) + total if accumulate else total)
@@ -464,10 +457,9 @@ def decode_sum_(
         sums.copy_(block_sums_of_squares(out))
 
 
-def check_decode_sum(
+def _check_decode_sum(
     out: Tensor, received: Sequence[Tensor], bits: int, _accumulate: bool, sums: Tensor | None
 ) -> None:
-    """Raise if `decode_sum_` does not support its arguments."""
     name = "decode_sum_"
     _check_flat(out, f"{name}: out")
     _check(sums is None or out.dtype == torch.float32, f"{name}: out must be float32 with sums")
@@ -490,7 +482,7 @@ def check_decode_sum(
 @_operator
 def block_sums_of_squares(flat: Tensor) -> Tensor:
     """See `poplar.ops.block_sums_of_squares`."""
-    check_block_sums(flat)
+    _check_block_sums(flat)
     blocks = -(-flat.numel() // ALIGNMENT)
     padded = flat.new_zeros(blocks * ALIGNMENT, dtype=torch.float32)
     padded[: flat.numel()] = flat
@@ -502,15 +494,14 @@ def block_sums_of_squares(flat: Tensor) -> Tensor:
     return lanes.reshape(-1)
 
 
-def check_block_sums(flat: Tensor) -> None:
-    """Raise if `block_sums_of_squares` does not support its argument."""
+def _check_block_sums(flat: Tensor) -> None:
     _check_flat(flat, "block_sums_of_squares: flat")
 
 
 @_operator
 def exact_sum_(total: Tensor, values: Sequence[Tensor]) -> None:
     """See `poplar.ops.exact_sum_`."""
-    check_exact_sum(total, values)
+    _check_exact_sum(total, values)
     for piece in (piece for part in values for piece in part.split(_CHUNK_NUMEL)):
         bits = piece.view(torch.int32)
         exponent = (bits >> 23) & 0xFF
@@ -526,8 +517,7 @@ def exact_sum_(total: Tensor, values: Sequence[Tensor]) -> None:
         total[-1] += (~finite).sum()
 
 
-def check_exact_sum(total: Tensor, values: Sequence[Tensor]) -> None:
-    """Raise if `exact_sum_` does not support its arguments."""
+def _check_exact_sum(total: Tensor, values: Sequence[Tensor]) -> None:
     _check_shape(total, "exact_sum_: total")
     _check(
         total.dtype == torch.int64 and total.numel() == EXACT_WORDS,
@@ -543,7 +533,7 @@ def check_exact_sum(total: Tensor, values: Sequence[Tensor]) -> None:
 @_operator
 def exact_norm(totals: Tensor) -> Tensor:
     """See `poplar.ops.exact_norm`."""
-    check_exact_norm(totals)
+    _check_exact_norm(totals)
     words = totals[:, :EXACT_WORDS].sum(0)
     total, carry = torch.zeros((), dtype=torch.float64, device=totals.device), 0
     for place, word in enumerate(words[:-1]):
@@ -554,8 +544,7 @@ def exact_norm(totals: Tensor) -> Tensor:
     return torch.where(words[-1] == 0, total.sqrt(), math.inf)
 
 
-def check_exact_norm(totals: Tensor) -> None:
-    """Raise if `exact_norm` does not support its argument."""
+def _check_exact_norm(totals: Tensor) -> None:
     _check(
         totals.dim() == 2
         and totals.is_contiguous()
@@ -569,27 +558,27 @@ def check_exact_norm(totals: Tensor) -> None:
 @_operator
 def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
     """See `poplar.ops.clip_coefficient`."""
-    check_clip_coefficient(norm, max_norm, scale)
+    _check_clip_coefficient(norm, max_norm, scale)
     scaled = norm.reshape(()) * (1.0 if scale is None else scale.reshape(()))
     bound = torch.full_like(scaled, _fp32(max_norm))
     return (bound / (scaled + 1e-6)).clamp(max=1.0)
 
 
-def check_clip_coefficient(norm: Tensor, _max_norm: float, scale: Tensor | None) -> None:
-    """Raise if `clip_coefficient` does not support its arguments."""
+def _check_clip_coefficient(norm: Tensor, _max_norm: float, scale: Tensor | None) -> None:
     single = torch.float64, norm.device
     _check_scalars("clip_coefficient: norm and scale", *single, norm, scale)
 
 
 CHECKS: dict[str, Callable[..., None]] = {
-    "pack_": check_pack,
-    "rank_sum_": check_rank_sum,
-    "encode_": check_encode,
-    "decode_sum_": check_decode_sum,
-    "block_sums_of_squares": check_block_sums,
-    "exact_sum_": check_exact_sum,
-    "exact_norm": check_exact_norm,
-    "clip_coefficient": check_clip_coefficient,
-    "adamw_": check_adamw,
+    "pack_": _check_pack,
+    "rank_sum_": partial(_check_rank_sum, "rank_sum_"),
+    "encode_": _check_encode,
+    "decode_sum_": _check_decode_sum,
+    "block_sums_of_squares": _check_block_sums,
+    "exact_sum_": _check_exact_sum,
+    "exact_norm": _check_exact_norm,
+    "clip_coefficient": _check_clip_coefficient,
+    "adamw_": _check_adamw,
 }
-"""The checks of the operators with kernels in Triton; they take all arguments of the operator."""
+"""The checks of the operators with kernels in Triton: they take all arguments of the operator, and
+raise if it does not support them."""

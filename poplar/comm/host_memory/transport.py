@@ -98,7 +98,7 @@ class SharedMemoryCommunicator(Communicator):
         parts = self.slices(collective, bucket.data, low, high - low)
         counters = self._rendezvous.work_counters(rank, collective)
         squares = self._squares(rank, collective, bucket)
-        bucket.codec.reduce_chunks(parts[rank], parts, counters, squares)
+        ops.rank_sum_chunks_(parts[rank], parts, counters, squares)
 
     def _squares(self, rank: int, collective: int, bucket: Bucket) -> Tensor:
         """Where the block sums of squares of a rank's slice are written."""
