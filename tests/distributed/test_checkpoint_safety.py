@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -506,6 +507,34 @@ def test_survivors_of_a_stopped_rank_raise(tmp_path: Path) -> None:
     failure = harness.one_off(2, save_while_a_rank_is_stopped, folder, lost=[1])[0]
     assert failure.is_a(poplar.CollectiveTimeout), failure
     assert "rank(s) 1" in failure.message
+    assert not (tmp_path / "saved").exists()
+
+
+def save_while_the_disk_hangs(folder: str) -> list[harness.Failure]:
+    """Rank 0 writes nothing for longer than the deadline, which the clock of rank 1 sees later."""
+    _, optimizer = build(TWO, timeout=timedelta(seconds=2))
+    rate = 1.0 - 0.1 * harness.rank()
+    clock = SimpleNamespace(monotonic=lambda: rate * time.monotonic(), sleep=time.sleep)
+
+    def slow(self: DataFile, *arguments: Any) -> Any:
+        time.sleep(0.0 if harness.rank() else 4.0)
+        return write_items(self, *arguments)
+
+    write_items = DataFile.write_items
+    with (
+        mock.patch.object(DataFile, "write_items", slow),
+        mock.patch.object(save_job, "time", clock),
+        harness.catching() as caught,
+    ):
+        poplar.save_checkpoint(folder, optimizer)
+    poplar.save_checkpoint(f"{folder} again", optimizer)
+    return caught
+
+
+def test_all_ranks_give_up_a_save_at_the_same_time(ranks: Pool, tmp_path: Path) -> None:
+    by_rank = ranks.run(save_while_the_disk_hangs, str(tmp_path / "saved"), ranks=2)
+    for failures in by_rank:
+        assert ["rank(s) [0] wrote nothing for 2 s" in one.message for one in failures] == [True]
     assert not (tmp_path / "saved").exists()
 
 

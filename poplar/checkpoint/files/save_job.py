@@ -145,7 +145,8 @@ class PendingSave:
         while True:
             self._thread.join(min(_STATUS_SECONDS, timeout / 4))
             done, error = not self._thread.is_alive(), self._error
-            status = [float(done), float(error is not None), float(self._file.written.length)]
+            silent = time.monotonic() - since
+            status = [float(done), float(error is not None), self._file.written.length, silent]
             values = torch.tensor(status, dtype=torch.float64, device="cpu")
             ranks = self._control.exchange(values, what=self._doing)()
             if any(bool(rank[1]) for rank in ranks):
@@ -155,7 +156,7 @@ class PendingSave:
             total = sum(int(rank[2]) for rank in ranks)
             if total != progress:
                 progress, since = total, time.monotonic()
-            elif time.monotonic() - since > timeout:
+            elif float(ranks[0][3]) > timeout:  # the same value on all ranks
                 late = [number for number, rank in enumerate(ranks) if not rank[0]]
                 names = [self.job.names[rank] for rank in late]
                 message = f"rank(s) {names} wrote nothing for {timeout:g} s"
