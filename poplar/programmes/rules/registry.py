@@ -37,8 +37,6 @@ def rule_of(node: Node) -> Rule:
 
 def pattern_of(graph: Graph, node: Node) -> Pattern:
     """The pattern of a node that is no leaf."""
-    if graph.nodes.get(node.name) is not node:
-        return _new_pattern(graph, node)
     if node.name not in graph.derived:
         graph.derived[node.name] = _new_pattern(graph, node)
     pattern: Pattern = graph.derived[node.name]

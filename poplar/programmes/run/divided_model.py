@@ -38,7 +38,8 @@ class DividedModel:
             raise ValueError(
                 f"the programme places parameters that the model does not have: {sorted(unknown)}"
             )
-        self._shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        """Of the whole parameters."""
         self._placements = {
             name: placement
             for name, placement in programme.parameters.items()
@@ -65,10 +66,6 @@ class DividedModel:
         """Names of the parameters of which this rank holds a part."""
         return frozenset(self._placements)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a whole parameter."""
-        return self._shapes[name]
-
     def own(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a tensor with one value per element of a parameter: a view."""
         placement: Placement = self._placements.get(name, REPLICATED)
@@ -79,7 +76,7 @@ class DividedModel:
         what, placement = f"collecting {name!r}", self._placements[name]
         with torch.no_grad():
             return convert(
-                self._comm, own.detach(), placement, REPLICATED, self._shapes[name], self._ratios,
+                self._comm, own.detach(), placement, REPLICATED, self.shapes[name], self._ratios,
                 what=what,
             )  # fmt: skip
 
@@ -124,7 +121,7 @@ class DividedModel:
         """
         part, shape, dim = (
             self.parameters[name].data,
-            self._shapes[name],
+            self.shapes[name],
             self._placements[name].dim,
         )
         if not part.numel():

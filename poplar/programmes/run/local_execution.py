@@ -315,5 +315,5 @@ def _converted(argument: Any, kinds: Iterator[tuple[int, TensorType]], trained: 
 
 def _without_values(kind: TensorType, *, has_gradient: bool) -> Tensor:
     dtype = getattr(torch, kind.dtype)
-    requires_grad = has_gradient and (dtype.is_floating_point or dtype.is_complex)
+    requires_grad = has_gradient and _is_differentiable(dtype)
     return torch.empty(kind.shape, dtype=dtype, device="meta", requires_grad=requires_grad)

@@ -251,7 +251,7 @@ class ProgrammeTraining(DistributedTraining):
         for index, name, _ in self._sharded():
             states[index] = {
                 key: divided.own(name, value).contiguous()
-                if isinstance(value, Tensor) and tuple(value.shape) == divided.shape(name)
+                if isinstance(value, Tensor) and tuple(value.shape) == divided.shapes[name]
                 else value
                 for key, value in states.get(index, {}).items()
             }
@@ -290,8 +290,10 @@ class ProgrammeTraining(DistributedTraining):
 
     def _with_shapes(self, device: str) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """The model with sharded parameters of whole shapes, without values."""
-        shape = self._divided.shape
-        return self._divided.with_whole_shapes(lambda name: torch.empty(shape(name), device=device))
+        shapes = self._divided.shapes
+        return self._divided.with_whole_shapes(
+            lambda name: torch.empty(shapes[name], device=device)
+        )
 
     def _whole_optimizer_state(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         """The whole state of a sharded parameter, on the CPU. Collective."""

@@ -132,35 +132,33 @@ class StepTerms:
     def of(cls, graph: Graph, programme: Programme) -> StepTerms:
         """The sums of a programme of a graph."""
         trained = trained_nodes(graph)
-        work: Counter[int] = Counter()
-        held: Counter[int] = Counter()
-        sharded: Counter[int] = Counter()
-        frozen: Counter[int] = Counter()
-        replicated = 0
+        replicated = [
+            node.output.numel
+            for name, node in graph.nodes.items()
+            if node.is_trained and not isinstance(programme.placements[name], Sharded)
+        ]
+        terms = cls(replicated=sum(replicated))
         for name, node in graph.nodes.items():
             placement = programme.placements[name]
-            if node.operator == PARAMETER:
-                if not isinstance(placement, Sharded):
-                    replicated += node.output.numel if node.is_trained else 0
-                elif node.is_trained:
-                    sharded[units_of(node.output, placement)] += node.output.numel
+            if node.operator == PARAMETER and isinstance(placement, Sharded):
+                units = units_of(node.output, placement)
+                if node.is_trained:
+                    terms.sharded[units] += node.output.numel
                 else:
-                    frozen[units_of(node.output, placement)] += node.output.nbytes
+                    terms.frozen[units] += node.output.nbytes
             elif node.operator not in LEAVES:
                 pattern = pattern_of(graph, node)
                 strategy = strategy_of(pattern, programme.inputs[name], placement)
                 own = work_of(pattern, trained=name in trained)
-                work[divided_units(pattern, strategy)] += own  # type: ignore[assignment]
+                terms.work[divided_units(pattern, strategy)] += own  # type: ignore[assignment]
                 if own and name in trained:
-                    held[units_of(node.output, placement)] += node.output.nbytes
-        transfers: Counter[Transfer] = Counter()
-        calls: Counter[Transfer] = Counter()
+                    terms.held[units_of(node.output, placement)] += node.output.nbytes
         for moved in programme.collectives(graph):
             kind, is_trained = graph.nodes[moved.node].output, moved.node in trained
             found = transfers_of(kind, moved.source, moved.target, trained=is_trained)
             for transfer in found:
-                transfers[transfer] += kind.nbytes
-                calls[transfer] += 1
+                terms.transfers[transfer] += kind.nbytes
+                terms.calls[transfer] += 1
             if found and is_trained:
-                held[units_of(kind, moved.target)] += kind.nbytes
-        return cls(work, transfers, calls, sharded, frozen, replicated, held)
+                terms.held[units_of(kind, moved.target)] += kind.nbytes
+        return terms
