@@ -164,10 +164,10 @@ class Group:
         """Whether the backend for this device is made for its tensors, as NCCL is for CUDA."""
         return device.type == "cpu" or self.backend_for(device) not in (None, _HOST_BACKEND)
 
-    def report(self, reason: str) -> None:
+    def report(self, reason: str, *, is_cause: bool = False) -> None:
         """Report that a collective of this rank has failed to ranks that share no memory."""
         if self.reports is not None:
-            self.reports.publish(reason)
+            self.reports.publish(reason, is_cause=is_cause)
 
     def timeout_error(self, what: str, peers: Sequence[int], cause: str) -> CollectiveTimeout:
         """The error of a collective in which `peers` did not take part."""
@@ -215,8 +215,7 @@ class Group:
         if self.reports is not None:
             ranks, reason = self.reports.diagnose(ranks, reason, what)
         failure = self._timeout(what, ranks, reason)
-        if self.reports is not None:
-            self.reports.publish(str(failure))
+        self.report(str(failure))
         self.note_failure(failure)
         self.abort_device_collectives()
         return failure
@@ -232,8 +231,7 @@ class Group:
             return
         if not self.failures:
             self.note_failure(CollectiveTimeout(reason))
-            if self.reports is not None:
-                self.reports.publish(reason, is_cause=True)
+            self.report(reason, is_cause=True)
             self.abort_device_collectives()
         for stop in list(self.on_abort.values()):
             stop()

@@ -320,10 +320,6 @@ def _broadcast(node: Node, types: Types) -> Labels:
     return [dims[len(dims) - len(kind.shape) :] for kind in types], dims
 
 
-def _item(node: Node, types: Types) -> Labels:
-    return [range(len(types[0].shape))], range(len(types[0].shape))
-
-
 def _moving(labels: Callable[[Node, Types], Labels], **options: Any) -> Rule:
     return labelled(labels, only_moves=True, **options)
 
@@ -353,7 +349,7 @@ DIMENSIONS: dict[str, Rule] = {
     "stack": _moving(_stacked),
     "select_scatter": _moving(_select_scattered),
     "permute transpose t": _moving(_permuted),
-    GET_ITEM: _moving(_item),
+    GET_ITEM: keeping(last(0), only_moves=True),
     "broadcast_tensors": _moving(_broadcast, broadcasts=True),
     "expand": _moving(_broadcast, broadcasts=True, localize=with_output_shape(1)),
     "zeros ones full empty": _created(with_output_shape(0)),
