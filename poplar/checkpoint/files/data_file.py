@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from poplar._core import crc32c
 from poplar.checkpoint.files.stored_files import open_stored
 from poplar.system.storage import with_own_storage
+from poplar.values.schema import Count
 
 _CHUNK = 16 << 20
 """Bytes between two looks at whether the save has been cancelled."""
@@ -37,9 +38,9 @@ class Cancelled(Exception):
 class Stored(NamedTuple):
     """What was written into a file."""
 
-    length: int
+    length: Count
     """Bytes."""
-    crc32c: int
+    crc32c: Count
 
 
 class Pickled(NamedTuple):

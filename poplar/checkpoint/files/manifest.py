@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from poplar.checkpoint.files.data_file import Stored
 from poplar.checkpoint.files.metadata_file import is_count
 from poplar.checkpoint.files.stored_files import open_stored, read_stored
 from poplar.values.errors import DamagedCheckpoint
-from poplar.values.schema import Count, PositiveCount, from_fields, parse_json
+from poplar.values.schema import Count, PositiveCount, from_fields, parse_json, to_json_types
 
 NAME = "poplar.json"
 VERSION = 2
@@ -51,13 +51,14 @@ class Manifest:
     files: Mapping[str, Stored] = field(default_factory=dict)
     """By file name, what was written."""
 
+    def __post_init__(self) -> None:
+        for name, dtype in self.computes_in.items():
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ValueError(f"computes_in[{name!r}] must be a dtype, got {dtype!r}")
+
     def to_text(self) -> str:
         """The content of the file."""
-        content = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("versions", "computes_in", "base"):
-            content[name] = dict(content[name])
-        content["files"] = {name: list(stored) for name, stored in self.files.items()}
-        text = _sorted_text(content)
+        text = _sorted_text(to_json_types(self))
         return f'{{"crc32c": {crc32c(text.encode())}, {text[1:]}\n'
 
     @property
@@ -92,8 +93,8 @@ def read_manifest(folder: Path) -> Manifest:
     if changed:
         raise DamagedCheckpoint(path, "its checksum does not match its content")
     try:
-        manifest = _checked(content)
-    except (TypeError, ValueError) as error:
+        manifest = from_fields(Manifest, content)
+    except ValueError as error:
         raise DamagedCheckpoint(path, f"it has other fields than expected ({error})") from error
     check_files(folder, manifest)
     return manifest
@@ -115,26 +116,6 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpoint(
                 folder / name, f"it has {found} bytes, but {stored.length} were written"
             )
-
-
-def _checked(content: Mapping[str, Any]) -> Manifest:
-    """The manifest; raises ValueError or TypeError for content of other types."""
-    manifest = from_fields(Manifest, content)
-    for mapping in (manifest.versions, manifest.computes_in, manifest.base):
-        if not all(isinstance(text, str) for text in mapping.values()):
-            raise TypeError("versions, computes_in and base must be mappings to strings")
-    for name, dtype in manifest.computes_in.items():
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"computes_in[{name!r}] must be a dtype, got {dtype!r}")
-    files = {name: _stored(name, entry) for name, entry in manifest.files.items()}
-    return replace(manifest, files=files)
-
-
-def _stored(file: str, entry: Any) -> Stored:
-    stored = Stored(*entry)
-    if not all(is_count(number) for number in stored):
-        raise ValueError(f"files[{file!r}] must be bytes and a checksum, got {entry!r}")
-    return stored
 
 
 def _sorted_text(content: Mapping[str, Any]) -> str:
