@@ -32,6 +32,8 @@ from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import smaller_batches_message
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import BatchSplitter, Weight
+from poplar.zero.model_hook import do_nothing
+from poplar.zero.optimizers.optimizer_class import settings_in
 from poplar.zero.setup import BUILDING, STRATEGY_CLASSES, Request, build_engine, settings_of
 from poplar.zero.steps.step import SpeedFollower, Step
 from poplar.zero.steps.step_hooks import has_hooks
@@ -80,7 +82,7 @@ class TrainedModel:
         self._follower: SpeedFollower | None = None
         self._run_by(request)
         if ranks.is_active:
-            self.calls = CollectiveCalls(ranks.group, _nothing, ranks.announcements)
+            self.calls = CollectiveCalls(ranks.group, do_nothing, ranks.announcements)
             with self.calls.running(BUILDING):
                 planned = request.plan.transport if request.plan is not None else None
                 given = ranks.communicator, request.device
@@ -93,7 +95,7 @@ class TrainedModel:
         else:
             self._be_left_out()
             with agreed_failures():
-                self.calls.call(BUILDING, _nothing)
+                self.calls.call(BUILDING, do_nothing)
             ranks.prepare_model(request.model, request.device, request.cast_to)
             self._use_settings(settings_of(request))
 
@@ -179,7 +181,7 @@ class TrainedModel:
             strategy=engine.strategy,
         )
         if type(self.calls) is not CollectiveCalls:
-            self.calls = CollectiveCalls(ranks.group, _nothing)
+            self.calls = CollectiveCalls(ranks.group, do_nothing)
         self.calls.follow(ranks.group, ranks.announcements)
         self._use_engine(engine)
         groups = optimizer.param_groups
@@ -246,7 +248,7 @@ class TrainedModel:
         self.state = defaultdict(dict)
         missing: Any = _NoEngine(why)
         self.engine = self.update = self.step = self.checks = missing
-        self._unregister = _nothing
+        self._unregister = do_nothing
         return missing
 
     def detach(self) -> None:
@@ -271,7 +273,7 @@ class TrainedModel:
 
     def _use_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:
         for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update(_without_parameters(settings))
+            group.update(settings_in(settings))
 
     def settings(self, **further: Any) -> StepSettings:
         """What must be equal on all ranks in this step; `further` as for `StepSettings`."""
@@ -410,7 +412,7 @@ class TrainedModel:
             "stage": self.request.stage,
             "transport": self.request.plan and self.request.plan.transport,
             "updates": self.update.updates,
-            "groups": list(map(_without_parameters, self.optimizer.param_groups)),
+            "groups": list(map(settings_in, self.optimizer.param_groups)),
             "largest batches": self.largest_batches,
             "scaler": self.scaler and self.scaler.state_dict(),
         }
@@ -433,10 +435,6 @@ class _NoEngine:
         raise RuntimeError(self.why)
 
 
-def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
     """A function that calls a method while its object exists, and does not keep it alive."""
     reference = weakref.WeakMethod(method)
@@ -447,10 +445,6 @@ def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
             bound()
 
     return call
-
-
-def _nothing(*_: Any) -> None:
-    """Does nothing."""
 
 
 _NOT_SCALED = (

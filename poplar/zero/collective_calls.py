@@ -23,6 +23,7 @@ from torch import Tensor
 from poplar.comm import Group
 from poplar.comm.announcements import Announcements
 from poplar.values.errors import CollectiveTimeout, RankFailed, agreed, is_agreed, take_agreed
+from poplar.zero.model_hook import do_nothing
 from poplar.zero.steps.step_result import StepResult
 
 P = ParamSpec("P")
@@ -139,7 +140,7 @@ class CollectiveCalls:
         with self.running(name):
             result = function(*args, **kwargs)
             if self._depth == 1 and not self._all_run:
-                (order, run), self._last_part = self._last_part or (None, _nothing), None
+                (order, run), self._last_part = self._last_part or (None, do_nothing), None
                 self.announce(name, result, order=order)
                 if order is not None:
                     self._all_run = True
@@ -267,7 +268,7 @@ class LeftOutCalls(CollectiveCalls):
             run: runs the last part of a call, by the order of `end_by`.
             idle: what the rank does in each call, while the others run it.
         """
-        super().__init__(group, _nothing)
+        super().__init__(group, do_nothing)
         self._rank, self._received, self._checks = group.name, announcements, checks
         self._ends = ends
         self._run, self._idle = run, idle
@@ -313,10 +314,6 @@ class LeftOutCalls(CollectiveCalls):
             f"rank {self._rank}: {name} on a rank that the plan leaves out, which has no values of "
             "the training; call it on the active ranks only (optimizer.is_active)"
         )
-
-
-def _nothing(*_: Any) -> None:
-    """Does nothing."""
 
 
 @contextmanager

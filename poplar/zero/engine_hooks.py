@@ -22,7 +22,7 @@ from poplar.values.errors import CollectiveTimeout
 from poplar.values.plan import Plan
 from poplar.zero.absent_parameter import direct_access
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.model_hook import EngineHook, ModelHook, Removable
+from poplar.zero.model_hook import EngineHook, ModelHook, Removable, in_backward
 from poplar.zero.passes.collective_pass import Mode, PassSettings
 from poplar.zero.steps.step_state import Phase
 from poplar.zero.unit import Unit
@@ -176,7 +176,7 @@ class EngineHooks:
                     self._begin_implicit_pass(mode)
             try:
                 self._scheduler.current.unshard(unit)
-                if not _in_backward():  # else it is a recomputation of activation checkpointing
+                if not in_backward():  # else it is a recomputation of activation checkpointing
                     self._visits[unit] = self._scheduler.current.forward_began(unit)
             except CollectiveTimeout as error:
                 if self._engine.pass_is_explicit:
@@ -189,7 +189,7 @@ class EngineHooks:
         def leave(module: nn.Module, _inputs: Any, output: Any) -> None:
             if unit in self._values.present or id(module) not in self._modules:
                 return
-            if _in_backward() or not torch.is_grad_enabled():
+            if in_backward() or not torch.is_grad_enabled():
                 return
             visit = self._visits[unit]
             # A tensor that a unit returns unchanged belongs to the unit that created it: its
@@ -341,7 +341,3 @@ def _reject_forward_in(wrapper: nn.Module, model: nn.Module) -> None:
             "prepare the model (Accelerate, Lightning's strategy='ddp'): the optimizer replaces "
             "the wrapper"
         )
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -34,9 +34,19 @@ class EngineHook(ModelHook):
         return super().__new__(cls, torch.compiler.disable(function))
 
 
+def plain_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` itself: how a copy of the model unpickles a forward that the engine replaced."""
+    return forward
+
+
+def in_backward() -> bool:
+    """Whether autograd is running, so that a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _copied_hook() -> Callable[..., None]:
-    return _do_nothing
+    return do_nothing
 
 
-def _do_nothing(*_args: Any) -> None:
-    """The hook of a copy."""
+def do_nothing(*_args: Any) -> None:
+    """Does nothing, as the hook of a copy."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from poplar.values.plan import Plan
+from poplar.zero.model_hook import in_backward, plain_forward
 from poplar.zero.unit import blocks_of
 
 _Prepare = Callable[[nn.Module, Any], None]
@@ -93,7 +94,7 @@ class _RecomputedForward:
 
         def run(*values: Any) -> Any:
             args, kwargs = tree_unflatten(values, structure)
-            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            if torch.compiler.is_compiling() or not in_backward():
                 return self._forward(*args, **kwargs)
             if self._prepare is not None:
                 self._prepare(self._module, args)
@@ -104,11 +105,7 @@ class _RecomputedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has the plain `forward`: it does not belong to the engine."""
-        return _same, (self._forward,)
-
-
-def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
+        return plain_forward, (self._forward,)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from poplar.zero.opaque_parameter import (
     opaque_tensors,
 )
 from poplar.zero.optimizers.granularity import Granularity, OptimizerFactory, step_of
-from poplar.zero.optimizers.optimizer_class import OptimizerClass, optimizer_classes
+from poplar.zero.optimizers.optimizer_class import OptimizerClass, optimizer_classes, settings_in
 from poplar.zero.stages.replicated import Replicated
 from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
@@ -462,11 +462,8 @@ def new_update(
     request: Request, strategy: Strategy, flats: Sequence[FlatParameter]
 ) -> ShardedUpdate:
     """The update of flat parameters, without state. Local."""
-    hyper = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for group in request.groups
-    ]
-    return ShardedUpdate(request.classes, flats, hyper, host_copies(strategy))
+    settings = list(map(settings_in, request.groups))
+    return ShardedUpdate(request.classes, flats, settings, host_copies(strategy))
 
 
 def strategy_of(request: Request, comm: Communicator, *, steps: int = 0) -> Strategy:

@@ -57,8 +57,8 @@ class Streams:
         """Make the compute stream wait for an event of the reduction stream."""
 
     def timestamp(self) -> Any:
-        """An event on the compute stream that keeps the time of the device."""
-        return None
+        """The time of the host, or an event on the compute stream that keeps that of the device."""
+        return time.perf_counter()
 
     def copy_to_host(self, value: torch.Tensor) -> torch.Tensor:
         """A copy that the host may read once a later `timestamp` has passed: see `HostCopies`."""
@@ -184,25 +184,22 @@ class ComputeSpan:
 
     def __init__(self, step: StepTiming, mark: Callable[[], Any]) -> None:
         self._step, self._mark = step, mark
-        self._before, self._after = mark(), None
+        self._before = mark()
+        self.end: Any = None
+        """The mark at its end."""
         self._waited, self._stalls = step.host_seconds, len(step.stalls)
 
     def stop(self) -> ComputeSpan:
         """The part ends here."""
-        self._after = self._mark()
+        self.end = self._mark()
         self._waited = self._step.host_seconds - self._waited
         self._inside = self._step.stalls[self._stalls :]
         return self
 
-    @property
-    def end(self) -> Any:
-        """The mark at its end."""
-        return self._after
-
     def seconds(self) -> float:
         """Seconds without the waits inside."""
         stalled = sum(seconds_between(*stall) for stall in self._inside)
-        return max(0.0, seconds_between(self._before, self._after) - stalled - self._waited)
+        return max(0.0, seconds_between(self._before, self.end) - stalled - self._waited)
 
 
 def seconds_between(before: Any, after: Any) -> float:
@@ -324,10 +321,7 @@ class Timing:
 
     def start_span(self) -> ComputeSpan:
         """This rank computes from here on, until `stop()` of the result. Add it to a step then."""
-        return ComputeSpan(self.step, self._mark)
-
-    def _mark(self) -> Any:
-        return self._streams.timestamp() if self._streams.asynchronous else time.perf_counter()
+        return ComputeSpan(self.step, self._streams.timestamp)
 
     def wait_for(self, work: Work, what: str) -> None:
         """Wait for a collective before the compute stream continues."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.optimizers.flat_adamw import FlatAdamW, can_round_to
-from poplar.zero.optimizers.optimizer_class import OptimizerClass
+from poplar.zero.optimizers.optimizer_class import OptimizerClass, settings_in
 from poplar.zero.optimizers.state_values import StateLayouts, copy_value, fill_state, taken_apart
 from poplar.zero.streams import HostCopies
 
@@ -230,10 +230,9 @@ class ShardedUpdate:
     def use_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take the hyper-parameters of the outer param groups."""
         for mine, theirs in zip(self.param_groups, groups, strict=True):
-            for key, value in theirs.items():
-                chosen_here = key == "fused" and value is None
-                if key in ("params", "param_names") or chosen_here:
-                    continue
+            for key, value in settings_in(theirs).items():
+                if key == "fused" and value is None:
+                    continue  # it is chosen here
                 if isinstance(mine.get(key), Tensor) and not isinstance(value, Tensor):
                     mine[key].fill_(value)  # as torchao keeps its learning rate
                 else:

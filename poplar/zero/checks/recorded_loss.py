@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from poplar.data import pytree
 from poplar.zero.engine_hooks import forwards_refused
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
+from poplar.zero.model_hook import in_backward
 
 _HALF = (torch.float16, torch.bfloat16)
 _PROBED = 4096
@@ -156,9 +157,8 @@ class RecordedLoss:
         return tensor[start:stop] if has_rows else tensor
 
     def _record(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a graph that the user's own code compiles
-            return module._call_impl(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # a forward that runs again in a backward
+        # A graph that the user's own code compiles, or a forward that runs again in a backward.
+        if torch.compiler.is_compiling() or in_backward():
             return module._call_impl(*args, **kwargs)
         place = len(self.calls)
         self.calls.append(Call(module, None, computes_loss=True))

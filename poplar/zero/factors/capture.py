@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from poplar.zero.model_hook import plain_forward
+
 Rows = tuple[Tensor, Tensor]
 """Inputs `x` and output gradients `dy` of the same rows: `[rows, inputs]` and `[rows, outputs]`."""
 
@@ -58,7 +60,7 @@ class CapturingForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has the plain `forward`: it does not belong to the engine."""
-        return _same, (MethodType(nn.Linear.forward, self.module),)
+        return plain_forward, (MethodType(nn.Linear.forward, self.module),)
 
 
 class _Capture(torch.autograd.Function):
@@ -92,7 +94,3 @@ class _Capture(torch.autograd.Function):
 
 
 _captured: Callable[[Tensor, Tensor, Tensor, CapturingForward], Tensor] = _Capture.apply
-
-
-def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward

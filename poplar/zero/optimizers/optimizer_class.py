@@ -27,6 +27,11 @@ _OF_POPLAR = ("optimizer_class", "granularity")
 _IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
+def settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a param group: all but its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerClass:
     """An optimizer class with options."""
@@ -108,7 +113,7 @@ def optimizer_classes(
             assert main is not None
             classes.append(main)
             continue
-        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        settings = settings_in(group)
         inside = {k: v for k, v in group.items() if k not in settings}
         classes.append(
             OptimizerClass.checked(

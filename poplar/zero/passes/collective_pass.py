@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import OutOfOrder
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.model_hook import in_backward
 from poplar.zero.passes.collective_order import CollectiveOrder, Slot, SlotKind
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -275,8 +275,7 @@ class CollectivePass(ABC):
             self._ready.discard(unit)
 
     def _order_error(self, unit: Unit) -> OutOfOrder:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self._backward_visit is not None and not in_backward:
+        if self._backward_visit is not None and not in_backward():
             return OutOfOrder(
                 f"rank {self._control.group.name}: a forward of unit {unit.name!r} after the "
                 "backward of this micro-batch. Run one forward and one backward per micro-batch: "

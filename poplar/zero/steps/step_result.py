@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from copy import copy
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from poplar.comm import Group
-from poplar.zero.streams import RankTimes, Streams
+from poplar.zero.streams import RankTimes, Streams, seconds_between
 
 
 class Stopwatch:
@@ -19,12 +18,12 @@ class Stopwatch:
 
     def __init__(self, streams: Streams, group: Group) -> None:
         self._streams, self._group = streams, group
-        self._start: Any = self._mark()
+        self._start = streams.timestamp()
         self._stop: Any = None
 
     def stop(self) -> None:
         """Called when all work of the step has been issued."""
-        self._stop = self._mark()
+        self._stop = self._streams.timestamp()
 
     def wait(self) -> None:
         """Wait until the device has finished the step.
@@ -38,12 +37,7 @@ class Stopwatch:
     def seconds(self) -> float:
         """Seconds between construction and `stop`."""
         self.wait()
-        if self._streams.asynchronous:
-            return float(self._start.elapsed_time(self._stop)) / 1e3
-        return float(self._stop - self._start)
-
-    def _mark(self) -> Any:
-        return self._streams.timestamp() if self._streams.asynchronous else time.perf_counter()
+        return seconds_between(self._start, self._stop)
 
 
 class StepResult:

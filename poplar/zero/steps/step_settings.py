@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poplar.zero.optimizers.optimizer_class import settings_in
+
 UPDATES = "the number of updates since the last load"
 
-_OWN = ("params", "param_names")
-"""Entries of a param group that are no hyper-parameters."""
 _BITS = (1 << 52) - 1
 """A float64 holds so many bits exactly."""
 _ODD = 0x1E3779B97F4A7C15
@@ -54,11 +54,10 @@ class StepSettings:
         """The settings that are tensors, with their names."""
         numbers = [_number(value) for value in self._further.values()]
         for index, group in enumerate(groups):
-            for key, value in group.items():
+            for key, value in settings_in(group).items():
                 if isinstance(value, Tensor):
                     self.tensors.append((_name(key, index), value))
-                if key not in _OWN:
-                    numbers.append(_number(value))
+                numbers.append(_number(value))
         self._has_nan = _NAN in numbers
         self.digest = float(hash(tuple(numbers)) & _BITS)
         """Equal on ranks whose settings are equal, apart from the values of tensors."""
@@ -84,8 +83,8 @@ class StepSettings:
         """All settings as text, for messages. Synchronizes with the device."""
         named = dict(self._further)
         for index, group in enumerate(self._groups):
-            for key, value in group.items():
-                if key not in _OWN and _number(value) not in (_OTHER, _TENSOR):
+            for key, value in settings_in(group).items():
+                if _number(value) not in (_OTHER, _TENSOR):
                     named[_name(key, index)] = value
         return {name: repr(_plain(value)) for name, value in [*named.items(), *self.tensors]}
 
