@@ -71,7 +71,7 @@ class Session:
                 granularity=job.granularity,
             )
             for stage in job.stages:
-                setup.check_granularity(checked.classes, setup.STRATEGY_CLASSES[stage], ())
+                setup.check_stage(checked.classes, stage, ())
             return checked, job.may_differ(checked.device)
 
         self.setup, own = run_on_all_ranks(self.control, check, doing="profiling")

@@ -118,13 +118,7 @@ def raise_on_any_error(
 ) -> None:
     """Raise on all ranks if one rank has an error: there the error, elsewhere `RankFailed`.
 
-    Collective.
-
-    Args:
-        control: the control channel of the ranks.
-        error: of this rank.
-        doing: what failed then.
-        outcome: the state of all ranks then.
+    It names what failed (`doing`) and the state of all ranks then (`outcome`). Collective.
     """
     flags = control.exchange(torch.tensor([error is not None], device="cpu"), what=doing)()
     if any(bool(flag) for flag in flags):
@@ -132,19 +126,10 @@ def raise_on_any_error(
 
 
 def run_on_all_ranks(control: Control, work: Callable[[], T], *, doing: str) -> T:
-    """The result of `work`, if it fails on no rank. Collective.
-
-    Raises:
-        Exception: what `work` raised on this rank.
-        RankFailed: it failed on another rank.
-    """
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    raise_on_any_error(control, error, doing=doing)
-    return result
+    """The result of `work`, if it fails on no rank; else as `raise_on_any_error`. Collective."""
+    results: list[T] = []
+    raise_on_any_error(control, caught(lambda: results.append(work())), doing=doing)
+    return results[0]
 
 
 def raise_on_all_ranks(
@@ -165,12 +150,7 @@ def raise_on_all_ranks(
 
 
 def exchange_results(control: Control, work: Callable[[], T], *, what: str) -> list[T]:
-    """Every rank's result of `work`, which must have one on all ranks. Collective.
-
-    Raises:
-        Exception: what `work` raised on this rank.
-        RankFailed: it failed on another rank.
-    """
+    """By rank, the results of `work`, if it fails on none. Collective, as `run_on_all_ranks`."""
     results: list[T] = []
     error = caught(lambda: results.append(work()))
     received = control.exchange_objects((error is None, results), what=what)
@@ -188,14 +168,7 @@ def open_step(
     has_error: bool,
     version: int = 0,
 ) -> Callable[[], StepSizes]:
-    """Start to exchange sample counts and weights. Collective.
-
-    Args:
-        samples: samples of this rank in the step.
-        weight: total weight of this rank's samples: their number, or tokens.
-        kind: number of what the loss function returns and of how samples are weighted.
-        version: `PlanSchedule.version` of the batch.
-        has_error: this rank's input has an error.
+    """Start to exchange what this rank has of `StepSizes`. Collective.
 
     Returns:
         A function that waits for the other ranks and returns the sizes.
@@ -244,14 +217,11 @@ def close_step(
     Args:
         loss: this rank's part of the weighted loss.
         times: of this rank, in the latest step that is known.
-        wants_to_agree: this rank wants to agree with all ranks after the step.
-        norm_type: type of the gradient norm to compute.
         settings: of this rank, which must be equal on all ranks.
-        error: why this rank could not finish its passes, if it could not.
-        too_large: samples of the micro-batch in which this rank ran out of memory, if that is
-            `error`; 0 otherwise.
-        may_run_again: this rank can run the passes of the step again.
-        checksum: of this rank's replicas: one int64 on the device. See `replica_check`.
+        error: why this rank could not finish its passes.
+        too_large: samples of the micro-batch in which it ran out of memory; 0 if it has not.
+        may_run_again: it can run the passes of the step again.
+        checksum: of its replicas: one int64 on the device. See `replica_check`.
 
     Raises:
         MicroBatchesTooLarge: all ranks can run the step again, and memory is all that failed.
@@ -299,11 +269,7 @@ def _times(received: Iterable[Sequence[float]]) -> tuple[RankTimes, ...]:
 
 
 def reject_different_settings(control: Control, mine: Mapping[str, str]) -> None:
-    """Raise on all ranks if their settings differ. Collective.
-
-    Raises:
-        ValueError: names the settings, the ranks and the values.
-    """
+    """Raise ValueError on all ranks if their settings differ. Collective."""
     by_rank = control.exchange_objects(dict(mine), what="comparing the settings of a step")
     texts = []
     for name in dict.fromkeys(name for settings in by_rank for name in settings):

@@ -69,8 +69,7 @@ _NESTING = _Nesting()
 def _raising(stop: Callable[[BaseException], object]) -> Iterator[None]:
     """A context for one call, which may be part of another one.
 
-    Args:
-        stop: stops all ranks, because this one leaves the call alone with this error.
+    `stop` stops all ranks, because this one leaves the call alone with this error.
     """
     _NESTING.enter()
     try:
@@ -122,21 +121,15 @@ class CollectiveCalls:
     def let_all_run(self, name: str = "") -> None:
         """From here on, ranks that are left out run the call that is running, too.
 
-        So its result and its failure are not announced, and all ranks must be stopped.
-
-        Args:
-            name: of the call, if they wait in it for an announcement.
+        So its result and its failure are not announced, and all ranks must be stopped. `name` is
+        that of the call, if they wait in it for an announcement.
         """
         if name and not self._all_run:
             self.announce(name, _JOIN)
         self._all_run = True
 
     def call(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a function as a call with this name, and announce its result.
-
-        Raises:
-            Exception: as `running`, and what the function raises.
-        """
+        """Run a function as a call with this name, and announce its result."""
         with self.running(name):
             result = function(*args, **kwargs)
             if self._depth == 1 and not self._all_run:
@@ -150,9 +143,7 @@ class CollectiveCalls:
     def end_by(self, order: Any, run: Callable[[], object]) -> None:
         """Let all ranks run a last part of the call that is running, after its result is known.
 
-        Args:
-            order: by which ranks that are left out know what to run; not None.
-            run: the part, on this rank.
+        This rank runs `run`, and those that are left out what the `order` says; it is not None.
         """
         self._last_part = order, run
 
@@ -338,14 +329,9 @@ def _announced(result: Any) -> Any:
 def new_group(
     process_group: dist.ProcessGroup | None, timeout: timedelta | None, doing: str
 ) -> Iterator[Group]:
-    """A context for a call that runs on a group of its own. Collective.
+    """A context for a call that runs on a group of its own, as `Group.of` makes it. Collective.
 
     What one rank raises inside, or in making the group, stops all ranks, unless it is agreed.
-
-    Args:
-        process_group: as for `Group.of`.
-        timeout: as for `Group.of`.
-        doing: what the call does, for errors.
     """
     groups, first = _NESTING.groups, len(_NESTING.groups)
     group: Group | None = None

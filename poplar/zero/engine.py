@@ -80,11 +80,7 @@ class Engine:
         self.recomputation.follow(plan, self.comm.group.rank)
 
     def allow_loss_of(self, free_state: Callable[[], object]) -> None:
-        """Call `free_state` before a pass that cannot be completed otherwise stops all ranks.
-
-        Args:
-            free_state: frees optimizer state, which may be lost.
-        """
+        """Call `free_state` before a pass that cannot be completed otherwise stops all ranks."""
         self._free_state = free_state
 
     def scale_loops_by(self, scaler: GradScaler | None) -> None:
@@ -124,9 +120,7 @@ class Engine:
         """Open a pass; close it with `end_pass`. Collective if it unshards or reduces.
 
         Args:
-            weight: factor for this rank's mean gradient of the pass.
-            leader: first rank that has samples in the pass; None if no rank has.
-            last: whether it is this rank's last pass of the step.
+            weight, leader, last: as those of a `MicroBatch`.
 
         Returns:
             False if there is nothing to issue: no rank has samples and no order has been agreed
@@ -167,29 +161,26 @@ class Engine:
     def end_pass(self, *, failed: bool = False) -> None:
         """Close the open pass. After a failure its remaining slots get zeros. Collective.
 
-        Raises:
-            Exception: an error of this rank. The pass has been completed with zeros, so the other
-                ranks do not wait.
-            CollectiveTimeout: the pass could not be completed even with zeros.
+        An error of this rank is raised when the pass has been completed with zeros, so the other
+        ranks do not wait; CollectiveTimeout, if it could not be.
         """
         own = self.scheduler.current
         has_gradients = own.mode.has_gradients
         try:
-            try:
-                if failed and has_gradients:
-                    self.drop_parameter_gradients()
-                if own.interrupted_by is not None:
-                    raise own.interrupted_by
-                self.scheduler.finish(failed=failed)
-            except CollectiveTimeout:
-                raise
-            except Exception as error:
-                if is_out_of_memory(error):
-                    free_frames(error)
-                if has_gradients:
-                    self.drop_parameter_gradients()
-                self._complete(lambda: self.scheduler.finish(failed=True))
-                raise
+            if failed and has_gradients:
+                self.drop_parameter_gradients()
+            if own.interrupted_by is not None:
+                raise own.interrupted_by
+            self.scheduler.finish(failed=failed)
+        except CollectiveTimeout:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                free_frames(error)
+            if has_gradients:
+                self.drop_parameter_gradients()
+            self._complete(lambda: self.scheduler.finish(failed=True))
+            raise
         finally:
             self.drop_pass()
         if has_gradients:
@@ -204,19 +195,18 @@ class Engine:
         except CollectiveTimeout:
             raise
         except Exception as error:
-            if not is_out_of_memory(error):
-                reason = f"rank {self.comm.group.name}: a pass cannot be completed after {error!r}"
-                self.stop_all_ranks(reason)
-                raise CollectiveTimeout(reason) from error
-            if self._free_state is not None:
-                self._free_state()
-                self._free_state = None
-                self._complete(complete)
-                return
-            reason = (
-                f"rank {self.comm.group.name} is out of memory and cannot complete a pass even "
-                f"without gradients; give it fewer samples or a smaller share: {error}"
-            )
+            rank = f"rank {self.comm.group.name}"
+            reason = f"{rank}: a pass cannot be completed after {error!r}"
+            if is_out_of_memory(error):
+                if self._free_state is not None:
+                    self._free_state()
+                    self._free_state = None
+                    self._complete(complete)
+                    return
+                reason = (
+                    f"{rank} is out of memory and cannot complete a pass even without gradients; "
+                    f"give it fewer samples or a smaller share: {error}"
+                )
             self.stop_all_ranks(reason)
             raise CollectiveTimeout(reason) from error
 
@@ -270,8 +260,7 @@ class Engine:
 
     def empty_gradients(self) -> list[Tensor]:
         """Memory for `full_gradients`."""
-        dtype = torch.float32
-        return [torch.empty(flat.numel, dtype=dtype, device=flat.device) for flat in self.trained]
+        return [torch.empty(f.numel, dtype=torch.float32, device=f.device) for f in self.trained]
 
     def full_gradients(self, memory: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Each trained parameter's name and its full mean gradient, in `memory`. Collective.
@@ -296,11 +285,7 @@ class Engine:
         self.scheduler.drop()
 
     def reduce_without_backward(self) -> None:
-        """Reduce `.grad` and the accumulated gradients as a last pass. Collective.
-
-        Raises:
-            RuntimeError, TypeError: a gradient that was set cannot be reduced.
-        """
+        """Reduce `.grad` and the accumulated gradients as a last pass. Collective."""
         for flat in self.trained:
             flat.check_gradients()
         weight = 1.0 / self.comm.group.size

@@ -137,11 +137,7 @@ class FlatParameter(UnshardedBuffer):
     ) -> None:
         """Set how the buffer is divided, and the values of the owned part.
 
-        Args:
-            layout: of the buffer.
-            owned: start and end of the part whose optimizer state this rank holds.
-            shard: values of the owned part, in `dtype`.
-            master: in fp32; None: the values of `shard`.
+        `master` is in fp32; None: the values of `shard`.
         """
         self.layout, self.owned, self.shard = layout, owned, shard
         master = shard if master is None else master
@@ -222,11 +218,7 @@ class FlatParameter(UnshardedBuffer):
         return start + before * step, after
 
     def check_gradients(self, *parameters: nn.Parameter) -> None:
-        """Raise if gradients of these parameters, by default of all, cannot be reduced.
-
-        Raises:
-            TypeError: a gradient is sparse.
-        """
+        """Raise if gradients of these parameters, by default of all, cannot be reduced."""
         for parameter in parameters or self.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 position = next(n for n, own in enumerate(self.parameters) if own is parameter)
@@ -299,25 +291,19 @@ class FlatParameter(UnshardedBuffer):
     def adopt_replaced_data(self) -> bool:
         """Copy values that the user has assigned to `.data` and make these parameters views again.
 
-        Returns:
-            Whether there were any.
-
-        Raises:
-            RuntimeError: the new data has another shape, dtype or device, or `values` is sharded.
+        Returns whether there were any.
         """
         replaced = False
-        step = self.values.element_size()
-        hidden = self.is_detached
-        start = 0 if hidden else self.values.data_ptr()
+        hidden = self._placeholder if self.is_detached else None
+        step, start = self.values.element_size(), self.values.data_ptr()
         with direct_access():
             addresses = [parameter.data_ptr() for parameter in self.parameters]
-        for position, (parameter, offset) in enumerate(
-            zip(self.parameters, self.offsets, strict=True)
-        ):
-            expected = self._placeholder[position].data_ptr() if hidden else start + offset * step
+        places = zip(self.parameters, self.offsets, strict=True)
+        for position, (parameter, offset) in enumerate(places):
+            expected = hidden[position].data_ptr() if hidden else start + offset * step
             if addresses[position] == expected or parameter.numel() == 0:
                 continue
-            part = self.values[offset : offset + parameter.numel()] if not hidden else None
+            part = None if hidden else self.values[offset : offset + parameter.numel()]
             compatible = parameter.dtype is self.dtype and parameter.device == self.device
             if part is None or not compatible or parameter.numel() != part.numel():
                 raise RuntimeError(

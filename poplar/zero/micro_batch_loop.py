@@ -24,32 +24,25 @@ class UserPasses(Protocol):
     @property
     def left_early(self) -> str:
         """What the other ranks are told if the loop was left before its end."""
-        ...
 
     @property
     def has_open_pass(self) -> bool:
         """Whether a pass has begun without which the step is not complete."""
-        ...
 
     def enter_user_loop(self, loop: MicroBatchLoop) -> None:
         """The step has been opened, and its passes are those of `loop`."""
-        ...
 
     def begin_user_pass(self, micro_batch: MicroBatch, rest: Sequence[MicroBatch]) -> bool:
         """Run a pass up to where the body starts; False if the body has no part in it."""
-        ...
 
     def end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
         """End the pass of the body, if there is one; on an error, abandon the step and raise."""
-        ...
 
     def finish_user_passes(self) -> None:
         """All passes have ended."""
-        ...
 
     def abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
         """End the step without a result, and report `reason` to all ranks."""
-        ...
 
 
 class MicroBatchLoop(Iterator[Any]):
@@ -103,9 +96,7 @@ class MicroBatchLoop(Iterator[Any]):
     def __next__(self) -> Any:
         if self._why_ended:
             raise RuntimeError(self._why_ended)
-        if self._ended:
-            raise StopIteration
-        if not self._takes_part():
+        if self._ended or not self._takes_part():
             raise StopIteration
         # An error before the call begins leaves the loop running: `close` abandons the step.
         with self._call():
@@ -151,9 +142,8 @@ class MicroBatchLoop(Iterator[Any]):
             is_open = self.is_open
             self._why_ended, self._ended = self._why_ended or why, True
             if is_open and self._rest is not None:
-                left = self._passes.left_early
-                text = f"{left}: {reason}" if reason else f"{left} ({_CAUSES})"
-                self._passes.abandon(self._rest, PoplarError(text))
+                why = f": {reason}" if reason else " (an exception in its body, or break)"
+                self._passes.abandon(self._rest, PoplarError(f"{self._passes.left_early}{why}"))
             else:
                 self._passes.finish_user_passes()
 
@@ -168,6 +158,3 @@ class MicroBatchLoop(Iterator[Any]):
             self._rest = deque(micro_batches)
             self._passes.enter_user_loop(self)
         return self._rest
-
-
-_CAUSES = "an exception in its body, or break"

@@ -26,8 +26,7 @@ class PassLoss(ABC):
     def abort(self, error: Exception) -> bool:
         """Report that a pass of this rank failed to ranks that wait for it inside of their loss.
 
-        Returns:
-            Whether there may be any; this rank cannot complete the pass with them then.
+        True: there may be any, and this rank cannot complete the pass with them.
         """
         return False
 
@@ -46,11 +45,7 @@ class MicroBatchLoss(PassLoss):
         self._early: Tensor | Exception | None = None
 
     def compute_early(self, batch: Any) -> None:
-        """Run the first forward now and store its loss or exception for its pass.
-
-        Raises:
-            CollectiveTimeout: the pass cannot be completed either.
-        """
+        """Run the first forward now and store its loss or exception for its pass."""
         try:
             self._early = self(batch)
         except CollectiveTimeout:
@@ -59,11 +54,6 @@ class MicroBatchLoss(PassLoss):
             self._early = caught
 
     def __call__(self, batch: Any) -> Tensor:
-        """The loss of a micro-batch.
-
-        Raises:
-            TypeError: `loss_fn` did not return a scalar tensor.
-        """
         if self._early is not None:
             outcome, self._early = self._early, None
             if not isinstance(outcome, Exception):
@@ -76,11 +66,7 @@ class MicroBatchLoss(PassLoss):
 
 
 def check_scalar(value: Any, *, prefix: str = "") -> Tensor:
-    """The loss if it is a tensor with one element.
-
-    Raises:
-        TypeError: it is not; `prefix` starts the message.
-    """
+    """The loss if it is a tensor with one element; else TypeError, whose message has the prefix."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(

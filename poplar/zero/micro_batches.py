@@ -67,13 +67,7 @@ class OpenedStep:
     """Why this rank cannot start the step."""
 
     def micro_batches(self, sizes: StepSizes) -> list[MicroBatch]:
-        """This rank's micro-batches. Collective if a rank has an error.
-
-        Raises:
-            Exception: the error in this rank's input.
-            RankFailed: the input of another rank is wrong.
-            ValueError: on all ranks; the step as a whole is.
-        """
+        """This rank's micro-batches, or an error on all ranks. Collective if a rank has one."""
         if sizes.has_error:
             raise_on_all_ranks(self.control, self.error, doing=OPENING)
         return self.cut(sizes)
@@ -82,10 +76,7 @@ class OpenedStep:
 def open_joint_pass(control: Control, samples: int, error: Exception | None) -> OpenedStep:
     """Start to agree on a step of one pass that all ranks compute together. Collective.
 
-    Args:
-        control: the control channel of the ranks.
-        samples: samples of this rank in the global batch.
-        error: why this rank cannot start the step. It is raised when the result is waited for.
+    `error`, why this rank cannot start it, is raised when the result is waited for.
     """
 
     def cut(sizes: StepSizes) -> list[MicroBatch]:
@@ -121,10 +112,7 @@ class BatchSplitter:
         An error in the input is raised when the result is waited for.
 
         Args:
-            control: the control channel of the ranks.
-            batch: this rank's part of the global batch.
-            weight: weight of a micro-batch; None: its number of samples.
-            loss: what the loss function returns.
+            batch, weight, loss: as for `HeteroZeroOptimizer.train_step`.
             error: why this rank cannot start a step, for another reason than its batch.
             version: `PlanSchedule.version` of the batch.
         """

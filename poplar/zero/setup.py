@@ -185,11 +185,7 @@ def check_request(
     on_out_of_memory: OnOutOfMemory = "retry",
     on_nonfinite: OnNonFinite = "raise",
 ) -> Request:
-    """Check the user's arguments on this rank alone.
-
-    Args:
-        default_device: for parameters on `meta`.
-        granularity: what the class needs; None: as it is known or a test shows.
+    """Check the arguments of `HeteroZeroOptimizer` on this rank alone.
 
     Raises:
         ValueError, TypeError, RuntimeError: what is wrong and how to fix it.
@@ -217,15 +213,20 @@ def check_request(
     group_of = _group_indices(model, groups)
     found = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
     target = _device_for(found, device, default_device)
-    _check_operators(target)
+    if target.type == "cuda":
+        problem = ops.problem_on(torch.cuda.get_device_capability(target))
+        if problem:
+            raise ValueError(f"{torch.cuda.get_device_name(target)}: {problem}")
     if found.type == "cpu" != target.type:
         model_checks.check_movable(list(model.named_parameters()), target)
     _check_dtype("compute_dtype", compute_dtype, allowed=("auto",))
     _check_dtype("reduce_dtype", reduce_dtype)
     factored = factored_layers(model, plan.factored if plan is not None else (), set(group_of))
-    _check_local(local, model, chosen)
+    unknown = set(local).difference(name for name, _ in model.named_parameters())
+    if unknown:
+        raise ValueError(f"local: the model has no parameters {sorted(unknown)}")
     classes = optimizer_classes(factory, options, groups, target, granularity)
-    check_granularity(classes, STRATEGY_CLASSES[chosen], local)
+    check_stage(classes, chosen, local)
     if plan is not None and plan.host_state:
         _check_on_host(classes)
     unit_names = resolve_units(model, units)
@@ -260,14 +261,6 @@ def check_choice(name: str, value: str, choices: Any) -> None:
         raise ValueError(f"{name}={value!r}; use {' or '.join(map(repr, known))}")
 
 
-def _check_local(names: Collection[str], model: nn.Module, stage: int) -> None:
-    unknown = set(names).difference(name for name, _ in model.named_parameters())
-    if unknown:
-        raise ValueError(f"local: the model has no parameters {sorted(unknown)}")
-    if names and not STRATEGY_CLASSES[stage].allows_local:
-        raise ValueError(f"local parameters need stage 1, got stage {stage}")
-
-
 def _device_for(
     found: torch.device, device: torch.device | str | None, default: torch.device
 ) -> torch.device:
@@ -283,14 +276,6 @@ def _device_for(
             "build it on the CPU or on meta"
         )
     return chosen
-
-
-def _check_operators(device: torch.device) -> None:
-    """Raise if the operators cannot run on this device."""
-    if device.type != "cuda":
-        return
-    if problem := ops.problem_on(torch.cuda.get_device_capability(device)):
-        raise ValueError(f"{torch.cuda.get_device_name(device)}: {problem}")
 
 
 def settings_of(request: Request) -> list[dict[str, Any]]:
@@ -330,14 +315,11 @@ def _check_dtype(name: str, dtype: torch.dtype | str, *, allowed: Sequence[str] 
         )
 
 
-def check_granularity(
-    classes: Sequence[OptimizerClass], strategy: type[Strategy], local: Collection[str]
-) -> None:
-    """Check that the strategy, and local parameters, give the classes what they need.
-
-    Raises:
-        ValueError: they do not.
-    """
+def check_stage(classes: Sequence[OptimizerClass], stage: int, local: Collection[str]) -> None:
+    """Check that a stage, and local parameters, give the classes what they need."""
+    strategy = STRATEGY_CLASSES[stage]
+    if local and not strategy.allows_local:
+        raise ValueError(f"local parameters need stage 1, got stage {stage}")
     for cls in classes:
         if cls.granularity == "parameter" and strategy.shards_parameters:
             raise ValueError(
@@ -366,9 +348,7 @@ def agree_on_request(
 ) -> Request:
     """Compare the requests of all ranks; returns that of this rank with `cast_to`. Collective.
 
-    Args:
-        request: of this rank.
-        also: further values to compare, by name.
+    `also` has further values to compare, by name.
 
     Raises:
         ValueError: on every rank, if requests differ or a rank cannot compute in the given dtype.
@@ -403,15 +383,7 @@ def agree_on_request(
 
 
 def compare_identities(control: Control, identities: Sequence[Mapping[str, Any]]) -> None:
-    """Raise on all ranks if what they have, by name, is not equal.
-
-    Args:
-        control: the control channel of the ranks.
-        identities: what all of them have.
-
-    Raises:
-        ValueError: it differs.
-    """
+    """Raise ValueError on all ranks if what they have, by name, is not equal."""
     by_rank = control.group.by_name(identities)
     for key, expected in identities[0].items():
         differing = [rank for rank, other in by_rank.items() if other[key] != expected]
@@ -427,11 +399,7 @@ def build_engine(
     control: Control,
     check_step: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, ShardedUpdate]:
-    """Build engine and update; the first rank's values and buffers are broadcast. Collective.
-
-    Args:
-        check_step: as for `Engine`.
-    """
+    """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
     strategy = strategy_of(request, comm)
     _move_to_device(request, strategy)
     with request.values.real_tensors(request.device):
@@ -439,19 +407,17 @@ def build_engine(
         units = units_of(request, control, shards_parameters=sharded)
         check = partial(check_unit_names, request.plan, units, request.unit_names)
         run_on_all_ranks(control, check, doing=BUILDING)
-        flats = [flat for unit in units for flat in unit.flats]
         layouts = place_state(strategy, units, request.plan)
-
-        def allocate(flat: FlatParameter) -> None:
-            strategy.allocate(flat, layouts[flat])
-
-        request.values.place(flats, strategy, allocate, control)
+        request.values.place(layouts, strategy, control)
         for opaque in (opaque for unit in units for opaque in unit.opaque):
             packed = opaque.packed_bytes()
             what = {f"the frozen tensors of unit {opaque.name}": packed}
             replicate(what, comm, control, doing=BUILDING)
             place_opaque(opaque, packed, request.plan, comm)
-    _replicate_unmanaged(request, units, comm, control)
+    replicate(unmanaged_tensors(request, units), comm, control, doing=BUILDING)
+    for _, parameter in _unmanaged(request, units):
+        if not is_opaque(parameter):
+            parameter.data = parameter.data.to(request.cast_to or parameter.dtype)
     engine = assemble_engine(request, units, strategy, control, check_step)
     update = new_update(request, strategy, engine.trained)
     compare_kernels(engine, update, BUILDING)
@@ -503,12 +469,7 @@ def host_copies(strategy: Strategy) -> ToHost:
 
 
 def changed_request(request: Request, plan: Plan, world_size: int) -> Request:
-    """The request of an optimizer that changes to another plan during training. Local.
-
-    Args:
-        request: of now.
-        plan: of all ranks, or of the active ones.
-        world_size: the number of these.
+    """The request of now with another plan, for so many ranks: all, or the active ones. Local.
 
     Raises:
         ValueError: the plan is for other ranks or factors other layers, or the optimizer class does
@@ -521,10 +482,7 @@ def changed_request(request: Request, plan: Plan, world_size: int) -> Request:
             f"they are {list(before)}. Keep them (dataclasses.replace(plan, factored=...)), or "
             "build a new optimizer for this plan"
         )
-    strategy = STRATEGY_CLASSES[_stage_of(plan, None, world_size)]
-    if request.local and not strategy.allows_local:
-        raise ValueError(f"local parameters need stage 1, got stage {plan.stage}")
-    check_granularity(request.classes, strategy, request.local)
+    check_stage(request.classes, _stage_of(plan, None, world_size), request.local)
     if plan.host_state:
         _check_on_host(request.classes)
     own = plan.of_active_ranks()
@@ -540,8 +498,7 @@ def changes_units(old: Request, new: Request) -> bool:
 def place_state(strategy: Strategy, units: Sequence[Unit], plan: Plan | None) -> Layouts:
     """Choose which flat parameters will have their state in host memory, by a plan. Local.
 
-    Returns:
-        How the plan divides all flat parameters.
+    Returns how the plan divides all flat parameters.
     """
     rank = strategy.comm.group.rank
     shares, own_shares = _shares(plan, strategy.comm)
@@ -556,11 +513,7 @@ def place_state(strategy: Strategy, units: Sequence[Unit], plan: Plan | None) ->
 
 
 def compare_kernels(engine: Engine, update: ShardedUpdate, doing: str) -> None:
-    """Let ranks send updates that others compute too, if these may round differently. Collective.
-
-    Args:
-        doing: what the ranks do, for errors.
-    """
+    """Send updates that others compute too, if these may round differently there. Collective."""
     own = [_kernels(flat.master.device) for flat in engine.trained]
     kernels = engine.control.exchange_objects(own, what=doing)
     if not update.has_exact_kernel and any(other != own for other in kernels):
@@ -651,19 +604,6 @@ def place_opaque(
     opaque.divide(layout, comm.share(packed[low:high].clone()))
     opaque.allocate()
     opaque.detach_parameters()
-
-
-def _replicate_unmanaged(
-    request: Request,
-    units: Sequence[Unit],
-    comm: Communicator,
-    control: Control,
-) -> None:
-    """Give all ranks the first rank's values of what is in no unit. Collective."""
-    replicate(unmanaged_tensors(request, units), comm, control, doing=BUILDING)
-    for _, parameter in _unmanaged(request, units):
-        if not is_opaque(parameter):
-            parameter.data = parameter.data.to(request.cast_to or parameter.dtype)
 
 
 def unmanaged_tensors(request: Request, units: Sequence[Unit]) -> dict[str, Tensor]:

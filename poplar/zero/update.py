@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -120,12 +121,7 @@ class ShardedUpdate:
         groups: Sequence[Mapping[str, Any]],
         to_host: ToHost,
     ) -> None:
-        """
-        Args:
-            classes: the optimizer class of each param group.
-            groups: hyper-parameters of each param group, without its parameters.
-            to_host: for flat parameters that are hosted.
-        """
+        """`classes` and `groups` (hyper-parameters) are by param group."""
         self._classes, self._to_host = tuple(classes), to_host
         self.collected: dict[str, Any] | None = None
         """The whole state as a state dict, if it was collected here since it last changed."""
@@ -335,18 +331,12 @@ class ShardedUpdate:
         largest = torch._foreach_norm([values for _, values in parts], math.inf)
         device = self.runs[0].flat.device
         finite = torch.stack([norm.to(device) for norm in largest]).isfinite().tolist()
-        return next(
-            (name for (name, _), is_finite in zip(parts, finite, strict=True) if not is_finite),
-            None,
-        )
+        return None if all(finite) else parts[finite.index(False)][0]
 
     def refresh(self, flat: FlatParameter, start: int = 0, stop: int | None = None) -> None:
         """Copy changed values of `flat.shard` to the masters; unchanged masters stay exact.
 
-        Args:
-            flat: the flat parameter.
-            start: first element of the buffer that may have changed.
-            stop: the element after the last one; default: the end.
+        `[start, stop)` are the elements of the buffer that may have changed; default: all.
         """
         if flat.master is flat.shard or not flat.trained:
             return
@@ -438,12 +428,9 @@ class ShardedUpdate:
         cut: Mapping[str, Tensor],
         others: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """A state with these values, where the master of the run is.
+        """A state of a part of the run with these values, where its master is.
 
-        Args:
-            shape: of the part of the run.
-            cut: by name of `taken_apart`, what is cut with the run.
-            others: all other values.
+        `cut` has, by name of `taken_apart`, what is cut with the run; `others` has all else.
         """
         if not run.is_separate:
             device = run.flat.master.device
@@ -577,16 +564,14 @@ class ShardedUpdate:
         whole, self.runs = self.runs, []
         for run in whole:
             idle = unused.get(run.flat, set())
-            cuts = [run.first]
-            for position in range(run.first + 1, run.last):
-                if (position in idle) != (position - 1 in idle):
-                    cuts.append(position)
+            inside = range(run.first + 1, run.last)
+            cuts = [at for at in inside if (at in idle) != (at - 1 in idle)]
             parts = [
                 ParameterRun(run.flat, run.group, first, last)
-                for first, last in zip(cuts, [*cuts[1:], run.last], strict=True)
+                for first, last in pairwise([run.first, *cuts, run.last])
             ]
-            self.runs += [run] if len(parts) == 1 else parts
-            if len(parts) > 1:
+            self.runs += parts if cuts else [run]
+            if cuts:
                 self._split_state(run, parts)
         if len(self.runs) != len(whole):
             self._update_param_groups()
@@ -601,13 +586,11 @@ class ShardedUpdate:
         assert base is not None
         for part in parts:
             part.bind()
-            owned = part.owned
-            if part.tensor is None or owned is None:
-                continue
-            if state:
+            if state and part.tensor is not None and (owned := part.owned) is not None:
                 local = slice(owned.start - base.start, owned.stop - base.start)
                 states[part.tensor] = {
-                    key: _slice_state(value, whole, local) for key, value in state.items()
+                    key: value[local].clone() if is_elementwise(value, whole) else copy_value(value)
+                    for key, value in state.items()
                 }
 
     def _update_param_groups(self) -> None:
@@ -624,17 +607,14 @@ def is_elementwise(value: Any, like: Tensor | None) -> bool:
 def adjacent_runs(flat: FlatParameter, keys: Sequence[Any]) -> list[ParameterRun]:
     """Adjacent parameters with the same param group and key are one run; they are bound.
 
-    A parameter that is updated as a tensor of its own is a run.
-
-    Args:
-        keys: by position in `flat`, a value that is compared.
+    A parameter that is updated as a tensor of its own is a run. The keys are by position in `flat`.
     """
     alone = [position if separate else -1 for position, separate in enumerate(flat.separate)]
     kinds = list(zip(flat.groups, keys, alone, strict=True))
     starts = [at for at, kind in enumerate(kinds) if at == 0 or kind != kinds[at - 1]]
     runs = [
         ParameterRun(flat, flat.groups[first], first, last)
-        for first, last in zip(starts, [*starts[1:], len(kinds)], strict=True)
+        for first, last in pairwise([*starts, len(kinds)])
     ]
     for run in runs:
         run.bind()
@@ -749,9 +729,3 @@ def _part(buffer: Tensor, part: slice) -> Tensor:
 
 def _in_group(run: ParameterRun, group: int) -> bool:
     return run.group == group and run.tensor is not None
-
-
-def _slice_state(value: Any, like: Tensor, part: slice) -> Any:
-    if is_elementwise(value, like):
-        return value[part].clone()
-    return copy_value(value)

@@ -63,29 +63,22 @@ class Replicated(LocalAccumulation):
     def _reduction(self, flat: FlatParameter, codec: Codec) -> Work:
         """Starts the all-gather when it ends, overlapping with the next reductions."""
         encoded = self.next_codec(flat, self.communication.gradients)
-        gather = (
-            partial(self._all_gather, flat)
-            if encoded is None
-            else (partial(self._all_gather_encoded, flat, encoded))
-        )
+        gather = partial(self._all_gather, flat, encoded)
         return CallbackWork(super()._reduction(flat, codec), gather)
 
-    def _all_gather(self, flat: FlatParameter) -> None:
+    def _all_gather(self, flat: FlatParameter, codec: Encoded | None) -> None:
+        """With a codec every rank, the owner included, gets the values that the owner encodes."""
         what = f"the gradients of {flat.name}"
-        self._pending_all_gathers.append(
-            self.comm.all_gather(flat.gradient, flat.layout, what=what)
-        )
-
-    def _all_gather_encoded(self, flat: FlatParameter, codec: Encoded) -> None:
-        """Every rank, the owner included, gets the values that the owner has encoded."""
-        rank, layout = self.comm.group.rank, codec.wire_layout(flat.layout)
-        encoded = torch.empty(layout.numel, dtype=codec.wire_dtype, device=flat.device)
-        own = own_slice(flat.gradient, flat.layout, rank)
-        codec.encode(own_slice(encoded, layout, rank), [own], [0], flat.layout.bounds(rank)[0])
-        what = f"the gradients of {flat.name}"
-        gathered = self.comm.all_gather(encoded, layout, what=what)
-        decode = partial(codec.decode, flat.gradient, encoded)
-        self._pending_all_gathers.append(CallbackWork(gathered, decode))
+        if codec is None:
+            work = self.comm.all_gather(flat.gradient, flat.layout, what=what)
+        else:
+            rank, layout = self.comm.group.rank, codec.wire_layout(flat.layout)
+            encoded = torch.empty(layout.numel, dtype=codec.wire_dtype, device=flat.device)
+            own = own_slice(flat.gradient, flat.layout, rank)
+            codec.encode(own_slice(encoded, layout, rank), [own], [0], flat.layout.bounds(rank)[0])
+            gathered = self.comm.all_gather(encoded, layout, what=what)
+            work = CallbackWork(gathered, partial(codec.decode, flat.gradient, encoded))
+        self._pending_all_gathers.append(work)
 
     def finish_gradients(self, units: Sequence[Unit]) -> None:
         self._wait_for_all_gathers()

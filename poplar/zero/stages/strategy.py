@@ -55,10 +55,8 @@ class Strategy(ABC):
     """Parameters may be local: see [Note: local parameters]."""
     replicates_state: ClassVar[bool] = False
     """Every rank has the whole optimizer state and updates all parameters."""
-
     sends_updates: ClassVar[bool] = False
     """Each rank updates its share of the parameters, of which all ranks have all values."""
-
     shows_gradients: ClassVar[bool] = False
     """`.grad` is the mean gradient between the last pass and the update."""
 
@@ -150,9 +148,7 @@ class Strategy(ABC):
     ) -> Iterator[FlatParameter]:
         """The first flat parameters that have `part` of the elements that this rank owns.
 
-        Args:
-            layouts: of the trained flat parameters, in the order of all ranks.
-            part: from 0 to 1.
+        `layouts` are those of the trained ones, in the order of all ranks.
         """
         bounds = [self.owned_part(each, self.comm.group.rank) for each in layouts.values()]
         numels = [stop - start for start, stop in bounds]
@@ -196,8 +192,7 @@ class Strategy(ABC):
 
     def replicate_initial_values(self, flat: FlatParameter) -> None:
         """Give all ranks the first rank's values of what all of them store. Collective."""
-        what = f"the broadcast of {flat.name}'s initial values"
-        self.comm.broadcast(flat.values, 0, what=what)
+        self.comm.broadcast(flat.values, 0, what=f"the broadcast of {flat.name}'s initial values")
         if flat.is_hosted and not flat.has_masters:
             flat.master.copy_(flat.shard)
 
@@ -225,12 +220,7 @@ class Strategy(ABC):
     def ensure_gradient(
         self, flat: FlatParameter, allocate: Callable[[], Tensor] | None = None
     ) -> None:
-        """Allocate the gradient before the first write of a step.
-
-        Args:
-            flat: the flat parameter.
-            allocate: makes `flat.gradient` in another way than this strategy.
-        """
+        """Allocate the gradient before the first write of a step, or let `allocate` make it."""
         if flat not in self._allocated:
             gradient = self._new_gradient(flat) if allocate is None else allocate()
             blocks = -(-flat.layout.size(self.comm.group.rank) // ops.ALIGNMENT)
@@ -245,10 +235,7 @@ class Strategy(ABC):
         self._allocated.discard(flat)
 
     def accumulate(self, flat: FlatParameter, weight: float) -> None:
-        """Add the parameters' gradients, times `weight`, to this rank's accumulated gradient.
-
-        Only for strategies that do not reduce in every pass.
-        """
+        """Add the parameters' gradients, times `weight`, to this rank's accumulated gradient."""
         raise NotImplementedError(f"{type(self).__name__} reduces in every pass")
 
     @abstractmethod
@@ -261,9 +248,8 @@ class Strategy(ABC):
     def wait_for_reductions(self, units: Sequence[Unit]) -> None:
         """Wait until this rank's slice of the mean gradient is final. Collective."""
         self.reductions.finish()
-        for unit in units:
-            for flat in unit.trained:
-                flat.mark_squares_valid()
+        for flat in (flat for unit in units for flat in unit.trained):
+            flat.mark_squares_valid()
 
     def finish_gradients(self, units: Sequence[Unit]) -> None:
         """After `wait_for_reductions`: wait until `flat.gradient` and `.grad` are final."""
@@ -301,10 +287,7 @@ class Strategy(ABC):
             self.wait(work, what)
 
     def gather_masters(self, units: Sequence[Unit]) -> None:
-        """Give all ranks the exact values if they have others by [Note: differences]. Collective.
-
-        Called between steps.
-        """
+        """Give all ranks exact values instead of those of [Note: differences]. Collective."""
         for flat in (flat for unit in units for flat in unit.trained):
             if flat.sends_differences and not flat.is_local:
                 what = f"the values of {flat.name}"
@@ -336,8 +319,7 @@ class Strategy(ABC):
 
         Args:
             in_step: this is a training pass, so a persistent unit stays unsharded.
-            lasting: this is outside of passes: tensors that the user keeps of the values stay valid
-                after `reshard`.
+            lasting: tensors that the user keeps of the values stay valid after `reshard`.
         """
 
     def allocate_lasting(self, unit: Unit) -> None:
@@ -364,11 +346,7 @@ class Strategy(ABC):
         return False
 
     def read_back_gradients(self, flat: FlatParameter) -> list[int]:
-        """Take over what the user has set `.grad` to.
-
-        Returns:
-            Positions of the parameters whose `.grad` was set to None.
-        """
+        """Take over what the user has set `.grad` to; returns positions where that is None."""
         return []
 
     def store_values(self, flat: FlatParameter) -> None:

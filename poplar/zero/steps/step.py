@@ -49,44 +49,19 @@ _NOT_EARLY = EarlyForward()
 
 
 class SpeedFollower(Protocol):
-    """What the times of the ranks are reported to."""
+    """What the times of the ranks are reported to: `poplar.drift.speed_follower`."""
 
     @property
-    def wants_to_agree(self) -> bool:
-        """All ranks are to agree on something after the next step."""
-
+    def wants_to_agree(self) -> bool: ...
     @property
-    def changes_ranks(self) -> bool:
-        """It may leave out ranks and take them back by itself."""
-
+    def changes_ranks(self) -> bool: ...
     @property
-    def known(self) -> Any:
-        """What this rank knows of the speeds of all."""
-
-    def follow_ranks(self, known: Any) -> None:
-        """Other ranks train now. Local, on all ranks.
-
-        Args:
-            known: to the first of the ranks that trained before.
-        """
-
-    def measure(self) -> None:
-        """This rank is left out and waits for the others. Local."""
-
-    def obey(self, order: Any) -> None:
-        """Run the last part of a call, as the active ranks do. Collective over all ranks."""
-
-    def work(self, micro_batch: MicroBatch) -> PassWork:
-        """What a pass of this rank computes."""
-
-    def add(self, times: Sequence[RankTimes], *, step: int, agree: bool) -> None:
-        """A step has been applied. Collective if the ranks are to agree.
-
-        Args:
-            times: by rank, of the latest step that is known.
-            step: its number.
-            agree: a rank wanted to agree when the step was closed.
-        """
+    def known(self) -> Any: ...
+    def follow_ranks(self, known: Any) -> None: ...
+    def measure(self) -> None: ...
+    def obey(self, order: Any) -> None: ...
+    def work(self, micro_batch: MicroBatch) -> PassWork: ...
+    def add(self, times: Sequence[RankTimes], *, step: int, agree: bool) -> None: ...
 
 
 class Step:
@@ -112,7 +87,7 @@ class Step:
         self._follower: SpeedFollower | None = None
 
     def follow_speeds(self, follower: SpeedFollower | None) -> None:
-        """Report the times of later steps to `follower`. Each rank has one, or none has."""
+        """Report the times of later steps to `follower`; all ranks have one, or none."""
         self._follower = follower
 
     def report(self, summary: StepSummary) -> None:
@@ -179,8 +154,7 @@ class Step:
     ) -> Exception | None:
         """Run all passes; after an error the rest of them without a backward. Collective.
 
-        Returns:
-            The first error of this rank.
+        Returns the first error of this rank.
         """
         error: Exception | None = None
         for micro_batch in micro_batches:
@@ -240,22 +214,17 @@ class Step:
         return loop is not None and loop.is_open
 
     def leave_user_loop(self, why: str) -> bool:
-        """Abandon the step of a loop that is still open. Collective then.
+        """Abandon the step of a loop that is still open; whether there was one. Collective then.
 
-        Args:
-            why: what the loop raises if it goes on.
-
-        Returns:
-            Whether there was one.
+        `why`: what the loop raises if it goes on.
         """
         loop = self._loop() if self._loop is not None else None
-        if loop is None:
-            return False
-        if not loop.is_open:  # its step has been applied, or it has ended
+        if loop is not None and loop.is_open:
+            loop.close(why, why=why)
+            return True
+        if loop is not None:  # its step has been applied, or it has ended
             loop.end()
-            return False
-        loop.close(why, why=why)
-        return True
+        return False
 
     def finish_user_passes(self) -> None:
         """Called at the end of the user's loop. Collective."""
@@ -269,9 +238,8 @@ class Step:
     def begin_pass(self, micro_batch: MicroBatch, early: EarlyForward = _NOT_EARLY) -> bool:
         """Open a pass; False if it has nothing to issue. Collective."""
         state = self._engine.step
-        began = (
-            early.began if early.began is not None and micro_batch.samples else self._trace.now()
-        )
+        ran_early = early.began is not None and micro_batch.samples
+        began = early.began if ran_early else self._trace.now()
         if early.pass_is_open:
             self._engine.scheduler.current.set_weight(micro_batch.weight)
             opened = True
@@ -309,11 +277,7 @@ class Step:
         return None
 
     def reject_open_loop(self) -> None:
-        """Raise in this rank alone if its loop has not ended or was left early.
-
-        Raises:
-            RuntimeError: the loop goes on, or the ranks know that it was left.
-        """
+        """Raise in this rank alone if its loop has not ended or was left early."""
         state = self._engine.step
         if state.phase is Phase.ABANDONED:
             raise agreed(
@@ -352,11 +316,7 @@ class Step:
             engine.strategy.read_back_gradients(flat)
 
     def begin_user_pass(self, micro_batch: MicroBatch, rest: Sequence[MicroBatch]) -> bool:
-        """Open a pass of the user's loop; one without samples is run here. Collective.
-
-        Returns:
-            Whether the body of the loop runs it.
-        """
+        """Open a pass of the user's loop; one without samples ends here. Collective."""
         if not self.begin_pass(micro_batch):
             return False
         if not micro_batch.samples:
@@ -366,21 +326,14 @@ class Step:
     def end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
         """End the open pass of the user's loop; on an error, abandon the step on all ranks.
 
-        Args:
-            rest: this rank's later passes in the step.
-
-        Raises:
-            RuntimeError: there was no backward in it.
+        `rest`: this rank's later passes in the step.
         """
         micro_batch = self._engine.step.open_micro_batch
         if micro_batch is None:
             return
         reason: Exception
-        if (
-            micro_batch.samples
-            and micro_batch.weight
-            and not self._engine.scheduler.current.has_gradients
-        ):
+        counts = micro_batch.samples and micro_batch.weight
+        if counts and not self._engine.scheduler.current.has_gradients:
             reason = RuntimeError(
                 f"rank {self._rank}: the body of the micro_batches loop ran no backward for a "
                 f"micro-batch of {micro_batch.samples} samples, which count in the mean; call "
@@ -412,12 +365,7 @@ class Step:
     # Close.
 
     def agree(self, settings: StepSettings, error: Exception | None = None) -> StepSummary:
-        """Finish the passes and close the step, unless it has been closed. Collective.
-
-        Args:
-            settings: of this rank.
-            error: of this rank.
-        """
+        """Finish the passes and close the step, unless it has been closed. Collective."""
         self.reject_open_loop()
         try:
             self.finish_passes()
@@ -444,14 +392,7 @@ class Step:
     ) -> StepSummary:
         """Agree that the step may be applied; raise on all ranks if one failed. Collective.
 
-        Args:
-            settings: of this rank.
-            error: of this rank.
-            may_run_again: this rank can run the passes of the step again.
-
-        Raises:
-            MicroBatchesTooLarge: ranks ran out of memory, and smaller micro-batches may fit.
-            Exception: `error`; `RankFailed` on other ranks.
+        Arguments and errors are those of `close_step`.
         """
         engine, state = self._engine, self._engine.step
         try:
@@ -493,8 +434,7 @@ class Step:
         state = self._engine.step
         if summary.norm_type == norm_type:
             return summary.norm
-        comm, flats = self._engine.comm, self._engine.trained
-        norm = full_norm(comm, flats, norm_type)
+        norm = full_norm(self._engine.comm, self._engine.trained, norm_type)
         if state.scale is None:
             return norm
         factor = 1.0 if state.factor is None else state.factor
@@ -557,14 +497,9 @@ class Step:
             flag = torch.maximum(state.found_inf, differ(summary.settings).float())
         found_inf = flag if scaled or self.nonfinite.skips() else None
         self._update_parameters(groups, summary.unused, found_inf)
-        closed_with = state.settings or settings
-        issued = IssuedStep(
-            summary,
-            state.pass_losses,
-            closed_with,
-            applied=found_inf is None,
-            scaled=scaled,
-        )
+        losses, closed_with = state.pass_losses, state.settings or settings
+        applied = found_inf is None
+        issued = IssuedStep(summary, losses, closed_with, applied=applied, scaled=scaled)
         state.skip(self.nonfinite.record(flag, issued))
         self._engine.begin_step()
         self.nonfinite.raise_if_read()

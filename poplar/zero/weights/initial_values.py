@@ -6,7 +6,7 @@ and the user's parameters change only after all ranks have theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from poplar.comm import Control
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.checks.replica_check import replicate
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.stages.strategy import Strategy
+from poplar.zero.stages.strategy import Layouts, Strategy
 from poplar.zero.weights.materialization import (
     Initialization,
     Initializer,
@@ -29,7 +29,6 @@ from poplar.zero.weights.materialization import (
 )
 from poplar.zero.weights.weight_files import WeightFiles
 
-Allocate = Callable[[FlatParameter], None]
 Weights = str | Path | Initializer | None
 """Where the values come from: a path of safetensors, a function for one module, or neither."""
 _DOING = "initializing the model"
@@ -53,11 +52,7 @@ class InitialValues:
 
     @classmethod
     def of(cls, model: nn.Module, unit_names: Sequence[str], weights: Weights) -> InitialValues:
-        """Check the arguments on this rank.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: there is no source for some values.
-        """
+        """Check the arguments on this rank; raise if there is no source for some values."""
         on_meta = is_on_meta(model)
         files: WeightFiles | None = None
         names: dict[int, str] = {}
@@ -98,31 +93,21 @@ class InitialValues:
         """A context in which a model on `meta` is on `device`; see `materialization`."""
         return real_tensors(self.model, device) if self.on_meta else nullcontext()
 
-    def place(
-        self,
-        flats: Sequence[FlatParameter],
-        strategy: Strategy,
-        allocate: Allocate,
-        control: Control,
-    ) -> None:
-        """Allocate the flat parameters and give them their values. Collective.
-
-        Args:
-            allocate: sets the layout of a flat parameter and allocates it.
-        """
+    def place(self, layouts: Layouts, strategy: Strategy, control: Control) -> None:
+        """Allocate flat parameters under these layouts, and give them their values. Collective."""
         if self.files is None and not self.on_meta:
-            for flat in flats:
+            for flat, layout in layouts.items():
                 packed = flat.packed_parameters()
                 if not flat.is_local:
                     what = {f"{flat.name}'s initial values": packed}
                     replicate(what, strategy.comm, control, doing=_DOING)
-                allocate(flat)
+                strategy.allocate(flat, layout)
                 strategy.write_initial_values(flat, 0, packed)
                 strategy.bind_parameters(flat)
             return
-        for flat in flats:
-            allocate(flat)
-        store = _Store(flats, strategy)
+        for flat, layout in layouts.items():
+            strategy.allocate(flat, layout)
+        store = _Store(layouts, strategy)
         mine = torch.get_rng_state() if control.group.rank == 0 else None
         state = control.exchange_objects(mine, what=_DOING)[0]
         assert state is not None
@@ -140,7 +125,7 @@ class InitialValues:
                     parameter.copy_(values)
             for buffer, values in buffers:
                 buffer.copy_(values)
-        for flat in flats:
+        for flat in layouts:
             strategy.replicate_initial_values(flat)
             strategy.bind_parameters(flat)
 
@@ -172,7 +157,7 @@ def _identity(on_meta: bool, files: WeightFiles | None, function: Initializer | 
 class _Store:
     """What a rank keeps of the initial values."""
 
-    def __init__(self, flats: Sequence[FlatParameter], strategy: Strategy) -> None:
+    def __init__(self, flats: Iterable[FlatParameter], strategy: Strategy) -> None:
         self._strategy = strategy
         self._places = {
             id(parameter): (flat, offset)
