@@ -146,10 +146,7 @@ class HostCopies:
 
 
 class DeviceClock:
-    """The time of the device at points of the compute stream, as `time.perf_counter` has it.
-
-    A `poplar.system.trace.Clock`.
-    """
+    """The time of the device at points of the compute stream: a `poplar.system.trace.Clock`."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -163,7 +160,6 @@ class DeviceClock:
         self._began = time.perf_counter()
 
     def mark(self) -> Any:
-        """An event on the compute stream."""
         return self._streams.timestamp()
 
     def seconds(self, mark: Any) -> float:
@@ -259,10 +255,6 @@ class StepTiming:
         """Add a wait of the host."""
         self.host_seconds += seconds
 
-    def add_stall(self, before: Any, after: Any) -> None:
-        """Add a wait of a stream, between two events."""
-        self.stalls.append((before, after))
-
     def add_span(self, span: ComputeSpan) -> None:
         """Add a part in which this rank computed."""
         self._spans.append(span)
@@ -272,24 +264,19 @@ class StepTiming:
         self._work = PassWork(*map(operator.add, self._work, work))
 
     @property
-    def _last_events(self) -> list[Any]:
+    def last_events(self) -> list[Any]:
         """What the device passes last: after a wait, and after a pass."""
         ends = [after for _, after in self.stalls[-1:]] + [span.end for span in self._spans[-1:]]
         return [end for end in ends if not isinstance(end, float)]
 
     @property
-    def has_events(self) -> bool:
-        """Whether the device has anything to pass."""
-        return bool(self._last_events)
-
-    @property
     def is_known(self) -> bool:
         """Whether the device has passed all of them."""
-        return all(event.query() for event in self._last_events)
+        return all(event.query() for event in self.last_events)
 
     def waited_seconds(self) -> float:
         """Seconds waited so far. Synchronizes with the device unless `is_known`."""
-        for event in self._last_events:
+        for event in self.last_events:
             event.synchronize()
         return self.host_seconds + sum(seconds_between(*stall) for stall in self.stalls)
 
@@ -315,7 +302,7 @@ class Timing:
 
     def begin_step(self) -> None:
         """Start to time the next step. It may be called several times before it."""
-        if self.step.has_events:
+        if self.step.last_events:
             self._unread.append(self.step)
         self.step = StepTiming()
 
@@ -337,7 +324,7 @@ class Timing:
         before = self._streams.timestamp()
         with self._trace.span("wait", what):
             yield
-        self.step.add_stall(before, self._streams.timestamp())
+        self.step.stalls.append((before, self._streams.timestamp()))
 
     def latest(self) -> RankTimes:
         """The times of the latest step that is known without a synchronization.

@@ -69,8 +69,7 @@ class FirstBatches:
     def compare(self, batch: Any) -> None:
         """Compare this rank's batch (None: no samples) with others. Collective in the first step.
 
-        Raises:
-            ValueError: on all ranks; samplers of two ranks have different orders.
+        It raises on all ranks if samplers of two ranks have different orders.
         """
         if not self._compares:
             return

@@ -51,7 +51,6 @@ class ForwardStateCheck:
         """
         Args:
             model: whose buffers are compared.
-            control: the control channel of the ranks.
             allowed: ranks may have state of their own; it must still not be lost.
             flats: parameters, which are compared too.
             strategy: has their values; None: another engine has the parameters.
@@ -74,8 +73,7 @@ class ForwardStateCheck:
     def look(self) -> None:
         """Compare the state after the passes of a step. Collective in the first steps.
 
-        Raises:
-            ValueError: on all ranks; state differs, or what a forward has written is lost.
+        It raises on all ranks if the state differs, or if what a forward has written is lost.
         """
         if not self._steps:
             return

@@ -184,11 +184,7 @@ def _warn(found: str | None, stacklevel: int) -> None:
 
 
 def _wrong_weight(recorded: RecordedLoss, where: str) -> str | None:
-    """As `wrong_weight`, of a loss that was recorded.
-
-    Raises:
-        Exception: nothing can be told.
-    """
+    """As `wrong_weight`, of a loss that was recorded; it raises if nothing can be told."""
     parts = _Parts.of(recorded)
     if parts is None or parts.fit([size / recorded.samples for size in parts.sizes]):
         return None
@@ -245,11 +241,7 @@ class _Parts:
 
     @classmethod
     def of(cls, recorded: RecordedLoss) -> _Parts | None:
-        """None if the loss is random or does not depend on the rows of an output.
-
-        Raises:
-            Exception: the loss cannot be computed for the parts.
-        """
+        """None if the loss is random; raises if it cannot be computed for the parts."""
         (value, whole), (again, same) = (recorded.gradient(recorded.batch) for _ in range(2))
         if value != again or not bool(whole.isfinite().all()):
             return None

@@ -20,11 +20,7 @@ _OWNERS: dict[int, weakref.ref[Any]] = {}
 
 
 def reject_wrapped(model: nn.Module) -> None:
-    """Reject DDP and FSDP, which average gradients with equal weights.
-
-    Raises:
-        TypeError: the model, or a module in it, is wrapped.
-    """
+    """Reject DDP and FSDP, which average gradients with equal weights."""
     for name, module in model.named_modules():
         classes = {cls.__name__ for cls in type(module).__mro__}
         wrapper = classes & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -49,11 +45,7 @@ def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def reject_batch_norm(named: Sequence[tuple[str, nn.Module]]) -> None:
-    """Reject BatchNorm in training mode.
-
-    Raises:
-        ValueError: one of these `batch_norms` is in training mode.
-    """
+    """Reject `batch_norms` in training mode."""
     for name, module in named:
         if module.training:
             raise ValueError(
@@ -65,11 +57,7 @@ def reject_batch_norm(named: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def reject_sparse_embeddings(model: nn.Module) -> None:
-    """Reject embeddings with sparse gradients.
-
-    Raises:
-        TypeError: an embedding was built with `sparse=True`.
-    """
+    """Reject embeddings with sparse gradients."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding):
             raise TypeError(
@@ -79,11 +67,7 @@ def reject_sparse_embeddings(model: nn.Module) -> None:
 
 
 def reject_sparse_buffers(model: nn.Module) -> None:
-    """Reject buffers that are not dense: the ranks compare and send buffers as bytes.
-
-    Raises:
-        TypeError: there is one.
-    """
+    """Reject buffers that are not dense: the ranks compare and send buffers as bytes."""
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided:
             raise TypeError(
@@ -93,14 +77,7 @@ def reject_sparse_buffers(model: nn.Module) -> None:
 
 
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int]) -> torch.device:
-    """Check that the parameters can be laid out in flat parameters; returns their device or `meta`.
-
-    Raises:
-        ValueError: no parameter to train, several devices, two parameters that share memory, or
-            parameters that an earlier optimizer has left sharded.
-        TypeError: a dtype that flat parameters do not support.
-        RuntimeError: another optimizer owns the parameters.
-    """
+    """Check that the parameters can be laid out in flat parameters; returns their device."""
     if not trained:
         raise ValueError("no parameter requires a gradient; there is nothing to optimize")
     devices = {parameter.device for _, parameter in named}
@@ -166,11 +143,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
 
 
 def check_movable(named: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
-    """Check that parameters can move from the CPU to a device while they stay the same objects.
-
-    Raises:
-        ValueError: one cannot.
-    """
+    """Check that parameters can move from the CPU to a device while they stay the same objects."""
     for name, parameter in named:
         if is_traceable_wrapper_subclass(parameter):
             raise ValueError(
@@ -186,8 +159,7 @@ def register_owner(
 ) -> Callable[[], object]:
     """Register `owner` as owner of the parameters until it is garbage-collected.
 
-    Returns:
-        A function that ends the ownership earlier and removes the hooks.
+    Returns a function that ends the ownership earlier and removes the hooks.
     """
     reference = weakref.ref(owner)
     keys = [id(parameter) for _, parameter in named]

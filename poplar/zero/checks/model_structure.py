@@ -25,12 +25,7 @@ class ModelStructure:
         groups: Sequence[Mapping[str, Any]],
         may_be_trained: Collection[int],
     ) -> None:
-        """
-        Args:
-            model: the model.
-            groups: the param groups of the optimizer.
-            may_be_trained: by `id`, parameters that the user gave to the optimizer.
-        """
+        """`may_be_trained`: by `id`, parameters that the user gave to the optimizer."""
         self._model, self._members = model, _members(groups)
         named = dict(model.named_parameters())
         self._known = set(map(id, named.values()))
@@ -48,12 +43,7 @@ class ModelStructure:
         self._holders, self._names, self._values = map(list, zip(*entries, strict=True))
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise if the optimizer does not train the model, or its param groups, as they are now.
-
-        Raises:
-            RuntimeError: a parameter was added, replaced or unfrozen.
-            TypeError: the model, or a module in it, was wrapped in FSDP.
-        """
+        """Raise if the optimizer does not train the model, or its param groups, as they are now."""
         with direct_access():
             unfrozen = list(map(_requires_grad, self._frozen))
         if any(unfrozen):

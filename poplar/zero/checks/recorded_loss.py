@@ -8,7 +8,7 @@ computes a loss itself: its own code runs again, on what its submodules have ret
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -81,8 +81,7 @@ class RecordedLoss:
     def record_one(self, done: Callable[[Call, Any], None]) -> None:
         """Record the next call that is not made inside of another one.
 
-        Args:
-            done: takes it, and its arguments by position or name.
+        `done` takes it, and its arguments by position or name.
         """
         stack = ExitStack()
 
@@ -112,8 +111,7 @@ class RecordedLoss:
     def join(self, other: RecordedLoss) -> RecordedLoss:
         """The loss of the samples of both, one after the other, by the function of the other.
 
-        Raises:
-            Exception: the calls differ, or the shapes of the outputs.
+        It raises if the calls differ, or the shapes of the outputs.
         """
         calls = []
         for one, two in zip(self.calls, other.calls, strict=True):
@@ -129,15 +127,12 @@ class RecordedLoss:
     def gradient(self, batch: Any, start: int = 0) -> tuple[float, Tensor]:
         """A loss of consecutive samples, and its gradient with respect to the outputs of modules.
 
+        The gradient has one row per sample; of outputs with many elements, some. It raises if the
+        loss cannot be computed, or does not depend on an output.
+
         Args:
             batch: the samples.
             start: place of the first one.
-
-        Returns:
-            The loss, and one row per sample; of outputs with many elements, some.
-
-        Raises:
-            Exception: the loss cannot be computed, or does not depend on an output.
         """
         replay = _Replay(self, start, start + pytree.samples_in(batch))
         with warnings.catch_warnings(), _replay_by(self.model, replay.call):
@@ -216,13 +211,7 @@ class _Replay:
 class _NoCollectives(TorchDispatchMode):
     """Collectives raise: no other rank takes part."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise OtherCallsError(f"the loss calls {func}")
         return func(*args, **(kwargs or {}))

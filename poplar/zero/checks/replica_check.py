@@ -35,13 +35,9 @@ class ReplicaCheck:
     def __init__(
         self, flats: Sequence[FlatParameter], control: Control, *, replicates_state: bool
     ) -> None:
-        """
-        Args:
-            flats: the trained flat parameters.
-            control: of the ranks.
-            replicates_state: every rank updates all of them, so masters must be equal. Else the
-                values must be that are sent as differences: see [Note: differences] in
-                `stages.strategy`.
+        """With `replicates_state`, every rank updates all of these trained flat parameters, so
+        masters must be equal. Else the values must be that are sent as differences: see
+        [Note: differences] in `stages.strategy`.
         """
         self._all = flats if control.group.size > 1 else ()
         self._replicates_state = replicates_state
@@ -78,12 +74,7 @@ class ReplicaCheck:
                 self._copied = torch.cuda.current_stream(by_rank.device).record_event()
 
     def raise_if_different(self) -> None:
-        """Compare the checksums received in an earlier step. Collective if they differ.
-
-        Raises:
-            ReplicasDiffer: on all ranks.
-            CollectiveTimeout: they have not arrived before the deadline.
-        """
+        """Compare the checksums received in an earlier step. Collective if they differ."""
         if self._by_rank is None:
             return
         if self._copied is not None:  # before the step that the device runs now
@@ -95,14 +86,7 @@ class ReplicaCheck:
             self._raise_differences(update, received)
 
     def verify(self, prepare: Callable[[], None]) -> None:
-        """Compare the present parameters. Collective.
-
-        Args:
-            prepare: what this rank does before.
-
-        Raises:
-            ReplicasDiffer: on all ranks.
-        """
+        """Compare the present parameters, once each rank has run `prepare`. Collective."""
 
         def own() -> int:
             prepare()
@@ -154,11 +138,7 @@ def differing_parameters(
 ) -> list[tuple[str, tuple[int, ...]]]:
     """The parameters whose bits differ between ranks, with their checksums by rank. Collective.
 
-    Args:
-        control: the control channel of the ranks.
-        flats: flat parameters.
-        values: of all elements of each of them, on every rank.
-        what: the comparison, for errors.
+    `values` are those of all elements of each flat parameter, on every rank.
     """
     parts = [
         (name, tensor[slice(*flat.span(position))])
@@ -195,9 +175,6 @@ def replicate(
 
     Only tensors whose bits differ are sent: a model that all ranks have read from the same files
     costs no communication.
-
-    Args:
-        doing: what the ranks do, for errors.
     """
     own = [int(bit_checksum(tensor)) for tensor in tensors.values()]
     by_rank = control.exchange_objects(own, what=doing)

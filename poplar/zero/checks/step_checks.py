@@ -39,13 +39,10 @@ class StepChecks:
     ) -> None:
         """
         Args:
-            model: the model.
-            control: the control channel of the ranks.
             looking: the rank that looks at the loss and at the lengths of its samples.
             allow_forward_state: ranks may have state of their own.
             reads: this rank has the values of all parameters.
-            flats: the parameters.
-            strategy: has their values; None: another engine has the parameters.
+            strategy: has the values of `flats`; None: another engine has the parameters.
         """
         looks = control.group.rank == looking
         self._model, self._control = model, control
@@ -61,10 +58,8 @@ class StepChecks:
     ) -> None:
         """Look at these parameters from now on, as from the first step on."""
         self.loss.may_read(reads)
-        allowed, given = self._allows_forward_state, (self._model, self._control)
-        self.forward_state = ForwardStateCheck(
-            *given, allowed=allowed, flats=flats, strategy=strategy
-        )
+        options: Any = {"flats": flats, "strategy": strategy, "allowed": self._allows_forward_state}
+        self.forward_state = ForwardStateCheck(self._model, self._control, **options)
         trained = [flat for flat in flats if strategy is not None and flat.trained]
         replicates = strategy is not None and strategy.replicates_state
         self.replicas = ReplicaCheck(trained, self._control, replicates_state=replicates)
@@ -82,15 +77,7 @@ class StepChecks:
     def check_structure(
         self, structure: ModelStructure, groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Check that the optimizer still trains the model as it is. Local.
-
-        Args:
-            structure: the model when the optimizer was built.
-            groups: the param groups.
-
-        Raises:
-            RuntimeError, TypeError: as `ModelStructure.check`.
-        """
+        """Check that the optimizer still trains the model as it is. Local."""
         structure.check(groups)
         if self._is_first and not self._model.training and self._control.group.rank == 0:
             warnings.warn(

@@ -33,6 +33,8 @@ _OTHER_PART = (
     "Initialize only a module's own parameters, or name a unit that contains the modules "
     "(units=[...])"
 )
+_FUNCTION = "pass weights=function, where function(module) initializes the parameters of one module"
+_REAL_BUFFERS = "build the model with real buffers: `with poplar.parameters_on_meta(): model = ...`"
 
 
 @contextmanager
@@ -60,8 +62,7 @@ def parameters_on_meta() -> Iterator[None]:
 def move_to_meta(parameters: Sequence[nn.Parameter]) -> None:
     """Put parameters on `meta`; their values are lost. References to them stay valid.
 
-    Raises:
-        RuntimeError: a graph of autograd still holds one of them; none has changed.
+    It raises, before any change, if a graph of autograd still holds one of them.
     """
     check_unused(parameters)
     for parameter in parameters:
@@ -70,11 +71,7 @@ def move_to_meta(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def check_unused(parameters: Iterable[nn.Parameter]) -> None:
-    """Check that no graph of autograd holds one of the parameters.
-
-    Raises:
-        RuntimeError: one is in use.
-    """
+    """Check that no graph of autograd holds one of the parameters."""
     for parameter in parameters:
         if parameter._use_count() > 1:  # type: ignore[attr-defined]
             raise RuntimeError(
@@ -91,11 +88,7 @@ def is_on_meta(model: nn.Module) -> bool:
 def check_initializers(
     model: nn.Module, unit_names: Sequence[str], weights: Initializer | None
 ) -> None:
-    """Check that a model on `meta` can be initialized.
-
-    Args:
-        unit_names: modules that are initialized as a whole.
-        weights: the user's function, which may initialize any module.
+    """Check that a model on `meta` can be initialized, unit by unit or by the user's function.
 
     Raises:
         ValueError: a module has no initializer, or one whose effect is not known.
@@ -122,8 +115,7 @@ def check_initializers(
                 raise ValueError(
                     f"module {name!r} ({type(module).__name__}) has no parameters of its own but a "
                     f"method {initializer.__name__}(), and it is not known whether its constructor "
-                    "calls it; pass weights=function, where function(module) initializes the "
-                    "parameters of one module"
+                    f"calls it; {_FUNCTION}"
                 )
 
 
@@ -180,21 +172,18 @@ class Initialization:
     def run(self, store: Store, random_state: Tensor) -> None:
         """Initialize all parameters. Local.
 
-        If the random state was `random_state` before, it is that after a plain build afterwards;
-        else it does not change, so that ranks with different states keep different ones.
-
-        Args:
-            random_state: of the CPU's generator, the same on all ranks.
-
-        Raises:
-            ValueError: a parameter has no values, or those of another part were written.
+        `random_state`, of the CPU's generator, is the same on all ranks. If it was this rank's, the
+        state afterwards is that after a plain build; else it does not change, so that ranks with
+        different states keep different ones.
         """
         before = torch.get_rng_state()
         try:
             torch.set_rng_state(random_state)
             with torch.no_grad(), _HOST:
                 if self.function is None:
-                    self._construct_all(store)
+                    for part in self.parts:
+                        with self._real(part, store):
+                            _construct(part)
                 else:
                     self._construct_and_apply(self.function, store)
             self._check_complete()
@@ -202,11 +191,6 @@ class Initialization:
                 before = torch.get_rng_state()
         finally:
             torch.set_rng_state(before)
-
-    def _construct_all(self, store: Store) -> None:
-        for part in self.parts:
-            with self._real(part, store):
-                _construct(part)
 
     def _construct_and_apply(self, function: Initializer, store: Store) -> None:
         states = []
@@ -219,17 +203,14 @@ class Initialization:
                 function_state = torch.get_rng_state()
                 torch.set_rng_state(constructor_state)
                 _construct(part)
-                self._unset_stored(part)
+                # Tied parameters that are stored already change only if the function sets them.
+                for _, module in part:
+                    for parameter in module._parameters.values():
+                        if parameter is not None and id(parameter) not in self._missing:
+                            parameter.data = _unset(parameter)
                 torch.set_rng_state(function_state)
                 for name, module in part:
                     _call(name, function, module)
-
-    def _unset_stored(self, part: Part) -> None:
-        """Tied parameters that an earlier part has stored change only if the function sets them."""
-        for _, module in part:
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) not in self._missing:
-                    parameter.data = _unset(parameter)
 
     @contextmanager
     def _real(self, part: Part, store: Store | None) -> Iterator[None]:
@@ -268,8 +249,7 @@ class Initialization:
             raise ValueError(
                 f"parameter {next(iter(self._missing.values()))!r} was not initialized completely: "
                 "neither reset_parameters() of its module nor the model's _init_weights() nor "
-                "`weights` set all its elements; pass weights=function, where function(module) "
-                "initializes the parameters of one module"
+                f"`weights` set all its elements; {_FUNCTION}"
             )
         for key, (_, absent) in self._absent.items():
             if absent.is_floating_point() and not absent.as_strided((), ()).isnan():
@@ -280,17 +260,12 @@ class Initialization:
 
 
 def check_buffers(model: nn.Module, were_on_meta: Container[int]) -> None:
-    """Check that the buffers that were on `meta` (by `id`) have got values.
-
-    Raises:
-        ValueError: one has none.
-    """
+    """Check that the buffers that were on `meta` (by `id`) have got values."""
     for name, buffer in model.named_buffers():
         if id(buffer) in were_on_meta and (buffer.is_meta or not _is_set(buffer)):
             raise ValueError(
                 f"buffer {name!r} is on meta, and neither a reset_parameters() nor `weights` sets "
-                "it; build the model with real buffers: `with poplar.parameters_on_meta(): model "
-                "= ...`"
+                f"it; {_REAL_BUFFERS}"
             )
 
 
@@ -363,13 +338,9 @@ def _model_initializer(model: nn.Module) -> Initializer | None:
 
 
 def _no_initializer(name: str, module: nn.Module, key: str) -> str:
-    kind = "parameter" if key in module._parameters else "buffer"
-    remedy = {
-        "parameter": "pass weights=function, where function(module) initializes the parameters of "
-        "one module, or weights=path of a safetensors file",
-        "buffer": "build the model with real buffers: `with poplar.parameters_on_meta(): model = "
-        "...`",
-    }[kind]
+    kind, remedy = "buffer", _REAL_BUFFERS
+    if key in module._parameters:
+        kind, remedy = "parameter", f"{_FUNCTION}, or weights=path of a safetensors file"
     return (
         f"module {name!r} ({type(module).__name__}) has {kind} {key!r} on meta and no "
         f"reset_parameters(); {remedy}"

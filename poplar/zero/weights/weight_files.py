@@ -50,10 +50,6 @@ class SafetensorsFile:
     """The tensors of one file, by name."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            ValueError: there is no such file, or it is truncated or not in this format.
-        """
         self.path = path
         try:
             with os.fdopen(open_regular(path), "rb") as file:
@@ -113,37 +109,33 @@ class WeightFiles:
             ValueError: there is no such file, or it is truncated or not in this format.
         """
         self.path = Path(path)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
         self._file_of: dict[str, SafetensorsFile] = {}
         for path, names in _contents(_file_in(self.path)).items():
             file = SafetensorsFile(path)
             for name in sorted(file.tensors) if names is None else names:
                 if name not in file.tensors:
                     raise ValueError(f"{path} has no tensor {name!r}, which its index places there")
-                stored = file.tensors[name]
-                self.shapes[name] = stored.shape
-                self.dtypes[name] = stored.dtype
                 self._file_of[name] = file
+
+    def _stored(self, name: str) -> StoredTensor:
+        return self._file_of[name].tensors[name]
 
     def names_of(self, model: nn.Module) -> dict[int, str]:
         """The stored name of each parameter and persistent buffer of the model, by its `id`.
 
-        A tied parameter needs one of its names.
-
-        Raises:
-            ValueError: names are missing, unexpected, or have another shape or kind of dtype.
+        A tied parameter needs one of its names. It raises if names are missing, unexpected, or have
+        another shape or kind of dtype.
         """
         expected = dict(_expected(model))
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         unexpected = [
             name
-            for name in self.shapes.keys() - expected.keys() - _unsaved_buffers(model)
+            for name in self._file_of.keys() - expected.keys() - _unsaved_buffers(model)
             if not any(re.search(pattern, name) for pattern in ignored)
         ]
         stored: dict[int, str] = {}
         for name, tensor in expected.items():
-            if name in self.shapes:
+            if name in self._file_of:
                 stored.setdefault(id(tensor), name)
         missing = [name for name, tensor in expected.items() if id(tensor) not in stored]
         if missing or unexpected:
@@ -152,10 +144,10 @@ class WeightFiles:
                 f"{format_names(missing)}, unexpected {format_names(sorted(unexpected))}"
             )
         wrong = [
-            f"{name!r} is {self.dtypes[name]} {self.shapes[name]} in "
+            f"{name!r} is {self._stored(name).dtype} {self._stored(name).shape} in "
             f"{self._file_of[name].path.name} and {tensor.dtype} {tuple(tensor.shape)} in the model"
             for name, tensor in expected.items()
-            if name in self.shapes and not self._fits(name, tensor)
+            if name in self._file_of and not self._fits(name, tensor)
         ]
         if wrong:
             raise ValueError(
@@ -165,9 +157,9 @@ class WeightFiles:
         return stored
 
     def _fits(self, name: str, tensor: Tensor) -> bool:
-        dtype = self.dtypes[name]
+        dtype, shape, _ = self._stored(name)
         return (
-            self.shapes[name] == tuple(tensor.shape)
+            shape == tuple(tensor.shape)
             and dtype.startswith(("F", "BF")) == tensor.is_floating_point()
             and dtype.startswith("C") == tensor.is_complex()
         )
@@ -178,18 +170,20 @@ class WeightFiles:
 
     def read_whole(self, name: str) -> Tensor:
         """One tensor."""
-        return self.read(name, 0, math.prod(self.shapes[name])).reshape(self.shapes[name])
+        shape = self._stored(name).shape
+        return self.read(name, 0, math.prod(shape)).reshape(shape)
 
     def identity(self) -> str:
         """What must be equal on all ranks: names, shapes, dtypes, and samples of the values."""
         digest = hashlib.sha256()
-        for name in sorted(self.shapes):
-            numel = math.prod(self.shapes[name])
-            digest.update(f"{name} {self.shapes[name]} {self.dtypes[name]}".encode())
+        for name in sorted(self._file_of):
+            dtype, shape, _ = self._stored(name)
+            numel = math.prod(shape)
+            digest.update(f"{name} {shape} {dtype}".encode())
             for start in (0, numel // 2, max(0, numel - _SAMPLE)):
                 sample = self.read(name, start, min(numel, start + _SAMPLE))
                 digest.update(bytes(sample.contiguous().view(torch.uint8).tolist()))
-        return f"{len(self.shapes)} tensors with digest {digest.hexdigest()[:16]}"
+        return f"{len(self._file_of)} tensors with digest {digest.hexdigest()[:16]}"
 
 
 def _file_in(path: Path) -> Path:
