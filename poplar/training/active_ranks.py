@@ -45,13 +45,10 @@ class ActiveRanks:
         has_values: bool = True,
         changes: int = 0,
     ) -> None:
-        """Collective over all ranks.
+        """Collective over all ranks (`whole`), with their control channel.
 
         Args:
-            whole: all ranks.
-            control: their control channel.
             communicator: as for `connect`.
-            left_out: ranks that are left out.
             has_values: the model was not built on `meta`.
             changes: of the ranks that are left out, before.
         """
@@ -85,8 +82,7 @@ class ActiveRanks:
     def receiver(self, to: int, doing: str) -> int:
         """The number of rank `to` in the group of the active ranks. Collective over these.
 
-        Raises:
-            ValueError: on all ranks; there is none, it is left out, or ranks pass different ones.
+        It raises on all ranks if there is none, if it is left out, or if ranks pass different ones.
         """
         received = self.control.exchange_objects(to, what=doing)
         if to in self.left_out and len(set(received)) == 1:
@@ -118,14 +114,9 @@ class ActiveRanks:
 
     @torch.no_grad()
     def share_values(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Copy values of the first active rank to the ranks that are left out. Collective for them.
+        """Copy parameters and buffers of the first active rank to the ranks that are left out.
 
-        Args:
-            model: whose parameters have values on the first active rank.
-            names: of its parameters and buffers.
-
-        Raises:
-            RuntimeError: on ranks that are left out, if their model is on `meta`.
+        Collective for them. It raises on those whose model is on `meta`.
         """
         if not self._has_values:
             if self.is_active:
@@ -144,10 +135,7 @@ class ActiveRanks:
 def share_tensors(group: Group, tensors: Mapping[str, Tensor], doing: str) -> None:
     """Copy tensors of the first rank of a group to the others. Collective for them.
 
-    Args:
-        group: the ranks.
-        tensors: by name, which must be the same on all ranks.
-        doing: what the ranks do, for errors.
+    Their names must be the same on all ranks.
     """
     device = next(iter(tensors.values())).device
     comm = connect(group, "process_group" if group.supports(device) else "auto", device)
@@ -155,13 +143,9 @@ def share_tensors(group: Group, tensors: Mapping[str, Tensor], doing: str) -> No
 
 
 def state_plan(plan: Plan, ranks: Sequence[int], stage: int, *, even: bool = False) -> Plan:
-    """A plan of some ranks, in their own numbers, by which state moves and no step is taken.
+    """A plan of some ranks, ascending, in their own numbers: state moves, but no step is taken.
 
-    Args:
-        plan: of all ranks, which divides the state among these, unless `even`.
-        ranks: ascending.
-        stage: its stage.
-        even: these ranks have even shares.
+    `plan` is of all ranks and divides the state among these; `even`: their shares are even instead.
     """
     # The rank with most samples looks at the first losses of the plan that comes next.
     most = max(range(plan.world_size), key=plan.samples)

@@ -7,7 +7,7 @@ ones have taken its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -104,12 +104,8 @@ def replace_engine(
 ) -> Engine:
     """The engine of another plan, with the state of `old`. Collective, between steps.
 
-    Args:
-        old: it must not be used afterwards; its changes of the model have been removed.
-        update: of both engines.
-        request: with the new plan.
-        units: of the new plan, without values.
-        check_step: as for `Engine`.
+    `old` must not be used afterwards; its changes of the model have been removed. The update serves
+    both engines. `units` are those of the new plan, without values.
     """
     send_masters(old, update)
     strategy = strategy_of(request, old.comm, steps=old.strategy.steps)
@@ -177,14 +173,12 @@ class EngineMove:
         """Give this rank all values of the old units that have parameters of a new one."""
         wanted = {id(p) for flat in unit.flats for p in flat.parameters}
         self._unshard(
-            [
-                source
-                for source in self._sharded
-                if any(id(p) in wanted for flat in source.flats for p in flat.parameters)
-            ]
+            source
+            for source in list(self._sharded)
+            if any(id(p) in wanted for flat in source.flats for p in flat.parameters)
         )
 
-    def _unshard(self, units: Sequence[Unit]) -> None:
+    def _unshard(self, units: Iterable[Unit]) -> None:
         for unit in units:
             self._old_strategy.unshard(unit, in_step=False, lasting=True)
             self._old_strategy.wait_for_unshard(unit)

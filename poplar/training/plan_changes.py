@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from poplar.comm import Communicator
+from poplar.comm import Communicator, Control
 from poplar.training.active_ranks import state_plan
 from poplar.training.moved_engine import DOING
 from poplar.training.plan_schedule import PlanSchedule
@@ -51,17 +51,20 @@ class PlanChanges:
             }
             return identity, schedule.first_step(plan), schedule.changes
 
-        if ranks.is_active:
-            control = ranks.control
+        def agreed_on(control: Control) -> list[tuple[dict[str, Any], int, int]]:
             received = exchange_results(control, check, what=DOING)
             compare_identities(control, [identity for identity, *_ in received])
+            return received
+
+        control = ranks.control
+        if ranks.is_active:
+            received = agreed_on(control)
         if ranks.left_out and self._needs_left_out(plan):
             training.calls.let_all_run(DOING if ranks.is_active else "")
-            steps = ranks.whole_control.exchange_objects(schedule.steps, what=DOING)
-            schedule.count_from(steps[ranks.active[0]])
             control = ranks.whole_control
-            received = exchange_results(control, check, what=DOING)
-            compare_identities(control, [identity for identity, *_ in received])
+            steps = control.exchange_objects(schedule.steps, what=DOING)
+            schedule.count_from(steps[ranks.active[0]])
+            received = agreed_on(control)
         first = max(first for _, first, _ in received)
         step = first if at_step is None else at_step
         if step < first:
@@ -120,8 +123,7 @@ class PlanChanges:
     def _follow_schedule(self, *, in_step: bool = False) -> None:
         """Change to the plan of the next step, if it is another one. Collective then.
 
-        Args:
-            in_step: only the active ranks make this call.
+        `in_step`: only the active ranks make this call.
         """
         training = self._training
         while (plan := self.schedule.due()) is not None:
@@ -186,9 +188,7 @@ class PlanChanges:
     def _prepared(self, plan: Plan, world_size: int | None = None) -> tuple[Request, list[Unit]]:
         """The request of another plan, and its units if they are not those of now. Local.
 
-        Args:
-            plan: of all ranks, or of the active ones.
-            world_size: for how many ranks it must be; None: that is known.
+        `world_size`: for how many ranks the plan must be; None: that is known.
         """
         training, old = self._training, self._training.request
         if world_size is not None and plan.left_out != training.ranks.left_out:

@@ -71,13 +71,9 @@ def regroup_engine(
     """The engine of another group of ranks, with the state of `old`, and its update. Collective.
 
     Args:
-        old: it must not be used afterwards; its changes of the model have been removed. None on a
-            rank that joins.
-        update: of both engines; None on a rank that joins.
+        old: as for `replace_engine`; None, as `update`, on a rank that joins.
         request: with the stage of `old`.
-        comm: of the new group.
-        control: of the new group.
-        check_step: as for `Engine`.
+        comm, control: of the new group.
         joining: ranks of the new group that join.
         sender: a rank of the new group that does not.
     """
@@ -98,11 +94,10 @@ def regroup_engine(
         if strategy.replicates_state:
             layouts = strategy.layouts(dict.fromkeys(flats, ()))
         else:
-            sizes = [
-                dict(zip(ranks, flat.sizes, strict=True)) for u in structure for flat in u.flats
-            ]
+            old_flats = (flat for unit in structure for flat in unit.flats)
+            sizes = [dict(zip(ranks, flat.sizes, strict=True)) for flat in old_flats]
             layouts = {
-                flat: _layout([own.get(rank, 0) for rank in comm.group.ranks])
+                flat: Layout((0, *accumulate(own.get(rank, 0) for rank in comm.group.ranks)))
                 for flat, own in zip(flats, sizes, strict=True)
             }
         if update is None:
@@ -154,11 +149,8 @@ def _take_runs(
 def leave_engine(engine: Engine, *, on_meta: bool) -> None:
     """Give the parameters of a rank that leaves memory of their own. Local.
 
-    Where they are sharded they become NaN.
-
-    Args:
-        engine: its changes of the model have been removed.
-        on_meta: the parameters lose their values and go to `meta`, where the model was built.
+    Where they are sharded they become NaN. `on_meta`: they lose their values and go to `meta`,
+    where the model was built.
     """
     for flat in engine.flats:
         engine.strategy.wait_for_readers(flat)
@@ -220,7 +212,3 @@ def _units_like(structure: Sequence[_Unit], request: Request, control: Control) 
         )
         for unit in structure
     ]
-
-
-def _layout(sizes: Sequence[int]) -> Layout:
-    return Layout((0, *accumulate(sizes)))

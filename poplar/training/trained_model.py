@@ -67,11 +67,9 @@ class TrainedModel:
     ) -> None:
         """Build the engine. Collective over all ranks.
 
-        Args:
-            optimizer: with the param groups of the request, which get all settings of their
-                classes. It keeps this object alive, not the other way around.
-            request: what all ranks have agreed on, with the plan of the active ranks.
-            ranks: which these are.
+        The request is what all ranks have agreed on, with the plan of the active ones. The param
+        groups of the optimizer, which keeps this object alive and not the other way around, get all
+        settings of their classes.
         """
         self._optimizer, self.model = weakref.ref(optimizer), request.model
         self.ranks = ranks
@@ -117,8 +115,7 @@ class TrainedModel:
     def use_smaller_batches(self, too_large: Mapping[int, int]) -> None:
         """Halve micro-batches that did not fit, for this step and later ones. Equal on all ranks.
 
-        Args:
-            too_large: by rank, the samples of a micro-batch that did not fit.
+        `too_large` has their samples, by rank.
         """
         limits, group = {r: batch // 2 for r, batch in too_large.items()}, self.ranks.group
         for limited, most in limits.items():
@@ -144,8 +141,7 @@ class TrainedModel:
     def hand_over_speeds(self, first: int) -> None:
         """Follow the speeds of the ranks that train now. Collective over all ranks.
 
-        Args:
-            first: of the ranks that trained before, which knows the speeds of all.
+        `first` of the ranks that trained before knows the speeds of all.
         """
         if self._follower is not None:
             what = "the speeds of the ranks"
@@ -282,10 +278,7 @@ class TrainedModel:
         return StepSettings(optimizer.param_groups, **given)
 
     def with_own_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with what a plain optimizer does not have.
-
-        It is the loss scaler, if there is one, and the steps by which compression is seeded.
-        """
+        """A state dict with the loss scaler, if any, and the steps that seed compression."""
         strategy, own = self.engine.strategy, dict[str, Any]()
         if self.scaler is not None:
             own["scaler"] = self.scaler.state_dict()
@@ -338,9 +331,7 @@ class TrainedModel:
     def change_plan(self, request: Request, units: Sequence[Unit]) -> None:
         """Change to a plan of the same ranks that has been checked on all. Collective over them.
 
-        Args:
-            request: with the plan.
-            units: without values, if it needs others than now; else none.
+        `units` are without values, if the plan needs others than now; else there are none.
         """
         self.step.nonfinite.raise_if_found()
         engine, update = self.engine, self.update
@@ -388,10 +379,7 @@ class TrainedModel:
         assert common is not None
         given = ranks.communicator, request.device
         comm = connect(ranks.group, *given, planned=common["transport"])
-        own_plan, stage = state_plan(plan, active, common["stage"], even=True), common["stage"]
-        self._run_by(
-            replace(request, plan=own_plan, stage=stage, communication=own_plan.communication)
-        )
+        self._run_by(request.under(state_plan(plan, active, common["stage"], even=True)))
         engine, update = regroup_engine(
             old if before.is_active else None,
             update if before.is_active else None,

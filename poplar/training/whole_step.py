@@ -56,10 +56,7 @@ def open_batch(
 ) -> OpenedStep:
     """Check and split the batch and start to exchange its weight. Collective.
 
-    Args:
-        prepare: what else may fail on this rank before the step.
-        batch, weight, loss: as for `HeteroZeroOptimizer.train_step`.
-        version: `PlanSchedule.version` of the batch.
+    `prepare` is what else may fail on this rank before the step, `version` that of `PlanSchedule`.
     """
 
     def check() -> None:
@@ -86,11 +83,8 @@ def take_step(
 ) -> StepResult:
     """One optimizer step, by the public methods of the optimizer. Collective.
 
-    Args:
-        open_passes: opens the step and returns the losses of its passes. Its argument is what to do
-            before the step is opened again, if memory ran out.
-        max_norm: clip the gradient to this norm.
-        scaler: loss scaler.
+    `open_passes` opens the step and returns the losses of its passes. Its argument is what to do
+    before the step is opened again, if memory ran out.
     """
     engine, optimizer = training.engine, cast(Any, training.optimizer)
     stopwatch = Stopwatch(engine.strategy.streams, training.ranks.group)
@@ -147,7 +141,6 @@ def take_joint_step(
         forward: computes this rank's part of the loss; its argument is None.
         prepare: checks this rank's part of the batch; it may raise.
         samples: of this rank in the global batch.
-        max_norm: clip the gradient to this norm.
     """
     scaler, engine = training.scaler, training.engine
 
@@ -171,11 +164,7 @@ def _run_passes(
     max_norm: float | None,
     scaler: GradScaler | None,
 ) -> StepSummary:
-    """Run the passes of an opened step and close it. Collective.
-
-    Raises:
-        MicroBatchesTooLarge: ranks ran out of memory, and smaller micro-batches may fit.
-    """
+    """Run the passes of an opened step and close it. Collective."""
     step, engine = training.step, training.engine
     early = step.run_early_forward(opened, forward)
     error = step.run_passes(step.start(opened, early), forward, scaler, early)
@@ -229,10 +218,7 @@ def apply_step(training: TrainedModel, changes: PlanChanges, closure: Any) -> fl
     optimizer._optimizer_step_code()
     error = caught(partial(run_post_hooks, optimizer, closure))
     if summary.has_hooks:
-        doing, outcome = (
-            "a hook after a step",
-            "it raises, too, after all have applied the step",
-        )
+        doing, outcome = "a hook after a step", "it raises, too, after all have applied the step"
         raise_on_any_error(training.ranks.control, error, doing=doing, outcome=outcome)
     elif error is not None:
         raise error

@@ -141,6 +141,10 @@ class Request:
             _MULTIPLICATION: self._multiplication(),
         }
 
+    def under(self, plan: Plan) -> Request:
+        """The same with another plan, of the active ranks."""
+        return replace(self, plan=plan, stage=plan.stage, communication=plan.communication)
+
     def change_identity(self) -> dict[str, str]:
         """What must be equal on all ranks of another plan during training."""
         return {
@@ -485,8 +489,7 @@ def changed_request(request: Request, plan: Plan, world_size: int) -> Request:
     check_stage(request.classes, _stage_of(plan, None, world_size), request.local)
     if plan.host_state:
         _check_on_host(request.classes)
-    own = plan.of_active_ranks()
-    return replace(request, plan=own, stage=plan.stage, communication=plan.communication)
+    return request.under(plan.of_active_ranks())
 
 
 def changes_units(old: Request, new: Request) -> bool:
