@@ -589,13 +589,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Bytes that this rank holds now, by kind, beside its peak and the plan's prediction."""
         training, plan = self._training, self._training.request.plan
         prediction = (plan.prediction if plan is not None else None) or {}
-        predicted = prediction.get("memory_bytes")
-        rank = training.ranks.group.rank
-        return held_memory(
-            training.engine,
-            training.update,
-            predicted=None if predicted is None else int(predicted[rank]),
-        )
+        by_rank = prediction.get("memory_bytes")
+        predicted = None if by_rank is None else int(by_rank[training.ranks.group.rank])
+        return held_memory(training.engine, training.update, predicted=predicted)
 
     @property
     def steps(self) -> int:
@@ -846,15 +842,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     @collective
     @torch.no_grad()
     def _multiply_gradient(self, factor: Tensor) -> Tensor:
-        """Multiply the gradient in the update; for loss scaling. Collective.
-
-        Args:
-            factor: a one-element tensor; the host does not synchronize.
-
-        Returns:
-            One fp32, equal on all ranks: 1 if the gradient is not finite, so that `step` changes
-            nothing, else 0.
-        """
+        """As `AgreedGradient._multiply_gradient`, for loss scaling. Collective."""
         training = self._training
         return training.step.multiply_gradient(factor, training.settings(scale=factor))
 

@@ -138,7 +138,6 @@ def out_of_memory_error(
 
     Args:
         error: what was raised.
-        rank: this rank.
         samples: of the micro-batch; None: not in a pass.
         held: what the rank held after its activations were freed.
     """
@@ -149,15 +148,10 @@ def out_of_memory_error(
         remedy = "activation checkpointing or shorter samples, "
         if samples > 1:
             remedy = f"smaller micro-batches on this rank, {remedy}"
+    first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
     explained = torch.OutOfMemoryError(
-        f"rank {rank} ran out of memory {where}, beside {held.listed()}. {_first_line(error)}. "
+        f"rank {rank} ran out of memory {where}, beside {held.listed()}. {first_line.rstrip('.')}. "
         f"What helps: {remedy}a smaller share for this rank, or a higher stage"
     )
     explained.__cause__ = error
     return explained
-
-
-def _first_line(error: Exception) -> str:
-    """The start of the message of the allocator that failed."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")

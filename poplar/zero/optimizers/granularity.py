@@ -137,17 +137,11 @@ def _problem_of_parts(
     device: torch.device,
     block: int | None,
 ) -> str | None:
-    """Test whether ranks can update parts of a parameter, each with an optimizer of its own.
+    """Why ranks cannot update parts of a parameter, each with an optimizer of its own.
 
     It compares three steps on one matrix with three steps on two flat parts of it, which have
     nothing in common. The parts are large enough for classes that quantise the state of large
-    tensors only.
-
-    Args:
-        block: the first part has so many elements; None: a number that no blocks divide.
-
-    Returns:
-        Why the class cannot update parts, or None if it can.
+    tensors only. The first has `block` elements; None: a number that no blocks divide.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     shape, cut = ((128, 96), 6000) if block is None else ((3, block), block)
@@ -160,12 +154,7 @@ def _problem_of_parts(
     def after(part: Callable[[Tensor], Tensor]) -> Tensor:
         values = part(start).clone().to(device)
         optimizer = factory([{"params": [values]}], **options)
-        settings = [_settings(optimizer)]
-        for gradient in gradients:
-            values.grad = part(gradient).clone().to(device)
-            optimizer.step()
-            settings.append(_settings(optimizer))
-        problems.extend(_changed_settings(settings))
+        problems.extend(_step(optimizer, (part(each).clone().to(device) for each in gradients)))
         state = optimizer.state.get(values, {})
         problems.extend(_nested_state(state) if block else _unsupported_state(state, values))
         return values.flatten().cpu()
@@ -188,23 +177,23 @@ def _problem_of_whole(
     """Why not even whole parameters can be divided among ranks; None: they can."""
     values = torch.ones(8, 8, dtype=torch.float32, device=device)
     optimizer = factory([{"params": [values]}], **options)
-    settings = [_settings(optimizer)]
-    for _ in range(3):
-        values.grad = torch.ones_like(values)
-        optimizer.step()
-        settings.append(_settings(optimizer))
-    problems = _changed_settings(settings) + _nested_state(optimizer.state.get(values, {}))
+    problems = _step(optimizer, (torch.ones_like(values) for _ in range(3)))
+    problems += _nested_state(optimizer.state.get(values, {}))
     return problems[0] if problems else None
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The settings of the first param group, as text."""
-    group = optimizer.param_groups[0]
-    return {key: repr(value) for key, value in group.items() if key != "params"}
+def _step(optimizer: torch.optim.Optimizer, gradients: Iterator[Tensor]) -> list[str]:
+    """Step one tensor; what is wrong if that changes the settings, as all ranks have the same."""
+    group, by_step = optimizer.param_groups[0], []
 
+    def note_settings() -> None:
+        by_step.append({key: repr(value) for key, value in group.items() if key != "params"})
 
-def _changed_settings(by_step: list[dict[str, str]]) -> list[str]:
-    """What is wrong if `step` changes the settings, which are the same on all ranks."""
+    note_settings()
+    for gradient in gradients:
+        group["params"][0].grad = gradient
+        optimizer.step()
+        note_settings()
     before, first, last = by_step[0], by_step[1], by_step[-1]
     changed = sorted(key for key in last if last[key] != before.get(key, first.get(key)))
     if not changed:

@@ -64,11 +64,7 @@ class OptimizerClass:
         device: torch.device,
         granularity: Granularity | None,
     ) -> OptimizerClass:
-        """Check a class with its options and param groups.
-
-        Raises:
-            ValueError, TypeError: it is no class, rejects the options, or needs what it cannot get.
-        """
+        """Check a class with its options and param groups."""
         if isinstance(factory, torch.optim.Optimizer):
             name = type(factory).__name__
             raise TypeError(
@@ -96,11 +92,7 @@ def optimizer_classes(
 ) -> tuple[OptimizerClass, ...]:
     """The class of each param group, which is `factory` if the group has no `optimizer_class`.
 
-    Args:
-        groups: their keys `optimizer_class` and `granularity` are removed.
-
-    Raises:
-        ValueError, TypeError: as `OptimizerClass.checked`.
+    The keys `optimizer_class` and `granularity` are removed from the groups.
     """
     own = [{key: group.pop(key, None) for key in _OF_POPLAR} for group in groups]
     rest = [group for group, keys in zip(groups, own, strict=True) if not keys["optimizer_class"]]
@@ -127,14 +119,6 @@ def check_overrides(classes: Sequence[OptimizerClass], groups: Groups, model: nn
     """Check that bitsandbytes has no options for single parameters, which would have no effect.
 
     Its optimizers look for the parameter itself, and are given shards.
-
-    Args:
-        classes: the class of each param group.
-        groups: of parameters of the model.
-        model: names the parameters.
-
-    Raises:
-        ValueError: it has others than those of the param group.
     """
     library = sys.modules.get("bitsandbytes.optim")  # imported, if it is one of its classes
     if library is None:
@@ -164,15 +148,9 @@ def check_overrides(classes: Sequence[OptimizerClass], groups: Groups, model: nn
 def check_option_names(
     factory: OptimizerFactory, options: Mapping[str, Any], arguments: Collection[str]
 ) -> None:
-    """Check that the class has these options, as far as its signature tells.
+    """Check that the class has the options that the user's call did not know itself.
 
-    Args:
-        factory: the user's class.
-        options: what the user's call did not know itself.
-        arguments: those of that call, one of which may be misspelt.
-
-    Raises:
-        TypeError: it lacks one.
+    As far as its signature tells. One of the `arguments` of that call may be misspelt.
     """
     known = _parameters_of(factory)
     if any(one.kind is one.VAR_KEYWORD for one in known.values()):

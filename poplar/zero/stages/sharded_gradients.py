@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poplar.comm import Communicator, Work
+from poplar.comm import Work
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -24,19 +24,11 @@ class ShardedGradients(Strategy):
     reduces_every_pass = True
     sends_updates = True
 
-    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(comm, reduce_dtype, device)
-        self._started: set[FlatParameter] = set()
-
     def prepare(self, units: Sequence[Unit]) -> None:
         """Allow all reductions of a unit at once, overlapping with the next unit's backward."""
         super().prepare(units)
         most = max((len(unit.trained) for unit in units), default=0)
         self.reductions.allow(1 + most)
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self._started.clear()
 
     def reduce(self, flat: FlatParameter, weight: float) -> None:
         accumulate = flat in self._started

@@ -28,11 +28,6 @@ class LocalAccumulation(Strategy):
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(comm, reduce_dtype, device)
         self._sums: dict[FlatParameter, Bucket] = {}
-        self._started: set[FlatParameter] = set()
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self._started.clear()
 
     def accumulate(self, flat: FlatParameter, weight: float) -> None:
         gradients, offsets = flat.take_gradients(weight)

@@ -82,6 +82,8 @@ class Strategy(ABC):
         Unused where parameters are not sharded."""
         self.notes_writes = False
         self._allocated: set[FlatParameter] = set()
+        self._started: set[FlatParameter] = set()
+        """Those whose gradient has something of this step, to which later passes add."""
 
     def prepare(self, units: Sequence[Unit]) -> None:
         """Configure the strategy for the units of a model."""
@@ -260,6 +262,7 @@ class Strategy(ABC):
         self.timing.begin_step()
         self.comm.trim()
         self._sent.clear()
+        self._started.clear()
 
     def continue_after(self, steps: int) -> None:
         """Count on from a step, of a checkpoint or of another engine."""

@@ -39,12 +39,6 @@ _RESTART = (
 )
 
 
-def _skipped(at_fault: Sequence[int]) -> str:
-    """The warning of a skipped step. `at_fault`: the names of the ranks."""
-    who = f"the loss of rank(s) {at_fault}" if at_fault else "the gradient norm"
-    return f"a step was skipped: {who} was not finite"
-
-
 class DeviceFlag:
     """A flag that the device computes. The host reads it without waiting for later work."""
 
@@ -133,10 +127,6 @@ class NonFiniteSteps:
         """Raise on all ranks, or warn, if the last step was not finite. Collective then.
 
         It waits until the device has decided that.
-
-        Raises:
-            PoplarError: on the ranks whose loss was not finite, or on all, if only the norm was.
-            RankFailed: on the other ranks.
         """
         self._settle()
         self.raise_if_read()
@@ -153,7 +143,9 @@ class NonFiniteSteps:
         rank, at_fault = self._control.group.rank, step.ranks_at_fault()
         if self._choice == "skip":
             names = [self._control.group.names[rank] for rank in at_fault]
-            self.reject_parameters("a skipped step", warning=_skipped(names))
+            who = f"the loss of rank(s) {names}" if names else "the gradient norm"
+            warning = f"a step was skipped: {who} was not finite"
+            self.reject_parameters("a skipped step", warning=warning)
             return
         error = None
         if rank in at_fault or not at_fault:
@@ -170,9 +162,7 @@ class NonFiniteSteps:
     def reject_parameters(self, doing: str, *, warning: str | None = None) -> None:
         """Raise on all ranks if trained parameters are not finite. Collective.
 
-        Args:
-            doing: what is refused then.
-            warning: of the first rank; it may be an error.
+        The first rank gives the warning, which may be an error.
         """
 
         def check() -> None:

@@ -26,11 +26,7 @@ class Stopwatch:
         self._stop = self._streams.timestamp()
 
     def wait(self) -> None:
-        """Wait until the device has finished the step.
-
-        Raises:
-            CollectiveTimeout: it has not before the deadline, because it waits for other ranks.
-        """
+        """Wait until the device has finished the step, until the deadline."""
         if self._streams.asynchronous:
             self._group.wait_for_event(self._stop, "the end of a step")
 
@@ -75,14 +71,9 @@ class StepResult:
     ) -> None:
         """
         Args:
-            samples: samples in the global batch.
-            waiting_on: the slowest rank.
-            skipped: whether no rank has stepped; a function if the device decides it.
+            skipped: a function if the device decides it.
             losses: by rank, its part of the weighted loss.
-            norm: norm of the full gradient; None if it was not computed.
-            rank_times: by rank.
-            stopwatch: the time of the step.
-            waiting_seconds: returns the part of it that this rank has waited.
+            waiting_seconds: returns the part of the step that this rank has waited.
         """
         self.samples, self.waiting_on, self._skipped = samples, waiting_on, skipped
         self._losses, self._norm, self.rank_times = losses, norm, rank_times

@@ -39,10 +39,8 @@ class StepSettings:
     ) -> None:
         """
         Args:
-            groups: the param groups, with their hyper-parameters.
             updates: how many updates this rank has applied.
             max_norm: to which the gradient is clipped, as far as that is known.
-            norm_type: of the gradient norm.
             scale: the loss scale, or its inverse.
             has_hooks: hooks run around the update. Not compared: the ranks agree after the hooks.
         """
