@@ -124,11 +124,8 @@ class EngineHooks:
 
     def before_forwards(self) -> dict[nn.Module, Callable[..., None]]:
         """By module, what its forward needs before it runs, also if it runs again."""
-        return {
-            module: self._forward_pre_hook(unit)
-            for unit in self._sharded
-            for module in unit.modules
-        }
+        hooks = {unit: self._forward_pre_hook(unit) for unit in self._sharded}
+        return {module: hook for unit, hook in hooks.items() for module in unit.modules}
 
     def _gradient_hook(self, flat: FlatParameter) -> Callable[[nn.Parameter], None]:
         def gradient_ready(parameter: nn.Parameter) -> None:
@@ -214,12 +211,9 @@ class EngineHooks:
 
     def _records_gradients(self) -> bool:
         """Whether a forward that begins now may be followed by a backward to the parameters."""
+        trained = (p for flat in self._engine.trained for p in flat.parameters)
         with direct_access():
-            return torch.is_grad_enabled() and any(
-                parameter.requires_grad
-                for flat in self._engine.trained
-                for parameter in flat.parameters
-            )
+            return torch.is_grad_enabled() and any(p.requires_grad for p in trained)
 
     def _enter_call(self, module: nn.Module, _inputs: Any) -> None:
         self._call_depth += id(module) in self._modules
@@ -293,11 +287,7 @@ class EngineHooks:
         self._scheduler.begin(PassSettings(mode, reduces, weight), leader=0)
 
     def reject_uneven_backward(self) -> None:
-        """Raise if a backward outside of `micro_batches` has the wrong weight. Collective then.
-
-        Raises:
-            RuntimeError: the plan gives the ranks different numbers of samples.
-        """
+        """Raise if a backward outside of `micro_batches` has the wrong weight. Collective then."""
         if self.uneven_samples is None:
             return
         self.drop_implicit_pass()
@@ -322,11 +312,7 @@ class EngineHooks:
 
 
 def _reject_forward_in_ddp(model: nn.Module, _inputs: Any) -> None:
-    """Forward pre-hook: reject DDP that was wrapped around the model afterwards.
-
-    Raises:
-        TypeError: the forward is one of a DDP module that contains the model.
-    """
+    """Forward pre-hook: reject DDP that was wrapped around the model afterwards."""
     wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
     if wrapper is not None and torch.is_grad_enabled():
         _reject_forward_in(wrapper, model)

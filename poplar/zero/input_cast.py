@@ -24,14 +24,9 @@ def cast_inputs(
 ) -> list[RemovableHandle]:
     """Cast the inputs of `model`, and of its modules where they are called from outside it.
 
-    Modules without parameters (a loss, a noise schedule) and modules inside a unit are not cast.
-
-    Args:
-        dtype: of the parameters. None and fp32 register nothing.
-        unit_names: names of the units. Their inner modules must not be called directly.
-
-    Returns:
-        The hooks; remove them when the parameters no longer have this dtype.
+    Modules without parameters (a loss, a noise schedule) and modules inside a unit, which must not
+    be called directly, are not cast. Remove the hooks that this returns when the parameters no
+    longer have this dtype; None and fp32 register nothing.
     """
     if dtype is None or dtype is torch.float32:
         return []

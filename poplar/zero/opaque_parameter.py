@@ -46,11 +46,9 @@ def is_opaque_buffer(buffer: Tensor) -> bool:
 
 
 def opaque_tensors(model: nn.Module, trained: Collection[int] | None = None) -> dict[str, Tensor]:
-    """The opaque tensors of a model that have values, by name.
+    """The opaque parameters and buffers of a model that have values, by name.
 
-    Args:
-        model: whose parameters and buffers they are.
-        trained: the trained parameters, by `id`; default: those that require gradients.
+    `trained` has the trained parameters, by `id`; default: those that require gradients.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -173,13 +171,7 @@ class OpaqueBytes(UnshardedBuffer):
         memories: Sequence[Sequence[Memory]],
         device: torch.device,
     ) -> None:
-        """
-        Args:
-            name: of the unit.
-            named: the opaque tensors, with their names.
-            memories: of each of them.
-            device: of this rank, to which they move.
-        """
+        """The opaque tensors of a unit, with the memories of each, on this rank's device."""
         self.name, self.device = name, device
         self.names = tuple(name for name, _ in named)
         self.parameters = tuple(tensor for _, tensor in named)
@@ -209,10 +201,10 @@ class OpaqueBytes(UnshardedBuffer):
         """All bytes, in new memory on this rank's device."""
         packed = torch.zeros(self.numel, dtype=torch.uint8, device=self.device)
         with torch.no_grad():
-            for memory, offset, size in zip(
-                self._memories, self._offsets, self._sizes, strict=True
-            ):
-                packed[offset : offset + size].copy_(_as_bytes(memory[0]))
+            places = zip(self._memories, self._offsets, self._sizes, strict=True)
+            for (tensor, *_), offset, size in places:
+                data = tensor.detach().reshape(-1).view(torch.uint8)
+                packed[offset : offset + size].copy_(data)
         return packed
 
     def divide(self, layout: Layout, shard: Tensor) -> None:
@@ -234,11 +226,7 @@ class OpaqueBytes(UnshardedBuffer):
         self.values, self._views = values, views
 
     def attach_parameters(self) -> None:
-        """Make the tensors views of `values`.
-
-        Raises:
-            RuntimeError: a forward had replaced one of them, maybe with attributes of it.
-        """
+        """Make the tensors views of `values`."""
         if self._is_lost:
             raise RuntimeError(
                 f"a forward has replaced a frozen tensor of unit {self.name!r} ({self.names[0]}, "
@@ -251,11 +239,7 @@ class OpaqueBytes(UnshardedBuffer):
         self._versions = tuple(tensor._version for tensor in self.holders)
 
     def detach_parameters(self) -> None:
-        """Let every use of the tensors raise, until they are attached again.
-
-        Raises:
-            RuntimeError: they have been written to since.
-        """
+        """Let every use of the tensors raise, until they are attached again."""
         if self._versions is None:
             return
         written = False
@@ -280,7 +264,3 @@ class OpaqueBytes(UnshardedBuffer):
 
 def _absent_class(cls: type[Any]) -> type[Any]:
     return type(cls.__name__, (AbsentBytes, cls) if cls is not Tensor else (AbsentBytes,), {})
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)

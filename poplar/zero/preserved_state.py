@@ -128,9 +128,7 @@ def parameters_restored(copies: Copies) -> Iterator[None]:
 def parameters_preserved(model: nn.Module, *, to_host: bool = False) -> Iterator[None]:
     """Restore the values and dtypes of the parameters at the end, bit by bit.
 
-    Args:
-        model: whose parameters are preserved.
-        to_host: store CUDA values in host memory meanwhile, to leave device memory to the engine.
+    `to_host`: store CUDA values in host memory meanwhile, to leave device memory to the engine.
     """
     copies = _copies(model, to_host=to_host)
     # The engine copies trained values, but overwrites frozen ones with those of rank 0.

@@ -33,10 +33,8 @@ class Recomputation:
     ) -> None:
         """Nothing is recomputed yet.
 
-        Args:
-            model: its modules may be recomputed.
-            blocks: names of the modules that may be recomputed, in registration order.
-            prepare: what must be called before the forward of these modules runs again.
+        `blocks` are the modules that may be, in registration order. What `prepare` has for a module
+        must be called before its forward runs again.
         """
         self._modules = dict(model.named_modules())
         self.blocks = tuple(blocks)

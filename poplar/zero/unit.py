@@ -117,11 +117,7 @@ def resolve_units(
 ) -> list[str]:
     """Module names of the units, in registration order.
 
-    Args:
-        units: module names, modules or module classes; None finds repeated blocks.
-
-    Raises:
-        ValueError: a name or module that the model does not have, or nested units.
+    `units` are module names, modules or module classes; None finds repeated blocks.
     """
     if units is None:
         return find_blocks(model)
@@ -164,8 +160,7 @@ def build_units(
 
     Args:
         members: each parameter once, in registration order.
-        unit_names: module names, as `resolve_units` returns them.
-        merge: which small units are merged.
+        unit_names: as `resolve_units` returns them.
         max_flat_bytes: size in fp32 from which a unit is split; default: `MAX_FLAT_BYTES`. The root
             is split at the default if that is smaller, so that its first gradients are reduced
             early.
@@ -238,12 +233,8 @@ def _entry_modules(
     if unit != ROOT:
         return [modules[unit]]
     mine = {id(member.parameter) for member in inside}
-    holders = [
-        module
-        for module in modules.values()
-        if any(id(tensor) in mine for tensor in _own_tensors(module))
-    ]
-    return [model, *(module for module in holders if module is not model)]
+    others = [module for module in modules.values() if module is not model]
+    return [model, *(m for m in others if any(id(own) in mine for own in _own_tensors(m)))]
 
 
 def _merge_small(
@@ -271,7 +262,7 @@ def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatPara
         members.sort(key=lambda member: member.group)
         for numbers in cut([member.numel for member in members], limit):
             part = [members[number] for number in numbers]
-            flat = (part[0].kind or FlatParameter)(
+            yield (part[0].kind or FlatParameter)(
                 unit,
                 [(member.name, cast(nn.Parameter, member.parameter)) for member in part],
                 dtype=dtype,
@@ -280,7 +271,6 @@ def _flats(unit: str, inside: Sequence[Member], limit: int) -> Iterator[FlatPara
                 steps=[member.step for member in part],
                 is_local=is_local,
             )
-            yield flat
 
 
 def _opaque(unit: str, inside: Sequence[Member], device: torch.device) -> Iterator[OpaqueBytes]:
@@ -294,16 +284,10 @@ def _opaque(unit: str, inside: Sequence[Member], device: torch.device) -> Iterat
 
 
 def check_unit_names(plan: Plan | None, units: Sequence[Unit], blocks: Sequence[str]) -> None:
-    """Check that the plan names existing units.
+    """Check that the plan names existing units, of the engine at its stage, and recomputes no root.
 
-    Args:
-        plan: None has no units.
-        units: of the engine at the plan's stage.
-        blocks: names of the repeated blocks. A unit that is only recomputed is named by them, as at
-            stage 3, because stages that do not shard parameters merge blocks in another way.
-
-    Raises:
-        ValueError: the plan names a unit that does not exist, or recomputes the root.
+    A unit that is only recomputed is named by blocks, as at stage 3, because stages that do not
+    shard parameters merge blocks in another way.
     """
     known = [unit.name for unit in units]
     named = plan.units if plan is not None else ()
@@ -339,11 +323,7 @@ def persistent_units(plan: Plan | None, units: Sequence[Unit]) -> frozenset[Unit
 
 
 def blocks_of(unit: str, blocks: Sequence[str]) -> tuple[str, ...]:
-    """The blocks of a unit: `a`, or `a..b` for consecutive blocks that form one unit.
-
-    Raises:
-        ValueError: it is the root, which the model runs outside of all blocks, or not a unit.
-    """
+    """The blocks of a unit: `a`, or `a..b` for consecutive blocks that form one unit."""
     first, _, last = unit.partition("..")
     if first in blocks and (last or first) in blocks:
         return tuple(blocks[blocks.index(first) : blocks.index(last or first) + 1])

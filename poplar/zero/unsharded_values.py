@@ -89,12 +89,7 @@ class UnshardedValues:
             raise
 
     def agreed_units(self, modules: Sequence[str | nn.Module] | None) -> Sequence[Unit]:
-        """The units with parameters of these modules; None: all units. Collective.
-
-        Raises:
-            ValueError: the model has no such module, or ranks pass different ones.
-            RuntimeError: a pass is open.
-        """
+        """The units with parameters of these modules; None: all units. Collective."""
 
         def names() -> list[str] | None:
             self.reject_open_pass()
@@ -111,11 +106,7 @@ class UnshardedValues:
         return self._units if modules is None else self._units_of(modules)
 
     def _units_of(self, modules: Sequence[str | nn.Module]) -> tuple[Unit, ...]:
-        """The units that have parameters of these modules, given by themselves or by name.
-
-        Raises:
-            ValueError: the model has no such module.
-        """
+        """The units that have parameters of these modules, given by themselves or by name."""
         names = dict(self._model.named_modules(remove_duplicate=False))
         found: set[Unit] = set()
         for module in modules:

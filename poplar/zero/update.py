@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.optimizers.flat_adamw import FlatAdamW, can_round_to
+from poplar.zero.optimizers.flat_adamw import FlatAdamW
 from poplar.zero.optimizers.optimizer_class import OptimizerClass, settings_in
 from poplar.zero.optimizers.state_values import StateLayouts, copy_value, fill_state, taken_apart
 from poplar.zero.streams import HostCopies
@@ -637,11 +637,7 @@ def _step_inner(
     """
     factor = None if scale is None else scale.float()
     if _has_exact_kernel(inner):
-        written = {
-            tensor: low
-            for tensor, low in tensors.items()
-            if low is not None and can_round_to(low.dtype)
-        }
+        written = {tensor: low for tensor, low in tensors.items() if low is not None}
         inner.step_scaled(factor, found_inf, written)
         return written
     takes_scalars, starting = _takes_scalars(inner), _starting_momentum(inner)

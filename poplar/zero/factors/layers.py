@@ -13,16 +13,10 @@ from poplar.values.formatting import format_names
 def factored_layers(
     model: nn.Module, names: Sequence[str], trained: Collection[int]
 ) -> dict[str, nn.Linear]:
-    """The modules of `Plan.factored`, by name.
+    """The modules of `Plan.factored`, by name, if all may be factored; `trained` is by `id`.
 
-    Args:
-        model: the model.
-        names: of modules, as `named_modules` lists them.
-        trained: parameters that are trained, by `id`.
-
-    Raises:
-        ValueError: a module does not exist, or its weight gradient is not the plain product of its
-            rows, or something else reads or changes the weight.
+    It raises if a module does not exist, if its weight gradient is not the plain product of its
+    rows, or if something else reads or changes the weight.
     """
     modules = dict(model.named_modules())
     layers: dict[str, nn.Linear] = {}

@@ -44,15 +44,7 @@ class FactoredParameter(FlatParameter):
         control: Control,
         **options: Any,
     ) -> None:
-        """As `FlatParameter`.
-
-        Args:
-            name: of the unit.
-            parameters: the weight, with its name.
-            layer: the module.
-            control: exchanges the numbers of rows.
-            **options: of `FlatParameter`.
-        """
+        """As `FlatParameter`, of the weight of `layer`; `control` exchanges numbers of rows."""
         super().__init__(name, parameters, **options)
         # Owners have whole rows of the weight, or all of it where parts are tensors of their own.
         self.steps = (0 if self.separate[0] else self._rows_step(),)
@@ -159,14 +151,10 @@ class RowReduction:
         *,
         accumulate: bool,
     ) -> None:
-        """Start to exchange the number of rows of each rank. Collective.
+        """Start to exchange the number of weighted rows of each rank. Collective.
 
-        Args:
-            flat: its gradient is allocated.
-            rows: weighted.
-            strategy: says which part of the gradient each rank computes.
-            control: the control channel of the ranks.
-            accumulate: add to the gradient.
+        The gradient of `flat` is allocated; `accumulate`: add to it. The strategy says which part
+        of it each rank computes.
         """
         self._flat, self._comm, self._accumulate = flat, strategy.comm, accumulate
         self._x_dtype, self._dy_dtype = flat.dtypes(strategy.codec.wire_dtype)
@@ -210,11 +198,7 @@ class RowReduction:
         return torch.cat([dy, x], 1)
 
     def _multiply(self, received: Tensor) -> None:
-        """Write or add the owned part of the gradient. Local.
-
-        Args:
-            received: by row, the bytes that this rank needs.
-        """
+        """Write or add the owned part of the gradient, of the bytes that were received by row."""
         gradient, (first, last) = self._flat.gradient, self._owned[self._comm.group.rank]
         dy_bytes = (last - first) * self._dy_dtype.itemsize
         owned = (last - first) * self._flat.parameters[0].shape[1]

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from poplar import ops
 
-_ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
-
 
 class FlatAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW(fused=True)` for 1-D fp32 tensors, with the same state and results.
@@ -116,11 +114,6 @@ def _rule(group: Mapping[str, Any], step: float) -> ops.AdamWRule:
         step=step,
         maximize=group["maximize"],
     )
-
-
-def can_round_to(dtype: torch.dtype) -> bool:
-    """Whether the operator can write low-precision values of this dtype."""
-    return dtype in _ROUNDED
 
 
 def flat_class(

@@ -57,11 +57,9 @@ def scaled(element: int, numel: int, shape: Sequence[int]) -> int:
 
 
 class StateLayouts:
-    """The layouts of the state of all parameters, found by steps of probes.
+    """The layouts of the state of all parameters, found by steps of probes on a device.
 
-    Args:
-        probe: given a param group, a shape and a device, the state of zeros after one step.
-        device: of the probes that find the layouts.
+    A probe returns, for a param group, a shape and a device, the state of zeros after one step.
     """
 
     def __init__(
@@ -105,10 +103,7 @@ class StateLayouts:
     def new_state(self, flat: FlatParameter, position: int, shape: Sequence[int]) -> dict[str, Any]:
         """The state of a part of a parameter, or of a run that begins with it, before any update.
 
-        It is where the master is.
-
-        Args:
-            shape: of the part.
+        The part has this shape. The state is where the master is.
         """
         device = flat.master.device
         if flat.separate[position]:
@@ -124,11 +119,9 @@ class StateLayouts:
 
 
 def fill_state(state: dict[str, Any], cut: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
-    """Write values into a new state.
+    """Write values into a new state: by name of `taken_apart`, what is `cut`, in any shape.
 
-    Args:
-        cut: by name of `taken_apart`, the entries, in any shape.
-        others: all else, of which parts of tensors that consist of others keep their value.
+    Of all `others`, parts of tensors that consist of others keep their value.
     """
     for key, value in taken_apart(state).items():
         if key in cut:

@@ -72,9 +72,7 @@ def agreed_order(recorded: Sequence[Slot], sizes: Sequence[int]) -> CollectiveOr
     A recorded backward is `unshard 2, reduce 2, unshard 1, reduce 1`: unit 1 is needed when unit 2
     is over. With unshard 1 before reduce 2, it overlaps with the backward of unit 2.
 
-    Args:
-        recorded: the slots of the first pass.
-        sizes: bytes of each unit while it is unsharded; 0 for units that stay unsharded.
+    `sizes` are the bytes of each unit while it is unsharded; 0 for units that stay unsharded.
     """
     units, reductions = _uses_and_reductions(recorded)
     slots = list(reductions[0])

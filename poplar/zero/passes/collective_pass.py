@@ -121,9 +121,8 @@ class CollectivePass(ABC):
     def unshard(self, unit: Unit) -> None:
         """Issue slots until the parameters of `unit` are unsharded, and return when they are.
 
-        Raises:
-            OutOfOrder: the agreed order has no unshard of this unit left.
-            LeaderFailed: the leader of the first pass failed before this unit.
+        It raises OutOfOrder if the agreed order has no unshard of this unit left, and LeaderFailed
+        if the leader of the first pass failed before it.
         """
 
     @abstractmethod
@@ -160,11 +159,7 @@ class CollectivePass(ABC):
         self.unshard(unit)
 
     def gradient_ready(self, flat: FlatParameter, parameter: nn.Parameter) -> None:
-        """Record that autograd has accumulated the gradient of a parameter of `flat`.
-
-        Raises:
-            RuntimeError: the flat parameter has been reduced already.
-        """
+        """Record that autograd has accumulated the gradient of a parameter of `flat`."""
         if flat in self.reduced:
             raise RuntimeError(
                 f"rank {self._control.group.name}: a parameter of unit {flat.name!r} got a "
@@ -193,19 +188,16 @@ class CollectivePass(ABC):
         self._finishing = True
         if failed:
             self._reshard_all()
-        if self.mode.has_gradients and not self.reduces:
-            self._accumulate_rest(failed)
-        else:
+        if self.reduces or not self.mode.has_gradients:
             self._issue_rest(failed=failed)
+        else:
+            for flat in self._flats:
+                if failed:
+                    flat.drop_parameter_gradients()
+                else:
+                    flat.accumulate(self._strategy, self._weight)
         self._reshard_all()
         self._outputs.clear()
-
-    def _accumulate_rest(self, failed: bool) -> None:
-        for flat in self._flats:
-            if failed:
-                flat.drop_parameter_gradients()
-            else:
-                flat.accumulate(self._strategy, self._weight)
 
     # Issuing.
 

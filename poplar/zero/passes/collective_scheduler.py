@@ -254,11 +254,7 @@ class CollectiveScheduler:
 
     @property
     def current(self) -> CollectivePass:
-        """The open pass.
-
-        Raises:
-            OutOfOrder: none is open.
-        """
+        """The open pass; raises OutOfOrder if there is none."""
         if self._open is None:
             raise OutOfOrder(
                 f"rank {self._parts.control.group.name}: a backward reached units of a forward "
@@ -274,9 +270,7 @@ class CollectiveScheduler:
     def begin(self, settings: PassSettings, leader: int) -> None:
         """Open a pass. Collective if the pass has slots.
 
-        Args:
-            settings: what kind of pass it is.
-            leader: the rank that broadcasts the order while none has been recorded.
+        The leader broadcasts the order while none has been recorded.
         """
         if self.has_order(settings.mode, settings.reduces):
             order = self._order(settings.mode, settings.reduces)

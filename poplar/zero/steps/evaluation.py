@@ -48,12 +48,7 @@ class Evaluation:
         self._error: Exception | None = None
 
     def run(self, loader: Iterable[Any]) -> float:
-        """The mean over all ranks' batches. Collective.
-
-        Raises:
-            RankFailed: another rank could not load or evaluate a batch; that rank raises the cause.
-            ValueError: no rank had a batch, or a weight is negative or not finite.
-        """
+        """The mean over all ranks' batches. Collective."""
         busy = None
         if self._engine.scheduler.active:
             busy = RuntimeError("evaluate() inside a pass; call it between two steps")
@@ -78,11 +73,8 @@ class Evaluation:
                 )
             )
         if count == 0:
-            raise agreed(
-                ValueError(
-                    "evaluate(): the loaders of all ranks yielded no samples (total weight 0)"
-                )
-            )
+            why = "evaluate(): the loaders of all ranks yielded no samples (total weight 0)"
+            raise agreed(ValueError(why))
         return float(total / count)
 
     def _run_rounds(self, loader: Iterable[Any]) -> None:
@@ -104,15 +96,13 @@ class Evaluation:
             if batch is not None:
                 self._evaluate(batch[0])
             if sharded:
-                self._do(self._end_pass)
+                failed = self._error is not None
+                self._do(partial(self._engine.end_pass, failed=failed))
 
     def _do(self, work: Callable[[], object]) -> None:
         """Do work that is due on every rank, also after an error, and keep the first error."""
         error = caught(work)
         self._error = self._error or error
-
-    def _end_pass(self) -> None:
-        self._engine.end_pass(failed=self._error is not None)
 
     def _started(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over a loader; starting it may also fail."""
