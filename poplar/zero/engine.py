@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from poplar.comm import Communicator, Control
+from poplar.comm import Control
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.values.errors import CollectiveTimeout
 from poplar.values.plan import Plan
@@ -34,7 +34,6 @@ class Engine:
         model: nn.Module,
         units: Sequence[Unit],
         strategy: Strategy,
-        comm: Communicator,
         control: Control,
         *,
         blocks: Sequence[str] = (),
@@ -45,11 +44,8 @@ class Engine:
             blocks: names of the modules that may be recomputed.
             check_step: as for `EngineHooks`.
         """
-        self.model = model
-        self.units = tuple(units)
-        self.strategy = strategy
-        self.comm = comm
-        self.control = control
+        self.model, self.units = model, tuple(units)
+        self.strategy, self.comm, self.control = strategy, strategy.comm, control
         strategy.prepare(self.units)
         self.scheduler = CollectiveScheduler(self.units, strategy, control)
         self.step = StepState()
@@ -75,8 +71,6 @@ class Engine:
         """Take from a plan what may change between steps, equally on all ranks."""
         self.hooks.follow(plan)
         self.strategy.make_persistent(persistent_units(plan, self.units))
-        if plan is not None:
-            self.strategy.communicate(plan.communication)
         self.recomputation.follow(plan, self.comm.group.rank)
 
     def allow_loss_of(self, free_state: Callable[[], object]) -> None:

@@ -52,12 +52,6 @@ class MicroBatch:
 class OpenedStep:
     """A step that this rank has opened; other ranks may not have."""
 
-    batch: Any
-    """This rank's part of the global batch; None without samples."""
-    first: Any
-    """The first micro-batch of this rank that has samples; None if there is none."""
-    first_pass: int | None
-    """Its pass."""
     wait: Callable[[], StepSizes]
     """Wait for the other ranks; returns all sizes."""
     cut: Callable[[StepSizes], list[MicroBatch]]
@@ -65,6 +59,12 @@ class OpenedStep:
     control: Control
     error: Exception | None
     """Why this rank cannot start the step."""
+    batch: Any = None
+    """This rank's part of the global batch; None without samples."""
+    first: Any = None
+    """The first micro-batch of this rank that has samples; None if there is none."""
+    first_pass: int | None = None
+    """Its pass."""
 
     def micro_batches(self, sizes: StepSizes) -> list[MicroBatch]:
         """This rank's micro-batches, or an error on all ranks. Collective if a rank has one."""
@@ -84,7 +84,7 @@ def open_joint_pass(control: Control, samples: int, error: Exception | None) -> 
 
     has_error = error is not None
     wait = open_step(control, samples=samples, weight=float(samples), kind=0, has_error=has_error)
-    return OpenedStep(None, None, None, wait, cut, control, error)
+    return OpenedStep(wait, cut, control, error)
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,10 @@ class BatchSplitter:
             has_error=error is not None,
             version=version,
         )
-        first = next((at for at, size in enumerate(sizes) if size), None) if error is None else None
-        if first is None:
-            return OpenedStep(None, None, None, wait, cut, control, error)
-        return OpenedStep(batch, batches[first], first, wait, cut, control, error)
+        first = next((at for at, size in enumerate(sizes) if size), None)
+        if first is None or error is not None:
+            return OpenedStep(wait, cut, control, error)
+        return OpenedStep(wait, cut, control, error, batch, batches[first], first)
 
     def _micro_batches(
         self,

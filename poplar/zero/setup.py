@@ -358,7 +358,10 @@ def agree_on_request(
         ValueError: on every rank, if requests differ or a rank cannot compute in the given dtype.
     """
     identity = {**request.identity(), **(also or {})}
-    mine = (identity, _computes_bf16(request.device), request.device.type)
+    device = request.device
+    # `torch.cuda.is_bf16_supported()` also counts emulation.
+    bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    mine = identity, bf16, device.type
     received = control.exchange_objects(mine, what=BUILDING)
     compare_identities(control, [identity for identity, _, _ in received])
     devices = [device for _, _, device in received]
@@ -452,17 +455,10 @@ def assemble_engine(
     check_step: Callable[[], None],
 ) -> Engine:
     """The engine of units that have their values. Local."""
-    engine = Engine(
-        request.model,
-        units,
-        strategy,
-        strategy.comm,
-        control,
-        blocks=request.unit_names,
-        check_step=check_step,
-    )
+    names = request.unit_names
+    engine = Engine(request.model, units, strategy, control, blocks=names, check_step=check_step)
     engine.follow(request.plan)
-    engine.add_changes(cast_inputs(request.model, request.cast_to, request.unit_names))
+    engine.add_changes(cast_inputs(request.model, request.cast_to, names))
     return engine
 
 
@@ -693,11 +689,6 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, str]:
         for key, value in values.items()
         if key != "params" and isinstance(value, types)
     }
-
-
-def _computes_bf16(device: torch.device) -> bool:
-    """Natively: `torch.cuda.is_bf16_supported()` also counts emulation."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _kernels(device: torch.device) -> str:

@@ -98,11 +98,9 @@ class StepState:
         self.phase = max(self.phase, phase)
 
     def enter_user_loop(self) -> None:
-        """The passes are those of a `micro_batches` loop."""
         self.in_user_loop = True
 
     def hide_gradients(self) -> None:
-        """No code of the user reads `.grad` before the update."""
         self.gradients_are_hidden = True
 
     def begin_pass(
@@ -128,7 +126,6 @@ class StepState:
         return sum(self.pass_losses, start=0.0)
 
     def run_out_of_memory(self, samples: int) -> None:
-        """A micro-batch of so many samples does not fit."""
         self.too_large = samples
 
     def close(self, summary: StepSummary, settings: StepSettings) -> None:
@@ -136,11 +133,9 @@ class StepState:
         self.summary, self.settings = summary, settings
 
     def scale_by(self, scaler: GradScaler | None) -> None:
-        """The losses are scaled by this scaler."""
         self.scaler = scaler
 
     def unscale(self) -> None:
-        """The gradient has been divided by the scale of `scaler`."""
         self.is_unscaled = True
 
     def multiply(self, factor: Tensor, *, in_update: bool) -> None:
@@ -150,13 +145,10 @@ class StepState:
             self.factor = factor if self.factor is None else self.factor * factor
 
     def find_inf(self, found_inf: Tensor) -> None:
-        """A loss scaler decides whether the step is skipped."""
         self.found_inf = found_inf
 
     def begin_update(self) -> None:
-        """From now on, an error leaves parts of the parameters behind."""
         self.is_updating = True
 
     def skip(self, flag: DeviceFlag) -> None:
-        """The step is skipped if the device finds this flag set."""
         self.skipped = flag
