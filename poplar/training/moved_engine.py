@@ -244,8 +244,7 @@ class EngineMove:
             part = flat.intersect_owned(start + low, start + high)
             if part is not None:
                 flat.master[part].copy_(masters)
-        runs, state_of = runs_after(flat, moved), state_of_runs(self._update, moved)
-        self._update.add_runs(runs, {run: state_of(run) for run in runs})
+        self._update.add_runs(runs_after(flat, moved), state_of_runs(self._update, moved))
 
     def _free(self, flat: FlatParameter) -> None:
         """Free an old flat parameter."""

@@ -143,7 +143,7 @@ def _take_runs(
         for run in runs:
             run.bind()
         if runs:
-            update.replace_runs(flat, runs, {})
+            update.replace_runs(flat, runs, lambda _: None)
 
 
 def leave_engine(engine: Engine, *, on_meta: bool) -> None:

@@ -172,7 +172,6 @@ class TrainedModel:
             ranks.control,
             looking=0 if plan is None else max(range(plan.world_size), key=plan.samples),
             allow_forward_state=request.allow_forward_state,
-            reads=engine.values.are_readable,
             flats=engine.flats,
             strategy=engine.strategy,
         )
@@ -339,7 +338,7 @@ class TrainedModel:
             self._unregister()
             check = _weak_method(self.check_model)
             engine = replace_engine(engine, update, request, units, check)
-            self.checks.follow(engine.flats, engine.strategy, reads=engine.values.are_readable)
+            self.checks.follow(engine.flats, engine.strategy)
             self._use_engine(engine)
         elif request.plan is not None:
             follow_plan(engine, update, request.plan)

@@ -104,6 +104,10 @@ class ParameterRun:
         return found if found.shape == shape else found.view(shape)
 
 
+StateOf = Callable[[ParameterRun], dict[str, Any] | None]
+"""The state of a run; empty or None: it has none."""
+
+
 class Fetched(NamedTuple):
     """What the update of a flat parameter reads and writes, where its state is."""
 
@@ -474,7 +478,7 @@ class ShardedUpdate:
         self,
         flat: FlatParameter,
         runs: Sequence[ParameterRun],
-        states: Mapping[ParameterRun, dict[str, Any]],
+        state_of: StateOf,
     ) -> None:
         """Load other runs of `flat`, which are bound, and their state."""
         self.collected, self.updates = None, 0
@@ -484,15 +488,21 @@ class ShardedUpdate:
         first = next(place for place, run in enumerate(self.runs) if run.flat is flat)
         others = [run for run in self.runs if run.flat is not flat]
         self.runs = [*others[:first], *runs, *others[first:]]
-        self._set_states(runs, states)
+        self._set_states(runs, state_of)
 
-    def add_runs(
-        self, runs: Sequence[ParameterRun], states: Mapping[ParameterRun, dict[str, Any]]
-    ) -> None:
+    def add_runs(self, runs: Sequence[ParameterRun], state_of: StateOf) -> None:
         """Add runs of another flat parameter, which are bound, and their state."""
         self.collected = None
         self.runs = [*self.runs, *runs]
-        self._set_states(runs, states)
+        self._set_states(runs, state_of)
+
+    def rebind(self, flat: FlatParameter, state_of: StateOf) -> None:
+        """After a layout change: create new views for the runs of `flat`, with the given state."""
+        own = [run for run in self.runs if run.flat is flat]
+        for run in own:
+            self._drop_state_of(run)
+            run.bind()
+        self._set_states(own, state_of)
 
     def drop_runs(self, flat: FlatParameter) -> None:
         """Drop a flat parameter, whose runs other ones have replaced, and its state."""
@@ -507,21 +517,8 @@ class ShardedUpdate:
         """Copy what the host reads in another way from now on."""
         self._to_host = to_host
 
-    def _set_states(
-        self, runs: Sequence[ParameterRun], states: Mapping[ParameterRun, dict[str, Any]]
-    ) -> None:
+    def _set_states(self, runs: Sequence[ParameterRun], state_of: StateOf) -> None:
         for run in runs:
-            if run.tensor is not None and states.get(run):
-                self._set_state(run, states[run])
-        self._update_param_groups()
-
-    def rebind(self, flat: FlatParameter, state_of: Callable[[ParameterRun], Any]) -> None:
-        """After a layout change: create new views for the runs of `flat`, with the given state."""
-        for run in self.runs:
-            if run.flat is not flat:
-                continue
-            self._drop_state_of(run)
-            run.bind()
             if run.tensor is not None and (state := state_of(run)):
                 self._set_state(run, state)
         self._update_param_groups()

@@ -236,7 +236,7 @@ class LoadedState:
             # Adjacent parameters with the same group and step are one run, on all ranks.
             runs = adjacent_runs(flat, [self._others[place] for place in places])
             states = {run: state for run in runs if (state := self._state_of(run))}
-            self._update.replace_runs(flat, runs, states)
+            self._update.replace_runs(flat, runs, states.get)
             self._engine.strategy.wait_for_readers(flat)
             for place in places:
                 self._copy(place, MASTER, flat.master, flat.owned[0])

@@ -33,7 +33,6 @@ class StepChecks:
         *,
         looking: int,
         allow_forward_state: bool,
-        reads: bool = False,
         flats: Sequence[FlatParameter] = (),
         strategy: Strategy | None = None,
     ) -> None:
@@ -41,7 +40,6 @@ class StepChecks:
         Args:
             looking: the rank that looks at the loss and at the lengths of its samples.
             allow_forward_state: ranks may have state of their own.
-            reads: this rank has the values of all parameters.
             strategy: has the values of `flats`; None: another engine has the parameters.
         """
         looks = control.group.rank == looking
@@ -51,13 +49,11 @@ class StepChecks:
         self._allows_forward_state = allow_forward_state
         self.batches = FirstBatches(control, looks=looks)
         self.loss = FirstLossCheck(looks=looks)
-        self.follow(flats, strategy, reads=reads)
+        self.follow(flats, strategy)
 
-    def follow(
-        self, flats: Sequence[FlatParameter], strategy: Strategy | None, *, reads: bool
-    ) -> None:
+    def follow(self, flats: Sequence[FlatParameter], strategy: Strategy | None) -> None:
         """Look at these parameters from now on, as from the first step on."""
-        self.loss.may_read(reads)
+        self.loss.may_read(strategy is not None and not strategy.shards_parameters)
         options: Any = {"flats": flats, "strategy": strategy, "allowed": self._allows_forward_state}
         self.forward_state = ForwardStateCheck(self._model, self._control, **options)
         trained = [flat for flat in flats if strategy is not None and flat.trained]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Communicator, Encoded, Work
-from poplar.comm.communicator import CallbackWork, own_slice
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.opaque_parameter import OpaqueBytes
@@ -106,7 +105,8 @@ class ShardedParameters(ShardedGradients):
             flat = buffer if isinstance(buffer, FlatParameter) and buffer.trained else None
             codec = self._codec_of(flat) if in_step and flat is not None else None
             if flat is not None and codec is not None:
-                work = self._gather_encoded(flat, codec, what)
+                self._rounded.add(flat)
+                work = self._gather_encoded(flat, codec, what, difference=False)
             else:
                 values, own = buffer.values, buffer.shard
                 work = self.comm.all_gather(values, buffer.layout, what=what, own=own)
@@ -117,16 +117,6 @@ class ShardedParameters(ShardedGradients):
     def _codec_of(self, flat: FlatParameter) -> Encoded | None:
         """How weights are compressed in this step: to the same bits whenever they are unsharded."""
         return self._codec(flat, self.communication.parameters, 0)
-
-    def _gather_encoded(self, flat: FlatParameter, codec: Encoded, what: str) -> Work:
-        """Every rank, the owner included, gets the values that the owner has encoded."""
-        self._rounded.add(flat)
-        layout = codec.wire_layout(flat.layout)
-        encoded = torch.empty(layout.numel, dtype=codec.wire_dtype, device=flat.device)
-        own = own_slice(encoded, layout, self.comm.group.rank)
-        encode_owned(codec, own, flat, flat.shard)
-        gathered = self.comm.all_gather(encoded, layout, what=what)
-        return CallbackWork(gathered, partial(codec.decode, flat.values, encoded))
 
     def allocate_lasting(self, unit: Unit) -> None:
         for buffer in unit.buffers:

@@ -22,6 +22,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -285,7 +286,8 @@ class Strategy(ABC):
             else:
                 if len(pending) == _ENCODED_AT_ONCE:
                     self.wait(*pending.popleft())
-                pending.append((self._send_difference(flat, codec, what), what))
+                work = self._gather_encoded(flat, codec, what, difference=True)
+                pending.append((CallbackWork(work, flat.mark_sent), what))
         for work, what in pending:
             self.wait(work, what)
 
@@ -302,17 +304,17 @@ class Strategy(ABC):
             flat.mark_sent()
         return self.comm.all_gather(flat.values, flat.layout, what=what)
 
-    def _send_difference(self, flat: FlatParameter, codec: Encoded, what: str) -> Work:
+    def _gather_encoded(
+        self, flat: FlatParameter, codec: Encoded, what: str, *, difference: bool
+    ) -> Work:
+        """All ranks, the owner included, get the values, or add the difference, that it encodes."""
         layout = codec.wire_layout(flat.layout)
         encoded = torch.empty(layout.numel, dtype=codec.wire_dtype, device=flat.device)
         own = own_slice(encoded, layout, self.comm.group.rank)
-        encode_owned(codec, own, flat, flat.master - flat.shard)
-
-        def add() -> None:
-            codec.decode(flat.values, encoded, accumulate=True)
-            flat.mark_sent()
-
-        return CallbackWork(self.comm.all_gather(encoded, layout, what=what), add)
+        encode_owned(codec, own, flat, flat.master - flat.shard if difference else flat.shard)
+        gathered = self.comm.all_gather(encoded, layout, what=what)
+        decode = partial(codec.decode, flat.values, encoded, accumulate=difference)
+        return CallbackWork(gathered, decode)
 
     def wait_for_readers(self, flat: FlatParameter) -> None:
         """Wait until no other rank reads `flat.shard`. Call it before writing to the shard."""
