@@ -578,6 +578,7 @@ def test_a_copy_of_a_result_has_its_values(streams: TimedStreams, duplicate: Any
     twin = duplicate(result)
     assert repr(twin) == repr(result)
     assert (twin.loss, twin.grad_norm, twin.samples, twin.skipped) == (0.75, 3.0, 8, False)
+    assert (float(twin.loss_on_device), float(twin.grad_norm_on_device)) == (0.75, 3.0)
 
 
 def test_reading_a_result_fails_at_the_deadline(streams: TimedStreams) -> None:

@@ -126,9 +126,12 @@ class StepResult:
     def __getstate__(self) -> dict[str, Any]:
         """The values, without the group and the device's events, which exist in this process only.
 
-        Values that have been read are attributes, so a copy has nothing to wait for.
+        Values that have been read are attributes, so a copy has nothing to wait for. Its tensors
+        are on the CPU.
         """
-        return {name: getattr(self, name) for name in _KEPT}
+        values = {name: getattr(self, name) for name in _KEPT}
+        norm = None if self._norm is None else self._norm.cpu()
+        return {**values, "_losses": self._losses.cpu(), "_norm": norm}
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in _VALUES)
