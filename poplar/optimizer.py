@@ -333,7 +333,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         def open_passes(again: Callable[[], None] | None) -> tuple[OpenedStep, PassLoss]:
             version = self._changes.schedule.version
             opened = open_batch(training, again or prepare, batch, weight, loss, version)
-            own_loss = training.calls.of_user(loss_fn, "loss_fn")
+            own_loss = training.calls.of_user(loss_fn)
             return opened, MicroBatchLoss(own_loss, training.model, training.ranks.group.name)
 
         return take_step(training, open_passes, max_norm, scaler)
@@ -534,8 +534,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         training = self._training
         training.step.nonfinite.raise_if_found()
-        own_loss = training.calls.of_user(loss_fn, "loss_fn")
-        mean = Evaluation(training.engine, own_loss, weight).run(loader)
+        mean = Evaluation(training.engine, training.calls.of_user(loss_fn), weight).run(loader)
         self._changes.schedule.end_evaluation()
         return mean
 

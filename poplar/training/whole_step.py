@@ -114,7 +114,7 @@ def take_step(
     return StepResult(
         samples=state.samples,
         waiting_on=slowest if slowest is None else ranks.group.names[slowest],
-        skipped=state.skipped if isinstance(state.skipped, bool) else state.skipped.read,
+        skipped=state.was_skipped,
         losses=summary.losses,
         norm=norm,
         rank_times=ranks.of_all(summary.times, RankTimes(0.0, 0.0)),

@@ -102,8 +102,8 @@ class CollectiveCalls:
         self._group, self._stop, self._announcements = group, stop, announcements
         self._lock = threading.RLock()
         self._depth = 0
-        self._function = ""
-        """The user's function that is running in a call."""
+        self._in_loss_fn = False
+        """The user's function is running in a call."""
         self._half_loaded = ""
         """The load that has failed on a rank after it had changed values."""
         self._last_part: tuple[Any, Callable[[], object]] | None = None
@@ -152,17 +152,17 @@ class CollectiveCalls:
         if self._announcements is not None:
             self._announcements.send(lambda: (name, failure, _announced(result), order))
 
-    def of_user(self, function: Callable[P, R], name: str) -> Callable[P, R]:
-        """A function of the user, in which methods that all ranks call raise: other ranks may not
-        run it, or run it more often.
+    def of_user(self, loss_fn: Callable[P, R]) -> Callable[P, R]:
+        """The user's `loss_fn`, in which methods that all ranks call raise: other ranks may not run
+        it, or run it more often.
         """
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            before, self._function = self._function, name
+            before, self._in_loss_fn = self._in_loss_fn, True
             try:
-                return function(*args, **kwargs)
+                return loss_fn(*args, **kwargs)
             finally:
-                self._function = before
+                self._in_loss_fn = before
 
         return run
 
@@ -202,10 +202,10 @@ class CollectiveCalls:
 
         try:
             with _raising(stop):
-                if self._function:
+                if self._in_loss_fn:
                     raise RuntimeError(
-                        f"rank {self._group.name}: {name} inside {self._function}, which not all "
-                        f"ranks run equally often; call it outside of {self._function}"
+                        f"rank {self._group.name}: {name} inside loss_fn, which not all ranks run "
+                        "equally often; call it outside of loss_fn"
                     )
                 if is_first and begins:
                     self._check(name)

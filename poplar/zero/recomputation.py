@@ -43,9 +43,8 @@ class Recomputation:
 
     def follow(self, plan: Plan | None, rank: int) -> None:
         """Recompute exactly the units that the plan names for this rank."""
-        units = plan.units if plan is not None else ()
-        names = [unit.name for unit in units if rank in unit.recomputed_on]
-        self.recompute(name for unit in names for name in blocks_of(unit, self.blocks))
+        units = () if plan is None else plan.recomputed_units(rank)
+        self.recompute(name for unit in units for name in blocks_of(unit, self.blocks))
 
     def recompute(self, names: Iterable[str]) -> None:
         """Recompute exactly these modules."""

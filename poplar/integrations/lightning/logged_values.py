@@ -174,7 +174,7 @@ class RunningStep:
         result = StepResult(
             samples=state.samples,
             waiting_on=None,
-            skipped=state.skipped if isinstance(state.skipped, bool) else state.skipped.read,
+            skipped=state.was_skipped,
             losses=loss.reshape(1),
             norm=None,
             stopwatch=self._stopwatch,

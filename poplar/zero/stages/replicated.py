@@ -131,7 +131,7 @@ class Replicated(LocalAccumulation):
             for flat, values in zip(trained, updated, strict=True)
         ]
         for flat, values, gather in zip(trained, updated, pending, strict=True):
-            self.wait(gather, "the updated parameters")
+            self.timing.wait_for(gather, "the updated parameters")
             flat.master.copy_(values)
             flat.shard.copy_(values)
 

@@ -136,7 +136,7 @@ class ShardedParameters(ShardedGradients):
         """
         pending = self._pending_unshards.get(unit, [])
         while pending:
-            self.wait(pending[0], f"the unshard of unit {unit.name}")
+            self.timing.wait_for(pending[0], f"the unshard of unit {unit.name}")
             del pending[0]
         self._pending_unshards.pop(unit, None)
 

@@ -285,18 +285,18 @@ class Strategy(ABC):
                 pending.append((self._send_values(flat, what), what))
             else:
                 if len(pending) == _ENCODED_AT_ONCE:
-                    self.wait(*pending.popleft())
+                    self.timing.wait_for(*pending.popleft())
                 work = self._gather_encoded(flat, codec, what, difference=True)
                 pending.append((CallbackWork(work, flat.mark_sent), what))
         for work, what in pending:
-            self.wait(work, what)
+            self.timing.wait_for(work, what)
 
     def gather_masters(self, units: Sequence[Unit]) -> None:
         """Give all ranks exact values instead of those of [Note: differences]. Collective."""
         for flat in (flat for unit in units for flat in unit.trained):
             if flat.sends_differences and not flat.is_local:
                 what = f"the values of {flat.name}"
-                self.wait(self._send_values(flat, what), what)
+                self.timing.wait_for(self._send_values(flat, what), what)
 
     def _send_values(self, flat: FlatParameter, what: str) -> Work:
         if flat.sends_differences:
@@ -358,10 +358,6 @@ class Strategy(ABC):
         """Copy values that the user wrote into the parameters to the shard."""
         self.wait_for_readers(flat)
         flat.shard.copy_(flat.values[flat.owned[0] : flat.owned[1]])
-
-    def wait(self, pending: Work, what: str) -> None:
-        """Wait for a collective before the compute stream continues."""
-        self.timing.wait_for(pending, what)
 
 
 def encode_owned(codec: Encoded, target: Tensor, flat: FlatParameter, values: Tensor) -> None:

@@ -500,7 +500,7 @@ class Step:
         losses, closed_with = state.pass_losses, state.settings or settings
         applied = found_inf is None
         issued = IssuedStep(summary, losses, closed_with, applied=applied, scaled=scaled)
-        state.skip(self.nonfinite.record(flag, issued))
+        state.skip_by(self.nonfinite.record(flag, issued))
         self._engine.begin_step()
         self.nonfinite.raise_if_read()
         return summary

@@ -81,7 +81,8 @@ class StepState:
     """The part of `scale` that the update still has to apply; None if there is none."""
     found_inf: Tensor | None = None
     """As in `torch.amp`: not 0 if the step is to be skipped."""
-    skipped: bool | DeviceFlag = False
+    skips: DeviceFlag | None = None
+    """Whether the device has skipped the step; None: it was not issued."""
     is_updating: bool = False
     """The update has begun, so an error would leave parts of the parameters behind."""
     in_user_loop: bool = False
@@ -150,5 +151,9 @@ class StepState:
     def begin_update(self) -> None:
         self.is_updating = True
 
-    def skip(self, flag: DeviceFlag) -> None:
-        self.skipped = flag
+    def skip_by(self, flag: DeviceFlag) -> None:
+        self.skips = flag
+
+    def was_skipped(self) -> bool:
+        """Wait until the device has decided it."""
+        return self.skips is not None and self.skips.read()
