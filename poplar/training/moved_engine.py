@@ -32,7 +32,6 @@ from poplar.zero.setup import (
     Request,
     assemble_engine,
     compare_kernels,
-    host_copies,
     place_opaque,
     place_state,
     strategy_of,
@@ -114,7 +113,6 @@ def replace_engine(
     for unit in units:
         move.take(unit, request.plan)
     move.finish()
-    update.copy_by(host_copies(strategy))
     engine = assemble_engine(request, units, strategy, old.control, check_step)
     compare_kernels(engine, update, DOING)
     return engine

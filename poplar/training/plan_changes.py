@@ -21,6 +21,7 @@ from poplar.zero.setup import (
     changes_units,
     compare_identities,
     units_of,
+    with_cut,
 )
 from poplar.zero.unit import Unit, check_unit_names
 from poplar.zero.weights.materialization import check_unused
@@ -209,6 +210,7 @@ class PlanChanges:
                     "apply_plan cannot give units shares of their own if quantised parameters are "
                     "sharded; leave these shares out, or build a new optimizer for this plan"
                 )
+            request = with_cut(request, training.ranks.control)
             units = units_of(request, training.ranks.control, shards_parameters=sharded)
         check_unit_names(plan, units or engine.units, request.unit_names)
         return request, units

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
 
 import torch
 
@@ -19,42 +18,18 @@ from poplar.training.active_ranks import share_tensors
 from poplar.training.moved_engine import DOING, EngineMove
 from poplar.zero.absent_parameter import mark_present
 from poplar.zero.engine import Engine
-from poplar.zero.factors.parameter import FactoredParameter
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.setup import (
     Request,
     assemble_engine,
     compare_kernels,
-    host_copies,
     new_update,
     strategy_of,
+    units_of,
     unmanaged_tensors,
 )
-from poplar.zero.unit import Unit
 from poplar.zero.update import ParameterRun, ShardedUpdate
 from poplar.zero.weights.materialization import move_to_meta
-
-
-class _Flat(NamedTuple):
-    """What a flat parameter is made of."""
-
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    trained: bool
-    groups: tuple[int, ...]
-    steps: list[int | None]
-    sizes: tuple[int, ...]
-    """Elements that the ranks own."""
-
-
-class _Unit(NamedTuple):
-    """What a unit is made of."""
-
-    number: int
-    name: str
-    modules: list[str]
-    resident: bool
-    flats: list[_Flat]
 
 
 def regroup_engine(
@@ -72,36 +47,36 @@ def regroup_engine(
 
     Args:
         old: as for `replace_engine`; None, as `update`, on a rank that joins.
-        request: with the stage of `old`.
+        request: with the stage of `old`, and how that is cut into units.
         comm, control: of the new group.
         joining: ranks of the new group that join.
         sender: a rank of the new group that does not.
     """
     own = None
     if old is not None:
-        own = _described(old), old.comm.group.ranks, old.strategy.steps
+        owned = [flat.layout.sizes for flat in old.flats]
+        own = owned, old.comm.group.ranks, old.strategy.steps
     described = control.exchange_objects(own, what=DOING)[sender]
     assert described is not None
-    structure, ranks, steps = described
+    owned, ranks, steps = described
     strategy = strategy_of(request, comm, steps=steps)
     with request.values.real_tensors(request.device):
         if old is None and request.values.on_meta and not strategy.shards_parameters:
             for parameter in request.model.parameters():
                 dtype = request.cast_to or parameter.dtype
                 parameter.data = torch.empty(parameter.shape, dtype=dtype, device=request.device)
-        units = _units_like(structure, request, control)
+        units = units_of(request, control, shards_parameters=strategy.shards_parameters)
         flats = [flat for unit in units for flat in unit.flats]
         if strategy.replicates_state:
             layouts = strategy.layouts(dict.fromkeys(flats, ()))
         else:
-            old_flats = (flat for unit in structure for flat in unit.flats)
-            sizes = [dict(zip(ranks, flat.sizes, strict=True)) for flat in old_flats]
+            by_rank = [dict(zip(ranks, sizes, strict=True)) for sizes in owned]
             layouts = {
-                flat: Layout((0, *accumulate(own.get(rank, 0) for rank in comm.group.ranks)))
-                for flat, own in zip(flats, sizes, strict=True)
+                flat: Layout((0, *accumulate(sizes.get(rank, 0) for rank in comm.group.ranks)))
+                for flat, sizes in zip(flats, by_rank, strict=True)
             }
         if update is None:
-            update = new_update(request, strategy, [])
+            update = new_update(request, [])
         for flat, source in zip(flats, () if old is None else old.flats, strict=old is not None):
             flat.keep_on_host(source.is_hosted)
             if source.trained:
@@ -111,7 +86,6 @@ def regroup_engine(
         for unit in units:
             move.take(unit, request.plan)
         move.finish()
-    update.copy_by(host_copies(strategy))
     if joining:
         tensors = unmanaged_tensors(request, units)
         if not strategy.shards_parameters:
@@ -162,53 +136,3 @@ def leave_engine(engine: Engine, *, on_meta: bool) -> None:
         flat.free()
     if on_meta:
         move_to_meta(list(engine.model.parameters()))
-
-
-def _described(engine: Engine) -> list[_Unit]:
-    names = {id(module): name for name, module in engine.model.named_modules()}
-
-    def flat_of(flat: FlatParameter) -> _Flat:
-        steps = [
-            step if alone else None for step, alone in zip(flat.steps, flat.separate, strict=True)
-        ]
-        return _Flat(
-            flat.names, flat.dtype, flat.trained, flat.groups, steps, tuple(flat.layout.sizes)
-        )
-
-    return [
-        _Unit(
-            unit.index,
-            unit.name,
-            [names[id(module)] for module in unit.modules],
-            unit.resident,
-            list(map(flat_of, unit.flats)),
-        )
-        for unit in engine.units
-    ]
-
-
-def _units_like(structure: Sequence[_Unit], request: Request, control: Control) -> list[Unit]:
-    """Units of the model that are made of the same as others, without values."""
-    modules = dict(request.model.named_modules())
-    parameters = dict(request.model.named_parameters())
-    layers = {id(layer.weight): layer for layer in request.factored.values()}
-
-    def made(unit: str, flat: _Flat) -> FlatParameter:
-        inside = [(name, parameters[name]) for name in flat.names]
-        given: dict[str, Any] = flat._asdict()
-        del given["names"], given["sizes"]
-        layer = layers.get(id(inside[0][1]))
-        if layer is None:
-            return FlatParameter(unit, inside, **given)
-        return FactoredParameter(unit, inside, layer=layer, control=control, **given)
-
-    return [
-        Unit(
-            index=unit.number,
-            name=unit.name,
-            modules=tuple(modules[name] for name in unit.modules),
-            flats=tuple(made(unit.name, flat) for flat in unit.flats),
-            resident=unit.resident,
-        )
-        for unit in structure
-    ]

@@ -34,7 +34,14 @@ from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import BatchSplitter, Weight
 from poplar.zero.model_hook import do_nothing
 from poplar.zero.optimizers.optimizer_class import settings_in
-from poplar.zero.setup import BUILDING, STRATEGY_CLASSES, Request, build_engine, settings_of
+from poplar.zero.setup import (
+    BUILDING,
+    STRATEGY_CLASSES,
+    Request,
+    build_engine,
+    settings_of,
+    with_cut,
+)
 from poplar.zero.steps.step import SpeedFollower, Step
 from poplar.zero.steps.step_hooks import has_hooks
 from poplar.zero.steps.step_settings import StepSettings
@@ -78,7 +85,7 @@ class TrainedModel:
         self.unfinished: dict[object, Callable[[], None]] = {}
         """As in `TrainingParts`."""
         self._follower: SpeedFollower | None = None
-        self._run_by(request)
+        self._run_by(with_cut(request, ranks.control) if ranks.is_active else request)
         if ranks.is_active:
             self.calls = CollectiveCalls(ranks.group, do_nothing, ranks.announcements)
             with self.calls.running(BUILDING):
@@ -86,7 +93,7 @@ class TrainedModel:
                 given = ranks.communicator, request.device
                 comm = connect(ranks.group, *given, planned=planned)
                 check = _weak_method(self.check_model)
-                engine, update = build_engine(request, comm, ranks.control, check)
+                engine, update = build_engine(self.request, comm, ranks.control, check)
             self._use_settings(update.outer_groups(request.groups))
             self._train_by(engine, update)
             self.calls.announce(BUILDING)
@@ -378,7 +385,8 @@ class TrainedModel:
         assert common is not None
         given = ranks.communicator, request.device
         comm = connect(ranks.group, *given, planned=common["transport"])
-        self._run_by(request.under(state_plan(plan, active, common["stage"], even=True)))
+        plan = state_plan(plan, active, common["stage"], even=True)
+        self._run_by(replace(request.under(plan), cut=common["cut"]))
         engine, update = regroup_engine(
             old if before.is_active else None,
             update if before.is_active else None,
@@ -397,6 +405,7 @@ class TrainedModel:
         """What is equal on all active ranks, beside parameters and the state of their elements."""
         return {
             "stage": self.request.stage,
+            "cut": self.request.cut,
             "transport": self.request.plan and self.request.plan.transport,
             "updates": self.update.updates,
             "groups": list(map(settings_in, self.optimizer.param_groups)),

@@ -46,8 +46,8 @@ from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.stages.strategy import Layouts, Strategy
 from poplar.zero.steps.nonfinite import OnNonFinite
-from poplar.zero.streams import HostCopies
 from poplar.zero.unit import (
+    Cut,
     Member,
     Merge,
     Unit,
@@ -56,7 +56,7 @@ from poplar.zero.unit import (
     resolve_units,
     shares_by_unit,
 )
-from poplar.zero.update import ShardedUpdate, ToHost
+from poplar.zero.update import ShardedUpdate
 from poplar.zero.weights.initial_values import InitialValues, Weights
 
 Groups = list[dict[str, Any]]
@@ -104,6 +104,8 @@ class Request:
     """The modules of `Plan.factored`, by name."""
     local: frozenset[str] = frozenset()
     """Names of parameters of which each rank has a part of its own."""
+    cut: Cut | None = None
+    """How the engine is cut, which ranks that join it later follow; None: as `units_of` finds."""
     cast_to: torch.dtype | None
     """The dtype that `compute_dtype` leads to on these ranks; None: that of each parameter."""
     on_out_of_memory: OnOutOfMemory
@@ -426,17 +428,15 @@ def build_engine(
         if not is_opaque(parameter):
             parameter.data = parameter.data.to(request.cast_to or parameter.dtype)
     engine = assemble_engine(request, units, strategy, control, check_step)
-    update = new_update(request, strategy, engine.trained)
+    update = new_update(request, engine.trained)
     compare_kernels(engine, update, BUILDING)
     return engine, update
 
 
-def new_update(
-    request: Request, strategy: Strategy, flats: Sequence[FlatParameter]
-) -> ShardedUpdate:
+def new_update(request: Request, flats: Sequence[FlatParameter]) -> ShardedUpdate:
     """The update of flat parameters, without state. Local."""
     settings = list(map(settings_in, request.groups))
-    return ShardedUpdate(request.classes, flats, settings, host_copies(strategy))
+    return ShardedUpdate(request.classes, flats, settings)
 
 
 def strategy_of(request: Request, comm: Communicator, *, steps: int = 0) -> Strategy:
@@ -460,12 +460,6 @@ def assemble_engine(
     engine.follow(request.plan)
     engine.add_changes(cast_inputs(request.model, request.cast_to, names))
     return engine
-
-
-def host_copies(strategy: Strategy) -> ToHost:
-    """How the update copies what the host reads in a step."""
-    group, what = strategy.comm.group, "the gradients of a step"
-    return partial(HostCopies, streams=strategy.streams, group=group, what=what)
 
 
 def changed_request(request: Request, plan: Plan, world_size: int) -> Request:
@@ -539,16 +533,33 @@ def _move_to_device(request: Request, strategy: Strategy) -> None:
             tensor.data = tensor.data.to(request.device)
 
 
-def units_of(
-    request: Request,
-    control: Control,
-    *,
-    shards_parameters: bool,
-) -> list[Unit]:
-    """The units of an engine, whose flat parameters have no values yet.
+def with_cut(request: Request, control: Control) -> Request:
+    """The request with the cut of a new engine. Local."""
+    sharded = STRATEGY_CLASSES[request.stage].shards_parameters
+    cut = _cut(request, control, _members(request, control, sharded), sharded)
+    return replace(request, cut=cut)
 
-    Frozen parameters are members only where parameters are sharded.
-    """
+
+def units_of(request: Request, control: Control, *, shards_parameters: bool) -> list[Unit]:
+    """The units of an engine, whose flat parameters have no values yet."""
+    members = _members(request, control, shards_parameters)
+    merge, limit = request.cut or _cut(request, control, members, shards_parameters)
+    given = request.model, members, request.unit_names
+    return build_units(*given, merge=merge, max_flat_bytes=limit, device=request.device)
+
+
+def _cut(
+    request: Request, control: Control, members: Sequence[Member], shards_parameters: bool
+) -> Cut:
+    merge: Merge = "blocks" if shards_parameters else "all"
+    if shares_by_unit(request.plan) or (shards_parameters and request.units_are_named):
+        merge = "none"
+    numel = sum(member.numel for member in members)
+    return Cut(merge, control.max_flat_bytes(request.device, numel))
+
+
+def _members(request: Request, control: Control, shards_parameters: bool) -> list[Member]:
+    """What the units consist of: frozen parameters only where parameters are sharded."""
     factored = {
         id(layer.weight): partial(FactoredParameter, layer=layer, control=control)
         for layer in request.factored.values()
@@ -571,18 +582,7 @@ def units_of(
                 step = step_of(request.classes[group].granularity, parameter.numel())
             is_local = name in request.local
             members.append(Member(name, parameter, group, trained, dtype, kind, step, is_local))
-    merge: Merge = "blocks" if shards_parameters else "all"
-    if shares_by_unit(request.plan) or (shards_parameters and request.units_are_named):
-        merge = "none"
-    numel = sum(member.numel for member in members)
-    return build_units(
-        request.model,
-        members,
-        request.unit_names,
-        merge=merge,
-        max_flat_bytes=control.max_flat_bytes(request.device, numel),
-        device=request.device,
-    )
+    return members
 
 
 def _shares(

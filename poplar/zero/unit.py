@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,14 @@ Merge = Literal["all", "blocks", "none"]
 """Which small units are merged: "all" where parameters are not sharded; "blocks" (consecutive
 blocks, but not the root, which stays unsharded); "none" where the user named the units."""
 Shares = tuple[float, ...]
+
+
+class Cut(NamedTuple):
+    """How parameters are cut into units and flat parameters."""
+
+    merge: Merge
+    max_flat_bytes: int | None
+    """Size in fp32 from which a unit is split; None: `MAX_FLAT_BYTES`."""
 
 
 @dataclass(frozen=True, eq=False)

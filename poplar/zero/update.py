@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from poplar.zero.steps.nonfinite import DeviceFlag
 
 
-ToHost = Callable[[Sequence[Tensor]], HostCopies]
-"""Starts to copy tensors."""
 _PIECE = 1 << 22
 """Elements that `refresh` compares at once, which limits its temporary memory."""
 _FUSED = (FlatAdamW, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SGD)
@@ -123,10 +121,9 @@ class ShardedUpdate:
         classes: Sequence[OptimizerClass],
         flats: Sequence[FlatParameter],
         groups: Sequence[Mapping[str, Any]],
-        to_host: ToHost,
     ) -> None:
         """`classes` and `groups` (hyper-parameters) are by param group."""
-        self._classes, self._to_host = tuple(classes), to_host
+        self._classes = tuple(classes)
         self.collected: dict[str, Any] | None = None
         """The whole state as a state dict, if it was collected here since it last changed."""
         self.updates = 0
@@ -166,6 +163,8 @@ class ShardedUpdate:
         unused: Mapping[FlatParameter, set[int]],
         scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        *,
+        copy_to_host: Callable[[Sequence[Tensor]], HostCopies] | None = None,
     ) -> None:
         """Update the masters with `scale` times the mean gradient, then the low-precision values.
 
@@ -175,6 +174,7 @@ class ShardedUpdate:
             scale: one element on the device; None for 1. See [Note: device scalars].
             found_inf: one element on the device. If it is not 0, nothing changes; call
                 `undo_if` afterwards.
+            copy_to_host: starts to copy tensors, if flat parameters are hosted.
         """
         self.settle()
         self.collected = None
@@ -187,11 +187,13 @@ class ShardedUpdate:
                 self.take_written_values(flat)
         used = [run for run in runs if run.first not in unused.get(run.flat, ())]
         hosted = dict.fromkeys(run.flat for run in used if run.flat.is_hosted)
-        given = [] if not hosted else [one for one in (scale, found_inf) if one is not None]
-        scalars = self._to_host(given) if given else None
-        fetched = [(flat, self._to_host([flat.gradient, flat.shard])) for flat in hosted]
+        fetched = []
+        if hosted:
+            assert copy_to_host is not None
+            scalars = copy_to_host([one for one in (scale, found_inf) if one is not None])
+            fetched = [(flat, copy_to_host([flat.gradient, flat.shard])) for flat in hosted]
         self._update_runs([run for run in used if not run.flat.is_hosted], scale, found_inf)
-        if scalars is not None:
+        if hosted:
             on_host = iter(scalars.wait())
             scale, found_inf = (one if one is None else next(on_host) for one in (scale, found_inf))
         for flat, copies in fetched:
@@ -512,10 +514,6 @@ class ShardedUpdate:
                 run.unbind()
         self.runs = [run for run in self.runs if run.flat is not flat]
         self._update_param_groups()
-
-    def copy_by(self, to_host: ToHost) -> None:
-        """Copy what the host reads in another way from now on."""
-        self._to_host = to_host
 
     def _set_states(self, runs: Sequence[ParameterRun], state_of: StateOf) -> None:
         for run in runs:

@@ -37,7 +37,7 @@ from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.shard_cuts import layouts_under
 from poplar.zero.stages.reduction import reductions_on
-from poplar.zero.streams import DeviceClock, Timing, streams_of
+from poplar.zero.streams import DeviceClock, HostCopies, Timing, streams_of
 from poplar.zero.unit import Unit
 
 Layouts = dict[FlatParameter, Layout]
@@ -315,6 +315,10 @@ class Strategy(ABC):
         gathered = self.comm.all_gather(encoded, layout, what=what)
         decode = partial(codec.decode, flat.values, encoded, accumulate=difference)
         return CallbackWork(gathered, decode)
+
+    def copy_to_host(self, values: Sequence[Tensor]) -> HostCopies:
+        """Start to copy what the host reads in an update."""
+        return HostCopies(values, self.streams, self.comm.group, "the gradients of a step")
 
     def wait_for_readers(self, flat: FlatParameter) -> None:
         """Wait until no other rank reads `flat.shard`. Call it before writing to the shard."""

@@ -517,7 +517,8 @@ class Step:
             unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
             strategy.wait_for_readers(flat)
         with self._trace.span("optimizer", "the update"):
-            self._update.step(groups, unused, state.factor, found_inf)
+            scalars = state.factor, found_inf
+            self._update.step(groups, unused, *scalars, copy_to_host=strategy.copy_to_host)
         strategy.all_gather_updated_parameters(engine.units)
         strategy.end_step()
         self._replicas.record_update()
