@@ -90,13 +90,9 @@ class Sent(NamedTuple):
     def of(
         cls, model: ModelProfile, stage: int, precision: Precision, *, adds_on_host: bool
     ) -> Sent:
-        """What a stage sends with this precision.
+        """What a stage sends with this precision of the gradients.
 
-        Args:
-            model: what it sends as it is.
-            stage: ZeRO stage.
-            precision: of the gradients.
-            adds_on_host: the ranks of a host add in fp32 what is then encoded.
+        `adds_on_host`: the ranks of a host add in fp32 what is then encoded.
         """
         if precision == "exact":
             # A wire dtype as wide as the accumulator needs no packed copy.

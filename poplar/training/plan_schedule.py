@@ -52,10 +52,7 @@ class PlanSchedule:
     def add(self, step: int, plan: Plan, changes: int) -> None:
         """Change to a plan at a step, at which all ranks can.
 
-        Args:
-            step: its number.
-            plan: the new plan.
-            changes: `changes` of the rank where they are most.
+        `changes` are those of the rank where they are most.
         """
         self._changes = [change for change in self._changes if change[0] < step]
         self._changes.append((step, plan))

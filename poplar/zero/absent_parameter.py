@@ -19,6 +19,12 @@ direct_access = torch._C.DisableTorchFunctionSubclass
 microseconds each; for loops over many parameters."""
 
 
+def absent_data(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """NaN, or 0 in integers, of this shape in the memory of one element."""
+    value = float("nan") if dtype.is_floating_point else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
 class AbsentValues(Tensor):
     """A tensor that stands for values that are not here, or a view of it."""
 

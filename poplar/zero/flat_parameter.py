@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from poplar import ops
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.system.storage import with_own_storage
-from poplar.zero.absent_parameter import classes_of, direct_access
+from poplar.zero.absent_parameter import absent_data, classes_of, direct_access
 from poplar.zero.model_hook import Removable
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class FlatParameter(UnshardedBuffer):
         self._squares_version: int | None = None
         self._versions: tuple[int, ...] = ()
         self._views = []
-        self._placeholder = [_placeholder(p.shape, dtype, self.device) for p in self.parameters]
+        self._placeholder = [absent_data(p.shape, dtype, self.device) for p in self.parameters]
         self._classes: list[tuple[type[nn.Parameter], type[nn.Parameter]]] = []
         """Of each parameter, with and without its values, once it has been detached."""
 
@@ -397,7 +397,3 @@ def _aligned_offsets(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
         offsets.append(end)
         end += -(-numel // ALIGNMENT) * ALIGNMENT
     return tuple(offsets), end
-
-
-def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)

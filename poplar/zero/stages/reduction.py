@@ -58,12 +58,7 @@ class Reductions:
         self._wait_for_all_but(self.limit - 1)
 
     def start(self, issue: Callable[[], Work], bucket: Held | None = None) -> None:
-        """Issue a reduction. Collective.
-
-        Args:
-            issue: issues it.
-            bucket: memory of the compute stream that is held until it has been sent.
-        """
+        """Issue a reduction. Collective. The bucket is held until it has been sent."""
         self._issued.append((issue(), bucket))
         self._started += 1
 

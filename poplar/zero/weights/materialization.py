@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from poplar.zero.absent_parameter import absent_data
+
 Initializer = Callable[[nn.Module], Any]
 Store = Callable[[nn.Parameter, Tensor], None]
 """Keeps this rank's part of a parameter's initial values."""
@@ -135,7 +137,7 @@ def real_tensors(model: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         for parameter in model.parameters():
             if parameter.is_meta:
-                replace(parameter, _absent(parameter, device))
+                replace(parameter, absent_data(parameter.shape, parameter.dtype, device))
         for buffer in model.buffers():
             if buffer.is_meta:
                 replace(buffer, _unset(buffer))
@@ -359,12 +361,6 @@ def _is_set(tensor: Tensor) -> bool:
         # The sum needs no memory; it may also be NaN because infinities cancel.
         return not bool(tensor.sum().isnan()) or not bool(tensor.isnan().any())
     return tensor._version > 0
-
-
-def _absent(tensor: Tensor, device: torch.device) -> Tensor:
-    """NaN in the shape of `tensor`, in the memory of one element."""
-    value = float("nan") if tensor.is_floating_point() else 0
-    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def _swap(tensor: Tensor, data: Tensor) -> None:
