@@ -143,7 +143,7 @@ def share_tensors(group: Group, tensors: Mapping[str, Tensor], doing: str) -> No
 
 
 def state_plan(plan: Plan, ranks: Sequence[int], stage: int, *, even: bool = False) -> Plan:
-    """A plan of some ranks, ascending, in their own numbers: state moves, but no step is taken.
+    """A plan of some ranks, in their own numbers, by which state moves and no step is taken.
 
     `plan` is of all ranks and divides the state among these; `even`: their shares are even instead.
     """

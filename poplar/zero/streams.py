@@ -128,7 +128,7 @@ class HostCopies:
     def __init__(
         self, values: Sequence[torch.Tensor], streams: Streams, group: Group, what: str
     ) -> None:
-        """Start to copy `what` the host waits for, as errors call it."""
+        """Start to copy. Errors say that the host waits for `what`."""
         self._group, self._what = group, what
         self._copies = list(map(streams.copy_to_host, values))
         self._event = streams.timestamp() if streams.asynchronous else None

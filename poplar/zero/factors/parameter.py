@@ -198,7 +198,7 @@ class RowReduction:
         return torch.cat([dy, x], 1)
 
     def _multiply(self, received: Tensor) -> None:
-        """Write or add the owned part of the gradient, of the bytes that were received by row."""
+        """Write or add the owned part of the gradient, from the received bytes of each row."""
         gradient, (first, last) = self._flat.gradient, self._owned[self._comm.group.rank]
         dy_bytes = (last - first) * self._dy_dtype.itemsize
         owned = (last - first) * self._flat.parameters[0].shape[1]

@@ -148,9 +148,9 @@ def check_overrides(classes: Sequence[OptimizerClass], groups: Groups, model: nn
 def check_option_names(
     factory: OptimizerFactory, options: Mapping[str, Any], arguments: Collection[str]
 ) -> None:
-    """Check that the class has the options that the user's call did not know itself.
+    """Check, as far as its signature tells, that the class has these options.
 
-    As far as its signature tells. One of the `arguments` of that call may be misspelt.
+    The user's call did not know them; they may be misspelt `arguments` of that call.
     """
     known = _parameters_of(factory)
     if any(one.kind is one.VAR_KEYWORD for one in known.values()):

@@ -152,10 +152,7 @@ class Step:
         scaler: GradScaler | None,
         early: EarlyForward,
     ) -> Exception | None:
-        """Run all passes; after an error the rest of them without a backward. Collective.
-
-        Returns the first error of this rank.
-        """
+        """Run all passes, after an error without a backward; returns that error. Collective."""
         error: Exception | None = None
         for micro_batch in micro_batches:
             opened = self.begin_pass(micro_batch, early)
