@@ -154,7 +154,8 @@ def _problem_of_parts(
     def after(part: Callable[[Tensor], Tensor]) -> Tensor:
         values = part(start).clone().to(device)
         optimizer = factory([{"params": [values]}], **options)
-        problems.extend(_step(optimizer, (part(each).clone().to(device) for each in gradients)))
+        own = (part(gradient).clone().to(device) for gradient in gradients)
+        problems.extend(_step(optimizer, values, own))
         state = optimizer.state.get(values, {})
         problems.extend(_nested_state(state) if block else _unsupported_state(state, values))
         return values.flatten().cpu()
@@ -177,28 +178,31 @@ def _problem_of_whole(
     """Why not even whole parameters can be divided among ranks; None: they can."""
     values = torch.ones(8, 8, dtype=torch.float32, device=device)
     optimizer = factory([{"params": [values]}], **options)
-    problems = _step(optimizer, (torch.ones_like(values) for _ in range(3)))
+    problems = _step(optimizer, values, (torch.ones_like(values) for _ in range(3)))
     problems += _nested_state(optimizer.state.get(values, {}))
     return problems[0] if problems else None
 
 
-def _step(optimizer: torch.optim.Optimizer, gradients: Iterator[Tensor]) -> list[str]:
-    """Step one tensor; what is wrong if that changes the settings, as all ranks have the same."""
-    group, by_step = optimizer.param_groups[0], []
-
-    def note_settings() -> None:
-        by_step.append({key: repr(value) for key, value in group.items() if key != "params"})
-
-    note_settings()
+def _step(
+    optimizer: torch.optim.Optimizer, values: Tensor, gradients: Iterator[Tensor]
+) -> list[str]:
+    """Step `values`; what is wrong if that changes the settings, as all ranks have the same."""
+    by_step = [_settings(optimizer)]
     for gradient in gradients:
-        group["params"][0].grad = gradient
+        values.grad = gradient
         optimizer.step()
-        note_settings()
+        by_step.append(_settings(optimizer))
     before, first, last = by_step[0], by_step[1], by_step[-1]
     changed = sorted(key for key in last if last[key] != before.get(key, first.get(key)))
     if not changed:
         return []
     return [f"its step() keeps state in the param group ({', '.join(changed)})"]
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The settings of the first param group, as text."""
+    group = optimizer.param_groups[0]
+    return {key: repr(value) for key, value in group.items() if key != "params"}
 
 
 def _nested_state(state: Mapping[str, Any]) -> list[str]:
