@@ -83,6 +83,8 @@ class Calls:
         """Calls by the full names of functions."""
         self.fired = ""
         self.fired_at = 0.0
+        self.fired_inside: list[str] = []
+        """The full names of the functions that were running, innermost first."""
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or self.fired or not is_of_step(frame, self.has_begun):
@@ -98,6 +100,7 @@ class Calls:
         self.names[name] += 1
         if self.place is not None and self.count == self.place.call:
             self.fired, self.fired_at = name, time.monotonic()
+            self.fired_inside = [full_name(running) for running in with_callers(frame)]
             raise self.kind(f"at call {self.count}, {self.fired}")
 
     @contextmanager
@@ -110,6 +113,12 @@ class Calls:
         finally:
             sys.setprofile(None)
             gc.enable()
+
+
+def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def full_name(frame: FrameType) -> str:
