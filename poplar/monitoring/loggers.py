@@ -160,7 +160,7 @@ class WandB:
         import wandb
 
         config = {"plan": None if plan is None else plan.to_dict()}
-        given = self._options.get("config", {})
+        given = self._options.get("config") or {}
         self._run = wandb.init(**{**self._options, "config": {**config, **given}})
 
     def log(self, progress: Progress) -> None:
@@ -190,7 +190,7 @@ class RunFile:
         self._path, self._title, self._keep = Path(path), title, keep
         self._profile: ClusterProfile | None = None
         self._runs: list[Run] = []
-        self._plans = 0
+        self._plans = self._steps = 0
         self._is_first = True
 
     def start(self, plan: Plan | None, profile: ClusterProfile | None) -> None:
@@ -207,13 +207,24 @@ class RunFile:
         assert progress.plan is not None, "a plan stays a plan"
         seconds, losses = progress.step_seconds[self._is_first :], progress.losses
         self._is_first = False
+        self._steps += len(losses)
         if self._runs and self._runs[-1].plan == progress.plan:
             last = self._runs.pop()
             seconds, losses = last.step_seconds + seconds, last.losses + losses
         elif seconds:
             self._plans += 1
         if seconds:
-            self._runs.append(self._run(progress.plan, seconds, losses))
+            losses = losses[-self._keep :]
+            self._runs.append(
+                Run(
+                    name=f"plan {self._plans}",
+                    plan=progress.plan,
+                    step_seconds=seconds[-self._keep :],
+                    losses=losses,
+                    first_step=self._steps - len(losses) + 1,
+                    predicted_step_seconds=(progress.plan.prediction or {}).get("step_seconds"),
+                )
+            )
             while sum(len(run.step_seconds) for run in self._runs[1:]) >= self._keep:
                 del self._runs[0]
             record = RunRecord(
@@ -226,13 +237,3 @@ class RunFile:
 
     def close(self) -> None:
         """Nothing is left to write."""
-
-    def _run(self, plan: Plan, seconds: tuple[float, ...], losses: tuple[float, ...]) -> Run:
-        predicted = (plan.prediction or {}).get("step_seconds")
-        return Run(
-            name=f"plan {self._plans}",
-            plan=plan,
-            step_seconds=seconds[-self._keep :],
-            losses=losses[-self._keep :],
-            predicted_step_seconds=None if predicted is None else float(predicted),
-        )

@@ -187,10 +187,15 @@ def draw_losses(runs: Sequence[Run]) -> Figure | None:
         return None
     figure = style.new_figure(height=3.7)
     by_step, by_time = figure.subplots(1, 2, sharey=True)
+    end = 0.0
     for run in shown:
         chosen = run is shown[-1]
         color, width = (style.CHOSEN, 1.6) if chosen else (style.EVEN, 4.5)
-        for axes, places in ((by_step, range(1, len(run.losses) + 1)), (by_time, _clock(run))):
+        steps = range(run.first_step, run.first_step + len(run.losses))
+        # A run of later steps continues the training of the run before.
+        seconds = _clock(run, began=end if run.first_step > shown[0].first_step else 0.0)
+        end = seconds[-1]
+        for axes, places in ((by_step, steps), (by_time, seconds)):
             axes.plot(places, run.losses, color=color, linewidth=width, label=run.name)
     by_step.set(title="Loss of the global batch, by step", xlabel="step")
     by_time.set(title="Loss of the global batch, by time", xlabel="seconds of training")
@@ -202,11 +207,11 @@ def draw_losses(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def _clock(run: Run) -> list[float]:
+def _clock(run: Run, began: float) -> list[float]:
     """When each step ended. Steps before the timed ones count as the median step."""
     untimed = len(run.losses) - len(run.step_seconds)
     seconds = [run.measured_step_seconds] * max(0, untimed) + list(run.step_seconds)
-    return list(accumulate(seconds[: len(run.losses)]))
+    return list(accumulate(seconds[: len(run.losses)], initial=began))[1:]
 
 
 def draw_predictions(runs: Sequence[Run]) -> Figure:

@@ -14,7 +14,7 @@ from typing import Annotated
 from poplar.system.trace import Span
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
-from poplar.values.schema import Document, Positive, Rule, check_fields
+from poplar.values.schema import Document, Positive, PositiveCount, Rule, check_fields
 
 _Span = Annotated[
     Span,
@@ -35,6 +35,8 @@ class Run:
     """Of the slowest rank, step by step."""
     losses: tuple[float, ...] = ()
     """Of the global batch, step by step; may begin earlier than `step_seconds`."""
+    first_step: PositiveCount = 1
+    """Number of the step of the first loss. The plans of one training have different ones."""
     predicted_step_seconds: Positive | None = None
     spans: tuple[tuple[_Span, ...], ...] = ()
     """By rank, one traced step on one clock; empty: no step was traced."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import poplar
 from poplar.monitoring.activity import ACTIVITIES, seconds_by_activity, stretches
-from poplar.monitoring.record import Run, RunRecord
+from poplar.monitoring.record import RunRecord
 from poplar.planner.explain import explain
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import Prediction, predict
 from poplar.values import formatting
 from poplar.values.plan import STRATEGIES, Plan
-from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
+from poplar.values.profile import ClusterProfile
 from poplar.values.schema import from_fields
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def write_report(record: RunRecord, path_html: str | Path) -> None:
         ImportError: matplotlib or jinja2 is not installed; says how to install it.
     """
     with _says_what_to_install():
-        page = _render(record, _draw(record))
-    _write(path_html, page)
+        values = _values(record, _draw(record))
+    write_page(path_html, "report.html", **values)
 
 
 def write_page(path_html: str | Path, template: str, **values: Any) -> None:
@@ -54,7 +54,9 @@ def write_page(path_html: str | Path, template: str, **values: Any) -> None:
     """
     with _says_what_to_install():
         page = _page(template, **values)
-    _write(path_html, page)
+    path = Path(path_html)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
 
 
 @contextmanager
@@ -68,12 +70,6 @@ def _says_what_to_install() -> Iterator[None]:
         raise ImportError(
             f"reports need {package}, which is not installed; pip install 'poplar-zero[report]'"
         ) from error
-
-
-def _write(path_html: str | Path, page: str) -> None:
-    path = Path(path_html)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
 
 
 def _page(template: str, **values: Any) -> str:
@@ -91,24 +87,23 @@ def _page(template: str, **values: Any) -> str:
     return environment.get_template(template).render(version=poplar.__version__, **values)
 
 
-def _render(record: RunRecord, figures: Mapping[str, Figure]) -> str:
-    """The report; a section whose figure is missing is left out."""
+def _values(record: RunRecord, figures: Mapping[str, Figure]) -> dict[str, Any]:
+    """What the report's template names. A section whose figure is missing is left out."""
     from markupsafe import Markup
 
     from poplar.monitoring.style import to_svg
 
     prediction = prediction_of(record.profile, record.chosen.plan)
-    return _page(
-        "report.html",
-        record=record,
-        pictures={name: Markup(to_svg(figure, name)) for name, figure in figures.items()},
-        predicted=prediction,
-        why=list(reasons(record.profile, record.chosen.plan, prediction)),
-        activities=ACTIVITIES,
-        about_losses=_compared_losses(record),
-        notes=_notes(record.profile),
-        facts=_facts(record.profile),
-    )
+    return {
+        "record": record,
+        "pictures": {name: Markup(to_svg(figure, name)) for name, figure in figures.items()},
+        "predicted": prediction,
+        "why": list(reasons(record.profile, record.chosen.plan, prediction)),
+        "activities": ACTIVITIES,
+        "about_losses": _compared_losses(record),
+        "notes": _notes(record.profile),
+        "facts": _facts(record.profile),
+    }
 
 
 def _draw(record: RunRecord) -> dict[str, Figure]:
@@ -131,7 +126,7 @@ def _compared_losses(record: RunRecord) -> str:
     apart = [
         max(abs(a - b) for a, b in zip(run.losses, chosen.losses, strict=False))
         for run in others
-        if run.losses and chosen.losses
+        if run.losses and chosen.losses and run.first_step == chosen.first_step
     ]
     if not apart:
         return "The loss of the global batch."
@@ -164,28 +159,16 @@ def _facts(profile: ClusterProfile) -> list[tuple[str, str]]:
     return facts
 
 
-def _stage_name(plan: Plan) -> str:
-    return STRATEGIES[plan.stage].replace("_", " ")
-
-
-def _best_point(device: DeviceProfile) -> BatchPoint:
-    return max(device.points, key=lambda point: point.batch / point.seconds)
-
-
-def _seconds_by_rank(run: Run) -> list[dict[str, float]]:
-    return [seconds_by_activity(row) for row in stretches(run.spans)]
-
-
-_FILTERS = {
-    "best_point": _best_point,
+_FILTERS: Mapping[str, Callable[[Any], object]] = {
+    "best_point": lambda device: max(device.points, key=lambda one: one.batch / one.seconds),
     "bytes": formatting.format_bytes,
     "count": formatting.format_count,
     "passes": formatting.format_passes,
     "percent": formatting.format_percent,
     "seconds": formatting.format_seconds,
-    "seconds_by_rank": _seconds_by_rank,
+    "seconds_by_rank": lambda run: list(map(seconds_by_activity, stretches(run.spans))),
     "signed_percent": formatting.format_signed_percent,
-    "stage_name": _stage_name,
+    "stage_name": lambda plan: STRATEGIES[plan.stage].replace("_", " "),
 }
 
 

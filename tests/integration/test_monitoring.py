@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,16 @@ from test_checkpoint_guide import ROOT, launch
 from torch import nn
 
 import poplar
-from poplar.monitoring import JsonLines, Monitor, Progress, RunFile, RunRecord, TensorBoard, WandB
+from poplar.monitoring import (
+    JsonLines,
+    Monitor,
+    Progress,
+    RunFile,
+    RunRecord,
+    TensorBoard,
+    WandB,
+    write_report,
+)
 from poplar.values.errors import RankFailed
 
 PLAN = poplar.Plan(
@@ -139,6 +150,26 @@ def test_a_changed_plan_is_another_run_of_the_record(tmp_path):
     runs = RunRecord.from_json(tmp_path / "run.json").runs
     assert [run.plan for run in runs] == [PLAN, smaller]
     assert [len(run.step_seconds) for run in runs] == [3, 2]
+
+
+def test_losses_of_different_steps_are_not_compared(tmp_path):
+    """After a change of the plan, the losses of the next steps are others for another reason."""
+    run_file = RunFile(tmp_path / "run.json", keep=3)
+    run_file.start(PLAN, PROFILE)
+    smaller = PLAN.with_largest_batches({0: 1})
+    for plan in (PLAN, PLAN, smaller):
+        run_file.log(progress(plan=plan))
+    record = RunRecord.from_json(tmp_path / "run.json")
+    assert [run.first_step for run in record.runs] == [2, 5]
+    write_report(record, tmp_path / "report.html")
+    assert "differ by" not in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_options_of_weights_and_biases_may_be_none(monkeypatch):
+    given: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **all: given.update(all)))
+    WandB(config=None, project="poplar").start(PLAN, None)
+    assert given == {"project": "poplar", "config": {"plan": PLAN.to_dict()}}
 
 
 def test_a_long_run_takes_no_more_memory_or_disk(tmp_path):
