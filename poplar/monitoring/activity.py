@@ -45,7 +45,10 @@ def stretches(spans: Sequence[Sequence[Span]]) -> list[list[Stretch]]:
         One list per rank; time 0 is the earliest start of any span.
     """
     begin = min((span.start for rank in spans for span in rank), default=0.0)
-    last_arrivals = _last_arrivals(spans)
+    last_arrivals: dict[tuple[str, int], float] = {}
+    for rank in spans:
+        for name, span in _numbered_waits(rank):
+            last_arrivals[name] = max(span.start, last_arrivals.get(name, span.start))
     return [_without_overlaps(_activities(rank, last_arrivals, begin)) for rank in spans]
 
 
@@ -55,15 +58,6 @@ def seconds_by_activity(rank: Sequence[Stretch]) -> dict[str, float]:
     for stretch in rank:
         totals[stretch.activity] += stretch.seconds
     return totals
-
-
-def _last_arrivals(spans: Sequence[Sequence[Span]]) -> dict[tuple[str, int], float]:
-    """When the last rank began to wait, by name and occurrence."""
-    arrivals: dict[tuple[str, int], float] = {}
-    for rank in spans:
-        for name, span in _numbered_waits(rank):
-            arrivals[name] = max(span.start, arrivals.get(name, span.start))
-    return arrivals
 
 
 def _numbered_waits(rank: Sequence[Span]) -> Iterator[tuple[tuple[str, int], Span]]:

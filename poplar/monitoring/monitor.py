@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from poplar.comm import Control
 from poplar.hardware.estimate import sum_of_speeds
 from poplar.monitoring.loggers import Logger, Progress
 from poplar.optimizer import HeteroZeroOptimizer
@@ -51,16 +50,14 @@ class Monitor:
         self._optimizer, self._every, self._profile = optimizer, every, profile
         logs = optimizer.control.group.rank == 0 and optimizer.is_active
         self._loggers = tuple(loggers) if logs else ()
-        self._sum_of_speeds = None if profile is None else _sum_of_speeds(profile)
+        self._sum_of_speeds: float | None = None
+        if profile is not None:
+            largest = [device.max_batch for device in profile.devices]
+            self._sum_of_speeds = sum_of_speeds(profile, largest)
         self._pending: list[StepResult] = []
         self._step = start_step
         self._on_loggers(lambda logger: logger.start(optimizer.plan, profile))
         self._since = time.perf_counter()
-
-    @property
-    def _control(self) -> Control:
-        """Of the ranks that train now; a plan may leave out others later."""
-        return self._optimizer.control
 
     def __call__(self, result: StepResult) -> None:
         """Take the result of a step. Every rank must call it; every `every`th call is collective.
@@ -94,7 +91,7 @@ class Monitor:
             (result.seconds, 0.0 if result.left_out else result.waiting_seconds)
             for result in results
         ]
-        control, plan = self._control, self._optimizer.plan
+        control, plan = self._optimizer.control, self._optimizer.plan
         by_rank = control.exchange_objects(mine, what="the progress of training")
         now = time.perf_counter()
         steps, received = list(zip(*by_rank, strict=True)), control.group.by_name(by_rank)
@@ -124,10 +121,5 @@ class Monitor:
             for logger in self._loggers:
                 call(logger)
 
-        run_on_all_ranks(self._control, call_all, doing="logging the progress of training")
-
-
-def _sum_of_speeds(profile: ClusterProfile) -> float:
-    """Over all devices, each at the best batch that was measured."""
-    largest = [max(point.batch for point in device.points) for device in profile.devices]
-    return sum_of_speeds(profile, largest)
+        control = self._optimizer.control  # of the ranks that train now
+        run_on_all_ranks(control, call_all, doing="logging the progress of training")
