@@ -211,27 +211,15 @@ def measure_points(
         references: by rank, a point of its curve.
     """
     wanted = [[*own, known.batch] for own, known in zip(batches, references, strict=True)]
+    sizes = wanted[session.group.rank]
+    with _passes_for(session, wanted) as passes:
+        measured = _timed(
+            session, passes, lambda: list(map(passes.first, sizes)), 0.0, least=TIMES_EACH
+        )
     return [
         [at_speed_of(known, point, again) for point in points]
-        for known, (*points, again) in zip(
-            references, time_batches(session, wanted, least=TIMES_EACH), strict=True
-        )
+        for known, (*points, again) in zip(references, measured, strict=True)
     ]
-
-
-def time_batches(
-    session: Session, batches: Sequence[Sequence[int]], *, least: int
-) -> list[list[BatchPoint]]:
-    """Measure batches at the present speed of the devices. Collective.
-
-    Args:
-        session: of this rank.
-        batches: by rank, sizes to measure; at least one.
-        least: timings of each size.
-    """
-    own = batches[session.group.rank]
-    with _passes_for(session, batches) as passes:
-        return _timed(session, passes, lambda: [passes.first(size) for size in own], 0.0, least)
 
 
 def time_again(
@@ -266,11 +254,8 @@ def _timed(
         lambda: passes.together(first), "the first passes of batch sizes"
     )
     sizes, seconds = by_rank[session.group.rank], max(seconds, least * _longest(by_rank))
-
-    def time_all() -> list[BatchPoint]:
-        return passes.together(lambda: time_sizes(passes, sizes, seconds=seconds, least=least))
-
-    return session.on_all_ranks(time_all, "timing passes")
+    time_all = partial(time_sizes, passes, sizes, seconds=seconds, least=least)
+    return session.on_all_ranks(lambda: passes.together(time_all), "timing passes")
 
 
 @contextmanager

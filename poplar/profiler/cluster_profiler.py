@@ -55,7 +55,7 @@ from poplar.profiler.progress import Report
 from poplar.profiler.recomputed_passes import with_recomputed_curves
 from poplar.profiler.session import Session
 from poplar.profiler.timing import peak_flops
-from poplar.profiler.unit_hooks import mean_of
+from poplar.profiler.unit_hooks import combined
 from poplar.system import devices, host_limits
 from poplar.values.curve import DEVIATIONS
 from poplar.values.formatting import NOISY, format_bytes
@@ -105,14 +105,14 @@ class Profiler:
                 points=tuple(curves[rank].points),
                 optimizer_seconds=updates[rank].seconds,
                 optimizer_latency_seconds=updates[rank].latency_seconds,
-                **vars(on_host[rank]),
-                **vars(codecs[rank]),
+                **on_host[rank],
+                **codecs[rank],
                 peak_flops=peak_flops(session.device, session.compute_dtype),
                 throttled=curves[rank].throttled,
             )
 
         profiles = session.on_all_ranks(own_profile, "describing the device")
-        forward, backward = mean_of([curve.parts.units for curve in curves])
+        forward, backward = combined([curve.parts.units for curve in curves], fmean)
         profile = ClusterProfile(
             devices=tuple(profiles),
             model=replace(
@@ -148,8 +148,13 @@ class Profiler:
 
         Its activations show which batches plain passes can run with in the present memory.
         """
-        devices, limits = profile.devices, self.session.memory.unsharded
-        self.session.limit_plain_passes(list(map(_largest_batch, devices, limits)))
+        pairs = zip(profile.devices, self.session.memory.unsharded, strict=True)
+        self.session.limit_plain_passes(
+            [
+                bisect_right(range(1, device.max_batch + 1), limit, key=device.activation_bytes)
+                for device, limit in pairs
+            ]
+        )
 
     def longest_observed_pass(self, passes: int) -> float:
         """Seconds of a pass at which one turn of `observe` fills its time; 0 without overlap.
@@ -244,12 +249,6 @@ def noise_notes(profiles: Sequence[DeviceProfile]) -> Iterable[str]:
             )
 
 
-def _largest_batch(device: DeviceProfile, activation_bytes: float) -> int:
-    """The largest batch of the profile whose activations fit; 0 if none does."""
-    sizes = range(1, device.max_batch + 1)
-    return bisect_right(sizes, activation_bytes, key=device.activation_bytes)
-
-
 def _budget_of(device: DeviceProfile) -> MemoryBudget:
     return MemoryBudget(device.memory_bytes, device.held_bytes)
 
@@ -280,7 +279,8 @@ def memory_budget(session: Session) -> MemoryBudget:
         ValueError: the `memory_limit` of this rank is larger than its memory.
     """
     device, limit = session.device, session.memory_limit
-    held, total = 0, _smallest(host_limits.total_memory(), host_limits.process_limit())
+    limits = host_limits.total_memory(), host_limits.process_limit()
+    held, total = 0, min((each for each in limits if each is not None), default=None)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = total - free - devices.describe(device).others_bytes
@@ -296,7 +296,3 @@ def memory_budget(session: Session) -> MemoryBudget:
         )
     available = limit or devices.memory_available(device, session.ranks_sharing_memory)
     return MemoryBudget(available, max(0, held))
-
-
-def _smallest(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)

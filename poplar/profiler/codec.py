@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,21 +20,14 @@ _MOST_BYTES_EACH = 24
 """Bytes per element that this needs: a gradient, two copies and their sum."""
 
 
-@dataclass(frozen=True)
-class CodecSeconds:
-    """The fields of `DeviceProfile` of the same names."""
-
-    encode_seconds: tuple[float, ...] = ()
-    decode_seconds: tuple[float, ...] = ()
-
-
-def measure_codec(session: Session) -> CodecSeconds:
+def measure_codec(session: Session) -> dict[str, Any]:
     """Time each precision; all ranks of a host should do so at the same time.
 
-    Nothing is measured if there is one rank only.
+    Returns:
+        `DeviceProfile.encode_seconds` and `decode_seconds`; nothing if there is one rank only.
     """
     if session.group.size == 1:
-        return CodecSeconds()
+        return {}
     fitting = session.memory.spare(session.group.rank) / _MOST_BYTES_EACH
     numel = int(min(MOST_ELEMENTS, max(FEWEST_ELEMENTS, fitting))) // 64 * 64
     device = session.device
@@ -49,6 +42,7 @@ def measure_codec(session: Session) -> CodecSeconds:
         add = partial(codec.reduce, out, [packed, packed], False)
         runs += [pack, add]
     seconds = medians_in_turns(runs, device)
-    encode = tuple(each / numel for each in seconds[::2])
-    decode = tuple(each / (2 * numel) for each in seconds[1::2])
-    return CodecSeconds(encode, decode)
+    return {
+        "encode_seconds": tuple(each / numel for each in seconds[::2]),
+        "decode_seconds": tuple(each / (2 * numel) for each in seconds[1::2]),
+    }

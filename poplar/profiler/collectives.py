@@ -182,12 +182,13 @@ def measure_network(session: Session, budget: float) -> NetworkProfile:
     # All moves through the link of one owner, so it may take as many times as long as even shares.
     sampled = part / max(part, len(owners) * reducing, len(owners) * gathering)
     rates = collectives.rates(owners, sampled, part)
+    host_buffers = "kept" if caches_memory() else "step"
     return NetworkProfile(
         reduce_scatter_seconds=reducing * scale,
         all_gather_seconds=gathering * scale,
         receive_seconds_per_byte=tuple(receive for receive, _ in rates),
         send_seconds_per_byte=tuple(send for _, send in rates),
-        receive_buffers=_receive_buffers(session),
+        receive_buffers=host_buffers if session.device.type == "cpu" else "freed",
         hosts=comm.hosts,
         transport=comm.name if ranks > 1 and session.group.supports(session.device) else None,
         collective_latency_seconds=collectives.latencies(part) if ranks > 1 else (),
@@ -209,13 +210,6 @@ def _within_hosts(collectives: Collectives, budget: float) -> list[float]:
 def find_hosts(session: Session) -> Hosts:
     """The ranks by host. Collective."""
     return Hosts.of(session.exchange(host_id()))
-
-
-def _receive_buffers(session: Session) -> str:
-    """`NetworkProfile.receive_buffers`: devices reuse freed memory, and the host keeps buffers."""
-    if session.device.type != "cpu":
-        return "freed"
-    return "kept" if caches_memory() else "step"
 
 
 def _largest_buffer(session: Session, wanted: int) -> int:

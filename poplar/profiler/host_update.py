@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,26 +19,21 @@ MEMORY_PART = 0.8
 """Of the host's free memory that plans may use; the rest is for loaders and frameworks."""
 
 
-@dataclass(frozen=True)
-class HostUpdate:
-    """The fields of `DeviceProfile` of the same names."""
-
-    host_optimizer_seconds: float | None = None
-    host_memory_bytes: int = 0
-
-
-def measure_host_update(session: Session) -> HostUpdate:
+def measure_host_update(session: Session) -> dict[str, Any]:
     """Time the update of state in host memory; all ranks of a host should do so at the same time.
 
-    Nothing is measured if this rank's memory is the host's, or if the class has no update there or
-    needs blocks or whole tensors.
+    Returns:
+        `DeviceProfile.host_optimizer_seconds` and `host_memory_bytes`; nothing if this rank's
+        memory is the host's, or if the class has no update there or needs blocks or whole tensors.
     """
     host = torch.device("cpu")
     cls = session.setup.classes[0]
     if session.device == host or cls.granularity != "elements" or cls.problem_on(host):
-        return HostUpdate()
-    memory = host_memory(session.ranks_on_this_host)
-    return HostUpdate(host_update_seconds(session), memory)
+        return {}
+    return {
+        "host_memory_bytes": host_memory(session.ranks_on_this_host),
+        "host_optimizer_seconds": host_update_seconds(session),
+    }
 
 
 def host_memory(ranks: int) -> int:

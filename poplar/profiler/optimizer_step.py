@@ -52,7 +52,9 @@ def measure_update(session: Session) -> UpdateCost:
     part = min(1.0, max(FEWEST_ELEMENTS, min(MOST_ELEMENTS, fitting)) / total)
     while True:
         try:
-            large, small = _step_in_turns(session, sizes, (part, part * SMALL_PART))
+            optimizers = [_optimizer(session, sizes, each) for each in (part, part * SMALL_PART)]
+            seconds = medians_in_turns([one.step for one in optimizers], session.device)
+            large, small = map(_measured, optimizers, seconds)
             break
         except Exception as error:
             if not is_out_of_memory(error) or part * total < FEWEST_ELEMENTS:
@@ -83,18 +85,10 @@ def _shapes(session: Session) -> list[Sequence[int]]:
     return [p.shape for p in session.job.model.parameters() if p.requires_grad]
 
 
-def _step_in_turns(
-    session: Session, shapes: Sequence[Sequence[int]], parts: Sequence[float]
-) -> list[_Measured]:
-    """Steps over each of these parts of flat buffers, or of the number of parameters."""
-    optimizers = [_optimizer(session, shapes, part) for part in parts]
-    seconds = medians_in_turns([one.step for one in optimizers], session.device)
-    return [_measured(*both) for both in zip(optimizers, seconds, strict=True)]
-
-
 def _optimizer(
     session: Session, shapes: Sequence[Sequence[int]], part: float
 ) -> torch.optim.Optimizer:
+    """The optimizer of this part of each flat buffer, or of the parameters."""
     cls = session.setup.classes[0]
     if cls.granularity == "elements":
         shapes = [(max(1, round(numel * part)),) for (numel,) in shapes]

@@ -21,7 +21,7 @@ from poplar.data.lengths import SampleLengths, at_length
 from poplar.profiler.compilation import frames_compiled, is_compiled
 from poplar.profiler.memory import PassBytes, batch_bytes, counts_tensors, pass_bytes
 from poplar.profiler.timing import seconds_of
-from poplar.profiler.unit_hooks import TrainedUnit, UnitClock, UnitFractions, median_of
+from poplar.profiler.unit_hooks import TrainedUnit, UnitClock, UnitFractions, combined
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_cached_memory, free_failed_pass, is_out_of_memory
 from poplar.values.profile import BatchPoint
@@ -63,15 +63,14 @@ class Passes:
     """Lengths to which batches are padded; None: that of the example."""
     _batches: dict[tuple[int, int | None], Any] = field(default_factory=dict)
 
-    def batch(self, size: int) -> Any:
-        """A batch of `size` samples of the example, of a typical length if there are `lengths`."""
-        return self._made(size, None if self.lengths is None else self.lengths.typical(size))
+    def batch(self, size: int, *, longest: bool = False) -> Any:
+        """A batch of `size` samples of the example.
 
-    def longest_batch(self, size: int) -> Any:
-        """A batch as `batch` returns it, but of the length for which to plan memory."""
-        return self._made(size, self.lengths.longest(size)) if self.lengths else self.batch(size)
-
-    def _made(self, size: int, length: int | None) -> Any:
+        If there are `lengths`, it has a typical one or the `longest`, for which to plan memory.
+        """
+        length = None
+        if self.lengths is not None:
+            length = self.lengths.longest(size) if longest else self.lengths.typical(size)
         if (size, length) not in self._batches:
             available = pytree.samples_in(self.example)
             batch = pytree.take(self.example, [at % available for at in range(size)])
@@ -93,15 +92,10 @@ class Passes:
         """The result of `work`, which runs passes while the other ranks run theirs."""
         return work()
 
-    def run(self, size: int) -> None:
-        """Run one pass and drop its gradients."""
+    def run(self, size: int, *, longest: bool = False) -> None:
+        """Run one pass on a `batch` and drop its gradients."""
         with self.one_pass(size):
-            self.loss_fn(self.model, self.batch(size)).backward()
-
-    def run_longest(self, size: int) -> None:
-        """Run one pass of the length for which to plan memory, and drop its gradients."""
-        with self.one_pass(size):
-            self.loss_fn(self.model, self.longest_batch(size)).backward()
+            self.loss_fn(self.model, self.batch(size, longest=longest)).backward()
 
     def check(self) -> None:
         """Run a first pass of one sample.
@@ -182,7 +176,7 @@ class Passes:
         several = [first, once(), once()]
         return PassParts(
             median(part.backward_fraction for part in several),
-            median_of([part.units for part in several]),
+            combined([part.units for part in several], median),
             {name: count / size for name, count in rows.items()},
         )
 
@@ -204,9 +198,9 @@ class Passes:
             counted = self.pass_bytes(size) if counts_tensors(self.device) else None
             seconds = self.settled_seconds(size)
             if self.lengths is not None:
-                self.run_longest(size)  # it may compile
+                self.run(size, longest=True)  # it may compile
             held = counted or self.pass_bytes(size)
-            given = batch_bytes(self.longest_batch(size), self.device)
+            given = batch_bytes(self.batch(size, longest=True), self.device)
             units = held.units.plus(given)
             return BatchPoint(
                 batch=size,
@@ -218,8 +212,7 @@ class Passes:
 
     def pass_bytes(self, size: int) -> PassBytes:
         """Memory of a pass above the model."""
-        run = self.run if self.lengths is None else self.run_longest
-        return pass_bytes(lambda: run(size), self.device, self.units)
+        return pass_bytes(lambda: self.run(size, longest=True), self.device, self.units)
 
     @contextmanager
     def _memory_freed_after_failure(self, size: int) -> Iterator[None]:

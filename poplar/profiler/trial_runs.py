@@ -103,7 +103,11 @@ def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
         if optimizer.is_active:
             optimizer._training.engine.allow_loss_of(optimizer._training.update.drop_state)
         try:
-            _warm_up(session, optimizer, batch)
+            for _ in range(WARM_UP_STEPS):
+                before = frames_compiled()
+                _run_step(session, optimizer, batch)
+                if not any(session.exchange(frames_compiled() != before)):
+                    break
             return [_run_step(session, optimizer, batch) for _ in range(steps)]
         except Exception as error:
             if not optimizer.control.group.failures:
@@ -126,15 +130,6 @@ def _observation(plan: Plan, by_rank: Sequence[Sequence[_Step]]) -> Observation:
         ),
         other_seconds=tuple(median(step.other for step in own) for own in by_rank),
     )
-
-
-def _warm_up(session: Session, optimizer: HeteroZeroOptimizer, batch: Any) -> None:
-    """Run steps until no rank compiles in one, at most `WARM_UP_STEPS`. Collective."""
-    for _ in range(WARM_UP_STEPS):
-        before = frames_compiled()
-        _run_step(session, optimizer, batch)
-        if not any(session.exchange(frames_compiled() != before)):
-            break
 
 
 def _run_step(session: Session, optimizer: HeteroZeroOptimizer, batch: Any) -> _Step:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from math import fsum
-from statistics import fmean, median
 from typing import NamedTuple, Protocol
 
 import torch
@@ -148,19 +147,10 @@ class UnitFractions(NamedTuple):
         return cls(tuple(s / total for s in forward), tuple(s / total for s in backward))
 
 
-def median_of(passes: Sequence[UnitFractions]) -> UnitFractions:
-    """The median of several passes, by unit; unknown if one of them is."""
-    return _combined(passes, median)
-
-
-def mean_of(ranks: Sequence[UnitFractions]) -> UnitFractions:
-    """The mean over ranks, by unit; unknown if those of one rank are."""
-    return _combined(ranks, fmean)
-
-
-def _combined(
+def combined(
     several: Sequence[UnitFractions], combine: Callable[[Sequence[float]], float]
 ) -> UnitFractions:
+    """The median or mean of several passes or ranks, by unit; unknown if one of them is."""
     if not all(one.forward for one in several):
         return UnitFractions()
     if len({*several}) == 1:

@@ -34,7 +34,7 @@ from poplar.tuning.profile_cluster import CachedProfile
 from poplar.values.errors import agreed, equal_on_all_ranks
 from poplar.values.observation import Observation, Trials
 from poplar.values.plan import Plan
-from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
+from poplar.values.profile import BatchPoint, ClusterProfile
 from poplar.zero.checks.loss_mean import wrong_weight
 from poplar.zero.collective_calls import new_group
 from poplar.zero.micro_batch_loss import LossFunction
@@ -145,16 +145,6 @@ class TuningJob(Job):
         """The arguments of the search, beside the profile."""
         return {"global_batch": self.global_batch, "stages": self.stages, **self.choices}
 
-    @property
-    def plan_key(self) -> str:
-        """What the plan depends on beside the profile."""
-        return json.dumps([self.global_batch, *self.choices.values()], default=repr)
-
-    @property
-    def weighs_samples(self) -> bool:
-        """The loss is taken for a mean over samples, because the user has given no weight."""
-        return self.weight is None and self.loss == "mean"
-
 
 OPTIONS = frozenset({"stage", *(each.name for each in fields(TuningJob))})
 """Names of the arguments of `autotune`, without the optimizer's."""
@@ -251,8 +241,9 @@ def tune_job(job: TuningJob, group: Group) -> Tuned:
         job: on this rank.
         group: of this call alone.
     """
-    if job.max_batch is None:
-        job = replace(job, max_batch=_next_power_of_two(job.global_batch))
+    if job.max_batch is None and is_count(job.global_batch):
+        # The next power of two: global batches that differ a little share a profile in the cache.
+        job = replace(job, max_batch=1 << (job.global_batch - 1).bit_length())
     return Tuner(CachedProfile(Profiler(job, group)), job).tune()
 
 
@@ -280,9 +271,11 @@ class Tuner:
         profile = self.cached.profile() if given is None else self._limited_profile(given)
         # Compilation may have taken longer than the whole budget.
         ends = max(ends, time.perf_counter() + (1.0 - PROFILE_PART) * job.seconds)
-        if job.weighs_samples:
+        if job.weight is None and job.loss == "mean":
             _warn_of_wrong_weight(self.session)
-        known = self.cached.plans.get(job.plan_key) if given is None else None
+        # What the plan depends on beside the profile.
+        key = json.dumps([job.global_batch, *job.choices.values()], default=repr)
+        known = self.cached.plans.get(key) if given is None else None
         if known is not None and fits(profile, known):
             return Tuned(known, profile, ())
         plans = self._search(profile)
@@ -299,7 +292,7 @@ class Tuner:
             tuned = self._exact_if_as_fast(tuned, self._seconds_left(ends), report)
             tuned = self._fastest_ranks(tuned, self._seconds_left(ends), report)
         if given is None:
-            self.cached.plans[job.plan_key] = tuned.plan
+            self.cached.plans[key] = tuned.plan
             self.cached.save(tuned.profile)
         return tuned
 
@@ -453,21 +446,16 @@ class Tuner:
         seen: list[Observation] = []
         ranks: set[int] = set()
         for plan in plans:
+            step = predict(profile, plan).step_seconds
+            steps = int(seconds / (TURNS * CONTENDERS * step))
+            steps = min(max(steps, TURN_STEPS[0]), TURN_STEPS[-1])
             try:
-                seen.append(self._run(profile, plan, seconds, report))
+                seen.append(self.profiler.run_plan(plan, steps=steps, report=report))
             except OutOfMemoryInTrial as short:
                 report(str(short))
                 ranks.update(short.ranks)
         trials.add(seen)
         return ranks
-
-    def _run(
-        self, profile: ClusterProfile, plan: Plan, seconds: float, report: Report
-    ) -> Observation:
-        longest = seconds / (TURNS * CONTENDERS)
-        steps = int(longest / predict(profile, plan).step_seconds)
-        steps = min(max(steps, TURN_STEPS[0]), TURN_STEPS[-1])
-        return self.profiler.run_plan(plan, steps=steps, report=report)
 
     def _with_newcomer(
         self, profile: ClusterProfile, trials: Trials, running: list[Plan]
@@ -501,10 +489,12 @@ class Tuner:
             self._check_profile(given)
         given = self.profiler.within_present_memory(given)
         limits = self.session.exchange((self.job.max_batch, self.session.memory_limit))
-        cut = (
-            _limited(device, *limit) for device, limit in zip(given.devices, limits, strict=True)
-        )
-        given = replace(given, devices=tuple(cut))
+        devices = []
+        for device, (max_batch, memory) in zip(given.devices, limits, strict=True):
+            limited = device if max_batch is None else device.with_largest_batch(max_batch)
+            memory = min(device.memory_bytes, memory or device.memory_bytes)
+            devices.append(replace(limited, memory_bytes=memory))
+        given = replace(given, devices=tuple(devices))
         self.profiler.use(given)
         return given
 
@@ -568,16 +558,3 @@ def _with_less_memory(profile: ClusterProfile, ranks: Collection[int]) -> Cluste
         for rank, device in enumerate(profile.devices)
     ]
     return replace(profile, devices=tuple(devices))
-
-
-def _limited(
-    device: DeviceProfile, max_batch: int | None, memory_limit: int | None
-) -> DeviceProfile:
-    memory = min(device.memory_bytes, memory_limit or device.memory_bytes)
-    limited = device if max_batch is None else device.with_largest_batch(max_batch)
-    return replace(limited, memory_bytes=memory)
-
-
-def _next_power_of_two(number: int) -> int | None:
-    """Global batches that differ a little share a profile in the cache; None if not a count."""
-    return 1 << (number - 1).bit_length() if is_count(number) else None

@@ -157,11 +157,11 @@ def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> 
             notes.append(f"stage {stage} was not run: {error}")
     turns = profiler.observe(profile, plans, report)
     observed = {seen.plan for turn in turns for seen in turn}
-    notes += [f"{_what(plan)} ran out of memory" for plan in plans if plan not in observed]
+    notes += [
+        f"a step of stage {plan.stage} with micro-batches {plan.micro_batches} ran out of memory"
+        for plan in plans
+        if plan not in observed
+    ]
     profile = profiler.with_later_memory(profile)
     profile = calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)
     return replace(profile, notes=(*noise_notes(profile.devices), *notes))
-
-
-def _what(plan: Plan) -> str:
-    return f"a step of stage {plan.stage} with micro-batches {plan.micro_batches}"

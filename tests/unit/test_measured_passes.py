@@ -65,7 +65,7 @@ class Machine:
     tried: list[int] = field(default_factory=list)
     timed: list[tuple[int, int]] = field(default_factory=list)
 
-    def run(self, size: int) -> None:
+    def run(self, size: int, *, longest: bool = False) -> None:
         self._pass_time(size)
 
     def first(self, size: int) -> BatchPoint:
@@ -296,14 +296,14 @@ class ColdPasses(Passes):
         """Seconds on top of a steady pass, by size and number of earlier passes of this size."""
         self.ran: Counter[int] = Counter()
 
-    def batch(self, size: int) -> None:
+    def batch(self, size: int, *, longest: bool = False) -> None:
         return None
 
     def pass_bytes(self, size: int) -> PassBytes:
         self.run(size)
         return PassBytes(0)
 
-    def run(self, size: int) -> None:
+    def run(self, size: int, *, longest: bool = False) -> None:
         self._clock.now += 0.001 * size + self._cold(size, self.ran[size])
         self.ran[size] += 1
 

@@ -90,6 +90,6 @@ def test_the_codec_is_timed_where_nothing_disturbs_it(monkeypatch, begin):
     monkeypatch.setattr(timing, "time", clock)
     monkeypatch.setattr(codec, "MOST_ELEMENTS", ELEMENTS)
     found = codec.measure_codec(session())
-    encode, decode = ([ELEMENTS * each for each in one] for one in vars(found).values())
+    encode, decode = ([ELEMENTS * each for each in one] for one in found.values())
     assert encode == pytest.approx([0.001, 0.003, 0.003])
     assert decode == pytest.approx([0.001, 0.002, 0.002])

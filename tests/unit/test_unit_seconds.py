@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from poplar.profiler import timing, unit_hooks
 from poplar.profiler.passes import Passes
-from poplar.profiler.unit_hooks import TrainedUnit, UnitFractions, mean_of, median_of
+from poplar.profiler.unit_hooks import TrainedUnit, UnitFractions, combined
 
 CPU = torch.device("cpu")
 
@@ -165,11 +166,11 @@ def test_the_median_and_the_mean_sum_to_one():
         UnitFractions((0.2, 0.2), (0.3, 0.3)),
         UnitFractions((0.3, 0.1), (0.5, 0.1)),
     ]
-    found = median_of(passes)
+    found = combined(passes, median)
     assert found.forward == pytest.approx((0.2, 0.2))
     assert found.backward == pytest.approx((0.3, 0.3))
-    assert sum(mean_of(passes[1:]).backward) == pytest.approx(0.6)
-    assert mean_of([*passes, UnitFractions()]) == UnitFractions()
+    assert sum(combined(passes[1:], fmean).backward) == pytest.approx(0.6)
+    assert combined([*passes, UnitFractions()], fmean) == UnitFractions()
 
 
 def test_cuda_units_are_timed_by_events_on_the_present_stream(monkeypatch: pytest.MonkeyPatch):

@@ -75,7 +75,7 @@ class OneProcess:
 
     def _gradient(self, batch: Any, micro_batch: int) -> Gradient:
         parts = split_into(batch, micro_batch)
-        total = self._total(parts)
+        total = sum(map(self.count, parts))
         gradients: dict[str, Tensor] = {}
         loss = 0.0
         for part in parts:
@@ -90,7 +90,7 @@ class OneProcess:
 
     def loss_of(self, parts: Sequence[Any]) -> float:
         """The loss of a batch that was split into these parts; forward only."""
-        total, loss = self._total(parts), 0.0
+        total, loss = sum(map(self.count, parts)), 0.0
         for part in parts:
             factor = self._factor(part, total)
             if factor:
@@ -110,9 +110,6 @@ class OneProcess:
         """What a micro-batch adds to the sum of losses, before the division by the total weight."""
         factor = counted if self.loss == "mean" else 1.0
         return float(value.detach().double()) * factor if factor else 0.0
-
-    def _total(self, parts: Sequence[Any]) -> float:
-        return sum(map(self.count, parts))
 
     def count(self, part: Any) -> float:
         """The weight of a micro-batch: its samples, or what `weight` returns."""

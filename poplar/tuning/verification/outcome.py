@@ -201,8 +201,8 @@ def compare(
                 relative_error=distance / size if size else (math.inf if distance else 0.0),
             )
         )
-    return tuple(sorted(errors, key=_sort_key, reverse=True))
 
+    def sort_key(error: ParameterError) -> float:
+        return math.inf if math.isnan(error.relative_error) else error.relative_error
 
-def _sort_key(error: ParameterError) -> float:
-    return math.inf if math.isnan(error.relative_error) else error.relative_error
+    return tuple(sorted(errors, key=sort_key, reverse=True))

@@ -38,7 +38,7 @@ from poplar.values.errors import (
     is_agreed,
 )
 from poplar.values.plan import Plan
-from poplar.zero.agreement import raise_on_all_ranks, raise_on_any_error
+from poplar.zero.agreement import exchange_results, raise_on_all_ranks, raise_on_any_error
 from poplar.zero.collective_calls import new_group
 from poplar.zero.input_cast import inputs_cast
 from poplar.zero.micro_batch_loss import LossFunction
@@ -104,7 +104,15 @@ def verify(
     """
     with new_group(process_group, timeout, _DOING) as group:
         control = connect_control(group)
-        device = _agree_on_arguments(control, model, batch, plan, rtol, max_micro_batch)
+
+        def checked() -> str:
+            _check_arguments(batch, plan, group, rtol, max_micro_batch)
+            return _digest(batch)
+
+        digests = exchange_results(control, checked, what=_DOING)
+        with equal_on_all_ranks():
+            _check_same_batch(digests, plan)
+        device = next(model.parameters(), torch.empty(0, device="cpu")).device
         with (
             _preserve_frozen(model),
             model_preserved(model, device),
@@ -292,30 +300,6 @@ def _heartbeat(control: Control, *, over: bool) -> list[bool]:
     return [bool(value) for value in received]
 
 
-def _agree_on_arguments(
-    control: Control,
-    model: nn.Module,
-    batch: Any,
-    plan: Plan,
-    rtol: float | None,
-    max_micro_batch: int | None,
-) -> torch.device:
-    """Check the arguments, and the batch on all ranks; returns the model's device. Collective."""
-    error: Exception | None = None
-    digest, device = "", torch.device("cpu")
-    try:
-        _check_arguments(batch, plan, control.group, rtol, max_micro_batch)
-        device = next(model.parameters(), torch.empty(0, device="cpu")).device
-        digest = _digest(batch)
-    except Exception as caught:
-        error = caught
-    raise_on_any_error(control, error, doing=_DOING)
-    digests = control.exchange_objects(digest, what=_DOING)
-    with equal_on_all_ranks():
-        _check_same_batch(digests, plan)
-    return device
-
-
 def _check_arguments(
     batch: Any, plan: Plan, group: Group, rtol: float | None, max_micro_batch: int | None
 ) -> None:
@@ -352,11 +336,6 @@ def _digest(batch: Any) -> str:
 
 
 def _check_same_batch(digests: Sequence[str], plan: Plan) -> None:
-    """Check that all ranks have passed the same batch.
-
-    Raises:
-        ValueError: on every rank, if batches differ.
-    """
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise ValueError(
