@@ -81,7 +81,7 @@ def _paper(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
 
 def even_shares(costs: StageCosts, request: Request) -> Decision:
     """The fastest batches and passes beside even shares, as DDP and FSDP2 can run them."""
-    found = Alternation(costs, request).best_batches(_even_shares(costs))
+    found = Alternation(costs, request).best_batches(costs.cluster.even_shares)
     found = with_smaller_passes_first(costs, found)
     return Decision(
         Plan(
@@ -131,7 +131,7 @@ def policy_shortfall(costs: StageCosts, request: Request) -> Shortfall | None:
         return memory_shortfall(costs, request)
     if policy == "flops":
         _peak_flops(costs)
-    shares = _even_shares(costs)
+    shares = costs.cluster.even_shares
     ranks, sample = range(len(shares)), Caps(1, 1)
     if policy == "even":
         with_sample: Sequence[int] = ranks[: request.global_batch]
@@ -151,13 +151,8 @@ def _caps(costs: StageCosts, request: Request) -> list[Caps]:
     """By rank, the largest micro-batches that fit beside an even share."""
     return [
         memory.largest_caps(share, request.max_micro_batch)
-        for memory, share in zip(costs.memories, _even_shares(costs), strict=True)
+        for memory, share in zip(costs.memories, costs.cluster.even_shares, strict=True)
     ]
-
-
-def _even_shares(costs: StageCosts) -> tuple[float, ...]:
-    n = costs.cluster.world_size
-    return (1.0 / n,) * n
 
 
 def _best_batch(costs: StageCosts, rank: int, cap: int) -> int:
@@ -167,7 +162,7 @@ def _best_batch(costs: StageCosts, rank: int, cap: int) -> int:
 
 
 def _sweep(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
-    shares = _even_shares(costs)
+    shares = costs.cluster.even_shares
     gather, reduce = costs.communication(shares)
     communication = costs.schedule.gathers * gather + reduce
 

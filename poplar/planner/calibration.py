@@ -74,7 +74,6 @@ def plans_to_observe(
 
     Args:
         cluster: measured, without residuals of this stage.
-        stage: of the plans.
         overlapped_seconds: on devices that compute while they communicate, the longest pass that
             there is time for. Passes are then long enough to hide the collectives of their
             synchronization, if memory and this limit allow that.
@@ -109,7 +108,7 @@ def _covering_seconds(cluster: ClusterProfile, stage: int) -> float:
     costs = StageCosts(replace(cluster, overlap=1.0), stage)
     if not costs.overlaps:
         return 0.0
-    gather, reduce = costs.communication((1.0 / cluster.world_size,) * cluster.world_size)
+    gather, reduce = costs.communication(cluster.even_shares)
     collectives = costs.schedule.gathers * gather + reduce
     longest = min(device.seconds(device.max_batch) for device in cluster.devices)
     return min(longest, _COVER * collectives / costs.reducible_fraction)
@@ -166,7 +165,6 @@ def refine(
 
     Args:
         cluster: measured, with the residuals of `fit`.
-        observations: of any plans.
         asynchronous: as for `fit`; pass times are not used.
     """
     if not asynchronous:
@@ -186,7 +184,6 @@ def noise_of_speeds(
     differ by the errors of its curve.
 
     Args:
-        cluster: measured.
         plan: whose step is predicted at the speeds of each observation.
         observations: of any plans; of each one, at least two show a difference.
     """

@@ -100,9 +100,7 @@ class CollectiveCosts:
             network: its rates, its latencies if they were measured.
             buffers: of the model that was measured; latencies are a part of its seconds.
         """
-        sending, receiving = network.send_seconds_per_byte, network.receive_seconds_per_byte
-        reduce_levels = _levels(network, leaving=sending, arriving=receiving)
-        gather_levels = _levels(network, leaving=receiving, arriving=sending)
+        reduce_levels, gather_levels = _levels_of_both(network)
         reduce = _scaled(network.reduce_scatter_seconds, reduce_levels, network.hosts)
         gather = _scaled(network.all_gather_seconds, gather_levels, network.hosts)
         if network.collective_latency_seconds:
@@ -117,13 +115,20 @@ def rate_seconds(network: NetworkProfile) -> tuple[float, float]:
 
     Both are 0 for one rank, and if the rates were not measured.
     """
+    ranks = len(network.send_seconds_per_byte)
+    reduced, gathered = (
+        CollectiveCost(0.0, levels, network.hosts).seconds((1.0 / ranks,) * ranks)
+        for levels in _levels_of_both(network)
+    )
+    return reduced, gathered
+
+
+def _levels_of_both(network: NetworkProfile) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
+    """The lines of a reduce-scatter and of an all-gather, which sends what the other receives."""
     sending, receiving = network.send_seconds_per_byte, network.receive_seconds_per_byte
-    even = (1.0 / len(sending),) * len(sending)
-    reduce_levels = _levels(network, leaving=sending, arriving=receiving)
-    gather_levels = _levels(network, leaving=receiving, arriving=sending)
     return (
-        CollectiveCost(0.0, reduce_levels, network.hosts).seconds(even),
-        CollectiveCost(0.0, gather_levels, network.hosts).seconds(even),
+        _levels(network, leaving=sending, arriving=receiving),
+        _levels(network, leaving=receiving, arriving=sending),
     )
 
 
@@ -141,7 +146,6 @@ def _levels(
     """The lines of a reduce-scatter; of an all-gather, with the rates exchanged.
 
     Args:
-        network: its hosts.
         leaving: by rank, rate of the link that carries everything but what the rank keeps.
         arriving: by rank, rate of the link that carries what it keeps once per other rank.
     """

@@ -166,11 +166,7 @@ def schedules(
     which also unshards the persistent units.
 
     Args:
-        model: its units.
-        stage: ZeRO stage.
-        persistent: units that stay unsharded between passes.
         overlap: seconds of compute per second during communication.
-        backward_fraction: the part of a pass that the backward takes.
         may_merge: small units share buffers before stage 3.
         gather_part: seconds of an all-gather of the model over those and the seconds of its
             reduction, about. Only used if the compute of the units was measured.

@@ -55,7 +55,6 @@ def residual_of(measured: float, communication: float) -> float:
     cannot: on a CPU rank, data that is on the way. So it is at most what is communicated.
 
     Args:
-        measured: seconds.
         communication: seconds of what can run beside compute.
     """
     return max(measured, -communication)
@@ -124,11 +123,11 @@ class StageCosts:
     @property
     def _gather_part(self) -> float:
         """Seconds of an all-gather over those of one and a reduction."""
-        network, even = self.cluster.network, (1.0 / self.cluster.world_size,)
+        network, even = self.cluster.network, self.cluster.even_shares
         gather, reduce = network.all_gather_seconds, network.reduce_scatter_seconds
         if self.cluster.communication != EXACT:
-            gather = self.collectives.all_gather.seconds(even * self.cluster.world_size)
-            reduce = self.collectives.reduce_scatter.seconds(even * self.cluster.world_size)
+            gather = self.collectives.all_gather.seconds(even)
+            reduce = self.collectives.reduce_scatter.seconds(even)
         is_used = gather + reduce > 0.0 and self.cluster.model.unit_forward_fraction
         return gather / (gather + reduce) if is_used else 0.5
 
@@ -160,10 +159,10 @@ class StageCosts:
         cluster = self.cluster
         if cluster.communication == EXACT or not cluster.overlap:
             return cluster.overlap
-        even = (1.0 / cluster.world_size,) * cluster.world_size
 
         def seconds(collectives: CollectiveCosts) -> float:
-            return collectives.reduce_scatter.seconds(even) + collectives.all_gather.seconds(even)
+            both = collectives.reduce_scatter, collectives.all_gather
+            return sum(cost.seconds(cluster.even_shares) for cost in both)
 
         sent = with_encoding(
             self.exact_collectives, without_codec(cluster), self.stage, self._measured_buffers
@@ -264,7 +263,7 @@ class StageCosts:
     def _collective_seconds(self, cost: CollectiveCost, shares: Sequence[float]) -> float:
         """A collective on the whole model; each unit under its shares."""
         if not self.shares_matter:
-            return cost.seconds((1.0 / len(shares),) * len(shares))
+            return cost.seconds(self.cluster.even_shares)
         whole = cost.seconds(shares)
         own = (part * (cost.seconds(cut) - whole) for part, cut in self._own_shares)
         return max(0.0, whole + math.fsum(own)) if self.unit_shares else whole
@@ -300,8 +299,7 @@ class StageCosts:
         """
         if not self.exchanges and self.cluster.communication == EXACT:
             return math.inf
-        ranks = self.cluster.world_size
-        return math.fsum(self.communication((1.0 / ranks,) * ranks))
+        return math.fsum(self.communication(self.cluster.even_shares))
 
     def pass_seconds(self, rank: int, batch: int) -> float:
         """One pass of this rank in the engine; 0 without samples."""

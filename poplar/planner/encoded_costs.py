@@ -59,9 +59,7 @@ def with_encoding(
     """The costs of a stage's collectives under the cluster's communication.
 
     Args:
-        exact: the costs as measured.
         cluster: devices without seconds of the codec take none.
-        stage: ZeRO stage.
         buffers: in which the collectives of the whole model were measured.
     """
     reduced, gathered = precisions_at(cluster.communication, stage)
@@ -170,7 +168,6 @@ def _with_fewer_bytes(
     """A collective of encoded elements.
 
     Args:
-        cost: of exact ones.
         ratio: of the bytes.
         exact_levels: so many of the first levels carry exact elements.
         unchanged: seconds of the other levels under even shares that do not depend on bytes.

@@ -64,8 +64,6 @@ def seconds_of_exchange(
 
     Args:
         cluster: without measured rates, bytes take no time.
-        exchange: the layer and the samples of each rank.
-        shares: fraction of the layer that each rank owns.
         replicated: every rank updates all parameters.
     """
     layer, model = exchange.layer, cluster.model
@@ -97,9 +95,7 @@ def factored_traffic(
     up to 2 more columns are sent.
 
     Args:
-        layer: its sizes.
         rows: of each rank.
-        owned: fraction of the weight that each rank computes.
         input_size: bytes of an element of the inputs over those of a gradient.
     """
     inputs = layer.inputs * input_size

@@ -46,7 +46,6 @@ def fastest_plan_with_host_state(
 
     Args:
         costs: without state in host memory.
-        decide: searches a plan.
         plain: the fastest plan without state in host memory; None: none fits. It is returned if its
             step is slower by at most `preference`.
     """
@@ -54,7 +53,7 @@ def fastest_plan_with_host_state(
     if plain is not None:
         limit = step_seconds_of(cluster, plain.plan) / (1.0 + preference)
     # No plan is faster than with the memory of all state on the host and the time of none.
-    free = decide(_costs_at(costs, _at_no_cost(with_all_on_host(cluster))), limit)
+    free = decide(replace(costs, cluster=_at_no_cost(with_all_on_host(cluster))), limit)
     if free is None:
         return plain
     best, bound = plain, min(one.bound or 0.0 for one in (free, plain) if one is not None)
@@ -63,7 +62,7 @@ def fastest_plan_with_host_state(
         found: Decision | None = free
         if part:
             parts = [part * one for one in lacking]
-            found = decide(_costs_at(costs, hosting(cluster, parts)), limit)
+            found = decide(replace(costs, cluster=hosting(cluster, parts)), limit)
         if found is not None:
             plan = _with_least_on_host(cluster, found.plan)
             lacking = [one or plan.part_on_host(rank) > 0.0 for rank, one in enumerate(lacking)]
@@ -99,7 +98,3 @@ def _at_no_cost(cluster: ClusterProfile) -> ClusterProfile:
 
     devices = tuple(free(one) if one.state_on_host else one for one in cluster.devices)
     return replace(cluster, devices=devices)
-
-
-def _costs_at(costs: StageCosts, cluster: ClusterProfile) -> StageCosts:
-    return replace(costs, cluster=cluster)

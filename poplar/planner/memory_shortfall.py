@@ -96,7 +96,7 @@ def memory_shortfall(costs: StageCosts, request: Request) -> Shortfall | None:
         if suffice(largest_shares(costs, caps)):
             return None
         other = shortfall_at(costs, caps, shares_of_one)
-        found = min(filter(None, (found, other)), key=_total_bytes)
+        found = min(filter(None, (found, other)), key=lambda one: one.total_bytes)
     assert found is not None, "shares that do not suffice are missing bytes"
     nothing = [Caps(0)] * len(shares)
     too_small = shortfall_at(costs, nothing, [0.0] * len(shares))
@@ -130,10 +130,6 @@ def missing_bytes(costs: StageCosts, rank: int, caps: Caps, share: float) -> flo
     """What the rank lacks for passes of up to these sizes beside this share."""
     memory = costs.memories[rank]
     return max(0.0, memory.needed(caps, share) - memory.limit)
-
-
-def _total_bytes(shortfall: Shortfall) -> float:
-    return shortfall.total_bytes
 
 
 def _shortfall(

@@ -71,8 +71,8 @@ def recomputing(device: DeviceProfile, again: float, saved: float) -> DeviceProf
     if again == saved == 0.0:
         return replace(device, recomputed_points=())
     fully = replace(device, points=device.recomputed_points, recomputed_points=())
-    plain_seconds = _extended(device, device.seconds)
-    plain_bytes = _extended(device, device.activation_bytes)
+    plain_seconds = extended(device, device.seconds)
+    plain_bytes = extended(device, device.activation_bytes)
     # Only passes without recomputation are known above the largest one with it.
     largest = fully.max_batch if again > 0.0 else max(device.max_batch, fully.max_batch)
     batches = {point.batch for point in (*device.points, *device.recomputed_points)}
@@ -91,7 +91,7 @@ def recomputing(device: DeviceProfile, again: float, saved: float) -> DeviceProf
     return replace(device, points=points, recomputed_points=())
 
 
-def _extended(device: DeviceProfile, curve: Callable[[int], float]) -> Callable[[int], float]:
+def extended(device: DeviceProfile, curve: Callable[[int], float]) -> Callable[[int], float]:
     """The curve, continued past its last point by a line that is as steep as any of its ends."""
     first, last = device.points[0].batch, device.max_batch
     slope = curve(last) / last

@@ -40,7 +40,6 @@ def shortfall_with_recomputation(costs: StageCosts, request: Request) -> Shortfa
 
     Args:
         costs: without recomputation.
-        request: what a plan is for.
     """
     plain = memory_shortfall(costs, request)
     if plain is None or not costs.cluster.model.recomputable_units:
@@ -63,7 +62,9 @@ def fastest_plan_with_recomputation(costs: StageCosts, request: Request) -> Deci
     limit = math.inf
     if memory_shortfall(costs, request) is None:
         best = fastest_plan_with_persistent_units(costs, request)
-        if not _may_recompute(costs) or not memory_may_bind(costs, request):
+        measured = any(device.recomputed_points for device in costs.cluster.devices)
+        may_recompute = measured and costs.cluster.model.recomputable_units
+        if not may_recompute or not memory_may_bind(costs, request):
             return best
         limit = step_seconds_of(costs.cluster, best.plan) / (1.0 + request.preference)
     bound = math.inf
@@ -134,12 +135,6 @@ def _with_parts(costs: StageCosts, seconds: float, saved: float) -> StageCosts:
     parts = recomputed_part(model, again), saved_part(model, less)
     cluster = with_recomputed_parts(costs.cluster, [parts] * costs.cluster.world_size)
     return StageCosts(cluster, costs.stage)
-
-
-def _may_recompute(costs: StageCosts) -> bool:
-    """Whether any units can be recomputed."""
-    measured = any(device.recomputed_points for device in costs.cluster.devices)
-    return measured and bool(costs.cluster.model.recomputable_units)
 
 
 def memory_may_bind(costs: StageCosts, request: Request) -> bool:

@@ -74,10 +74,8 @@ class ShareProblem:
         samples: int = 0,
     ) -> None:
         """Args:
-        costs: of the stage.
         upper: by rank.
         hulls: by rank, its largest share beside some samples; empty: the ranks need not hold any.
-        samples: what the ranks together hold.
         """
         self._costs = costs
         self._upper = [min(1.0, bound) for bound in upper]

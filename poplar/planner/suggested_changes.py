@@ -30,7 +30,6 @@ def request_shortfall(costs: StageCosts, request: Request) -> Shortfall | None:
 
     Args:
         costs: without recomputation and without state in host memory.
-        request: what a plan is for.
     """
     if request.may_host:
         plain = request._replace(may_host=False)
@@ -50,14 +49,7 @@ def suggested_changes(
     stages: Sequence[int],
     shortfalls: Sequence[Shortfall],
 ) -> tuple[str, ...]:
-    """The smallest changes that make a plan fit, each on its own.
-
-    Args:
-        cluster: where `search` found no plan.
-        request: what the plan was searched for.
-        stages: see `search`.
-        shortfalls: what is missing at each stage.
-    """
+    """The smallest changes that make a plan fit, each on its own."""
     groups = device_groups(cluster)
     measured, cluster = cluster, with_equal_devices(cluster, groups)
     all_ranks = DeviceGroup("", tuple(range(cluster.world_size)))

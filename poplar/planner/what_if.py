@@ -7,7 +7,7 @@ with the same name, and memory, links and pass times within a few percent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from poplar.planner.active_ranks import of_ranks, without_ranks
 from poplar.planner.collective_costs import rate_seconds
-from poplar.planner.recomputed_curves import with_recomputed_parts
+from poplar.planner.recomputed_curves import extended, with_recomputed_parts
 from poplar.values.formatting import (
     format_bytes,
     format_percent,
@@ -158,7 +158,7 @@ def faster_devices(cluster: ClusterProfile, group: DeviceGroup, factor: float) -
 
 def faster_network(cluster: ClusterProfile) -> Changed:
     """Collectives in half the time."""
-    faster = _with_collectives(cluster, 0.5)
+    faster = replace(cluster, network=cluster.network.times(0.5, 0.5))
     return Changed(faster, Change("network", "twice as fast"))
 
 
@@ -192,30 +192,26 @@ def full_overlap(cluster: ClusterProfile) -> Changed:
 def larger_batches(cluster: ClusterProfile) -> Changed:
     """Measured curves extended in straight lines to twice the largest batch of each rank."""
     amount = "twice the largest measured (profile with a larger max_batch)"
-    return Changed(_with_devices(cluster, _extended), Change("batches", amount))
+    larger = _with_devices(cluster, lambda device: device.with_points(_extended))
+    return Changed(larger, Change("batches", amount))
 
 
 def smaller_activations(cluster: ClusterProfile, percent_less: int) -> Changed:
     """Activations that take less memory than measured."""
     left = 100 - percent_less
 
-    def smaller(device: DeviceProfile) -> DeviceProfile:
-        def each(points: Iterable[BatchPoint]) -> tuple[BatchPoint, ...]:
-            return tuple(
-                replace(
-                    point,
-                    activation_bytes=point.activation_bytes * left // 100,
-                    unit_bytes=tuple(held * left // 100 for held in point.unit_bytes),
-                    bytes_after_unit=tuple(held * left // 100 for held in point.bytes_after_unit),
-                )
-                for point in points
+    def smaller(device: DeviceProfile) -> Iterator[BatchPoint]:
+        for point in device.points:
+            yield replace(
+                point,
+                activation_bytes=point.activation_bytes * left // 100,
+                unit_bytes=tuple(held * left // 100 for held in point.unit_bytes),
+                bytes_after_unit=tuple(held * left // 100 for held in point.bytes_after_unit),
             )
 
-        recomputed = each(device.recomputed_points)
-        return replace(device, points=each(device.points), recomputed_points=recomputed)
-
+    changed = _with_devices(cluster, lambda device: device.with_points(smaller))
     amount = f"at most {left} % (activation checkpointing or shorter sequences)"
-    return Changed(_with_devices(cluster, smaller), Change("activations", amount))
+    return Changed(changed, Change("activations", amount))
 
 
 def recomputing(cluster: ClusterProfile, ranks: Collection[int]) -> Changed:
@@ -258,16 +254,9 @@ def _with_devices(
     return replace(cluster, devices=tuple(devices))
 
 
-def _with_collectives(cluster: ClusterProfile, factor: float) -> ClusterProfile:
-    """The cluster with collectives that take `factor` times as long."""
-    return replace(cluster, network=cluster.network.times(factor, factor))
-
-
 def _slower(device: DeviceProfile, factor: float) -> DeviceProfile:
     return replace(
-        device,
-        points=tuple(point.times(factor) for point in device.points),
-        recomputed_points=tuple(point.times(factor) for point in device.recomputed_points),
+        device.with_points(lambda one: (point.times(factor) for point in one.points)),
         optimizer_seconds=device.optimizer_seconds * factor,
         optimizer_latency_seconds=device.optimizer_latency_seconds * factor,
         encode_seconds=tuple(factor * seconds for seconds in device.encode_seconds),
@@ -275,35 +264,25 @@ def _slower(device: DeviceProfile, factor: float) -> DeviceProfile:
     )
 
 
-def _extended(device: DeviceProfile) -> DeviceProfile:
-    """One more point on each curve, by the steeper of its last segment and the line from first to
-    last point.
-    """
-    if device.recomputed_points:
-        fully = replace(device, points=device.recomputed_points, recomputed_points=())
-        device = replace(device, recomputed_points=_extended(fully).points)
+def _extended(device: DeviceProfile) -> Iterator[BatchPoint]:
+    """The points, and one more, if there are at least two: see `extended`."""
+    yield from device.points
     if len(device.points) < 2:
-        return device
-    batches = first, before, last = [device.points[at].batch for at in (0, -2, -1)]
+        return
+    batch = 2 * device.max_batch
 
-    def extrapolated(curve: Callable[[int], float]) -> float:
-        low, near, end = map(curve, batches)
-        return end + last * max((end - near) / (last - before), (end - low) / (last - first))
+    def of_units(*, ended: bool) -> tuple[int, ...]:
+        units = range(len(device.unit_bytes(device.max_batch)[ended]))
+        curves = (lambda size, unit=unit: device.unit_bytes(size)[ended][unit] for unit in units)
+        return tuple(round(extended(device, curve)(batch)) for curve in curves)
 
-    by_batch = {batch: device.unit_bytes(batch) for batch in batches}
-
-    def of_unit(unit: int, *, ended: bool) -> int:
-        return round(extrapolated(lambda batch: by_batch[batch][ended][unit]))
-
-    units = range(len(by_batch[last][0]))
-    point = BatchPoint(
-        batch=2 * last,
-        seconds=extrapolated(device.seconds),
-        activation_bytes=round(extrapolated(device.activation_bytes)),
-        unit_bytes=tuple(of_unit(unit, ended=False) for unit in units),
-        bytes_after_unit=tuple(of_unit(unit, ended=True) for unit in units),
+    yield BatchPoint(
+        batch=batch,
+        seconds=extended(device, device.seconds)(batch),
+        activation_bytes=round(extended(device, device.activation_bytes)(batch)),
+        unit_bytes=of_units(ended=False),
+        bytes_after_unit=of_units(ended=True),
     )
-    return replace(device, points=(*device.points, point))
 
 
 def at_worst(cluster: ClusterProfile) -> ClusterProfile:
@@ -312,28 +291,11 @@ def at_worst(cluster: ClusterProfile) -> ClusterProfile:
     A pass never takes less time for more samples, so this is an upper bound. The best plan on it
     uses measured batches, or batches that cost no more.
     """
-    return replace(cluster, devices=tuple(map(_at_worst, cluster.devices)))
+    return _with_devices(cluster, lambda device: device.with_points(_stepped))
 
 
-def _at_worst(device: DeviceProfile) -> DeviceProfile:
-    fully = replace(device, points=device.recomputed_points or device.points)
-    recomputed = tuple(_stepped(fully)) if device.recomputed_points else ()
-    return replace(device, points=tuple(_stepped(device)), recomputed_points=recomputed)
-
-
-def _stepped(device: DeviceProfile) -> list[BatchPoint]:
+def _stepped(device: DeviceProfile) -> Iterator[BatchPoint]:
     """The points, and before each one a point of equal time right after its predecessor."""
-    points = []
     for previous, batch in pairwise([0, *(point.batch for point in device.points)]):
         for size in sorted({previous + 1, batch}):
-            during, after = device.unit_bytes(size)
-            points.append(
-                BatchPoint(
-                    batch=size,
-                    seconds=device.seconds(batch),
-                    activation_bytes=round(device.activation_bytes(size)),
-                    unit_bytes=tuple(map(round, during)),
-                    bytes_after_unit=tuple(map(round, after)),
-                )
-            )
-    return points
+            yield replace(device.point(size), seconds=device.seconds(batch))

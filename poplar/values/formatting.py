@@ -30,7 +30,6 @@ def format_bytes(count: float, *, round_up: bool = False) -> str:
     """`1.50 GiB`, `20.0 MiB`, `19.5 KiB`, `12 B`.
 
     Args:
-        count: bytes.
         round_up: never write less than `count`, for amounts that have to be enough.
     """
     unit, factor, decimals = byte_unit(count)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from typing import Annotated, Any, TypeVar
@@ -19,6 +19,7 @@ from poplar.values import plan_table
 from poplar.values.communication import EXACT, Communication
 from poplar.values.formatting import format_layers, format_ranks
 from poplar.values.schema import (
+    ALL_DIFFERENT,
     Count,
     Document,
     Fraction,
@@ -61,9 +62,7 @@ class UnitPlan:
     persistent: bool = False
     """Stage 3 unshards the parameters once per step, in the first pass, instead of twice per
     pass. Costs their memory between passes."""
-    recomputed_on: Annotated[
-        tuple[Count, ...], Rule("all different", lambda ranks: len(set(ranks)) == len(ranks))
-    ] = ()
+    recomputed_on: Annotated[tuple[Count, ...], ALL_DIFFERENT] = ()
     """Ranks that run this unit's forward again in the backward, so that its activations take no
     memory between the two (activation checkpointing). The gradient is the same."""
 
@@ -118,9 +117,7 @@ class Plan(Document):
     transport: str | None = None
     """Transport, as `communicator` of `HeteroZeroOptimizer` names it. The planner stores the one
     that was measured, so that later runs use it. None: chosen by the ranks' hosts."""
-    factored: Annotated[
-        tuple[str, ...], Rule("all different", lambda names: len(set(names)) == len(names))
-    ] = ()
+    factored: Annotated[tuple[str, ...], ALL_DIFFERENT] = ()
     """`nn.Linear` modules, as `named_modules()` lists them, whose weight gradients are sent as
     factors: the ranks exchange the inputs of the layer and the gradients of its outputs, and the
     owners multiply them. Sends fewer bytes where a step has few rows (samples or tokens)."""
@@ -131,9 +128,7 @@ class Plan(Document):
     elements. Empty: no rank keeps any."""
     communication: Communication = EXACT
     """The precision in which gradients and parameters are sent."""
-    left_out: Annotated[
-        tuple[Count, ...], Rule("all different", lambda ranks: len(set(ranks)) == len(ranks))
-    ] = ()
+    left_out: Annotated[tuple[Count, ...], ALL_DIFFERENT] = ()
     """Ranks without samples, passes and shares, which take no part in any collective of a step. The
     other ranks are the active ones."""
     prediction: Mapping[str, Any] | None = field(default=None, compare=False)
@@ -232,23 +227,8 @@ class Plan(Document):
         if not self.left_out:
             return self
         active = self.active_ranks
-
-        def chosen(values: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(values[rank] for rank in active if values)
-
-        def of_unit(unit: UnitPlan) -> UnitPlan:
-            shares = None if unit.shares is None else chosen(unit.shares)
-            recomputed_on = tuple(map(active.index, unit.recomputed_on))
-            return replace(unit, shares=shares, recomputed_on=recomputed_on)
-
-        return replace(
-            self,
-            micro_batches=chosen(self.micro_batches),
-            shares=chosen(self.shares),
-            units=tuple(map(of_unit, self.units)),
-            host_state=chosen(self.host_state),
-            left_out=(),
-            prediction=None,
+        return self._of_ranks(
+            lambda values, _: tuple(values[rank] for rank in active), active.index, left_out=()
         )
 
     def beside(self, left_out: Sequence[int]) -> Plan:
@@ -260,21 +240,39 @@ class Plan(Document):
         ranks = range(self.world_size + len(left_out))
         active = sorted(set(ranks).difference(left_out))
 
-        def spread_out(values: Sequence[Any], missing: Any) -> tuple[Any, ...]:
-            return _spread_out(values, active, len(ranks), missing) if values else ()
+        return self._of_ranks(
+            lambda values, missing: _spread_out(values, active, len(ranks), missing),
+            active.__getitem__,
+            left_out=tuple(left_out),
+        )
+
+    def _of_ranks(
+        self,
+        values_of: Callable[[Sequence[Any], Any], tuple[Any, ...]],
+        number_of: Callable[[int], int],
+        left_out: tuple[int, ...],
+    ) -> Plan:
+        """The plan of other ranks, without a prediction.
+
+        Args:
+            values_of: their values, from those of the ranks of this plan and that of other ranks.
+            number_of: the new number of a rank.
+            left_out: of the other plan.
+        """
 
         def of_unit(unit: UnitPlan) -> UnitPlan:
-            shares = None if unit.shares is None else spread_out(unit.shares, 0.0)
-            recomputed_on = tuple(active[rank] for rank in unit.recomputed_on)
-            return replace(unit, shares=shares, recomputed_on=recomputed_on)
+            shares = None if unit.shares is None else values_of(unit.shares, 0.0)
+            return replace(
+                unit, shares=shares, recomputed_on=tuple(map(number_of, unit.recomputed_on))
+            )
 
         return replace(
             self,
-            micro_batches=spread_out(self.micro_batches, ()),
-            shares=spread_out(self.shares, 0.0),
+            micro_batches=values_of(self.micro_batches, ()),
+            shares=values_of(self.shares, 0.0),
             units=tuple(map(of_unit, self.units)),
-            host_state=spread_out(self.host_state, 0.0),
-            left_out=tuple(left_out),
+            host_state=values_of(self.host_state, 0.0) if self.host_state else (),
+            left_out=left_out,
             prediction=None,
         )
 

@@ -39,8 +39,6 @@ def plan_columns(
     """What is planned for each rank, and those predicted columns that the prediction has.
 
     Args:
-        micro_batches: of the plan.
-        shares: of the plan.
         prediction: of the plan; may be empty.
         recomputed: by rank, the number of units that are recomputed; shown if there are any.
         host_state: by rank, the part of its state in host memory; may be empty.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -21,6 +21,7 @@ from poplar.values.communication import BITS, EXACT, Communication
 from poplar.values.curve import MonotoneCurve, pooled
 from poplar.values.plan import STRATEGIES
 from poplar.values.schema import (
+    ALL_DIFFERENT,
     Count,
     Document,
     Finite,
@@ -62,7 +63,6 @@ _COSTS = (
     "step_overhead_seconds",
 )
 """Fields of a device, beside its points, that times and memory depend on."""
-_DIFFERENT = Rule("all different", lambda values: len(set(values)) == len(values))
 
 
 def _check_entries(owner: object, entries: int, *names: str) -> None:
@@ -190,30 +190,39 @@ class DeviceProfile:
 
     def with_largest_batch(self, batch: int) -> DeviceProfile:
         """The same device, on which no plan uses a larger micro-batch than this one."""
-        recomputed: tuple[BatchPoint, ...] = ()
-        if self.recomputed_points:
-            whole = dataclasses.replace(self, points=self.recomputed_points)
-            recomputed = whole._points_up_to(batch)
-        return dataclasses.replace(
-            self, points=self._points_up_to(batch), recomputed_points=recomputed
+
+        def up_to_batch(device: DeviceProfile) -> Sequence[BatchPoint]:
+            if batch >= device.max_batch:
+                return device.points
+            smaller = [point for point in device.points if point.batch <= batch]
+            if smaller and smaller[-1].batch == batch:
+                return smaller
+            return [*smaller, device.point(batch)]
+
+        return self.with_points(up_to_batch)
+
+    def point(self, batch: int) -> BatchPoint:
+        """The interpolated point of a batch."""
+        during, after = self.unit_bytes(batch)
+        return BatchPoint(
+            batch=batch,
+            seconds=self.seconds(batch),
+            activation_bytes=round(self.activation_bytes(batch)),
+            unit_bytes=tuple(map(round, during)),
+            bytes_after_unit=tuple(map(round, after)),
         )
 
-    def _points_up_to(self, batch: int) -> tuple[BatchPoint, ...]:
-        """The points up to a batch, the last one interpolated at that batch."""
-        if batch >= self.max_batch:
-            return self.points
-        points = [point for point in self.points if point.batch <= batch]
-        if not points or points[-1].batch < batch:
-            during, after = self.unit_bytes(batch)
-            interpolated = BatchPoint(
-                batch=batch,
-                seconds=self.seconds(batch),
-                activation_bytes=round(self.activation_bytes(batch)),
-                unit_bytes=tuple(map(round, during)),
-                bytes_after_unit=tuple(map(round, after)),
-            )
-            points.append(interpolated)
-        return tuple(points)
+    def with_points(self, of: Callable[[DeviceProfile], Iterable[BatchPoint]]) -> DeviceProfile:
+        """The device with other points on both curves: those of the device, and those of one whose
+        only curve is the one with recomputation.
+        """
+        recomputed: Iterable[BatchPoint] = ()
+        if self.recomputed_points:
+            fully = dataclasses.replace(self, points=self.recomputed_points, recomputed_points=())
+            recomputed = of(fully)
+        return dataclasses.replace(
+            self, points=tuple(of(self)), recomputed_points=tuple(recomputed)
+        )
 
     def seconds(self, batch: int) -> float:
         """`t(batch)`: one pass, forward and backward; 0 for no samples, infinite past `max_batch`.
@@ -296,7 +305,7 @@ class ModelProfile:
 
     unit_numels: Annotated[tuple[Count, ...], Rule("at least one trained element", any)]
     """Trained elements of each unit, which is unsharded and reduced as one buffer."""
-    unit_names: Annotated[tuple[str, ...], _DIFFERENT] = ()
+    unit_names: Annotated[tuple[str, ...], ALL_DIFFERENT] = ()
     """Names of the units at stage 3, for `UnitPlan.name`. Empty: unknown."""
     param_bytes: NonNegative = 4.0
     """Bytes of a parameter in the compute dtype."""
@@ -311,7 +320,7 @@ class ModelProfile:
     unit_frozen_bytes: tuple[Count, ...] = ()
     """Bytes of the frozen parameters of each unit, quantised or not, which are sharded and
     unsharded with its trained ones. Empty: none."""
-    resident_units: Annotated[tuple[Count, ...], _DIFFERENT] = ()
+    resident_units: Annotated[tuple[Count, ...], ALL_DIFFERENT] = ()
     """Units that stay unsharded until a pass is over, usually those outside of all blocks."""
     unit_buffers: tuple[tuple[PositiveCount, ...], ...] = ()
     """Elements of each buffer of each unit that is reduced at once at stage 3. Empty: buffers have
@@ -500,6 +509,11 @@ class ClusterProfile(Document):
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.devices)
+
+    @property
+    def even_shares(self) -> tuple[float, ...]:
+        """Equal shares of all ranks."""
+        return (1.0 / self.world_size,) * self.world_size
 
     def with_largest_batches(self, batches: Mapping[int, int]) -> ClusterProfile:
         """A profile under which no plan uses larger micro-batches than these.

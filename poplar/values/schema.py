@@ -52,6 +52,7 @@ def at_least(minimum: int) -> Rule:
     return Rule(f"at least {minimum}", lambda value: value >= minimum)
 
 
+ALL_DIFFERENT = Rule("all different", lambda values: len(set(values)) == len(values))
 Count = Annotated[int, at_least(0)]
 PositiveCount = Annotated[int, at_least(1)]
 Finite = Annotated[float, Rule("finite", math.isfinite)]
