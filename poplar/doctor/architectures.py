@@ -17,7 +17,6 @@ def build_for(capability: Capability, of_job: Collection[Capability]) -> str:
     """Which build of torch to install for a GPU.
 
     Args:
-        capability: of the GPU.
         of_job: capabilities of all GPUs of the job. Its ranks should have one build of torch.
     """
     if min(of_job) < _TURING and max(of_job) >= _BLACKWELL:

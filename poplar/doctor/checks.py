@@ -61,11 +61,6 @@ def _device_types_are_equal(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     yield from _differences(advice, ranks, machines, "architecture", fix)
 
 
-def _ranks_alone(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for rank in ranks:
-        yield from _about(rank)
-
-
 def _about(rank: RankFacts) -> Iterator[Finding]:
     """What is found about a rank without the others."""
     device = rank.device
@@ -134,7 +129,7 @@ def _devices_are_not_shared(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for sharers in together.values():
         if len(sharers) > 1:
             what = f"share one device, {sharers[0].device.name}"
-            if all(rank.may_share_device for rank in sharers):
+            if all(rank.settings.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" for rank in sharers):
                 fix = "pass each rank its part of the memory as memory_limit="
                 yield advice(sharers, what, fix)
             else:
@@ -177,7 +172,7 @@ _CHECKS: tuple[Callable[[Sequence[RankFacts]], Iterator[Finding]], ...] = (
     _torch_has_kernels,
     _operators_have_kernels,
     _all_have_bf16,
-    _ranks_alone,
+    lambda ranks: itertools.chain.from_iterable(map(_about, ranks)),
     _devices_are_not_shared,
     all_gpus_are_examined,
     gpus_read_each_other,

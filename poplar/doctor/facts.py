@@ -76,11 +76,6 @@ class RankFacts:
     peer_access: Mapping[str, bool] = field(default_factory=dict)
     """By UUID of each other visible GPU: whether this one can read its memory."""
 
-    @property
-    def may_share_device(self) -> bool:
-        """Whether NCCL allows several ranks on one device."""
-        return self.settings.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-
 
 def describe_values(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
     """One value per rank as text: the value, or if they differ, each value with its ranks."""

@@ -77,19 +77,14 @@ class Replanner:
         self._profile, self._leave_out = profile, leave_out
         everyone = range(profile.world_size)
         self._active = [rank for rank in everyone if rank not in left_out]
-        self._planned: Sequence[float] = levels or (0.0,) * profile.world_size
-        """By rank, the level of the current plan, or of the last one that was found."""
-        self._searched: Sequence[float] = self._planned
-        """The last levels at which a plan was searched for."""
-        self.since = {rank: since.get(rank, self._planned[rank]) for rank in left_out}
-        """By rank that is left out, its level when it was."""
-        self._speeds = SpeedLevels([self._planned[rank] for rank in self._active])
-        self._left_of_warm_up = WARM_UP
-
-    @property
-    def levels(self) -> Sequence[float]:
+        self.levels: Sequence[float] = levels or (0.0,) * profile.world_size
         """By rank, the logarithm of its slowdown by which the latest plan was found."""
-        return self._planned
+        self._searched: Sequence[float] = self.levels
+        """The last levels at which a plan was searched for."""
+        self.since = {rank: since.get(rank, self.levels[rank]) for rank in left_out}
+        """By rank that is left out, its level when it was."""
+        self._speeds = SpeedLevels([self.levels[rank] for rank in self._active])
+        self._left_of_warm_up = WARM_UP
 
     def add(
         self,
@@ -104,7 +99,6 @@ class Replanner:
 
         Args:
             steps: by step and active rank.
-            plan: the current plan.
             steps_left: steps in which a new plan pays for itself.
             largest_batches: by rank, the largest micro-batch that fits, where it is known.
             idle: by rank that is left out, the change of its level since then, where it is known.
@@ -126,11 +120,9 @@ class Replanner:
             return None
         levels = [
             before + shared if error < math.inf and not change else level
-            for level, error, before, change in zip(
-                now, errors, self._planned, certain, strict=True
-            )
+            for level, error, before, change in zip(now, errors, self.levels, certain, strict=True)
         ]
-        if max(map(_distance, levels, self._searched)) < LEAST_CHANGE / 2:
+        if max(map(abs, map(operator.sub, levels, self._searched))) < LEAST_CHANGE / 2:
             return None
         profile = self._profile.with_largest_batches(largest_batches)
         cluster = with_slower_devices(profile, list(map(math.exp, levels)))
@@ -140,7 +132,7 @@ class Replanner:
         self._searched = levels
         if found is None:
             return None
-        changes = list(map(operator.sub, levels, self._planned))
+        changes = list(map(operator.sub, levels, self.levels))
         middle = median(changes)  # if half of the ranks have changed, it lies between two levels
         usual = min(changes, key=lambda change: (round(abs(change - middle), 2), abs(change)))
         slowdowns = {
@@ -148,12 +140,12 @@ class Replanner:
             for rank, change in enumerate(changes)
             if certain[rank] and abs(change - usual) > LEAST_CHANGE
         }
-        self._planned = levels
+        self.levels = levels
         return Replan(plan=found[0], gain=found[1], slowdowns=slowdowns)
 
     def _levels_now(self, idle: Mapping[int, float]) -> tuple[list[float], list[float]]:
         """By rank, its level and the standard error of it; infinite if it is not known."""
-        now, errors = list(self._planned), [math.inf] * len(self._planned)
+        now, errors = list(self.levels), [math.inf] * len(self.levels)
         for rank, level, error in zip(
             self._active, self._speeds.levels, self._speeds.errors, strict=True
         ):
@@ -169,7 +161,7 @@ class Replanner:
             What all active ranks share, on which no plan depends; by rank, the least change beside
             it.
         """
-        changes = list(map(operator.sub, now, self._planned))
+        changes = list(map(operator.sub, now, self.levels))
         active = self._active
         shared, shared_error = _weighted_median(
             [changes[rank] for rank in active], [errors[rank] ** -2.0 for rank in active]
@@ -238,10 +230,6 @@ def _faster_plan(
     gain = now / then - 1.0
     saved = steps_left * (now - then) - _moving_seconds(cluster, plan, found)
     return (found, gain) if gain >= LEAST_GAIN and saved > 0.0 else None
-
-
-def _distance(one: float, other: float) -> float:
-    return abs(one - other)
 
 
 def _moving_seconds(cluster: ClusterProfile, old: Plan, new: Plan) -> float:

@@ -103,9 +103,7 @@ class SpeedFollower:
     ) -> None:
         """
         Args:
-            optimizer: whose steps it follows.
             profile: of all ranks.
-            applies: faster plans are applied.
             steps: that are left to train; None: unknown.
             leave_out: "auto": plans may leave out other ranks.
         """
@@ -188,7 +186,6 @@ class SpeedFollower:
 
         Args:
             times: by rank, of the latest step that is known.
-            step: its number.
             agree: a rank had found a plan when the step was closed.
         """
         if self._counts_down:
@@ -220,7 +217,8 @@ class SpeedFollower:
         plan, before = found.plan, training.ranks.left_out
         reasons = dict(zip(training.ranks.active, (reason for _, reason in received), strict=True))
         order = plan, f"step {step}: {_message(found, before, reasons)}"
-        if self._applies and not self._changes_soon():
+        # If a later step changes the plan, the speeds under that plan are not known until then.
+        if self._applies and optimizer.pending_plan is None:
             if plan.left_out == before:
                 self.obey(order)
             else:
@@ -254,11 +252,6 @@ class SpeedFollower:
         if optimizer.is_active and optimizer.control.group.rank == 0:
             _LOGGER.warning(message)
 
-    def _changes_soon(self) -> bool:
-        """Whether a later step changes the plan, whose speeds are not known until then."""
-        optimizer = self._optimizer()
-        return optimizer is not None and optimizer.pending_plan is not None
-
     def _current_plan(self) -> Plan:
         plan = self._current_optimizer().plan
         assert plan is not None, "follow_drift() has refused an optimizer without one"
@@ -287,7 +280,6 @@ def _message(found: Replan, before: Sequence[int], reasons: Mapping[int, str]) -
     """`rank 2 is 1.9x slower (power cap); new batches 12,12,5; +38 %`.
 
     Args:
-        found: the plan.
         before: ranks that the plan of before leaves out.
         reasons: by active rank, why it may be slower.
     """

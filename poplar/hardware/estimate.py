@@ -59,7 +59,6 @@ def estimate(simulated: SimulatedCluster, plan: Plan) -> Estimate:
     """Estimate a plan.
 
     Args:
-        simulated: the cluster.
         plan: a plan that was searched on its middle profile.
 
     Raises:

@@ -93,12 +93,9 @@ def device_profile(
     """The estimated profile of a device.
 
     Args:
-        of: the device.
-        job: the model, and how it is trained.
         speed: factor of the estimated speed of passes and optimizer.
         activations: factor of the estimated activation memory.
         memory_gib: memory of the device; None: as specified.
-        host: name of its host.
 
     Returns:
         A profile up to the largest micro-batch that fits with the least activation memory that is

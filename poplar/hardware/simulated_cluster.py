@@ -58,8 +58,6 @@ def simulated_cluster(
     """The profiles of a cluster.
 
     Args:
-        described: the cluster.
-        job: the model, and how it is trained.
         vary: types of device to vary; empty: those of this cluster. For a part of a cluster pass
             the types of the whole, so that both have the same outlooks.
     """

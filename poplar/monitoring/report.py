@@ -46,8 +46,6 @@ def write_page(path_html: str | Path, template: str, **values: Any) -> None:
 
     Args:
         path_html: the file to write; its folder is created if missing.
-        template: its name in `templates/`.
-        values: what the template names.
 
     Raises:
         ImportError: jinja2 is not installed; says how to install it.

@@ -139,14 +139,7 @@ def _measured(
 def tried_sizes(
     session: Session, passes: Passes, trying: Iterator[list[BatchPoint]], doing: str
 ) -> list[list[BatchPoint]]:
-    """First passes of the sizes that `climb` or `probe` tries, by rank. Collective.
-
-    Args:
-        session: of this rank.
-        passes: that `trying` runs.
-        trying: yields the sizes so far.
-        doing: as for `Session.on_all_ranks`.
-    """
+    """First passes of the sizes that `climb` or `probe` tries, by rank. Collective."""
     by_rank: list[list[BatchPoint]] = [[]] * session.group.size
 
     def try_next() -> list[BatchPoint]:
@@ -206,7 +199,6 @@ def measure_points(
     which must not look like a step in its curve.
 
     Args:
-        session: of this rank.
         batches: by rank, sizes to measure; may be empty.
         references: by rank, a point of its curve.
     """
@@ -228,7 +220,6 @@ def time_again(
     """Time a batch of each rank, whose memory is known, at the present speed. Collective.
 
     Args:
-        session: of this rank.
         known: by rank, the batch as it was measured before.
         least: timings of each.
         seconds: time at least so long.

@@ -109,7 +109,6 @@ def probe(
     Yields as `climb` does.
 
     Args:
-        passes, limits: of this rank.
         known: points measured in another way. If there are any, the last one takes the place of the
             small sizes: it is measured again, as a reference for the new ones.
 
@@ -157,7 +156,6 @@ def largest_on_a_line(points: Sequence[BatchPoint], activation_bytes: float) -> 
 
     Args:
         points: at least two, by ascending batch.
-        activation_bytes: what activations may take.
     """
     before, last = points[-2:]
     slope = (last.activation_bytes - before.activation_bytes) / (last.batch - before.batch)
@@ -188,7 +186,6 @@ def time_sizes(
     """Time sizes in turns, so that a disturbance affects all of them.
 
     Args:
-        passes: of this rank.
         sizes: with rough times, which determine how many short passes are timed at once.
         seconds: time budget; exceeded until each size has been timed `least` times in all.
         least: see `seconds`.

@@ -74,7 +74,6 @@ class Collectives:
 
         Args:
             issue: `Collectives.reduce_scatter` or `Collectives.all_gather`.
-            shares: of the layouts.
             budget: seconds. One run that is not timed and one timed run always take place.
 
         Returns:
@@ -219,7 +218,6 @@ def _largest_buffer(session: Session, wanted: int) -> int:
     allocate as many bytes first.
 
     Args:
-        session: of this rank.
         wanted: elements of the largest flat buffer; if fewer are returned, it is timed in parts.
 
     Raises:

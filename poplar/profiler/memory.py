@@ -188,7 +188,6 @@ class KernelMemory:
             operator: equal for calls of the same one.
             arguments: a pytree with tensors.
             nbytes: of the tensors in `arguments`.
-            run: calls it.
 
         Returns:
             Its result, and the bytes beside the result that it needed at most. 0 where that cannot

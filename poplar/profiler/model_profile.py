@@ -41,7 +41,6 @@ def linear_layers(session: Session, rows: Mapping[str, float]) -> tuple[LinearLa
     """The layers that can be factored.
 
     Args:
-        session: of the model.
         rows: for a sample of each layer, by module name; layers without any do not count.
     """
     request = session.setup

@@ -35,7 +35,6 @@ def measure_overlap(session: Session, profile: ClusterProfile, budget: float) ->
     beside it, so both together take `compute + (1 - overlap) * reduction`.
 
     Args:
-        session: of this rank.
         profile: curves of the ranks, and the time of a reduction of the model.
         budget: where it does not suffice for the model, fewer elements are reduced; at most as many
             as the engine has in flight.

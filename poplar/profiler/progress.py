@@ -18,7 +18,6 @@ def show_progress(enabled: bool, seconds: float) -> Iterator[Report]:
     """A function that shows what is being measured.
 
     Args:
-        enabled: show on this rank.
         seconds: that the measurement takes, about. On a terminal the bar shows how much is left.
     """
     if not enabled:

@@ -163,7 +163,6 @@ def take_turns(
     Trials run in turns, so that a slow moment of a device affects all of them.
 
     Args:
-        most: turns.
         seconds: time budget; the first turn always runs.
         from_first_rank: the first rank's value. Collective.
     """
@@ -190,12 +189,8 @@ def run_in_turns(
     A plan that runs out of memory is not observed.
 
     Args:
-        session: of this rank.
-        profile: curves of the ranks.
-        plans: to run.
         seconds: time budget; the first turn always runs.
         noise: as many turns, if there is time.
-        report: shows progress.
     """
     plain_seconds = _plain_seconds(profile, plans, seconds)
     turns: list[list[Observation]] = []

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from math import fsum
 from typing import NamedTuple, Protocol
@@ -89,16 +90,13 @@ class UnitWindows:
     def measuring(self, meter: Meter) -> Iterator[None]:
         """Measure one pass inside. Every gradient must be freed by a hook that exists already."""
         self._meter = meter
-        handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(number, parameter.nbytes))
-            for number, unit in enumerate(self._units)
-            for parameter in unit.parameters
-        ]
-        try:
+        with ExitStack() as hooks:
+            for number, unit in enumerate(self._units):
+                for parameter in unit.parameters:
+                    complete = partial(self._complete, number, parameter.nbytes)
+                    hook = parameter.register_post_accumulate_grad_hook(complete)
+                    hooks.callback(hook.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def result(self) -> UnitBytes:
         """Bytes of each unit; empty if one did not get all of its gradients."""
@@ -111,24 +109,18 @@ class UnitWindows:
         both = (tuple(max(0, value) for value in each) for each in (self._during, self._after))
         return UnitBytes(*both)
 
-    def _hook(self, number: int, nbytes: int) -> Callable[[Tensor], None]:
-        def complete(_parameter: Tensor) -> None:
-            self._most = max(self._most, self._meter.peak + self._held)
-            self._held += nbytes
-            self._meter.begin_window()
-            self._missing[number] -= 1
-            unit = self._units[number]
-            if not self._missing[number] and not unit.resident:
-                self._end_window(number, unit.gradient_bytes)
-
-        return complete
-
-    def _end_window(self, number: int, gradients: int) -> None:
-        now = self._meter.live + self._held
-        others = gradients + self._resident
+    def _complete(self, number: int, nbytes: int, _parameter: Tensor) -> None:
+        self._most = max(self._most, self._meter.peak + self._held)
+        self._held += nbytes
+        self._meter.begin_window()
+        self._missing[number] -= 1
+        unit = self._units[number]
+        if self._missing[number] or unit.resident:
+            return
+        now, others = self._meter.live + self._held, unit.gradient_bytes + self._resident
         self._during[number] = max(self._most, now) - others
         self._after[number] = now - others
-        self._held -= gradients
+        self._held -= unit.gradient_bytes
         self._most = 0
 
 
@@ -178,22 +170,16 @@ class UnitClock:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Take the time of one pass inside; call `next_phase` at each of its three ends."""
-        handles = [
-            handle
-            for number, unit in enumerate(self._units)
-            for handle in (
-                *(m.register_forward_pre_hook(self._on_forward(number)) for m in unit.modules),
-                *(
-                    p.register_post_accumulate_grad_hook(self._on_gradient(number))
-                    for p in unit.parameters
-                ),
-            )
-        ]
-        try:
+        with ExitStack() as hooks:
+            for number, unit in enumerate(self._units):
+                for module in unit.modules:
+                    hook = module.register_forward_pre_hook(partial(self._on_forward, number))
+                    hooks.callback(hook.remove)
+                for parameter in unit.parameters:
+                    on_gradient = partial(self._on_gradient, number)
+                    hook = parameter.register_post_accumulate_grad_hook(on_gradient)
+                    hooks.callback(hook.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def next_phase(self) -> None:
         """The forward begins, then the backward begins, then it is over."""
@@ -229,18 +215,12 @@ class UnitClock:
         backward = [before - after for before, after in pairwise([*ends, reversal])]
         return UnitFractions.of_seconds(forward, backward)
 
-    def _on_forward(self, number: int) -> Callable[[nn.Module, object], None]:
-        def begin(_module: nn.Module, _arguments: object) -> None:
-            if self._began[number] is None:  # a recomputed forward runs in the backward
-                self._began[number] = self._now()
+    def _on_forward(self, number: int, _module: nn.Module, _arguments: object) -> None:
+        if self._began[number] is None:  # a recomputed forward runs in the backward
+            self._began[number] = self._now()
 
-        return begin
-
-    def _on_gradient(self, number: int) -> Callable[[Tensor], None]:
-        def complete(_parameter: Tensor) -> None:
-            self._complete[number] = self._now()
-
-        return complete
+    def _on_gradient(self, number: int, _parameter: Tensor) -> None:
+        self._complete[number] = self._now()
 
     def _now(self) -> _Mark:
         if self._device.type != "cuda":

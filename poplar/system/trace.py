@@ -94,8 +94,6 @@ class Trace:
         """Record a span from `start` until now.
 
         Args:
-            kind: what the rank does in it.
-            what: its name.
             start: a mark, or for a wait that blocks the host the value of `time.perf_counter`.
         """
         if self._marks is not None and start is not None:

@@ -235,12 +235,7 @@ def tune(
 
 
 def tune_job(job: TuningJob, group: Group) -> Tuned:
-    """The plan of a job, with the profile and the trial runs behind it. Collective.
-
-    Args:
-        job: on this rank.
-        group: of this call alone.
-    """
+    """The plan of a job, with the profile and the trial runs behind it. Collective."""
     if job.max_batch is None and is_count(job.global_batch):
         # The next power of two: global batches that differ a little share a profile in the cache.
         job = replace(job, max_batch=1 << (job.global_batch - 1).bit_length())

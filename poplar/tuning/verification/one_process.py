@@ -51,7 +51,6 @@ class OneProcess:
         """The gradient of the global batch.
 
         Args:
-            batch: the global batch.
             micro_batch: maximum samples per pass; halved until a pass fits into memory.
 
         Raises:

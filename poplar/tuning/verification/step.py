@@ -229,7 +229,6 @@ class _Comparison:
 
         Args:
             planned: under the plan, sent exactly.
-            batch: the global batch.
             micro_batch: most samples that the one process runs at once.
             sent: as the plan sends it, if that is not exact.
         """
