@@ -87,9 +87,9 @@ def applied() -> Iterator[None]:
         yield
 
 
-def new_figure(height: float, width: float = WIDTH) -> Figure:
-    """An empty figure of this size in inches, which pyplot does not keep."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+def new_figure(height: float) -> Figure:
+    """An empty figure of this height in inches, which pyplot does not keep."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

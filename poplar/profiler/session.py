@@ -53,6 +53,8 @@ class Session:
 
         def check() -> tuple[setup.Request, dict[str, Any]]:
             job.check()
+            options = job.engine_options
+            del options["process_group"], options["timeout"]  # of the group
             checked = setup.check_request(
                 job.model,
                 job.optimizer_class,
@@ -60,15 +62,9 @@ class Session:
                 plan=None,
                 stage=0,
                 params=None,
-                units=job.units,
-                compute_dtype=job.compute_dtype,
-                reduce_dtype=job.reduce_dtype,
                 world_size=group.size,
-                allow_forward_state=job.allow_forward_state,
-                weights=job.weights,
-                device=job.device,
                 default_device=group.default_device,
-                granularity=job.granularity,
+                **options,
             )
             for stage in job.stages:
                 setup.check_stage(checked.classes, stage, ())

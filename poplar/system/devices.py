@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -63,8 +63,7 @@ def throttle_reason(device: torch.device) -> str:
     """
     if checked_kind(device) == "cpu":
         return ""
-    known = _nvml(device)
-    return "" if isinstance(known, str) else "; ".join(known.slowdowns())
+    return "; ".join(_nvml(device).slowdowns())
 
 
 def slowdown_reasons(device: torch.device) -> str:
@@ -72,8 +71,6 @@ def slowdown_reasons(device: torch.device) -> str:
     if checked_kind(device) == "cpu":
         return _quota_note()
     known = _nvml(device)
-    if isinstance(known, str):
-        return ""
     return "; ".join((*known.slowdowns(), *known.clock_settings(), *known.other_processes()))
 
 
@@ -160,43 +157,34 @@ def _describe_cuda(device: torch.device) -> DeviceInfo:
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     known = _nvml(device)
-    info = DeviceInfo(
+    return DeviceInfo(
         name=properties.name,
         kind="cuda",
         host=platform.node(),
         cores=properties.multi_processor_count,
         total_bytes=total,
         others_bytes=_held_by_others(device, free, total, known),
-        uuid=f"GPU-{_uuid(device)}",
+        uuid=known.uuid or f"GPU-{_uuid(device)}",
         capability=(properties.major, properties.minor),
-        driver=_driver_on_disk(),
-    )
-    if isinstance(known, str):
-        return replace(info, notes=(known,))
-    return replace(
-        info,
-        uuid=known.uuid or info.uuid,
-        driver=known.driver or info.driver,
+        driver=known.driver or _driver_on_disk(),
         links=known.links(),
         throttled="; ".join(known.slowdowns()),
-        notes=known.clock_settings(),
+        notes=(known.problem,) if known.problem else known.clock_settings(),
     )
 
 
-def _held_by_others(
-    device: torch.device, free: int, total: int, known: nvml.NvmlDevice | str
-) -> int:
+def _held_by_others(device: torch.device, free: int, total: int, known: nvml.NvmlDevice) -> int:
     """Bytes of the device that are neither free nor held by this process.
 
     If NVML does not report what this process holds, its CUDA context counts as held by others.
     """
-    own = None if isinstance(known, str) else known.own_bytes()
+    own = known.own_bytes()
     if own is None:
         own = torch.cuda.memory_reserved(device)
     return max(0, total - free - own)
 
 
-def _nvml(device: torch.device) -> nvml.NvmlDevice | str:
+def _nvml(device: torch.device) -> nvml.NvmlDevice:
     index = torch.cuda.current_device() if device.index is None else device.index
     return nvml.find(index, _uuid(device))
 

@@ -35,7 +35,7 @@ def cores() -> int:
 
 def total_memory() -> int | None:
     """Memory of this host in bytes, or of the container if that has less."""
-    installed = _meminfo("MemTotal")
+    installed = _bytes_in("meminfo", "MemTotal")
     limits = [limit for limit, _ in _memory_groups()]
     return min([*limits, *([] if installed is None else [installed])], default=None)
 
@@ -43,18 +43,18 @@ def total_memory() -> int | None:
 def free_memory() -> int | None:
     """Bytes that processes of this host or container can still allocate without swapping."""
     unused = [max(0, limit - used) for limit, used in _memory_groups()]
-    available = _meminfo("MemAvailable")
+    available = _bytes_in("meminfo", "MemAvailable")
     return min([*unused, *([] if available is None else [available])], default=None)
 
 
 def resident_memory() -> int:
     """Private resident memory of this process in bytes; 0 if unknown."""
-    return _status("RssAnon") or 0
+    return _bytes_in("self/status", "RssAnon") or 0
 
 
 def peak_resident_memory() -> int:
     """Most resident memory of this process so far, with shared pages, in bytes; 0 if unknown."""
-    return _status("VmHWM") or 0
+    return _bytes_in("self/status", "VmHWM") or 0
 
 
 def process_limit() -> int | None:
@@ -86,15 +86,9 @@ def shared_memory() -> tuple[int, int] | None:
     return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
 
 
-def _meminfo(field: str) -> int | None:
-    found = re.search(rf"^{field}:\s*(\d+) kB$", _read(_PROC / "meminfo") or "", re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
-def _status(field: str) -> int | None:
-    """Bytes of this process."""
-    text = _read(_PROC / "self/status") or ""
-    found = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
+def _bytes_in(file: str, field: str) -> int | None:
+    """Bytes of a field of a file in `/proc`."""
+    found = re.search(rf"^{field}:\s*(\d+) kB$", _read(_PROC / file) or "", re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
@@ -104,7 +98,7 @@ def _process_limits() -> Iterator[tuple[int, int | None]]:
     for name, field in (("Max data size", "VmData"), ("Max address space", "VmSize")):
         found = re.search(rf"^{name} +(\d+) ", text, re.MULTILINE)
         if found:
-            yield int(found[1]), _status(field)
+            yield int(found[1]), _bytes_in("self/status", field)
 
 
 def _memory_groups() -> Iterator[tuple[int, int]]:

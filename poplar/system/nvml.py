@@ -1,7 +1,7 @@
 """Properties of one CUDA device from NVML: memory use, links, clocks and throttling.
 
 NVML is optional. It may be missing, of another version, or forbidden in a container. So
-nothing here raises: a missing property is None, and `find` returns a message if NVML is unusable.
+nothing here raises: a missing property is None or empty, as all of them are if NVML is unusable.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ _MOST_LINKS = 18
 class NvmlDevice:
     """One device, or one MIG slice of a device."""
 
-    library: ModuleType
-    handle: Any
-    whole: Any
+    library: ModuleType | None = None
+    handle: Any = None
+    whole: Any = None
     """The physical device of a slice, else `handle` itself."""
+    problem: str = ""
+    """Why NVML cannot be used; then nothing is known of the device."""
 
     @property
     def uuid(self) -> str | None:
@@ -106,11 +108,15 @@ class NvmlDevice:
         return tuple(text for bit, text in known.items() if (mask or 0) & bit)
 
     def _ask(self, function: str, *args: Any) -> Any:
-        return _ask(self.library, function, *args)
+        """The result, or None if the function is not supported, not allowed, or unknown."""
+        try:
+            return getattr(self.library, function)(*args)
+        except Exception:
+            return None
 
 
-def find(index: int, uuid: str) -> NvmlDevice | str:
-    """The device `cuda:<index>` of this process, or why NVML cannot be used.
+def find(index: int, uuid: str) -> NvmlDevice:
+    """The device `cuda:<index>` of this process.
 
     Args:
         index: of CUDA. NVML numbers devices without `CUDA_VISIBLE_DEVICES`, in another order.
@@ -118,18 +124,19 @@ def find(index: int, uuid: str) -> NvmlDevice | str:
     """
     library = _library()
     if isinstance(library, str):
-        return library
+        return NvmlDevice(problem=library)
     names = [f"GPU-{uuid}", f"MIG-{uuid}"]
     # CUDA may report the UUID of the device for a slice; the environment variable has the slice.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[index:]
     if visible and visible[0].strip().startswith("MIG-"):
         names.insert(0, visible[0].strip())
+    any_device = NvmlDevice(library)
     for name in names:
-        handle = _ask(library, "nvmlDeviceGetHandleByUUID", name)
+        handle = any_device._ask("nvmlDeviceGetHandleByUUID", name)
         if handle is not None:
-            whole = _ask(library, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+            whole = any_device._ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
             return NvmlDevice(library, handle, handle if whole is None else whole)
-    return f"NVML does not know cuda:{index} (uuid {uuid})"
+    return NvmlDevice(problem=f"NVML does not know cuda:{index} (uuid {uuid})")
 
 
 def _library() -> ModuleType | str:
@@ -142,14 +149,6 @@ def _library() -> ModuleType | str:
     except Exception as error:  # a broken driver library must not stop training
         return f"NVML does not start: {error}"
     return pynvml  # type: ignore[no-any-return]
-
-
-def _ask(library: ModuleType, function: str, *args: Any) -> Any:
-    """The result, or None if the function is not supported, not allowed, or unknown."""
-    try:
-        return getattr(library, function)(*args)
-    except Exception:
-        return None
 
 
 def _text(answer: Any) -> str | None:

@@ -210,7 +210,7 @@ def test_device_is_described_without_nvml(cuda, monkeypatch, library, reason):
 def test_devices_are_found_by_uuid_in_any_order(cards):
     cards += [card(1), card(2), card(3)]
     assert nvml.find(0, "3").uuid == "GPU-3"
-    assert "does not know cuda:5" in nvml.find(5, "9")
+    assert "does not know cuda:5" in nvml.find(5, "9").problem
 
 
 def test_mig_slice_has_its_memory_and_links_of_its_device(cards, monkeypatch):

@@ -17,7 +17,7 @@ from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.passes import Passes
 from poplar.profiler.session import equal_entries
 from poplar.profiler.unit_hooks import TrainedUnit
-from poplar.system import devices, host_limits
+from poplar.system import devices, host_limits, nvml
 from poplar.values.profile import MEMORY_RESERVE
 
 CUDA = torch.device("cuda", 0)
@@ -84,7 +84,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(
         devices, "describe", lambda device: SimpleNamespace(others_bytes=fake.others)
     )
-    monkeypatch.setattr(devices, "_nvml", lambda device: "not used")
+    monkeypatch.setattr(devices, "_nvml", lambda device: nvml.NvmlDevice())
     monkeypatch.setattr(devices, "_held_by_others", lambda *_: fake.others)
     return fake
 

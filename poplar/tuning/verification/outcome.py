@@ -117,8 +117,15 @@ class Verification:
         return {**to_json_types(self), "loss_error": self.loss_error, "ok": self.ok}
 
     def __str__(self) -> str:
-        lines = [self._verdict(), *self._noise(), self._loss(), *self._table()]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        lines = [self._verdict()]
+        if self.gradient_noise is not None:
+            sent = self.communication.before_updates(self.stage)
+            lines.append(f"{sent}; its relative error is {self.gradient_noise:.1e}")
+        lines.append(
+            f"loss {self.loss:.7g}, one process {self.reference_loss:.7g}, "
+            f"relative error {self.loss_error:.1e}"
+        )
+        return "\n".join([*lines, *self._table(), *(f"note: {note}" for note in self.notes)])
 
     def _verdict(self) -> str:
         what = f"stage {self.stage}, {self.ranks} ranks, {self.global_batch} samples"
@@ -133,18 +140,6 @@ class Verification:
         return (
             f"NOT OK: {wrong} differ from one process by more than rounding "
             f"({self.tolerance:.0e}; {what})"
-        )
-
-    def _noise(self) -> list[str]:
-        if self.gradient_noise is None:
-            return []
-        sent = self.communication.before_updates(self.stage)
-        return [f"{sent}; its relative error is {self.gradient_noise:.1e}"]
-
-    def _loss(self) -> str:
-        return (
-            f"loss {self.loss:.7g}, one process {self.reference_loss:.7g}, "
-            f"relative error {self.loss_error:.1e}"
         )
 
     def _table(self) -> list[str]:
