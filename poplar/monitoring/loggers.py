@@ -233,7 +233,10 @@ class RunFile:
                 runs=tuple(self._runs),
                 sum_of_speeds=progress.sum_of_speeds,
             )
-            record.to_json(self._path)
+            # A job that is stopped while it writes leaves the record of the report before.
+            written = self._path.with_name(f"{self._path.name}.new")
+            record.to_json(written)
+            written.replace(self._path)
 
     def close(self) -> None:
         """Nothing is left to write."""

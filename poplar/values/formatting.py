@@ -46,9 +46,10 @@ def parse_bytes(text: str) -> int:
         ValueError: not a size above 0.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if not found or found[2] not in _PARSED_UNITS or not float(found[1]):
+    size = int(float(found[1]) * _PARSED_UNITS.get(found[2], 0)) if found else 0
+    if size < 1:
         raise ValueError(f"expected a size above 0, as in 8GiB or 500MB; got {text!r}")
-    return int(float(found[1]) * _PARSED_UNITS[found[2]])
+    return size
 
 
 def byte_unit(count: float) -> tuple[str, int, int]:

@@ -165,6 +165,23 @@ def test_losses_of_different_steps_are_not_compared(tmp_path):
     assert "differ by" not in (tmp_path / "report.html").read_text("utf-8")
 
 
+def test_a_job_that_is_stopped_while_it_writes_leaves_a_record(tmp_path, monkeypatch):
+    run_file = RunFile(tmp_path / "run.json")
+    run_file.start(PLAN, PROFILE)
+    run_file.log(progress())
+
+    def stopped(path: Path, text: str, **options: Any) -> None:
+        path.open("w").write(text[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_file.log(progress())
+    monkeypatch.undo()
+    (run,) = RunRecord.from_json(tmp_path / "run.json").runs
+    assert len(run.step_seconds) == 1
+
+
 def test_options_of_weights_and_biases_may_be_none(monkeypatch):
     given: dict[str, Any] = {}
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **all: given.update(all)))
