@@ -139,21 +139,16 @@ def collect_facts(device: torch.device) -> RankFacts:
 
 
 def _versions(info: DeviceInfo) -> dict[str, str]:
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     return {
         "poplar": poplar.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "none",
-        "NCCL": _nccl_version(),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none",
         "driver": info.driver or "none",
         **{name: _installed(name) for name in _OPTIONAL_PACKAGES},
     }
-
-
-def _nccl_version() -> str:
-    if not torch.cuda.is_available() or not dist.is_nccl_available():
-        return "none"
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _installed(distribution: str) -> str:

@@ -128,8 +128,12 @@ class _Search:
         else:
             plan, bound = fastest_plan(optimistic, self._faster(), effort=_EFFORT)
         assert bound is not None
-        numbers = range(least + 1, most + 1)
-        fitting = least + bisect_left(numbers, True, key=lambda n: self._lacks_memory(n, plan))
+
+        def lacks_memory(number: int) -> bool:
+            costs = self._with_first(number)
+            return shortfall_of(costs, plan.micro_batches, plan.shares) is not None
+
+        fitting = least + bisect_left(range(least + 1, most + 1), True, key=lacks_memory)
         self._keep(fitting, plan)
         self._keep(least, plan)
         if fitting < most and bound < self._limit():
@@ -151,10 +155,6 @@ class _Search:
     def _faster(self) -> Request:
         """A request for plans that are faster than the best one."""
         return self._request._replace(below=min(self._request.below, self._best[0]))
-
-    def _lacks_memory(self, number: int, plan: Plan) -> bool:
-        costs = self._with_first(number)
-        return shortfall_of(costs, plan.micro_batches, plan.shares) is not None
 
     def _with_first(self, number: int) -> StageCosts:
         return dataclasses.replace(self._costs, persistent=frozenset(self._order[:number]))

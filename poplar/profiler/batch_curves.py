@@ -215,14 +215,13 @@ def measure_points(
 
 
 def time_again(
-    session: Session, known: Sequence[BatchPoint], *, least: int, seconds: float
+    session: Session, known: Sequence[BatchPoint], *, seconds: float
 ) -> list[BatchPoint]:
     """Time a batch of each rank, whose memory is known, at the present speed. Collective.
 
     Args:
         known: by rank, the batch as it was measured before.
-        least: timings of each.
-        seconds: time at least so long.
+        seconds: time at least so long, and each batch at least twice.
     """
     own = known[session.group.rank]
     with _passes_for(session, [[point.batch] for point in known]) as passes:
@@ -230,7 +229,7 @@ def time_again(
         def settled() -> list[BatchPoint]:
             return [replace(own, seconds=passes.settled_seconds(own.batch))]
 
-        return [now for (now,) in _timed(session, passes, settled, seconds, least)]
+        return [now for (now,) in _timed(session, passes, settled, seconds, least=2)]
 
 
 def _timed(

@@ -76,7 +76,10 @@ def climb(passes: Passes, limits: SizeLimits) -> Iterator[list[BatchPoint]]:
         else:
             sizes.append(tried)
         last = sizes[-1]
-        size = min(2 * last.batch, max_batch, _largest_that_fits(sizes, activation_bytes))
+        size = min(2 * last.batch, max_batch)
+        if len(sizes) > 1:
+            fitting = largest_on_a_line(sizes, activation_bytes * MARGIN)
+            size = int(min(size, max(last.batch, fitting)))
         if size >= too_large:
             size = (last.batch + too_large) // 2
         takes_too_long = (
@@ -97,7 +100,10 @@ def _first_pass(passes: Passes, size: int, *, must_fit: bool) -> BatchPoint | No
     with suppress(torch.OutOfMemoryError):
         return passes.first(size)
     if must_fit:
-        raise torch.OutOfMemoryError(_NOT_EVEN_ONE)
+        raise torch.OutOfMemoryError(
+            "not even one sample fits in the memory of the device; use shorter samples, activation "
+            "checkpointing or a smaller model"
+        )
     return None
 
 
@@ -145,12 +151,6 @@ def probe(
             return
 
 
-_NOT_EVEN_ONE = (
-    "not even one sample fits in the memory of the device; use shorter samples, activation "
-    "checkpointing or a smaller model"
-)
-
-
 def largest_on_a_line(points: Sequence[BatchPoint], activation_bytes: float) -> float:
     """The largest batch that fits, by a line through the last two points; infinite if it is flat.
 
@@ -161,14 +161,6 @@ def largest_on_a_line(points: Sequence[BatchPoint], activation_bytes: float) -> 
     slope = (last.activation_bytes - before.activation_bytes) / (last.batch - before.batch)
     left = activation_bytes - last.activation_bytes
     return last.batch + left / slope if slope > 0 else math.inf
-
-
-def _largest_that_fits(sizes: Sequence[BatchPoint], activation_bytes: float) -> int:
-    """Extrapolated by a straight line through the last two sizes, at most twice the last one."""
-    if len(sizes) < 2:
-        return 2 * sizes[-1].batch
-    last, largest = sizes[-1].batch, largest_on_a_line(sizes, activation_bytes * MARGIN)
-    return int(min(2 * last, max(last, largest)))
 
 
 Samples = defaultdict[int, list[float]]

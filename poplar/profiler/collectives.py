@@ -223,7 +223,9 @@ def _largest_buffer(session: Session, wanted: int) -> int:
     Raises:
         torch.OutOfMemoryError: not even `FEWEST_ELEMENTS_AT_ONCE` fit; the same on all ranks.
     """
-    bytes_each = _bytes_at_once(session.group.size)
+    # Gradients of four sets of collectives; and, for each collective in flight, a bucket, its
+    # result, and a part as large as the bucket from every rank: one rank owns everything.
+    bytes_each = 4 * (4 + IN_FLIGHT * (2 + session.group.size))
     fitting = min(map(session.memory.spare, range(session.group.size))) / bytes_each
     largest = int(min(MOST_ELEMENTS_AT_ONCE, max(FEWEST_ELEMENTS_AT_ONCE, fitting)))
     largest = max(FEWEST_ELEMENTS_AT_ONCE, min(largest, wanted + -wanted % ALIGNMENT))
@@ -241,15 +243,6 @@ def _largest_buffer(session: Session, wanted: int) -> int:
             )
         largest = max(FEWEST_ELEMENTS_AT_ONCE, largest // 2)
     return largest - largest % ALIGNMENT
-
-
-def _bytes_at_once(ranks: int) -> int:
-    """Bytes that the largest collective needs on a rank, per element of its buffer.
-
-    Gradients of four sets of collectives; and, for each collective in flight, a bucket, its
-    result, and a part as large as the bucket from every rank: one rank owns everything.
-    """
-    return 4 * (4 + IN_FLIGHT * (2 + ranks))
 
 
 def sample_buffers(

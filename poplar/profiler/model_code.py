@@ -23,7 +23,10 @@ def code_of(model: nn.Module, loss_fn: Any) -> list[Any]:
     """
     values = [value for each in model.modules() for value in (type(each), *vars(each).values())]
     functions = _functions([*values, loss_fn, type(loss_fn)])
-    return [[_content(each.__code__), _defaults(each)] for each in functions]
+    return [
+        [_content(each.__code__), plain((each.__defaults__, each.__kwdefaults__), {})]
+        for each in functions
+    ]
 
 
 def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
@@ -75,7 +78,3 @@ def _constant(value: Any) -> Any:
         return [_constant(each) for each in value]
     # The order of a set differs between processes.
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
-
-
-def _defaults(function: FunctionType) -> Any:
-    return plain((function.__defaults__, function.__kwdefaults__), {})

@@ -258,5 +258,5 @@ def measure_slowdowns(
         if first > largest:
             return unknown
         known.append([point for point in device.points if point.batch <= largest][-1])
-    measured = time_again(session, known, seconds=seconds, least=2)
+    measured = time_again(session, known, seconds=seconds)
     return [now.seconds / before.seconds for before, now in zip(known, measured, strict=True)]
