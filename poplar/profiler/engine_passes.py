@@ -249,7 +249,4 @@ class EnginePasses(Passes):
     def pass_bytes(self, size: int) -> PassBytes:
         """Excludes the unsharded units, which the CPU's counter does not see."""
         held = super().pass_bytes(size)
-        if self.device.type == "cpu":
-            return held
-        unsharded = self.unsharded_bytes
-        return PassBytes(max(0, held.peak - unsharded), held.units.plus(-unsharded))
+        return held if self.device.type == "cpu" else held.plus(-self.unsharded_bytes)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from poplar.data import pytree
 from poplar.profiler.compilation import eagerly
-from poplar.profiler.unit_hooks import TrainedUnit, UnitBytes, UnitWindows
+from poplar.profiler.unit_hooks import TrainedUnit, UnitWindows
 from poplar.zero.opaque_parameter import component_tensors
 
 T = TypeVar("T")
@@ -38,7 +38,15 @@ class PassBytes(NamedTuple):
     """What a pass needs above the tensors before it."""
 
     peak: int
-    units: UnitBytes = UnitBytes()
+    during: tuple[int, ...] = ()
+    """`BatchPoint.unit_bytes`."""
+    after: tuple[int, ...] = ()
+    """`BatchPoint.bytes_after_unit`."""
+
+    def plus(self, added: int) -> PassBytes:
+        """Each value and these bytes, at least 0."""
+        during, after = (tuple(max(0, value + added) for value in each) for each in self[1:])
+        return PassBytes(max(0, self.peak + added), during, after)
 
 
 def pass_bytes(
@@ -54,7 +62,7 @@ def pass_bytes(
     if counts_tensors(device):
         with eagerly(), _LiveStorages() as storages, windows.measuring(storages):
             run()
-        return PassBytes(storages.highest, windows.result())
+        return PassBytes(storages.highest, *windows.result())
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     allocated = _Allocated(device)
@@ -63,7 +71,7 @@ def pass_bytes(
     torch.cuda.synchronize(device)
     allocated.begin_window()
     fragmented = allocated.reserved / allocated.highest if allocated.highest else 1.0
-    return PassBytes(allocated.reserved, windows.result().times(max(1.0, fragmented)))
+    return PassBytes(allocated.reserved, *windows.result(times=max(1.0, fragmented)))
 
 
 def counts_tensors(device: torch.device) -> bool:

@@ -200,14 +200,13 @@ class Passes:
             if self.lengths is not None:
                 self.run(size, longest=True)  # it may compile
             held = counted or self.pass_bytes(size)
-            given = batch_bytes(self.batch(size, longest=True), self.device)
-            units = held.units.plus(given)
+            held = held.plus(batch_bytes(self.batch(size, longest=True), self.device))
             return BatchPoint(
                 batch=size,
-                activation_bytes=held.peak + given,
+                activation_bytes=held.peak,
                 seconds=seconds,
-                unit_bytes=units.during,
-                bytes_after_unit=units.after,
+                unit_bytes=held.during,
+                bytes_after_unit=held.after,
             )
 
     def pass_bytes(self, size: int) -> PassBytes:

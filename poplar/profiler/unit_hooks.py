@@ -55,23 +55,6 @@ class Meter(Protocol):
         """Begin a new peak."""
 
 
-class UnitBytes(NamedTuple):
-    """Values of `BatchPoint.unit_bytes` and `bytes_after_unit`."""
-
-    during: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-
-    def times(self, factor: float) -> UnitBytes:
-        """Each value times a factor."""
-        during, after = (tuple(int(value * factor) for value in both) for both in self)
-        return UnitBytes(during, after)
-
-    def plus(self, added: int) -> UnitBytes:
-        """Each value and these bytes, at least 0."""
-        during, after = (tuple(max(0, value + added) for value in both) for both in self)
-        return UnitBytes(during, after)
-
-
 class UnitWindows:
     """The windows of one pass: each ends when the last gradient of a unit is complete."""
 
@@ -98,16 +81,22 @@ class UnitWindows:
                     hooks.callback(hook.remove)
             yield
 
-    def result(self) -> UnitBytes:
-        """Bytes of each unit; empty if one did not get all of its gradients."""
+    def result(self, times: float = 1.0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of each unit during and after its backward, so many times.
+
+        Both are empty if a unit did not get all of its gradients.
+        """
         if any(self._missing):
-            return UnitBytes()
+            return (), ()
         most = max(self._most, self._meter.peak + self._held) - self._resident
         for number, unit in enumerate(self._units):
             if unit.resident:
                 self._during[number], self._after[number] = most, self._meter.live
-        both = (tuple(max(0, value) for value in each) for each in (self._during, self._after))
-        return UnitBytes(*both)
+        during, after = (
+            tuple(int(max(0, value) * times) for value in each)
+            for each in (self._during, self._after)
+        )
+        return during, after
 
     def _complete(self, number: int, nbytes: int, _parameter: Tensor) -> None:
         self._most = max(self._most, self._meter.peak + self._held)

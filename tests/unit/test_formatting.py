@@ -101,7 +101,9 @@ def test_sizes_are_read_with_or_without_a_unit(text: str, count: float) -> None:
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "GiB", "8 apples", "0GiB", "0.5B", "1e9", "8GiB,4GiB"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "GiB", "8 apples", "0GiB", "0.5B", "1e9", "8GiB,4GiB"]
+)
 def test_other_text_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="expected a size above 0, as in 8GiB or 500MB"):
         parse_bytes(text)

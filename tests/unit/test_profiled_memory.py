@@ -113,9 +113,7 @@ def test_fragmentation_counts_for_every_unit_in_proportion(cuda: FakeCuda):
     found = pass_bytes(run, CUDA, [TrainedUnit([p], resident=False) for p in (second, first)])
     assert found.peak == 50 * MIB
     gradient = 4  # bytes, of the one element; they are taken out
-    for value, size in zip(
-        (*found.units.during, *found.units.after), (10, 40, 10, 10), strict=True
-    ):
+    for value, size in zip((*found.during, *found.after), (10, 40, 10, 10), strict=True):
         assert 1.25 * size * MIB - 2 * gradient <= value <= 1.25 * size * MIB
 
 
