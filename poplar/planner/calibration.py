@@ -346,7 +346,7 @@ def _with_shared_overheads(cluster: ClusterProfile, stages: Iterable[int]) -> Cl
         overheads = (least if stage in shared else own[stage] for stage in range(len(own)))
         return replace(device, pass_overhead_seconds=tuple(overheads))
 
-    return replace(cluster, devices=tuple(map(with_least, cluster.devices)))
+    return cluster.with_devices(with_least)
 
 
 def _with_residuals(

@@ -85,8 +85,9 @@ def with_encoding(
 
 def without_codec(cluster: ClusterProfile) -> ClusterProfile:
     """The cluster if encoding and decoding took no time."""
-    devices = (replace(each, encode_seconds=(), decode_seconds=()) for each in cluster.devices)
-    return replace(cluster, devices=tuple(devices))
+    return cluster.with_devices(
+        lambda device: replace(device, encode_seconds=(), decode_seconds=())
+    )
 
 
 def may_gain(cluster: ClusterProfile) -> bool:

@@ -92,9 +92,10 @@ def _at_no_cost(cluster: ClusterProfile) -> ClusterProfile:
     """The cluster with updates on the host that are as fast as on the devices."""
 
     def free(device: DeviceProfile) -> DeviceProfile:
+        if not device.state_on_host:
+            return device
         seconds = max(0.0, device.optimizer_seconds - device.optimizer_latency_seconds)
         on_host = min(seconds, device.host_optimizer_seconds or 0.0)
         return replace(device, host_optimizer_seconds=on_host)
 
-    devices = tuple(free(one) if one.state_on_host else one for one in cluster.devices)
-    return replace(cluster, devices=devices)
+    return cluster.with_devices(free)

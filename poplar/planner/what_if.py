@@ -7,9 +7,8 @@ with the same name, and memory, links and pass times within a few percent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -141,10 +140,8 @@ def more_memory(cluster: ClusterProfile, group: DeviceGroup, mebibytes: int) -> 
     """More memory on each rank of a group."""
     added = mebibytes * 2**20
     each = " each" if len(group.ranks) > 1 else ""
-    larger = _with_devices(
-        cluster,
-        lambda device: replace(device, memory_bytes=device.memory_bytes + added),
-        group.ranks,
+    larger = cluster.with_devices(
+        lambda device: replace(device, memory_bytes=device.memory_bytes + added), group.ranks
     )
     change = Change("memory", f"+{format_bytes(added, round_up=True)}{each}", *group)
     return Changed(larger, change)
@@ -152,7 +149,7 @@ def more_memory(cluster: ClusterProfile, group: DeviceGroup, mebibytes: int) -> 
 
 def faster_devices(cluster: ClusterProfile, group: DeviceGroup, factor: float) -> Changed:
     """Passes and optimizer steps of a group `factor` times as fast."""
-    faster = _with_devices(cluster, lambda device: _slower(device, 1.0 / factor), group.ranks)
+    faster = cluster.with_devices(lambda device: _slower(device, 1.0 / factor), group.ranks)
     return Changed(faster, Change("device", f"{format_percent(factor - 1.0)} faster", *group))
 
 
@@ -192,7 +189,7 @@ def full_overlap(cluster: ClusterProfile) -> Changed:
 def larger_batches(cluster: ClusterProfile) -> Changed:
     """Measured curves extended in straight lines to twice the largest batch of each rank."""
     amount = "twice the largest measured (profile with a larger max_batch)"
-    larger = _with_devices(cluster, lambda device: device.with_points(_extended))
+    larger = cluster.with_devices(lambda device: device.with_points(_extended))
     return Changed(larger, Change("batches", amount))
 
 
@@ -209,7 +206,7 @@ def smaller_activations(cluster: ClusterProfile, percent_less: int) -> Changed:
                 bytes_after_unit=tuple(held * left // 100 for held in point.bytes_after_unit),
             )
 
-    changed = _with_devices(cluster, lambda device: device.with_points(smaller))
+    changed = cluster.with_devices(lambda device: device.with_points(smaller))
     amount = f"at most {left} % (activation checkpointing or shorter sequences)"
     return Changed(changed, Change("activations", amount))
 
@@ -239,19 +236,6 @@ def with_slower_devices(cluster: ClusterProfile, factors: Sequence[float]) -> Cl
     """The cluster with passes and optimizer steps that take `factors[rank]` times as long."""
     slower = zip(cluster.devices, factors, strict=True)
     return replace(cluster, devices=tuple(_slower(device, factor) for device, factor in slower))
-
-
-def _with_devices(
-    cluster: ClusterProfile,
-    function: Callable[[DeviceProfile], DeviceProfile],
-    ranks: Collection[int] | None = None,
-) -> ClusterProfile:
-    """The cluster with `function` applied to the devices of `ranks`; None: to all."""
-    function = cache(function)  # large clusters repeat few devices
-    devices = list(cluster.devices)
-    for rank in range(len(devices)) if ranks is None else ranks:
-        devices[rank] = function(devices[rank])
-    return replace(cluster, devices=tuple(devices))
 
 
 def _slower(device: DeviceProfile, factor: float) -> DeviceProfile:
@@ -291,7 +275,7 @@ def at_worst(cluster: ClusterProfile) -> ClusterProfile:
     A pass never takes less time for more samples, so this is an upper bound. The best plan on it
     uses measured batches, or batches that cost no more.
     """
-    return _with_devices(cluster, lambda device: device.with_points(_stepped))
+    return cluster.with_devices(lambda device: device.with_points(_stepped))
 
 
 def _stepped(device: DeviceProfile) -> Iterator[BatchPoint]:

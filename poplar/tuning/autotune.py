@@ -546,10 +546,9 @@ def _simplest(trials: Trials, plans: Sequence[Plan]) -> Plan:
 
 def _with_less_memory(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
     """Plans ran out of memory on these ranks, so more is held there than was measured."""
-    devices = [
-        replace(device, held_bytes=device.held_bytes + round(UNSEEN * device.memory_bytes))
-        if rank in ranks
-        else device
-        for rank, device in enumerate(profile.devices)
-    ]
-    return replace(profile, devices=tuple(devices))
+    return profile.with_devices(
+        lambda device: replace(
+            device, held_bytes=device.held_bytes + round(UNSEEN * device.memory_bytes)
+        ),
+        ranks,
+    )

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from statistics import fmean, median
 from typing import Annotated
@@ -514,6 +514,18 @@ class ClusterProfile(Document):
     def even_shares(self) -> tuple[float, ...]:
         """Equal shares of all ranks."""
         return (1.0 / self.world_size,) * self.world_size
+
+    def with_devices(
+        self,
+        change: Callable[[DeviceProfile], DeviceProfile],
+        ranks: Iterable[int] | None = None,
+    ) -> ClusterProfile:
+        """The cluster with changed devices of these ranks; None: of all ranks."""
+        change = cache(change)  # large clusters repeat few devices
+        devices = list(self.devices)
+        for rank in range(len(devices)) if ranks is None else ranks:
+            devices[rank] = change(devices[rank])
+        return dataclasses.replace(self, devices=tuple(devices))
 
     def with_largest_batches(self, batches: Mapping[int, int]) -> ClusterProfile:
         """A profile under which no plan uses larger micro-batches than these.

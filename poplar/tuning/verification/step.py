@@ -80,15 +80,10 @@ def verify(
     Args:
         model: on this rank's device, in training or evaluation mode as it is trained. Its state is
             restored afterwards. The first rank's values are used.
-        loss_fn: as for `train_step`.
+        loss_fn, weight, loss: as for `train_step`.
         batch: the full global batch, the same on every rank.
         plan: the plan to check.
-        weight: as for `train_step`.
-        loss: as for `train_step`.
-        process_group: default WORLD.
-        units: as for the optimizer.
-        compute_dtype: as for the optimizer.
-        reduce_dtype: as for the optimizer.
+        process_group, units, compute_dtype, reduce_dtype: as for the optimizer.
         rtol: largest relative error of a parameter's gradient; None: by the dtypes (2e-5 in fp32).
         max_micro_batch: maximum samples per pass of the one process. None: the global batch, halved
             until it fits into the memory of a CUDA device; on a CPU pass a number that fits.
