@@ -226,6 +226,9 @@ def explain(
     changes = [one for one in _changes(equal, groups, least, fastest) if one.gain > noise]
     contributions = _contributions(equal, groups, least, fastest, error)
 
+    def least_valuable_first(one: Contribution) -> float:
+        return math.inf if one.without is None else -one.without
+
     def numbered(one: Any) -> Any:
         return replace(one, ranks=tuple(numbers[rank] for rank in one.ranks))
 
@@ -237,7 +240,7 @@ def explain(
         over_even=over_even,
         verdict=_verdict(over_even, error),
         changes=tuple(map(numbered, sorted(changes, key=lambda one: -one.gain))),
-        contributions=tuple(map(numbered, sorted(contributions, key=_least_valuable_first))),
+        contributions=tuple(map(numbered, sorted(contributions, key=least_valuable_first))),
         uncertainties=(
             *_left_open(cluster, plan.stage, own, gap, numbers),
             *_gaps_in_the_profile(cluster, plan, numbers),
@@ -336,10 +339,6 @@ def _verdict(gain: float | None, error: float) -> str:
     if gain is None:
         return NEEDED
     return WORTH_IT if gain > error else NOT_WORTH_IT
-
-
-def _least_valuable_first(contribution: Contribution) -> float:
-    return math.inf if contribution.without is None else -contribution.without
 
 
 def _left_open(

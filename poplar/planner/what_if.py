@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -253,11 +254,11 @@ def _extended(device: DeviceProfile) -> Iterator[BatchPoint]:
     yield from device.points
     if len(device.points) < 2:
         return
-    batch = 2 * device.max_batch
+    batch, unit_bytes = 2 * device.max_batch, cache(device.unit_bytes)
 
     def of_units(*, ended: bool) -> tuple[int, ...]:
-        units = range(len(device.unit_bytes(device.max_batch)[ended]))
-        curves = (lambda size, unit=unit: device.unit_bytes(size)[ended][unit] for unit in units)
+        units = range(len(unit_bytes(device.max_batch)[ended]))
+        curves = (lambda size, unit=unit: unit_bytes(size)[ended][unit] for unit in units)
         return tuple(round(extended(device, curve)(batch)) for curve in curves)
 
     yield BatchPoint(

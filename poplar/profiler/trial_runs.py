@@ -92,11 +92,11 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
 
 def _timed_steps(session: Session, plan: Plan, steps: int) -> list[_Step]:
     job, samples = session.job, plan.samples(session.group.rank)
-
-    def take_batch() -> Any:
-        return session.passes().step_batch(samples) if samples else None
-
-    batch = run_on_all_ranks(session.control, take_batch, doing="allocating a batch")
+    batch = run_on_all_ranks(
+        session.control,
+        lambda: session.passes().step_batch(samples) if samples else None,
+        doing="allocating a batch",
+    )
     options = job.optimizer_options
     with built_optimizer(session, plan, job.optimizer_class, options) as optimizer:
         # The optimizer is dropped anyway; the ranks can go on together if this one is too small.

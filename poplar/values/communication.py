@@ -49,7 +49,8 @@ class Communication:
         """The same, as far as a stage can communicate like this."""
         if stage == 0:
             return replace(self, parameters="exact")
-        return replace(self, parameters="int8") if self._is_too_short_at(stage) else self
+        too_short = stage == 3 and self.parameters == "int4"
+        return replace(self, parameters="int8") if too_short else self
 
     def before_updates(self, stage: int) -> Communication:
         """What changes the gradient of a step before which nothing was updated.
@@ -58,9 +59,6 @@ class Communication:
         """
         parameters = self.parameters if stage == 3 else "exact"
         return replace(self, parameters=parameters, warmup_steps=0)
-
-    def _is_too_short_at(self, stage: int) -> bool:
-        return stage == 3 and self.parameters == "int4"
 
     def __str__(self) -> str:
         """What is sent in which precision, such as `gradients sent as int8: ...`."""
@@ -86,7 +84,7 @@ class Communication:
                 "communication.parameters must be 'exact' at stage 0, which sends no parameters, "
                 f"got {self.parameters!r}"
             )
-        if self._is_too_short_at(stage):
+        if self.at(stage) != self:
             raise ValueError(
                 "communication.parameters must be 'exact' or 'int8' at stage 3, which sends whole "
                 "weights, got 'int4'"

@@ -100,14 +100,15 @@ def verify(
     with new_group(process_group, timeout, _DOING) as group:
         control = connect_control(group)
 
-        def checked() -> str:
+        def checked() -> tuple[str, torch.device]:
             _check_arguments(batch, plan, group, rtol, max_micro_batch)
-            return _digest(batch)
+            first = next(model.parameters(), torch.empty(0, device="cpu"))
+            return _digest(batch), first.device
 
-        digests = exchange_results(control, checked, what=_DOING)
+        by_rank = exchange_results(control, checked, what=_DOING)
         with equal_on_all_ranks():
-            _check_same_batch(digests, plan)
-        device = next(model.parameters(), torch.empty(0, device="cpu")).device
+            _check_same_batch([digest for digest, _ in by_rank], plan)
+        _, device = by_rank[group.rank]
         with (
             _preserve_frozen(model),
             model_preserved(model, device),
