@@ -544,20 +544,11 @@ class Plan(Document):
     def __str__(self) -> str:
         ranks = "rank" if self.world_size == 1 else "ranks"
         strategy = STRATEGIES[self.stage].replace("_", " ")
-        prediction = self.prediction or {}
-        recomputed = [len(self.recomputed_units(rank)) for rank in range(self.world_size)]
-        columns = plan_table.plan_columns(
-            self.micro_batches,
-            self.shares,
-            prediction,
-            recomputed=recomputed,
-            host_state=self.host_state,
-        )
         left_out = f", without {format_ranks(self.left_out)}" if self.left_out else ""
         lines = [
             f"stage {self.stage} ({strategy}), global batch {self.global_batch}, "
             f"{self.world_size} {ranks}{left_out}",
-            *plan_table.lines(columns),
+            *plan_table.lines(plan_table.plan_columns(self)),
         ]
         if self.transport:
             lines.append(f"transport {self.transport}")
@@ -571,7 +562,7 @@ class Plan(Document):
         others = sum(not (unit.persistent or unit.recomputed_on) for unit in self.units)
         if others:
             lines.append(f"units with their own settings: {others}")
-        return "\n".join([*lines, *plan_table.summary(prediction)])
+        return "\n".join([*lines, *plan_table.summary(self.prediction or {})])
 
     def _checked_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:

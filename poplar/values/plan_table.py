@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from poplar.values.formatting import (
     format_bytes,
@@ -17,6 +17,9 @@ from poplar.values.formatting import (
     format_usage,
 )
 
+if TYPE_CHECKING:
+    from poplar.values.plan import Plan
+
 _ROWS_BEFORE_COLLAPSING = 32
 
 
@@ -28,34 +31,23 @@ class Column(NamedTuple):
     left_aligned: bool = False
 
 
-def plan_columns(
-    micro_batches: Sequence[Sequence[int]],
-    shares: Sequence[float],
-    prediction: Mapping[str, Any],
-    *,
-    recomputed: Sequence[int] = (),
-    host_state: Sequence[float] = (),
-) -> list[Column]:
-    """What is planned for each rank, and those predicted columns that the prediction has.
-
-    Args:
-        prediction: of the plan; may be empty.
-        recomputed: by rank, the number of units that are recomputed; shown if there are any.
-        host_state: by rank, the part of its state in host memory; may be empty.
-    """
+def plan_columns(plan: Plan) -> list[Column]:
+    """What is planned for each rank, and those predicted columns that the prediction has."""
+    ranks, prediction = range(plan.world_size), plan.prediction or {}
+    recomputed = [len(plan.recomputed_units(rank)) for rank in ranks]
 
     def predicted(what: str) -> Sequence[Any]:
         values = prediction.get(what)
-        return values if isinstance(values, Sequence) and len(values) == len(shares) else ()
+        return values if isinstance(values, Sequence) and len(values) == len(ranks) else ()
 
-    limits = predicted("memory_limit_bytes") or [None] * len(shares)
+    limits = predicted("memory_limit_bytes") or [None] * len(ranks)
     found = [
         Column("device", list(map(str, predicted("devices"))), left_aligned=True),
-        Column("samples", [str(sum(passes)) for passes in micro_batches]),
-        Column("passes", list(map(format_passes, micro_batches)), left_aligned=True),
-        Column("share", [f"{100 * share:.1f} %" for share in shares]),
+        Column("samples", [str(sum(passes)) for passes in plan.micro_batches]),
+        Column("passes", list(map(format_passes, plan.micro_batches)), left_aligned=True),
+        Column("share", [f"{100 * share:.1f} %" for share in plan.shares]),
         Column("recomputed", [str(units) for units in recomputed if any(recomputed)]),
-        Column("state on host", list(map(format_percent, host_state))),
+        Column("state on host", list(map(format_percent, plan.host_state))),
         Column("compute", list(map(format_seconds, predicted("compute_seconds")))),
         Column("memory", list(map(_format_memory, predicted("memory_bytes"), limits))),
         Column("busy", list(map(format_percent, predicted("busy_fraction")))),
