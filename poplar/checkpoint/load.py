@@ -23,7 +23,7 @@ from torch import Tensor
 from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
-from poplar.checkpoint.files.reading import read_on_all_ranks
+from poplar.checkpoint.files.transfers import transfer_on_all_ranks
 from poplar.checkpoint.frozen_base import base_of, check_base, description_of
 from poplar.checkpoint.random_state import check_random_state, set_random_state
 from poplar.checkpoint.save import RANK, SCALER, STATE
@@ -116,9 +116,9 @@ def load_opened(
         return Load(parts, open_checkpoint(), wanted)
 
     load = run_on_all_ranks(control, prepare, doing=doing)
-    read_on_all_ranks(control, device, load.verify, doing=doing)
+    transfer_on_all_ranks(control, device, load.verify, doing=doing)
     load.opened.collect(control, load.targets)
-    read_on_all_ranks(control, device, load.read_optimizer_state, doing=doing)
+    transfer_on_all_ranks(control, device, load.read_optimizer_state, doing=doing)
     load.optimizer_state.agree(control)
     load.set_objects(doing)  # what changes first: they can be given their state back
     with optimizer.collective_calls.changing_values("load_checkpoint()"):
@@ -248,7 +248,7 @@ class Load:
         """Change values. Collective."""
         control, device = self.parts.engine.control, self.parts.engine.flats[0].device
         changing = f"{doing} after values had changed; load a checkpoint again before training"
-        read_on_all_ranks(control, device, self.read_values, doing=changing)
+        transfer_on_all_ranks(control, device, self.read_values, doing=changing)
         send_values(self.parts.engine, self.parts.engine.flats)
         run_on_all_ranks(control, self.set_rest, doing=changing)
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from poplar.checkpoint.files.data_file import SYNC_BYTES
+from poplar.checkpoint.files.transfers import transfer_on_all_ranks
 from poplar.checkpoint.frozen_base import base_of, saves_base
 from poplar.comm import Control
 from poplar.comm.copies import to_bytes
@@ -76,6 +78,7 @@ def _save(
     engine: Engine, control: Control, model: nn.Module, path: Path, *, sharded: bool, whole: bool
 ) -> None:
     doing, rank = f"save_model({str(path)!r})", control.group.rank
+    device = engine.flats[0].device
 
     def on_all_ranks(work: Callable[[], T]) -> T:
         return run_on_all_ranks(control, work, doing=doing)
@@ -85,8 +88,8 @@ def _save(
     files = _files(catalog, owners, path, sharded)
     writer = Writer(*files[rank], catalog.tied) if rank in files else None
     try:
-        _write(engine, catalog, owners, writer)
-        on_all_ranks(lambda: writer.finish() if writer else None)
+        _write_sharded(engine, catalog, owners, writer)
+        transfer_on_all_ranks(control, device, lambda: _finish(writer, catalog), doing=doing)
         on_all_ranks(lambda: check_parts(files, catalog, control) if rank == 0 else None)
         if sharded:  # an old index must not name old and new files
             on_all_ranks(lambda: (path / INDEX).unlink(missing_ok=True) if rank == 0 else None)
@@ -182,11 +185,10 @@ def _files(catalog: Catalog, owners: Owners, path: Path, sharded: bool) -> Files
     }
 
 
-def _write(engine: Engine, catalog: Catalog, owners: Owners, writer: Writer | None) -> None:
-    """Write every tensor on the rank that owns it. Collective at stage 3.
+def _write_sharded(engine: Engine, catalog: Catalog, owners: Owners, writer: Writer | None) -> None:
+    """Write every sharded parameter on the rank that owns it. Collective at stage 3.
 
-    Sharded parameters are sent there. A rank that cannot write takes part nevertheless, and
-    `Writer.finish` raises.
+    A rank that cannot write takes part nevertheless, and `Writer.finish` raises.
     """
     group = engine.comm.group
     names = {id(tensor): name for name, tensor in catalog.tensors.items()}
@@ -204,9 +206,14 @@ def _write(engine: Engine, catalog: Catalog, owners: Owners, writer: Writer | No
                 start = offset - low
                 writer.write(name, values[start : start + parameter.numel()])
         del values  # before the next ones are allocated
+
+
+def _finish(writer: Writer | None, catalog: Catalog) -> None:
+    """Write what is not sharded, and bring the file to the disk. Local."""
     if writer is not None:
         for name in list(writer.unwritten):
             writer.write(name, catalog.tensors[name].detach())
+        writer.finish()
 
 
 def write_index(folder: Path, files: Files) -> None:
@@ -257,6 +264,7 @@ class Writer:
         self._places, header = _header(tensors, tied)
         self.unwritten = set(self._places)
         self._file: BinaryIO | None = None
+        self._unsynced = 0
         try:
             self._file = self._aside.open("wb")
             self._file.write(header)
@@ -270,7 +278,9 @@ class Writer:
         try:
             self._file.seek(self._places[name])
             for data in _chunks(values):
-                self._file.write(data)
+                self._unsynced += self._file.write(data)
+                if self._unsynced >= SYNC_BYTES:
+                    self._sync()
             self.unwritten.remove(name)
         except Exception as error:
             self._error = error
@@ -285,9 +295,14 @@ class Writer:
             raise self._error
         assert self._file is not None
         assert not self.unwritten, self.unwritten
+        self._sync()
+        self._file.close()
+
+    def _sync(self) -> None:
+        assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
+        self._unsynced = 0
 
     def publish(self) -> None:
         """Give the finished file its name."""

@@ -40,6 +40,7 @@ from poplar.checkpoint.files import manifest, save_job
 from poplar.checkpoint.files.data_file import DataFile
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.save import save_now
+from poplar.checkpoint.saved_model import Writer
 from poplar.checkpoint.state_dicts.loaded_state import LoadedState
 
 TWO = Plan(stage=3, global_batch=8, micro_batches=((2, 2), (2, 2)), shares=(0.7, 0.3))
@@ -706,4 +707,35 @@ def load_slowly(folder: str, reads: bool) -> list[harness.Failure]:
 def test_a_load_waits_as_long_as_a_rank_reads(ranks: Pool, saved: Path, reads: bool) -> None:
     for failures in ranks.run(load_slowly, str(saved / "saved"), reads, ranks=2):
         assert len(failures) == (not reads)
-        assert all("rank 0 has read next to nothing for 2 s" in one.message for one in failures)
+        assert all(
+            "rank 0 has read and written next to nothing for 2 s" in one.message for one in failures
+        )
+
+
+def save_model_slowly(path: str, writes: bool) -> list[harness.Failure]:
+    """Rank 0 needs longer for its file than the deadline of collectives, with writes or without."""
+    write, begun = Writer.write, time.monotonic()
+
+    def slow(writer: Writer, name: str, values: torch.Tensor) -> None:
+        while time.monotonic() < begun + 5.0:
+            if writes:
+                with Path("/dev/null").open("wb") as nothing:
+                    nothing.write(bytes(1 << 20))
+            time.sleep(0.05)
+        write(writer, name, values)
+
+    _, optimizer = build(replace(TWO, stage=1), timeout=timedelta(seconds=2))
+    with mock.patch.object(Writer, "write", slow), harness.catching() as caught:
+        optimizer.save_model(path)
+    return caught
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_saving_a_model_waits_as_long_as_a_rank_writes(
+    ranks: Pool, tmp_path: Path, writes: bool
+) -> None:
+    path = tmp_path / "model.safetensors"
+    for failures in ranks.run(save_model_slowly, str(path), writes, ranks=2):
+        assert len(failures) == (not writes)
+        assert all("rank 0 has read and written next to" in one.message for one in failures)
+    assert path.exists() == writes

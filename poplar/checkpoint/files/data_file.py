@@ -26,7 +26,7 @@ from poplar.values.schema import Count
 
 _CHUNK = 16 << 20
 """Bytes between two looks at whether the save has been cancelled."""
-_SYNC = 256 << 20
+SYNC_BYTES = 256 << 20
 """Bytes that are at most written but not on the disk. `written` counts as progress of the save, so
 that a slow disk must not take longer for them than the deadline."""
 
@@ -118,7 +118,7 @@ class DataFile:
             left = chunk
             while left:
                 left = left[self._file.write(left) :]
-            if length + len(chunk) - self._synced >= _SYNC:
+            if length + len(chunk) - self._synced >= SYNC_BYTES:
                 os.fsync(self._file.fileno())
                 self._synced = length + len(chunk)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Reads of all ranks, which the others wait for as long as bytes arrive: a part may have 100 GB."""
+"""Reads and writes of files, for which ranks wait as long as bytes move: a file may have 100 GB."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from poplar.system.devices import synchronize
 from poplar.zero.agreement import raise_on_any_error
 
 _LOOK_SECONDS = 1.0
-"""Longest time between two exchanges of what the ranks have read."""
+"""Longest time between two exchanges of what the ranks have read and written."""
 _LEAST_BYTES = 1 << 20
-"""Fewer in the timeout are no progress: the exchanges read a little, too."""
+"""Fewer in the timeout are no progress: the exchanges read and write a little, too."""
 
 
-def read_on_all_ranks(
-    control: Control, device: torch.device, read: Callable[[], object], *, doing: str
+def transfer_on_all_ranks(
+    control: Control, device: torch.device, transfer: Callable[[], object], *, doing: str
 ) -> None:
-    """Run `read` on every rank, in a thread, until all have finished. Collective.
+    """Run `transfer` on every rank, in a thread, until all have finished. Collective.
 
     Args:
-        device: of the tensors that are read into.
+        device: of the tensors that are read into or written.
 
     Raises:
-        Exception: of this rank's `read`.
-        TimeoutError: this rank has not finished, and all ranks have read next to nothing for the
-            timeout of collectives.
-        RankFailed: another rank could not read.
+        Exception: of this rank's `transfer`.
+        TimeoutError: this rank has not finished, and all ranks have read and written next to
+            nothing for the timeout of collectives.
+        RankFailed: `transfer` of another rank raised.
     """
 
     def run() -> None:
         synchronize(device)  # this thread has another stream
         with torch.no_grad(), on_device(device):
-            read()
+            transfer()
         synchronize(device)
 
     answers, error, done = call_in_thread(run), None, False
@@ -52,7 +52,7 @@ def read_on_all_ranks(
             if not done:
                 _, error = answers.get(timeout=min(_LOOK_SECONDS, timeout / 4))
                 done = True
-        own = [float(done), float(_bytes_read()), time.monotonic() - since]
+        own = [float(done), float(_bytes_moved()), time.monotonic() - since]
         values = torch.tensor(own, dtype=torch.float64, device="cpu")
         ranks = control.exchange(values, what=doing)()
         total = sum(int(rank[1]) for rank in ranks)
@@ -64,15 +64,15 @@ def read_on_all_ranks(
             break
     if not done:
         error = TimeoutError(
-            f"rank {control.group.name} has read next to nothing for {timeout:g} s; "
+            f"rank {control.group.name} has read and written next to nothing for {timeout:g} s; "
             "check its storage"
         )
     raise_on_any_error(control, error, doing=doing)
 
 
-def _bytes_read() -> int:
-    """The bytes that this process has read, where Linux counts them; else 0."""
+def _bytes_moved() -> int:
+    """The bytes that this process has read and written, where Linux counts them; else 0."""
     with suppress(OSError):
-        found = re.search(r"^rchar: (\d+)", Path("/proc/self/io").read_text("ascii"), re.MULTILINE)
-        return int(found.group(1)) if found else 0
+        counts = Path("/proc/self/io").read_text("ascii")
+        return sum(map(int, re.findall(r"^[rw]char: (\d+)", counts, re.MULTILINE)))
     return 0
