@@ -25,8 +25,10 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 COLLECTIVES = (
@@ -38,7 +40,9 @@ COLLECTIVES = (
 )
 """Methods of `ProcessGroup`; torch versions have different ones."""
 MOST_WAITS = 2000
-"""Waits of a step that are recorded."""
+"""Waits and batches of a step that are recorded: an evaluation of hours is part of a step."""
+MOST_PARTS = 16
+"""Members of a container of a batch in which a tensor is looked for."""
 FLUSH_SECONDS = 0.5
 MOST_BYTES = 2**25
 
@@ -53,20 +57,25 @@ class _AfterTorch(MetaPathFinder):
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
+        self._is_searching = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "torch":
+        if name != "torch" or self._is_searching:
             return None
-        sys.meta_path.remove(self)
-        spec: Any = find_spec("torch")
+        self._is_searching = True
+        try:
+            spec: Any = find_spec("torch")
+        finally:
+            self._is_searching = False
         if spec is None or spec.loader is None:
             return spec
-        load, folder = spec.loader.exec_module, self._folder
+        load = spec.loader.exec_module
 
         def load_and_wrap(module: Any) -> None:
             load(module)
+            sys.meta_path.remove(self)  # not before: others may only ask whether torch is installed
             try:
-                Recorder(folder).wrap(module)
+                Recorder(self._folder).wrap(module)
             except Exception as error:  # the job runs without being watched
                 print(f"poplar watch: this process is not recorded: {error!r}", file=sys.stderr)
 
@@ -108,8 +117,6 @@ class _DeviceClock:
         return bool(self._cuda.current_stream() == self._compute)
 
     def mark(self) -> Any:
-        if self._cuda.is_current_stream_capturing():
-            return self._origin
         event = self._cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -139,7 +146,7 @@ class _Step:
     def line(self, clock: Any) -> str:
         """The step as JSON; all marks have been passed."""
         micros: Any = lambda mark: round(1e6 * clock.seconds(mark))  # noqa: E731
-        waits = [(self._key(key), *map(micros, marks)) for key, *marks in self.waits[:MOST_WAITS]]
+        waits = [(self._key(key), *map(micros, marks)) for key, *marks in self.waits]
         updates = [tuple(map(micros, marks)) for marks in self.optimizer]
         waited = sum(end - begin for _, _, begin, end in waits if _within(begin, updates))
         values = {
@@ -266,7 +273,8 @@ class Recorder:
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             self._begin_work()
-            root = tensors if isinstance(tensors, self._torch.Tensor) else next(iter(tensors), None)
+            several = isinstance(tensors, (list, tuple))  # an iterator would lose its first one
+            root = next(iter(tensors), None) if several else tensors
             node = getattr(root, "grad_fn", None)
             if node is None or self._in_backward or not self._records():
                 return function(tensors, *args, **kwargs)
@@ -295,8 +303,9 @@ class Recorder:
                 return method(loader)
             step, begin = self._step, self._clock.mark()
             batch = method(loader)
-            step.data.append((begin, self._clock.mark()))
-            step.samples += self._samples(batch)
+            if len(step.data) < MOST_WAITS:
+                step.data.append((begin, self._clock.mark()))
+                step.samples += self._samples(batch)
             return batch
 
         return next_batch
@@ -304,7 +313,7 @@ class Recorder:
     def _update(self, method: Any) -> Any:
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
-            begin = self._clock.mark() if self._clock is not None else None
+            begin = self._clock.mark() if self._records() else None
             self._depth += 1
             try:
                 return method(*args, **kwargs)
@@ -328,11 +337,18 @@ class Recorder:
     # Steps.
 
     def _records(self) -> bool:
-        """Whether the calling thread trains: the main thread, or one of autograd."""
-        if self._step is None:
+        """Whether the calling thread trains: the main thread, or one of autograd.
+
+        Nothing is recorded while a CUDA graph is captured: a query of an event would end that.
+        """
+        if self._step is None or self._is_capturing():
             return False
         thread = threading.get_ident()
         return thread == self._main or thread not in threading._active  # type: ignore[attr-defined]
+
+    def _is_capturing(self) -> bool:
+        cuda = self._torch.cuda
+        return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
     def _next_key(self, name: str) -> str:
         """The i-th call of a name in a step is the same collective on all ranks."""
@@ -343,7 +359,7 @@ class Recorder:
     def _add(self, key: str, issued: Any, begin: Any) -> None:
         """Record a wait until now; waits inside it were part of it."""
         waits = self._step.waits
-        if not self._clock.is_exposed():
+        if not self._clock.is_exposed() or len(waits) >= MOST_WAITS:
             return
         if isinstance(begin, float):
             while waits and waits[-1][2] >= begin:
@@ -351,19 +367,20 @@ class Recorder:
         waits.append((key, issued, begin, self._clock.mark()))
 
     def _samples(self, batch: Any) -> int:
-        """The length of the first tensor."""
+        """The length of the first tensor; 0: unknown."""
         if isinstance(batch, self._torch.Tensor):
-            return len(batch) if batch.dim() else 0
-        parts = batch.values() if hasattr(batch, "values") else batch
-        if not isinstance(batch, str) and hasattr(parts, "__iter__"):
-            return next(filter(None, map(self._samples, parts)), 0)
+            return batch.shape[0] if batch.dim() and not batch.is_nested else 0
+        # Nothing else is iterated: it may be large, or be used up by it.
+        parts = batch.values() if isinstance(batch, Mapping) else batch
+        if isinstance(batch, (Mapping, list, tuple)):
+            return next(filter(None, map(self._samples, islice(parts, MOST_PARTS))), 0)
         return 0
 
     def _end_update(self, begin: Any) -> None:
         """An optimizer has stepped; others may follow until the next batch or backward."""
         distributed = self._torch.distributed
         if self._clock is None:
-            if not distributed.is_initialized():
+            if not distributed.is_initialized() or self._is_capturing():
                 return
             cuda = self._torch.cuda
             self._clock = _DeviceClock(cuda) if cuda.is_initialized() else _HostClock()
@@ -377,20 +394,24 @@ class Recorder:
 
     def _begin_work(self) -> None:
         """A batch is asked for, or a backward begins: the step before is over if it has updated."""
-        if not self._knows_poplar and "poplar.optimizer" in sys.modules:
-            self._knows_poplar = True
-            optimizer: Any = sys.modules["poplar.optimizer"]
-            self._replace(optimizer.HeteroZeroOptimizer, "step", self._update)
-            self._replace(sys.modules["poplar.system.trace"].Trace, "add", self._poplar_wait)
-        if self._stepped and self._records():
-            self._stepped = False
-            self._closed.append(self._step)
-            self._step = _Step(self._step.number + 1, self._step.end)
-            try:
+        try:
+            if not self._knows_poplar and "poplar.optimizer" in sys.modules:
+                self._knows_poplar = True
+                self._wrap_poplar()
+            if self._stepped and self._records():
+                self._stepped = False
+                self._closed.append(self._step)
+                self._step = _Step(self._step.number + 1, self._step.end)
                 self._write()
-            except Exception as error:
-                print(f"poplar watch: recording ends: {error!r}", file=sys.stderr)
-                self._step = None
+        except Exception as error:
+            print(f"poplar watch: recording ends: {error!r}", file=sys.stderr)
+            self._step = None
+
+    def _wrap_poplar(self) -> None:
+        """Wrap what Poplar calls; the version of the job may be another one."""
+        optimizer: Any = sys.modules["poplar.optimizer"]
+        self._replace(optimizer.HeteroZeroOptimizer, "step", self._update)
+        self._replace(sys.modules["poplar.system.trace"].Trace, "add", self._poplar_wait)
 
     def _write(self) -> None:
         """Write the steps that the device has finished."""

@@ -53,6 +53,7 @@ class RankRecord:
     """The steps of one rank."""
 
     rank: int
+    world_size: int
     host: str
     clock: str
     """Ranks with the same one have the same clock."""
@@ -63,8 +64,10 @@ class RankRecord:
 
 def read_records(folder: Path) -> tuple[RankRecord, ...]:
     """The ranks that have recorded a step, in order, with clocks that agree."""
-    found = [_read_rank(path) for path in folder.glob("rank-*.jsonl")]
-    return align_clocks(sorted((one for one in found if one is not None), key=lambda r: r.rank))
+    records = filter(None, map(_read_rank, folder.glob("rank-*.jsonl")))
+    found = sorted(records, key=lambda record: record.rank)
+    # An elastic job that has started again with fewer ranks has left files of the others.
+    return align_clocks([one for one in found if one.rank < found[0].world_size])
 
 
 def _read_rank(path: Path) -> RankRecord | None:
@@ -78,6 +81,7 @@ def _read_rank(path: Path) -> RankRecord | None:
     header = json.loads(first)
     return RankRecord(
         rank=header["rank"],
+        world_size=header["world_size"],
         host=header["host"],
         clock=header["boot"],
         engine=header["engine"],

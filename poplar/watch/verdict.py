@@ -77,7 +77,9 @@ class Verdict:
 
     steps: int
     engine: str
+    world_size: int
     ranks: tuple[RankTime, ...]
+    """Those that were recorded."""
     cause: str | None
     """None: no rank is slower than the others."""
     waiting_rank: int
@@ -103,6 +105,16 @@ class Verdict:
 
     def sentences(self) -> list[str]:
         """The verdict in words, the most important first."""
+        if len(self.ranks) == self.world_size:
+            return self._found()
+        return [
+            f"Only {len(self.ranks)} of {self.world_size} ranks were recorded, so waits for the "
+            "others count as network: start poplar watch on every host with the same --folder.",
+            *self._found(),
+        ]
+
+    def _found(self) -> list[str]:
+        """The verdict on the ranks that were recorded."""
         step, percent = self.ranks[self.waiting_rank].step, f"{self.waiting_fraction:.0%}"
         if self.cause is None:
             return [
@@ -178,6 +190,7 @@ def judge(ranks: Sequence[RankRecord]) -> Verdict | None:
     return Verdict(
         steps=count,
         engine=ranks[0].engine,
+        world_size=ranks[0].world_size,
         ranks=times,
         cause=cause,
         waiting_rank=most.rank,

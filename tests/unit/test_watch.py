@@ -49,6 +49,7 @@ def records(
     return [
         RankRecord(
             rank=rank,
+            world_size=ranks,
             host="a",
             clock=f"{ahead}",
             engine=engine,
@@ -174,6 +175,22 @@ def test_records_are_read_while_a_line_is_being_written(tmp_path):
             waits=(Wait(key="0/0", issued=1.5, begin=2.0, end=2.5),),
         ),
     )  # fmt: skip
+
+
+def test_a_verdict_on_some_of_the_ranks_says_so():
+    (first, *_) = judge(records([0.1, 0.2, 0.1])[:2]).sentences()
+    assert first.startswith("Only 2 of 3 ranks were recorded")
+    assert "were recorded" not in judge(records([0.1, 0.2])).sentences()[0]
+
+
+def test_ranks_of_an_earlier_start_with_more_ranks_are_not_read(tmp_path):
+    for rank, world_size in enumerate([2, 2, 3]):
+        header = {"rank": rank, "world_size": world_size, "host": "a", "boot": "b",
+                  "engine": "DDP", "device": "CPU"}  # fmt: skip
+        step = {"k": 7, "t": [0, 1], "n": 0, "batches": 0, "data": 0, "optimizer": 0, "waits": []}
+        lines = [json.dumps(line, separators=(",", ":")) + "\n" for line in (header, step)]
+        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(lines))
+    assert [record.rank for record in read_records(tmp_path)] == [0, 1]
 
 
 def test_the_exit_status_is_that_of_the_job(tmp_path):

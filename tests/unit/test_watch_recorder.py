@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from poplar.watch import recorder
@@ -46,11 +49,27 @@ def test_times_of_a_device_need_one_synchronization():
     assert not clock.is_exposed()
 
 
-def test_events_are_not_recorded_while_a_graph_is_captured():
+def test_nothing_is_recorded_while_a_graph_is_captured(tmp_path):
     cuda = FakeCuda()
-    clock = recorder._DeviceClock(cuda)
+    cuda.is_initialized = lambda: True
+    distributed = SimpleNamespace(is_initialized=lambda: True)
+    watching = recorder.Recorder(str(tmp_path))
+    watching._torch = SimpleNamespace(cuda=cuda, distributed=distributed)
+    step = watching._update(lambda: None)
     cuda.capturing = True
-    assert clock.mark() is clock._origin
+    step()
+    assert watching._clock is None
+    cuda.capturing = False
+    step()
+    step()  # it is over when more work begins
+    cuda.capturing, event = True, cuda.Event
+    cuda.Event = lambda enable_timing: pytest.fail("an event in a graph")
+    step()
+    watching._begin_work()
+    assert not watching._records()
+    assert not watching._closed
+    cuda.capturing, cuda.Event = False, event
+    assert watching._records()
 
 
 def test_last_backwards_of_ranks_with_different_passes_have_the_same_key():
@@ -70,3 +89,56 @@ def test_samples_are_the_length_of_the_first_tensor(tmp_path):
     batch = {"name": "text", "x": torch.zeros(3, 2), "y": torch.zeros(5)}
     assert watching._samples(batch) == watching._samples([torch.tensor(1.0), batch]) == 3
     assert watching._samples("text") == watching._samples(None) == 0
+    mapping_like = SimpleNamespace(values=torch.zeros(3, 2))
+    iterator = iter([torch.zeros(3)])
+    assert watching._samples(mapping_like) == watching._samples(iterator) == 0
+    assert len(list(iterator)) == 1
+
+
+def test_steps_without_an_update_keep_a_limited_number_of_marks(tmp_path):
+    watching = recorder.Recorder(str(tmp_path))
+    watching._torch, watching._clock = torch, recorder._HostClock()
+    watching._step = recorder._Step(1, 0.0)
+    draw = watching._next(lambda loader: torch.zeros(2))
+    for number in range(recorder.MOST_WAITS + 5):
+        draw(None)
+        watching._add(f"all/{number}", float(number), float(number))
+    assert len(watching._step.data) == len(watching._step.waits) == recorder.MOST_WAITS
+
+
+def test_a_backward_of_an_iterator_gets_all_losses(tmp_path):
+    watching = recorder.Recorder(str(tmp_path))
+    watching._torch = torch
+    x = torch.ones(2, requires_grad=True)
+    watching._backward(torch.autograd.backward)(loss for loss in (x[0] * 2, x[1] * 3))
+    assert x.grad.tolist() == [2.0, 3.0]
+
+
+def test_another_version_of_poplar_ends_the_recording_and_not_the_job(
+    tmp_path, monkeypatch, capsys
+):
+    watching = recorder.Recorder(str(tmp_path))
+    watching._torch = torch
+    monkeypatch.setitem(sys.modules, "poplar.optimizer", SimpleNamespace())
+    watching._begin_work()
+    watching._begin_work()
+    assert capsys.readouterr().err.count("recording ends: AttributeError") == 1
+
+
+def test_a_process_that_only_asked_for_torch_is_recorded_when_it_imports_torch(tmp_path):
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    program = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("recorder", {recorder.__file__!r})
+recorder = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(recorder)
+recorder.Recorder.wrap = lambda self, torch: setattr(torch, "wrapped", True)
+recorder.install({str(tmp_path)!r})
+assert importlib.util.find_spec("torch") is not None  # as Transformers does
+import torch
+assert torch.wrapped
+"""
+    command = [sys.executable, "-S", "-c", program]
+    subprocess.run(command, check=True, env={"PYTHONPATH": str(tmp_path)})
