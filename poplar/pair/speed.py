@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from poplar.data import pytree
 from poplar.system import devices
-from poplar.system.out_of_memory import is_out_of_memory
+from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +110,11 @@ def _best_batch(
             batch = make_batch(size)
             _pass(model, loss_fn, batch)
             measured[size] = _measure(model, loss_fn, batch, seconds / len(sizes))
-        except torch.OutOfMemoryError:
-            if not measured:
+        except Exception as error:
+            if not measured or not is_out_of_memory(error):
                 raise
+            free_failed_pass(error)
+            model.zero_grad(set_to_none=True)
             break
     return max(measured, key=measured.__getitem__)
 

@@ -17,7 +17,7 @@ from test_pair_row import check_is_public, pairs
 
 import poplar
 from poplar import Plan
-from poplar.pair import comparison, measure
+from poplar.pair import comparison, measure, speed
 from poplar.pair.comparison import Case, Comparison
 from poplar.pair.engines import DDP, FSDP2, Poplar
 from poplar.pair.llama import Size
@@ -143,6 +143,17 @@ def test_faster_rank_under_quotas_gets_more_samples(tmp_path):
     check_is_public(row.to_dict())
     fast, slow = (sum(sum(case.micro_batches[rank]) for case in row.cases) for rank in (0, 1))
     assert fast > slow
+
+
+@pytest.mark.parametrize("error", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
+def test_best_batch_is_among_those_that_fit_whatever_ran_out_of_memory(error):
+    def loss_fn(model, batch):
+        if len(batch) > 2:
+            raise RuntimeError(error)
+        return model(batch).sum()
+
+    model = torch.nn.Linear(2, 1)
+    assert speed._best_batch(model, loss_fn, lambda size: torch.ones(size, 2), 8, 0.01) <= 2
 
 
 def test_one_rank_is_refused():
