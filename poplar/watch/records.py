@@ -1,4 +1,4 @@
-"""Reads what the recorder has written, on one clock for all ranks."""
+"""Reads what the recorder has written, and by how much the clocks of ranks differ."""
 
 from __future__ import annotations
 
@@ -60,10 +60,12 @@ class RankRecord:
     engine: str
     device: str
     steps: tuple[StepRecord, ...]
+    ahead: float = 0.0
+    """Seconds by which its clock is ahead of that of the first rank."""
 
 
 def read_records(folder: Path) -> tuple[RankRecord, ...]:
-    """The ranks that have recorded a step, in order, with clocks that agree."""
+    """The ranks that have recorded a step, in order, with the offsets of their clocks."""
     records = filter(None, map(_read_rank, folder.glob("rank-*.jsonl")))
     found = sorted(records, key=lambda record: record.rank)
     # An elastic job that has started again with fewer ranks has left files of the others.
@@ -108,7 +110,7 @@ def _step_of(values: dict[str, Any]) -> StepRecord:
 
 
 def align_clocks(ranks: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
-    """The same records on the clock of the first rank.
+    """The same records with the offsets of their clocks.
 
     Ranks that are blocked in a collective leave it together, so the median difference of their ends
     is the offset of their clocks. Ranks of one host share a clock, and need none.
@@ -117,9 +119,7 @@ def align_clocks(ranks: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
     for rank in ranks:
         if rank.clock not in offsets:
             offsets[rank.clock] = _offset(rank, ranks[0]) if offsets else 0.0
-    return tuple(
-        rank if not offsets[rank.clock] else _shifted(rank, offsets[rank.clock]) for rank in ranks
-    )
+    return tuple(replace(rank, ahead=offsets[rank.clock]) for rank in ranks)
 
 
 def common_steps(ranks: Sequence[RankRecord]) -> list[tuple[StepRecord, ...]]:
@@ -147,22 +147,3 @@ def _offset(rank: RankRecord, reference: RankRecord) -> float:
                 blocked = min(wait.end - wait.begin, other.end - other.begin) >= BLOCKED_SECONDS
                 found[blocked].append(wait.end - other.end)
     return median(found[True] or found[False] or [0.0])
-
-
-def _shifted(rank: RankRecord, offset: float) -> RankRecord:
-    def earlier(wait: Wait) -> Wait:
-        times = (wait.issued - offset, wait.begin - offset, wait.end - offset)
-        return Wait(key=wait.key, issued=times[0], begin=times[1], end=times[2])
-
-    return replace(
-        rank,
-        steps=tuple(
-            replace(
-                step,
-                begin=step.begin - offset,
-                end=step.end - offset,
-                waits=tuple(map(earlier, step.waits)),
-            )
-            for step in rank.steps
-        ),
-    )

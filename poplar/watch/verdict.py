@@ -206,7 +206,8 @@ def _times(
     ranks: Sequence[RankRecord], steps: Sequence[Sequence[StepRecord]]
 ) -> tuple[RankTime, ...]:
     """The times of the ranks over some steps; means of who waits for whom, else medians."""
-    waited = [_waits(step) for step in steps]
+    ahead = [rank.ahead for rank in ranks]
+    waited = [_waits(step, ahead) for step in steps]
     times = []
     for place, rank in enumerate(ranks):
         own = [step[place] for step in steps]
@@ -234,19 +235,21 @@ def _times(
     return tuple(times)
 
 
-def _waits(step: Sequence[StepRecord]) -> list[tuple[list[float], float]]:
+def _waits(step: Sequence[StepRecord], ahead: Sequence[float]) -> list[tuple[list[float], float]]:
     """By rank: seconds that it waited for each rank, and for the network."""
     last: dict[str, tuple[float, int]] = {}
     for place, record in enumerate(step):
         for wait in record.waits:
-            last[wait.key] = max(last.get(wait.key, (wait.issued, place)), (wait.issued, place))
+            own = wait.issued - ahead[place], place
+            last[wait.key] = max(last.get(wait.key, own), own)
     found = []
-    for record in step:
+    for place, record in enumerate(step):
         by_rank, network = [0.0] * len(step), 0.0
         for wait in record.waits:
             issued, late = last[wait.key]
             seconds = wait.end - wait.begin
-            for_rank = min(seconds, max(0.0, issued - wait.begin)) if wait.key else 0.0
+            alone = max(0.0, issued + ahead[place] - wait.begin)
+            for_rank = min(seconds, alone) if wait.key else 0.0
             by_rank[late] += for_rank
             network += seconds - for_rank
         found.append((by_rank, network))
