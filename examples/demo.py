@@ -27,7 +27,6 @@ from other_load import OtherLoad, describe, warnings_of
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from similar_plans import measure_in_turns, own_part, similar_plans
 from text import ByteWindows, load_text
 from torch.utils.data import DataLoader, default_collate
 from train_llama import Batch, epochs, progress, warmup_then_cosine
@@ -50,8 +49,6 @@ LARGEST_MEASURED_BATCH = 16
 """On a CPU, larger batches hardly change the samples per second."""
 ROUND_STEPS = 5
 """Steps of one plan before the other plan's turn."""
-SIMILAR_PLAN_ROUNDS = 5
-"""Turns of each plan near the chosen one."""
 MAX_LOSS_DIFFERENCE = 1e-2
 """In nats. A larger difference means that the two plans did not train the same model."""
 
@@ -99,10 +96,9 @@ def compare(options: argparse.Namespace) -> None:
         runs=tuple(run.to_report() for run in runs),
         sum_of_speeds=sum_of_speeds(before, after),
     )
-    similar = measure_similar_plans(runs[-1], profile, options.similar_plans, console)
     if dist.get_rank() == 0:
         write_outputs(console, record, options.output)
-        summarize(console, record, warnings_of(other_load, before, after, planned), similar)
+        summarize(console, record, warnings_of(other_load, before, after, planned))
 
 
 def report_speeds(console: Console, speeds: Sequence[Speed]) -> None:
@@ -207,28 +203,6 @@ def samples_of(text: ByteWindows, indices: range) -> Batch:
     return default_collate([text[index] for index in indices])
 
 
-def measure_similar_plans(
-    run: Run, profile: ClusterProfile, count: int, console: Console
-) -> list[float]:
-    """Time the chosen plan and up to `count` similar ones in turns. Every rank must call it.
-
-    Returns:
-        Seconds of a step of each plan, the chosen one first; empty if `count` is 0.
-    """
-    if not count:
-        return []
-    plans = [run.plan, *similar_plans(run.plan, profile, count)]
-
-    def one_step(plan: Plan) -> None:
-        batch = own_part(plan, dist.get_rank(), lambda indices: samples_of(run.text, indices))
-        run.optimizer.train_step(next_byte_loss, batch, max_norm=1.0)
-
-    with progress(console, SIMILAR_PLAN_ROUNDS * len(plans)) as advance:
-        return measure_in_turns(
-            run.optimizer, plans, one_step, rounds=SIMILAR_PLAN_ROUNDS, after_turn=advance
-        )
-
-
 def measure(text: ByteWindows, seconds: float) -> tuple[Speed, ...]:
     """Every rank's speed in plain PyTorch passes, all ranks at once."""
     return measure_speeds(
@@ -263,7 +237,6 @@ def summarize(
     console: Console,
     record: monitoring.RunRecord,
     noise_warnings: Sequence[str] = (),
-    similar: Sequence[float] = (),
 ) -> None:
     """Print the results, then one line of JSON for programs.
 
@@ -271,7 +244,6 @@ def summarize(
         console: where the text goes.
         record: of both runs.
         noise_warnings: of the machine.
-        similar: seconds of a step of the chosen plan and of similar ones.
 
     Raises:
         RuntimeError: the two loss curves differ by more than rounding.
@@ -287,15 +259,7 @@ def summarize(
     console.print(
         f"the loss curves differ by at most {max(differences):.2g} over {len(differences)} steps"
     )
-    ratio = best_similar_plan_ratio(similar)
-    if ratio is not None:
-        console.print(
-            f"the chosen plan reaches {100 * ratio:.1f} % of the speed of the best of "
-            f"{len(similar) - 1} similar plans"
-        )
     outcome = outcome_of(record, max(differences), noise_warnings)
-    if ratio is not None:
-        outcome["best_similar_plan_ratio"] = rounded(ratio)
     console.print(
         f"speed-up {outcome['speedup']:.2f}x · "
         f"{100 * outcome['fraction_of_sum_of_speeds']:.0f} % of the sum of speeds, "
@@ -358,11 +322,6 @@ def table_of(record: monitoring.RunRecord) -> Table:
     return table
 
 
-def best_similar_plan_ratio(seconds: Sequence[float]) -> float | None:
-    """Speed of the chosen plan, the first, over the fastest other; above 1 it is the fastest."""
-    return min(seconds[1:]) / seconds[0] if len(seconds) > 1 else None
-
-
 def rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
 
@@ -412,13 +371,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps and shorter measurements")
     parser.add_argument(
-        "--similar-plans",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also measure N similar plans (default: 0; 20 take about 5 minutes)",
-    )
-    parser.add_argument(
         "--output",
         type=Path,
         default=Path("demo"),
@@ -430,8 +382,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.steps = (8 if options.quick else 20) if options.steps is None else options.steps
     if options.steps < 3:
         parser.error(f"--steps must be at least 3 to give a median, got {options.steps}")
-    if options.similar_plans < 0:
-        parser.error(f"--similar-plans must be 0 or more, got {options.similar_plans}")
     options.measure_seconds = 4.0 if options.quick else 6.0
     options.profile_seconds = 15.0 if options.quick else 30.0
     return options

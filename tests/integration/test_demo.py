@@ -1,4 +1,4 @@
-"""The parts of the demo that need no ranks: similar plans, noise warnings, summary, options."""
+"""The parts of the demo that need no ranks: noise warnings, summary, options."""
 
 from __future__ import annotations
 
@@ -9,87 +9,26 @@ import sys
 from pathlib import Path
 
 import pytest
-from records import SPEEDS, cluster, synthetic_record
+from records import synthetic_record
 from rich.console import Console
 
-from poplar import Plan, predict, search
+from poplar import Plan
 from poplar.monitoring import RunRecord
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import demo
 from other_load import describe, warnings_of
-from similar_plans import own_part, similar_plans
 from train_llama import progress
 
 from poplar.pair.speed import Speed
-
-PROFILE = cluster(SPEEDS, ["a device"] * len(SPEEDS))
-
-
-@pytest.fixture(params=[0, 1, 2, 3])
-def chosen(request):
-    return search(PROFILE, global_batch=72, stages=(request.param,))
-
-
-class TestSimilarPlans:
-    def test_similar_plans_are_valid_and_distinct(self, chosen):
-        near = similar_plans(chosen, PROFILE, 20)
-        assert len(near) == 20
-        assert len({chosen, *near}) == 21
-        for plan in near:
-            assert (plan.stage, plan.global_batch) == (chosen.stage, 72)
-            assert predict(PROFILE, plan).step_seconds > 0
-
-    def test_similar_plans_vary_samples_passes_and_shares(self, chosen):
-        near = similar_plans(chosen, PROFILE, 20)
-        samples = [[plan.samples(rank) for rank in range(4)] for plan in (chosen, *near)]
-        assert any(one != samples[0] for one in samples)
-        assert any(
-            one == samples[0] and plan.micro_batches != chosen.micro_batches
-            for one, plan in zip(samples[1:], near, strict=True)
-        )
-        assert any(plan.shares != chosen.shares for plan in near) == (chosen.stage > 0)
-
-    def test_result_is_deterministic(self, chosen):
-        assert similar_plans(chosen, PROFILE, 9) == similar_plans(chosen, PROFILE, 9)
-
-    def test_similar_plans_fit_the_measured_batches(self, chosen):
-        longest = max(max(sizes) for sizes in chosen.micro_batches)
-        tight = dataclasses.replace(
-            PROFILE,
-            devices=tuple(
-                dataclasses.replace(
-                    device, points=tuple(p for p in device.points if p.batch <= longest)
-                )
-                for device in PROFILE.devices
-            ),
-        )
-        for plan in similar_plans(chosen, tight, 20):
-            for device, sizes in zip(tight.devices, plan.micro_batches, strict=True):
-                assert max(sizes) <= device.max_batch
-
-    def test_returns_fewer_plans_if_there_are_no_more(self):
-        profile = cluster((10.0,), ["a device"])
-        plan = search(profile, global_batch=2, stages=(0,))
-        assert len(similar_plans(plan, profile, 20)) < 20
-
-
-class TestOwnPart:
-    def test_parts_of_all_ranks_are_one_global_batch(self, chosen):
-        parts = [own_part(chosen, rank, list) for rank in range(4)]
-        assert [index for part in parts for index in part] == list(range(72))
-
-    def test_rank_without_samples_gets_one_sample(self):
-        plan = demo.Plan(stage=0, global_batch=4, micro_batches=((4,), ()), shares=(0.5, 0.5))
-        assert own_part(plan, 1, list) == [4]
 
 
 class TestSummary:
     def test_last_line_is_json(self, capsys):
         record = synthetic_record()
         shown = io.StringIO()
-        demo.summarize(Console(file=shown, width=80), record, similar=(2.0, 2.5, 1.9))
+        demo.summarize(Console(file=shown, width=80), record)
         outcome = json.loads(capsys.readouterr().out.splitlines()[-1])
         planned = record.chosen
         assert outcome["stage"] == 0
@@ -97,12 +36,7 @@ class TestSummary:
         assert outcome["measured_step_seconds"] == round(planned.measured_step_seconds, 4)
         assert outcome["speedup"] > 1.25
         assert outcome["max_loss_difference"] == 0.0
-        assert outcome["best_similar_plan_ratio"] == pytest.approx(0.95, abs=1e-4)
         assert "…" not in shown.getvalue(), "the table must fit 80 columns"
-
-    def test_ratio_is_left_out_without_similar_plans(self, capsys):
-        demo.summarize(Console(file=io.StringIO()), synthetic_record())
-        assert "best_similar_plan_ratio" not in json.loads(capsys.readouterr().out)
 
     def test_different_loss_curves_raise(self, capsys):
         record = synthetic_record()
@@ -189,7 +123,6 @@ class TestOptions:
         [
             (["--steps", "2"], "at least 3"),
             (["--steps", "0"], "at least 3"),
-            (["--similar-plans", "-1"], "0 or more"),
             (["--stage", "4"], "invalid choice"),
         ],
     )
