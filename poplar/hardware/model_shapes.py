@@ -172,6 +172,13 @@ class TrainingJob:
         return _LOGIT_BYTES * float(self.sequence * self.architecture.vocabulary)
 
 
+def llama(
+    name: str, hidden: int, layers: int, heads: int, mlp: int, **changes: Any
+) -> Architecture:
+    """A Llama of the second generation, but for the changes."""
+    return _shape(name, hidden, layers, heads, _LLAMA, mlp=mlp, **changes)
+
+
 def _shape(
     name: str, hidden: int, layers: int, heads: int, family: Mapping[str, Any], **changes: Any
 ) -> Architecture:
@@ -193,10 +200,10 @@ ARCHITECTURES = {
     known.name: known
     for known in (
         # Our own shape: the Poplar paper does not describe its 0.5B model.
-        _shape("llama-0.5b", 1280, 22, 20, _LLAMA, mlp=3456),
-        _shape("llama-1.1b", 2048, 22, 32, _LLAMA, mlp=5632, key_value_heads=4),  # TinyLlama
-        _shape("llama-7b", 4096, 32, 32, _LLAMA, mlp=11008),
-        _shape("llama-13b", 5120, 40, 40, _LLAMA, mlp=13824),
+        llama("llama-0.5b", 1280, 22, 20, 3456),
+        llama("llama-1.1b", 2048, 22, 32, 5632, key_value_heads=4),  # TinyLlama
+        llama("llama-7b", 4096, 32, 32, 11008),
+        llama("llama-13b", 5120, 40, 40, 13824),
         _shape("llama-3-8b", 4096, 32, 32, _LLAMA_3, mlp=14336, key_value_heads=8),
         _shape("gpt2-124m", 768, 12, 12, _GPT2),
         _shape("gpt2-355m", 1024, 24, 16, _GPT2),

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import poplar
+from poplar.hardware.model_shapes import Architecture
 from poplar.pair.engines import DDP, FSDP2, Engine, Poplar, autocast
-from poplar.pair.llama import Llama, Size, new_model, next_token_loss
+from poplar.pair.llama import Llama, new_model, next_token_loss
 from poplar.pair.ranks import Ranks, TurnFailed
 from poplar.pair.row import DID_NOT_FIT, EVEN, PLANNED, CaseResult
 from poplar.pair.speed import Speed, measure_speeds, sum_of_speeds
@@ -47,7 +48,7 @@ TURN_PART = 0.02
 class Case:
     """A model and a way to train it, on this rank's device."""
 
-    size: Size
+    size: Architecture
     training: str
     dtype: torch.dtype
     device: torch.device
@@ -59,7 +60,7 @@ class Case:
     def new_batch(self, samples: int) -> Tensor:
         """Random tokens, others on each rank."""
         generator = torch.Generator(self.device).manual_seed(dist.get_rank())
-        shape = (samples, self.size.context + 1)
+        shape = (samples, self.size.sequence + 1)
         return torch.randint(self.size.vocabulary, shape, device=self.device, generator=generator)
 
 
@@ -83,7 +84,7 @@ class Comparison:
             "model": case.size.name,
             "training": case.training,
             "dtype": str(case.dtype).removeprefix("torch."),
-            "context": case.size.context,
+            "context": case.size.sequence,
             "global_batch": self.global_batch,
         }
         try:

@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from poplar.hardware.model_shapes import Architecture, llama
+
 RANK = 16
 """Of the LoRA adapters, which every linear layer of a block has."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """One size of a model."""
-
-    name: str
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    """Key and value heads; each is shared by `heads / kv_heads` query heads."""
-    hidden: int
-    """Width inside the feed-forward layers."""
-    vocabulary: int = 32_000
-    context: int = 1024
-    """Tokens of a sample."""
-
-
 CPU_SIZES = (
-    Size(name="0.1M", width=64, layers=2, heads=2, kv_heads=1, hidden=192, vocabulary=256,
-         context=32),
-    Size(name="0.9M", width=128, layers=4, heads=4, kv_heads=2, hidden=384, vocabulary=256,
-         context=32),
-)  # fmt: skip
+    llama("0.1M", 64, 2, 2, 192, key_value_heads=1, vocabulary=256, sequence=32),
+    llama("0.9M", 128, 4, 4, 384, key_value_heads=2, vocabulary=256, sequence=32),
+)
 """Without a GPU: they show that the command works."""
 SIZES = (
-    Size(name="75M", width=512, layers=12, heads=8, kv_heads=8, hidden=1408),
-    Size(name="160M", width=768, layers=16, heads=12, kv_heads=12, hidden=2048),
-    Size(name="370M", width=1024, layers=24, heads=16, kv_heads=16, hidden=2816),
-    Size(name="1.1B", width=2048, layers=22, heads=32, kv_heads=4, hidden=5632),
-    Size(name="3.4B", width=3200, layers=26, heads=32, kv_heads=32, hidden=8640),
-    Size(name="7B", width=4096, layers=32, heads=32, kv_heads=32, hidden=11008),
+    llama("75M", 512, 12, 8, 1408, sequence=1024),
+    llama("160M", 768, 16, 12, 2048, sequence=1024),
+    llama("370M", 1024, 24, 16, 2816, sequence=1024),
+    llama("1.1B", 2048, 22, 32, 5632, sequence=1024, key_value_heads=4),
+    llama("3.4B", 3200, 26, 32, 8640, sequence=1024),
+    llama("7B", 4096, 32, 32, 11008, sequence=1024),
 )
 """From the smallest to the largest, which are those of TinyLlama, OpenLLaMA-3B and Llama-7B."""
 TRAININGS = {"full": 16.0, "LoRA": 2.5}
@@ -54,7 +36,7 @@ MODEL_PART = 0.6
 """Of the smallest card's memory, for these bytes; the rest is for activations."""
 
 
-def chosen_sizes(training: str, memory: int) -> Sequence[Size]:
+def chosen_sizes(training: str, memory: int) -> Sequence[Architecture]:
     """The two largest sizes of which the smallest card can hold a replica.
 
     Args:
@@ -65,7 +47,7 @@ def chosen_sizes(training: str, memory: int) -> Sequence[Size]:
         ValueError: it holds none of the sizes.
     """
     part = TRAININGS[training] / MODEL_PART
-    needed = {size: part * numel(size) for size in SIZES}
+    needed = {size: part * size.numel for size in SIZES}
     fitting = [size for size in SIZES if needed[size] <= memory]
     if not fitting:
         raise ValueError(
@@ -96,26 +78,26 @@ class Adapted(nn.Module):
 class Block(nn.Module):
     """Pre-norm causal attention with rotary positions, and a SwiGLU feed-forward."""
 
-    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, size: Architecture, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.size = size
-        keys = size.width * size.kv_heads // size.heads
+        self.channels = size.hidden // size.heads
+        keys = self.channels * (size.key_value_heads or size.heads)
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
 
-        self.attention_norm = nn.RMSNorm(size.width, device=device, dtype=dtype)
-        self.queries, self.out = linear(size.width, size.width), linear(size.width, size.width)
-        self.keys, self.values = linear(size.width, keys), linear(size.width, keys)
-        self.feed_forward_norm = nn.RMSNorm(size.width, device=device, dtype=dtype)
-        self.gate, self.up = linear(size.width, size.hidden), linear(size.width, size.hidden)
-        self.down = linear(size.hidden, size.width)
+        self.attention_norm = nn.RMSNorm(size.hidden, device=device, dtype=dtype)
+        self.queries, self.out = linear(size.hidden, size.hidden), linear(size.hidden, size.hidden)
+        self.keys, self.values = linear(size.hidden, keys), linear(size.hidden, keys)
+        self.feed_forward_norm = nn.RMSNorm(size.hidden, device=device, dtype=dtype)
+        self.gate, self.up = linear(size.hidden, size.mlp), linear(size.hidden, size.mlp)
+        self.down = linear(size.mlp, size.hidden)
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """[batch, length, width] in and out."""
         y = self.attention_norm(x)
         queries, keys, values = (
-            layer(y).unflatten(-1, (-1, self.size.width // self.size.heads)).transpose(1, 2)
+            layer(y).unflatten(-1, (-1, self.channels)).transpose(1, 2)
             for layer in (self.queries, self.keys, self.values)
         )
         mixed = F.scaled_dot_product_attention(
@@ -123,7 +105,7 @@ class Block(nn.Module):
             _rotate(keys, cosines, sines),
             values,
             is_causal=True,
-            enable_gqa=self.size.heads != self.size.kv_heads,
+            enable_gqa=queries.shape[1] != keys.shape[1],
         )
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         y = self.feed_forward_norm(x)
@@ -134,18 +116,18 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Maps tokens [batch, length] to logits [batch, length, vocabulary]."""
 
-    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, size: Architecture, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.size = size
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.embedding = nn.Embedding(size.vocabulary, size.width, **placed)
+        self.embedding = nn.Embedding(size.vocabulary, size.hidden, **placed)
         self.blocks = nn.ModuleList(Block(size, device, dtype) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.width, **placed)
-        self.head = nn.Linear(size.width, size.vocabulary, bias=False, **placed)
+        self.norm = nn.RMSNorm(size.hidden, **placed)
+        self.head = nn.Linear(size.hidden, size.vocabulary, bias=False, **placed)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`tokens` [batch, length]."""
-        channels = self.size.width // self.size.heads
+        channels = self.size.hidden // self.size.heads
         device = tokens.device
         rates = 10_000.0 ** (-torch.arange(0, channels, 2, device=device).float() / channels)
         angles = torch.outer(torch.arange(tokens.shape[1], device=device).float(), rates)
@@ -156,13 +138,7 @@ class Llama(nn.Module):
         return logits
 
 
-def numel(size: Size) -> int:
-    """Elements of the parameters of a model."""
-    model = Llama(size, torch.device("meta"), torch.float32)
-    return sum(each.numel() for each in model.parameters())
-
-
-def new_model(size: Size, training: str, device: torch.device, dtype: torch.dtype) -> Llama:
+def new_model(size: Architecture, training: str, device: torch.device, dtype: torch.dtype) -> Llama:
     """A model with the same random weights at every call on the same kind of device.
 
     Args:

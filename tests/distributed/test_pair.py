@@ -17,15 +17,14 @@ from test_pair_row import check_is_public, pairs
 
 import poplar
 from poplar import Plan
+from poplar.hardware.model_shapes import llama
 from poplar.pair import comparison, measure, speed
 from poplar.pair.comparison import Case, Comparison
 from poplar.pair.engines import DDP, FSDP2, Poplar
-from poplar.pair.llama import Size
 from poplar.pair.ranks import TIMEOUT, Ranks
 from poplar.pair.row import DID_NOT_FIT, EVEN, NAMES, PLANNED, CaseResult, PairRow
 
-TINY = Size(name="tiny", width=32, layers=2, heads=2, kv_heads=1, hidden=64, vocabulary=64,
-            context=8)  # fmt: skip
+TINY = llama("tiny", 32, 2, 2, 64, key_value_heads=1, vocabulary=64, sequence=8)
 CPU = torch.device("cpu")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -18,7 +19,7 @@ import pairs
 from typer.testing import CliRunner
 
 from poplar.cli.app import app
-from poplar.pair.llama import SIZES, chosen_sizes, numel
+from poplar.pair.llama import SIZES, Llama, chosen_sizes
 from poplar.pair.row import EVEN, NAMES, PLANNED, Card, CaseResult, PairRow
 
 TEXTS = {
@@ -159,7 +160,10 @@ def test_page_and_picture_of_cards(tmp_path):
 def test_sizes_fit_the_smallest_card(gib, names):
     sizes = chosen_sizes("full", gib << 30)
     assert " ".join(size.name for size in sizes)[-len(names) :] == names
-    assert all(16.0 * numel(size) < 0.6 * (gib << 30) for size in sizes)
+    assert all(16.0 * size.numel < 0.6 * (gib << 30) for size in sizes)
+    for size in sizes:
+        model = Llama(size, torch.device("meta"), torch.float32)
+        assert sum(parameter.numel() for parameter in model.parameters()) == size.numel
     larger = chosen_sizes("LoRA", gib << 30)
     assert SIZES.index(larger[-1]) > SIZES.index(sizes[-1])
 
