@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 
 import poplar
+from poplar.comm.bucket import Codec
 from poplar.integrations.lightning import PoplarMonitor, PoplarStrategy, to_lightning_checkpoint
 from poplar.integrations.lightning.batches import EvenBatchSampler
 from poplar.integrations.lightning.configuration import OptimizerRecipe
@@ -461,6 +462,22 @@ class SmallLoss(Regression):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=5e-3, eps=1e-12)
+
+
+def train_with_options(folder: Path) -> Any:
+    with environment():
+        strategy = PoplarStrategy(plan=plan_of(1), reduce_dtype=torch.bfloat16, units=["head"])
+        on_ranks(folder, None, strategy=strategy, max_steps=1).fit(model(), data())
+        engine = strategy.optimizer._training_parts().engine
+        return engine.strategy.codec, [unit.name for unit in engine.units]
+
+
+def test_options_of_the_engine_reach_it(ranks, tmp_path):
+    for codec, units in ranks.run(train_with_options, tmp_path):
+        assert codec == Codec(torch.bfloat16)
+        assert units == ["root..head"]
+    with pytest.raises(TypeError, match=r"unknown arguments \['reduced'\]"):
+        PoplarStrategy(reduced=torch.bfloat16)
 
 
 def train_in_fp16(folder: Path, stage: int) -> list[float]:

@@ -55,9 +55,13 @@ from poplar.system.devices import describe
 from poplar.tuning.autotune import OPTIONS, tune
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
-from poplar.zero.optimizers.granularity import Granularity
-from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.steps.step_result import StepResult
+
+_OF_THE_ENGINE = {
+    *("units", "communicator", "reduce_dtype", "allow_forward_state", "granularity"),
+    "on_nonfinite",
+}
+"""Options of `HeteroZeroOptimizer` that neither the strategy nor the module sets."""
 
 
 class PoplarStrategy(DDPStrategy):
@@ -78,16 +82,16 @@ class PoplarStrategy(DDPStrategy):
         stage: without a plan, the ZeRO stage, or "auto" for the fastest one that fits.
         weight: `weight(micro_batch)`, if the loss is not a mean over samples, for example the
             number of tokens that count.
-        memory_limit: as for `poplar.autotune`.
         compute_dtype: dtype of the parameters in forward and backward, over fp32 master values;
             None: as they are.
         lengths: of the samples of the training dataset, as for `HeteroBatchSampler` and
             `poplar.autotune`. Each micro-batch is then collated on its own.
-        units, communicator, allow_forward_state, granularity, on_nonfinite, timeout: as for
-            `HeteroZeroOptimizer`.
+        timeout: as for `HeteroZeroOptimizer`.
         replan: as for `HeteroZeroOptimizer.follow_drift`; not with `plan`. The loader follows.
         process_group_backend: for `init_process_group`; None: by the device.
-        tuning: further keyword arguments of `poplar.autotune`, such as `seconds` and `cache`.
+        **options: `units`, `communicator`, `reduce_dtype`, `allow_forward_state`, `granularity`
+            and `on_nonfinite`, as for `HeteroZeroOptimizer`; without a plan also further arguments
+            of `poplar.autotune`, such as `memory_limit`, `seconds` and `cache`.
     """
 
     strategy_name = "poplar"
@@ -98,30 +102,24 @@ class PoplarStrategy(DDPStrategy):
         plan: Plan | str | Path | None = None,
         stage: int | Literal["auto"] = "auto",
         weight: Callable[[Any], Any] | None = None,
-        memory_limit: Any = None,
         compute_dtype: torch.dtype | None = None,
         lengths: batches.Lengths = None,
-        units: Any = None,
-        communicator: Any = "auto",
-        allow_forward_state: bool = False,
-        granularity: Granularity | None = None,
-        on_nonfinite: OnNonFinite = "raise",
         timeout: timedelta | None = None,
         replan: Literal["auto", "advise", "off"] = "off",
         process_group_backend: str | None = None,
-        **tuning: Any,
+        **options: Any,
     ) -> None:
         group: dict[str, Any] = {"process_group_backend": process_group_backend}
         if timeout is not None:
             group["timeout"] = timeout + WATCHDOG_MARGIN
         super().__init__(**group)
-        unknown = tuning.keys() - OPTIONS
-        if unknown:
+        of_tuning_only = options.keys() - _OF_THE_ENGINE
+        if unknown := of_tuning_only - OPTIONS:
             raise TypeError(
                 f"PoplarStrategy got unknown arguments {sorted(unknown)}; besides its own it takes "
-                "those of poplar.autotune"
+                f"{', '.join(sorted(_OF_THE_ENGINE))} and those of poplar.autotune"
             )
-        if plan is not None and (stage != "auto" or tuning or memory_limit is not None):
+        if plan is not None and (stage != "auto" or of_tuning_only):
             raise ValueError(
                 "PoplarStrategy(plan=...) has a stage and needs no profile; drop stage=, "
                 "memory_limit= and the arguments of autotune, or drop plan="
@@ -134,21 +132,13 @@ class PoplarStrategy(DDPStrategy):
         self._replan = replan
         self._given_plan = plan if plan is None or isinstance(plan, Plan) else Plan.from_json(plan)
         # The loop of Lightning needs samples on every rank.
-        given = {"stage": stage, "memory_limit": memory_limit, "leave_out": "never"}
-        self._tuning = {**given, **tuning}
+        of_tuning = {name: options[name] for name in options.keys() & OPTIONS}
+        self._tuning = {"stage": stage, "leave_out": "never", **of_tuning}
+        self._engine_options = {name: options[name] for name in options.keys() & _OF_THE_ENGINE}
         self._weight = weight
         self._lengths = lengths
         self._waits = timeout
         self._compute_dtype = compute_dtype
-        self._engine_options = {
-            "units": units,
-            "allow_forward_state": allow_forward_state,
-            "granularity": granularity,
-        }
-        self._training_options = {
-            "communicator": communicator,
-            "on_nonfinite": on_nonfinite,
-        }
         self._optimizer: HeteroZeroOptimizer | None = None
         self._owned: pl.LightningModule | None = None
         self._plan: Plan | None = None
@@ -286,7 +276,6 @@ class PoplarStrategy(DDPStrategy):
             compute_dtype=self._dtype_of(module),
             timeout=self._waits,
             **self._engine_options,
-            **self._training_options,
             **recipe.options,
         )
         for config in schedulers:
@@ -371,7 +360,6 @@ class PoplarStrategy(DDPStrategy):
                 timeout=self._waits,
                 progress=self.is_global_zero,
                 **self._tuning,
-                **self._engine_options,
                 **recipe.options,
             )
         self._profile = tuned.profile
