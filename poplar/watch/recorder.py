@@ -5,14 +5,9 @@ process group and `Work.wait`, `torch.autograd.backward`, `Optimizer.step` and t
 `DataLoader`. It records from the end of the first optimizer step in an initialized process group.
 Times on a CUDA device are events, read when the device has passed them; the host never waits.
 
-A file `rank-N.jsonl` has a header and one line per step, with times in microseconds of the clock of
-the host:
-
-    {"k": step, "t": [begin, end], "n": samples, "batches": count, "data": duration,
-     "optimizer": duration, "waits": [[key, issued, begin, end], ...]}
-
-`key` names a collective of the step: it is the same on all ranks. A file that has become large
-starts again, so a long job needs little space.
+A file `rank-N.jsonl` has a header and one line per step: the fields of `RankRecord` and of
+`StepRecord` in `records`, with times on the clock of the host. A file that has become large starts
+again, so a long job needs little space.
 """
 
 from __future__ import annotations
@@ -145,17 +140,21 @@ class _Step:
 
     def line(self, clock: Any) -> str:
         """The step as JSON; all marks have been passed."""
-        micros: Any = lambda mark: round(1e6 * clock.seconds(mark))  # noqa: E731
-        waits = [(self._key(key), *map(micros, marks)) for key, *marks in self.waits]
-        updates = [tuple(map(micros, marks)) for marks in self.optimizer]
+
+        def seconds(mark: Any) -> float:
+            return round(float(clock.seconds(mark)), 6)
+
+        waits: Any = [(self._key(key), *map(seconds, marks)) for key, *marks in self.waits]
+        updates: Any = [tuple(map(seconds, marks)) for marks in self.optimizer]
         waited = sum(end - begin for _, _, begin, end in waits if _within(begin, updates))
         values = {
-            "k": self.number,
-            "t": [micros(self.begin), micros(self.end)],
-            "n": self.samples,
+            "number": self.number,
+            "begin": seconds(self.begin),
+            "end": seconds(self.end),
+            "samples": self.samples,
             "batches": len(self.data),
-            "data": sum(micros(end) - micros(begin) for begin, end in self.data),
-            "optimizer": sum(end - begin for begin, end in updates) - waited,
+            "data": round(sum(seconds(end) - seconds(begin) for begin, end in self.data), 6),
+            "optimizer": round(sum(end - begin for begin, end in updates) - waited, 6),
             "waits": waits,
         }
         return json.dumps(values, separators=(",", ":")) + "\n"
@@ -448,7 +447,7 @@ class Recorder:
             "rank": rank,
             "world_size": self._torch.distributed.get_world_size(),
             "host": os.uname().nodename,
-            "boot": _boot_id(),
+            "clock": _boot_id(),
             "engine": engine,
             "device": self._torch.cuda.get_device_name() if cuda else "CPU",
         }

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 BLOCKED_SECONDS = 1e-3
 """A rank that waited at least as long was blocked, and left the collective when it was complete."""
@@ -19,7 +18,7 @@ MOST_BYTES = 2**21
 """Bytes at the end of a file that are read: hundreds of steps at least."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Wait:
     """A collective in which a rank did not compute, in seconds of the clock."""
 
@@ -77,36 +76,15 @@ def _read_rank(path: Path) -> RankRecord | None:
         first = file.readline()
         file.seek(max(len(first), file.seek(0, 2) - MOST_BYTES))
         lines = file.read().split(b"\n")[:-1]  # the last line may be incomplete, and the first
-    steps = tuple(_step_of(json.loads(line)) for line in lines if line.startswith(b'{"k"'))
+    read = (json.loads(line) for line in lines if line.startswith(b'{"number"'))
+    steps = tuple(
+        StepRecord(**{**step, "waits": tuple(Wait(*wait) for wait in step["waits"])})
+        for step in read
+    )
     if not steps:
         return None
-    header = json.loads(first)
-    return RankRecord(
-        rank=header["rank"],
-        world_size=header["world_size"],
-        host=header["host"],
-        clock=header["boot"],
-        engine=header["engine"],
-        device=header["device"],
-        steps=tuple(step for step in steps if step.number > FIRST_STEPS) or steps,
-    )
-
-
-def _step_of(values: dict[str, Any]) -> StepRecord:
-    begin, end = (1e-6 * time for time in values["t"])
-    return StepRecord(
-        number=values["k"],
-        begin=begin,
-        end=end,
-        samples=values["n"],
-        batches=values["batches"],
-        data=1e-6 * values["data"],
-        optimizer=1e-6 * values["optimizer"],
-        waits=tuple(
-            Wait(key=key, issued=1e-6 * issued, begin=1e-6 * start, end=1e-6 * stop)
-            for key, issued, start, stop in values["waits"]
-        ),
-    )
+    later = tuple(step for step in steps if step.number > FIRST_STEPS)
+    return RankRecord(**json.loads(first), steps=later or steps)
 
 
 def align_clocks(ranks: Sequence[RankRecord]) -> tuple[RankRecord, ...]:

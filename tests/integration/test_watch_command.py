@@ -69,7 +69,7 @@ def test_slow_input_of_a_rank_is_found_and_the_exit_status_is_that_of_the_job(
 
 DAMAGED = """
 import os, pathlib, sys, time
-pathlib.Path(os.environ["POPLAR_WATCH"], "rank-0.jsonl").write_text('{}\\n{"k": 1}\\n')
+pathlib.Path(os.environ["POPLAR_WATCH"], "rank-0.jsonl").write_text('{}\\n{"number": 1}\\n')
 time.sleep(1.0)
 pathlib.Path("ended").touch()
 sys.exit(3)

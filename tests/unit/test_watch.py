@@ -158,13 +158,13 @@ def test_records_are_read_while_a_line_is_being_written(tmp_path):
         "rank": 0,
         "world_size": 1,
         "host": "a",
-        "boot": "b",
+        "clock": "b",
         "engine": "DDP",
         "device": "CPU",
     }
     step = {
-        "k": 7, "t": [1_000_000, 3_000_000], "n": 4, "batches": 2, "data": 500_000, "optimizer": 0,
-        "waits": [["0/0", 1_500_000, 2_000_000, 2_500_000]],
+        "number": 7, "begin": 1.0, "end": 3.0, "samples": 4, "batches": 2, "data": 0.5,
+        "optimizer": 0.0, "waits": [["0/0", 1.5, 2.0, 2.5]],
     }  # fmt: skip
     text = "\n".join(json.dumps(line, separators=(",", ":")) for line in (header, step, step))
     (tmp_path / "rank-0.jsonl").write_text(text[:-5])
@@ -185,9 +185,10 @@ def test_a_verdict_on_some_of_the_ranks_says_so():
 
 def test_ranks_of_an_earlier_start_with_more_ranks_are_not_read(tmp_path):
     for rank, world_size in enumerate([2, 2, 3]):
-        header = {"rank": rank, "world_size": world_size, "host": "a", "boot": "b",
+        header = {"rank": rank, "world_size": world_size, "host": "a", "clock": "b",
                   "engine": "DDP", "device": "CPU"}  # fmt: skip
-        step = {"k": 7, "t": [0, 1], "n": 0, "batches": 0, "data": 0, "optimizer": 0, "waits": []}
+        step = {"number": 7, "begin": 0.0, "end": 1.0, "samples": 0, "batches": 0, "data": 0.0,
+                "optimizer": 0.0, "waits": []}  # fmt: skip
         lines = [json.dumps(line, separators=(",", ":")) + "\n" for line in (header, step)]
         (tmp_path / f"rank-{rank}.jsonl").write_text("".join(lines))
     assert [record.rank for record in read_records(tmp_path)] == [0, 1]
