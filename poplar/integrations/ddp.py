@@ -95,9 +95,6 @@ class UnequalPasses(_UnequalPasses):
                 "DistributedDataParallel without it"
             )
 
-    def _may_differ_in_passes(self) -> bool:
-        return True
-
     def _inner_model(self) -> nn.Module:
         inner: nn.Module = self._model.module
         return inner

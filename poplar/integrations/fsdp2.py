@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,28 +22,6 @@ from poplar.values.plan import Plan
 from poplar.zero.micro_batch_loss import LossFunction
 
 __all__ = ["UnequalPasses", "autotune"]
-
-
-@dataclass(frozen=True)
-class _Mode:
-    """What FSDP2 does in the passes of a step."""
-
-    keeps_parameters: bool
-    """Parameters stay unsharded from the first forward to the last backward of a step."""
-    reduces_every_pass: bool
-    """Gradients are reduced in every pass, and not only in the last one."""
-
-    @property
-    def communicates_every_pass(self) -> bool:
-        return self.reduces_every_pass or not self.keeps_parameters
-
-
-_MODES = {
-    1: _Mode(keeps_parameters=True, reduces_every_pass=False),
-    2: _Mode(keeps_parameters=True, reduces_every_pass=True),
-    3: _Mode(keeps_parameters=False, reduces_every_pass=True),
-}
-"""By the stage of the plan."""
 
 
 class UnequalPasses(_UnequalPasses):
@@ -96,17 +73,18 @@ class UnequalPasses(_UnequalPasses):
         RankFailed: an argument of another rank is wrong.
     """
 
-    stages = tuple(_MODES)
+    stages = (1, 2, 3)
     engine = "FSDP2"
 
     def __init__(self, model: nn.Module, plan: Plan, **options: Any) -> None:
         super().__init__(model, plan, **options)
-        if self._mode.keeps_parameters:
+        if self._keeps_parameters:
             self._model.set_reshard_after_forward(False)
 
     @property
-    def _mode(self) -> _Mode:
-        return _MODES[self._plan.stage]
+    def _keeps_parameters(self) -> bool:
+        """Parameters stay unsharded from the first forward to the last backward of a step."""
+        return self._plan.stage < 3
 
     def _process_group(self) -> dist.ProcessGroup:
         model: Any = self._model
@@ -143,14 +121,11 @@ class UnequalPasses(_UnequalPasses):
                 "for each module that is sharded"
             )
 
-    def _may_differ_in_passes(self) -> bool:
-        return not self._mode.communicates_every_pass
-
     @contextmanager
     def _pass(self, last: bool) -> Iterator[None]:
-        model, mode = self._model, self._mode
-        model.set_requires_gradient_sync(last or mode.reduces_every_pass)
-        model.set_reshard_after_backward(last or not mode.keeps_parameters)
+        model = self._model
+        model.set_requires_gradient_sync(last or self._plan.synchronizes_every_pass)
+        model.set_reshard_after_backward(last or not self._keeps_parameters)
         try:
             yield
         finally:
@@ -190,8 +165,10 @@ def autotune(
     Raises:
         ValueError: the stage is another one.
     """
-    if stage not in _MODES:
-        raise ValueError(f"stage must be one of {sorted(_MODES)} for FSDP2, got {stage!r}")
+    if stage not in UnequalPasses.stages:
+        raise ValueError(
+            f"stage must be one of {list(UnequalPasses.stages)} for FSDP2, got {stage!r}"
+        )
     return tuning.autotune(
         model,
         loss_fn,

@@ -27,7 +27,13 @@ from poplar.values.errors import CollectiveTimeout, agreed, check_class, is_agre
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, exchange_results
 from poplar.zero.checks.step_checks import StepChecks
-from poplar.zero.collective_calls import CollectiveCalls, collective, new_group, waiting_in
+from poplar.zero.collective_calls import (
+    CollectiveCalls,
+    collective,
+    new_group,
+    stop_reason,
+    waiting_in,
+)
 from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, Weight
 
@@ -55,8 +61,7 @@ class UnequalPasses:
             self._control = connect_control(self._group)
             close_when_aborted(self._group, self._group.process_group)
             self._plan = self._agreed_plan(plan)
-            every_pass = not self._may_differ_in_passes()
-            self._splitter = BatchSplitter(plan, synchronizes_every_pass=every_pass)
+            self._splitter = BatchSplitter(plan, plan.synchronizes_every_pass)
             self._checks = StepChecks(
                 self._inner_model(),
                 self._control,
@@ -81,10 +86,6 @@ class UnequalPasses:
 
     def _check_model(self) -> None:
         """Raise if the engine has the model in a form that cannot run a plan, now or any more."""
-
-    def _may_differ_in_passes(self) -> bool:
-        """Whether ranks may have different numbers of passes under the plan."""
-        raise NotImplementedError
 
     def _inner_model(self) -> nn.Module:
         """The model without what the engine has wrapped it in."""
@@ -218,10 +219,8 @@ class UnequalPasses:
         if failure is not None:
             group.abort(str(failure))
             return str(failure)
-        reason = (
-            f"rank {group.name} failed in {waiting_in(call)}; start again on all ranks, from a "
-            f"checkpoint. {type(error).__name__}: {error}"
-        )
+        advice = "start again on all ranks, from a checkpoint"
+        reason = stop_reason(group.name, waiting_in(call), error, advice=advice)
         if group.reports is not None:
             group.reports.publish(reason, is_cause=not isinstance(error, CollectiveTimeout))
             with suppress(StoreUnavailable):  # ranks with the same mistake raise their own errors
