@@ -44,7 +44,6 @@ class EncoderConfig:
     """Width inside the feed-forward layers; 0: 4 x `width`."""
     context: int = 256
     """Bytes per sample."""
-    epsilon: float = 1e-5
 
     def __post_init__(self) -> None:
         if min(self.width, self.layers, self.heads, self.context) < 1 or self.hidden < 0:
@@ -116,9 +115,9 @@ class Block(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, eps=config.epsilon)
+        self.attention_norm = nn.LayerNorm(config.width)
         self.attention = Attention(config)
-        self.feed_forward_norm = nn.LayerNorm(config.width, eps=config.epsilon)
+        self.feed_forward_norm = nn.LayerNorm(config.width)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +132,7 @@ class Head(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.transform = nn.Linear(config.width, config.width)
-        self.norm = nn.LayerNorm(config.width, eps=config.epsilon)
+        self.norm = nn.LayerNorm(config.width)
         self.decoder = nn.Linear(config.width, BYTES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,7 +149,7 @@ class Encoder(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width, eps=config.epsilon)
+        self.norm = nn.LayerNorm(config.width)
         self.head = Head(config)
         self.apply(self._initialize)
 

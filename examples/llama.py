@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+ROTARY_BASE = 10_000.0
+EPSILON = 1e-5
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaConfig:
@@ -29,8 +32,6 @@ class LlamaConfig:
     """Width inside the feed-forward layers; 0: 8/3 of `width`, rounded up to 32."""
     context: int = 256
     """Bytes per sample."""
-    rotary_base: float = 10_000.0
-    epsilon: float = 1e-5
     recompute: bool = False
     """Activation checkpointing: keep one activation per block and recompute the rest."""
 
@@ -67,7 +68,7 @@ def rotary_tables(config: LlamaConfig, device: torch.device) -> tuple[Tensor, Te
     channels = config.width // config.heads
     exponents = torch.arange(0, channels, 2, device=device, dtype=torch.float32) / channels
     positions = torch.arange(config.context, device=device, dtype=torch.float32)
-    angles = torch.outer(positions, config.rotary_base**-exponents)
+    angles = torch.outer(positions, ROTARY_BASE**-exponents)
     return angles.cos(), angles.sin()
 
 
@@ -122,9 +123,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=config.epsilon)
+        self.attention_norm = nn.RMSNorm(config.width, eps=EPSILON)
         self.attention = Attention(config)
-        self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.epsilon)
+        self.feed_forward_norm = nn.RMSNorm(config.width, eps=EPSILON)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ class Llama(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.epsilon)
+        self.norm = nn.RMSNorm(config.width, eps=EPSILON)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.apply(self._initialize)
 

@@ -93,9 +93,9 @@ class MixtureBlock(nn.Module):
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         inner = config.encoder
-        self.attention_norm = nn.LayerNorm(inner.width, eps=inner.epsilon)
+        self.attention_norm = nn.LayerNorm(inner.width)
         self.attention = encoder.Attention(inner)
-        self.experts_norm = nn.LayerNorm(inner.width, eps=inner.epsilon)
+        self.experts_norm = nn.LayerNorm(inner.width)
         self.experts = Experts(config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ class Mixture(nn.Module):
         self.embedding = nn.Embedding(inner.vocabulary, inner.width)
         self.positions = nn.Embedding(inner.context, inner.width)
         self.blocks = nn.ModuleList(PairOfBlocks(config) for _ in range(inner.layers // 2))
-        self.norm = nn.LayerNorm(inner.width, eps=inner.epsilon)
+        self.norm = nn.LayerNorm(inner.width)
         self.head = encoder.Head(inner)
 
     def forward(self, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

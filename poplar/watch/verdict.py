@@ -6,6 +6,7 @@ rank has issued a collective, the others wait for that rank; from then on it is 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -298,18 +299,13 @@ _IDLE_SECONDS = 1e3
 
 def _fastest_batches(fixed: Sequence[float], each: Sequence[float], total: int) -> tuple[int, ...]:
     """Samples per rank, `total` together, whose largest `fixed + samples * each` is smallest."""
-
-    def within(seconds: float) -> list[int]:
-        return [max(0, int((seconds - f) / e)) for f, e in zip(fixed, each, strict=True)]
-
-    low, high = 0.0, max(fixed) + total * max(each)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sum(within(middle)) >= total else (middle, high)
-    batches = within(high)
-    while sum(batches) > total:  # ranks that finish at the same time
-        last = max(
-            range(len(batches)), key=lambda r: (fixed[r] + batches[r] * each[r]) * (batches[r] > 0)
-        )
-        batches[last] -= 1
+    batches = [0] * len(each)
+    # The time of each rank with one more sample: the next one is for the rank that ends first.
+    ends = [(f + e, place) for place, (f, e) in enumerate(zip(fixed, each, strict=True))]
+    heapq.heapify(ends)
+    for _ in range(total):
+        _, place = ends[0]
+        batches[place] += 1
+        end = fixed[place] + (batches[place] + 1) * each[place]
+        heapq.heapreplace(ends, (end, place))
     return tuple(batches)
