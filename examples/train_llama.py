@@ -82,7 +82,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     )
     sampler = HeteroBatchSampler(len(training), plan, seed=options.seed)
     loader = DataLoader(training, batch_sampler=sampler)
-    evaluation = held_out_loader(held_out, options, rank, world_size)
+    evaluation = held_out_loader(held_out, options, rank, plan)
 
     def loss_fn(module: nn.Module, batch: Batch) -> Tensor:
         return next_byte_loss(module, to_device(batch, device))
@@ -249,12 +249,13 @@ def epochs(loader: DataLoader[Batch], sampler: HeteroBatchSampler) -> Iterator[B
 
 
 def held_out_loader(
-    held_out: ByteWindows, options: argparse.Namespace, rank: int, world_size: int
+    held_out: ByteWindows, options: argparse.Namespace, rank: int, plan: Plan
 ) -> DataLoader[Batch]:
-    """Every `world_size`-th held-out window; ranks may have different numbers of windows."""
-    windows = min(len(held_out), options.held_out_windows)
-    part = Subset(held_out, range(rank, windows, world_size))
-    return DataLoader(part, batch_size=options.max_micro_batch)
+    """Every n-th held-out window for each of n ranks; none for a rank that is left out."""
+    windows = range(min(len(held_out), options.held_out_windows))
+    active = plan.active_ranks
+    own = windows[active.index(rank) :: len(active)] if rank in active else ()
+    return DataLoader(Subset(held_out, own), batch_size=options.max_micro_batch)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -268,7 +269,8 @@ def report(
     parts = [f"step {step}", f"loss {result.loss:.2f}", f"{samples_per_second:.4g} samples/s"]
     if speeds:
         parts.append(f"{100 * samples_per_second / sum_of_speeds(speeds):.0f} % of sum of speeds")
-    parts.append(f"waiting on rank {result.waiting_on}")
+    if result.waiting_on is not None:  # on GPUs it is known later
+        parts.append(f"waiting on rank {result.waiting_on}")
     return " · ".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import io
 import json
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from records import synthetic_record
 from rich.console import Console
 
@@ -19,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import demo
 from other_load import describe, warnings_of
-from train_llama import progress
+from text import ByteWindows
+from train_llama import held_out_loader, progress
 
 from poplar.pair.speed import Speed
 
@@ -105,6 +108,18 @@ class TestProgress:
             "15/20 loss 14",
             "20/20 loss 19",
         ]
+
+
+def test_held_out_windows_are_those_of_ranks_that_train():
+    options = argparse.Namespace(held_out_windows=10, max_micro_batch=4)
+    plan = Plan(
+        stage=0, global_batch=8, micro_batches=((4,), (), (4,)), shares=(0.5, 0, 0.5), left_out=(1,)
+    )
+    held_out = ByteWindows(torch.arange(200).byte(), 8)
+    batches = [list(held_out_loader(held_out, options, rank, plan)) for rank in range(3)]
+    assert not batches[1]
+    first = [int(window[0]) for own in batches for batch in own for window in batch["input"]]
+    assert sorted(first) == list(range(0, 80, 8))
 
 
 class TestOptions:
