@@ -68,8 +68,9 @@ class _AfterTorch(MetaPathFinder):
 
         def load_and_wrap(module: Any) -> None:
             load(module)
-            sys.meta_path.remove(self)  # not before: others may only ask whether torch is installed
             try:
+                # Not before, because others may only ask whether torch is installed.
+                sys.meta_path.remove(self)
                 Recorder(self._folder).wrap(module)
             except Exception as error:  # the job runs without being watched
                 print(f"poplar watch: this process is not recorded: {error!r}", file=sys.stderr)
@@ -198,8 +199,11 @@ class Recorder:
             if hasattr(c10d.ProcessGroup, name):
                 self._replace(c10d.ProcessGroup, name, self._collective)
         self._replace(c10d.Work, "wait", self._wait)
-        self._replace(torch.cuda.Stream, "wait_event", self._wait_event)
-        self._replace(torch.distributed, "_broadcast_coalesced", self._broadcast)
+        # FSDP2 issues collectives on streams of its own, for whose events the compute waits.
+        on_events = self._timed("event", lambda stream, *_: stream == torch.cuda.current_stream())
+        self._replace(torch.cuda.Stream, "wait_event", on_events)
+        # DDP broadcasts buffers before a forward, in C++.
+        self._replace(torch.distributed, "_broadcast_coalesced", self._timed("buffers"))
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(loader._BaseDataLoaderIter, "__next__", self._next)
         optimizer = torch.optim.Optimizer
@@ -241,31 +245,21 @@ class Recorder:
 
         return wait
 
-    def _wait_event(self, method: Any) -> Any:
-        """FSDP2 issues collectives on streams of its own, for whose events the compute waits."""
+    def _timed(self, name: str, waits: Any = lambda *_: True) -> Any:
+        """A wrapper of calls that wait until they return, if `waits` of their arguments is true."""
 
-        def wait_event(stream: Any, event: Any) -> Any:
-            if not self._records() or stream != self._torch.cuda.current_stream():
-                return method(stream, event)
-            begin = self._clock.mark()
-            method(stream, event)
-            self._add(self._next_key("event"), begin, begin)
-            return None
+        def wrapper(function: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if not self._records() or not waits(*args):
+                    return function(*args, **kwargs)
+                begin = self._clock.mark()
+                result = function(*args, **kwargs)
+                self._add(self._next_key(name), begin, begin)
+                return result
 
-        return wait_event
+            return call
 
-    def _broadcast(self, function: Any) -> Any:
-        """DDP broadcasts buffers before a forward, in C++."""
-
-        def broadcast(*args: Any, **kwargs: Any) -> Any:
-            if not self._records():
-                return function(*args, **kwargs)
-            begin = self._clock.mark()
-            result = function(*args, **kwargs)
-            self._add(self._next_key("buffers"), begin, begin)
-            return result
-
-        return broadcast
+        return wrapper
 
     def _backward(self, function: Any) -> Any:
         """DDP waits in C++ at the end of a backward: from the last gradient until it returns."""
