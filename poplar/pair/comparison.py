@@ -126,8 +126,7 @@ class Comparison:
                 group=self.ranks.control,
             )
 
-        self.free()
-        model = self.ranks.together(case.new_model)
+        model = self.new_model()
         return self.ranks.together(measured)
 
     def plans(self) -> dict[str, Plan]:
@@ -162,8 +161,7 @@ class Comparison:
                     plans[name] = self.even(1, stage)
             return plans
 
-        self.free()
-        model = self.ranks.together(self.case.new_model)
+        model = self.new_model()
         return self.ranks.together(work)
 
     def even(self, micro_batch: int, stage: int) -> Plan:
@@ -223,8 +221,7 @@ class Comparison:
             devices.synchronize(case.device)
             return time.perf_counter() - began
 
-        self.free()
-        model = ranks.together(case.new_model)
+        model = self.new_model()
         engine = ranks.together(build)
         batch = ranks.together(lambda: case.new_batch(max(1, plan.samples(self.rank))))
         ranks.together(lambda: run(WARMUP_STEPS))
@@ -234,7 +231,8 @@ class Comparison:
         ranks.together(engine.close)
         return steps * self.global_batch / seconds
 
-    def free(self) -> None:
-        """Free what the functions before have left."""
+    def new_model(self) -> Llama:
+        """The model of the case, in the memory that what came before has left."""
         gc.collect()
         free_cached_memory(self.case.device)
+        return self.ranks.together(self.case.new_model)
