@@ -126,12 +126,8 @@ def _of_arguments(args: Any) -> Iterator[str]:
     for name in ("activation_offloading", "layer_offloading"):
         if getattr(args, name, False):
             yield f"{name}={getattr(args, name)}: use gradient_checkpointing, or stage 3"
-    yield from _of_accelerator_config(args.accelerator_config)
-
-
-def _of_accelerator_config(config: Any) -> Iterator[str]:
     for name in ("split_batches", "dispatch_batches"):
-        if getattr(config, name, None):
+        if getattr(args.accelerator_config, name, None):
             yield f"accelerator_config {name}=True: every rank reads its own samples; leave it out"
 
 

@@ -191,7 +191,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     def _sampler_and_lengths(self) -> Any:
         """The sampler that `Trainer` would use, None for a stream; sets the lengths of samples."""
         if isinstance(self.train_dataset, IterableDataset):
-            if self.poplar.balance_lengths or self._groups_by_length():
+            groups = self.args.train_sampling_strategy == "group_by_length"
+            if self.poplar.balance_lengths or groups:
                 raise ValueError(
                     "PoplarTrainer does not support balance_lengths and train_sampling_strategy="
                     "'group_by_length' with an IterableDataset, whose lengths are not known before "
@@ -206,9 +207,6 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 self.train_dataset, self.args.length_column_name, self.processing_class
             )
         return sampler
-
-    def _groups_by_length(self) -> bool:
-        return bool(self.args.train_sampling_strategy == "group_by_length")
 
     def _batch_sampler(self, length: int, sampler: Any, plan: Plan) -> EpochSampler:
         try:
