@@ -22,7 +22,7 @@ from poplar.comm import connect_control
 from poplar.comm.failure_reports import StoreUnavailable
 from poplar.comm.point_to_point import close_when_aborted
 from poplar.data import pytree
-from poplar.integrations.user_step import LOOP, Trained, UserStep, outside_of_the_loop
+from poplar.integrations.user_step import LOOP, UserStep, outside_of_the_loop
 from poplar.values.errors import CollectiveTimeout, agreed, check_class, is_agreed
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, exchange_results
@@ -97,7 +97,7 @@ class UnequalPasses:
         raise NotImplementedError
 
     def _stand_in(self) -> Callable[[bool], None] | None:
-        """As `Trained.stand_in`."""
+        """As `UserStep.stand_in`."""
         return None
 
     def _forget_step(self) -> None:
@@ -136,7 +136,7 @@ class UnequalPasses:
                 forwards have written other values into a buffer of the model on other ranks.
         """
         with self.collective_calls.running(LOOP):
-            trained = Trained(
+            step = UserStep(
                 engine=self.engine,
                 called=self._called,
                 model=self._model,
@@ -146,7 +146,6 @@ class UnequalPasses:
                 stand_in=self._stand_in(),
                 stop=self._stop,
             )
-            step = UserStep(trained)
 
         def start() -> list[MicroBatch]:
             def check() -> None:

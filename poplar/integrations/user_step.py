@@ -31,9 +31,9 @@ DOING = "a step"
 LOOP = "the loop over passes"
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a step of `UnequalPasses` trains, and how."""
+@dataclass(eq=False, kw_only=True)
+class UserStep:
+    """One step of this rank: what is trained, how, and how far it has come."""
 
     engine: str
     """The engine's name in messages."""
@@ -55,14 +55,8 @@ class Trained:
     """Stops all ranks and returns the reason; the arguments: the call in which this rank has
     failed, and its error."""
 
-
-class UserStep:
-    """One step of this rank."""
-
-    def __init__(self, trained: Trained) -> None:
-        self._trained = trained
-        self._control = trained.control
-        self._rank = trained.control.group.name
+    def __post_init__(self) -> None:
+        self._rank = self.control.group.name
         self._loop: weakref.ref[MicroBatchLoop] | None = None
         self.loss: Tensor | float = 0.0
         """This rank's part of the weighted loss."""
@@ -79,7 +73,7 @@ class UserStep:
         self._in_backward = False
         self._in_last_backward = False
         """The last backward has begun: a failure can no longer be reported by the loop."""
-        self._parameters = list(trained.model.parameters())
+        self._parameters = list(self.model.parameters())
         self._holding: nn.Parameter | None = None
         """A parameter that has a gradient of earlier passes of this step."""
 
@@ -98,7 +92,7 @@ class UserStep:
     def enter_user_loop(self, loop: MicroBatchLoop) -> None:
         """The step has been opened, and its passes are those of `loop`."""
         self._loop, self._is_running = weakref.ref(loop), True
-        called = self._trained.called
+        called = self.called
         self._watches = [
             called.register_forward_pre_hook(self._watch_calls),
             called.register_forward_hook(self._watch_outputs),
@@ -107,7 +101,7 @@ class UserStep:
     def begin_user_pass(self, micro_batch: MicroBatch, rest: Sequence[MicroBatch]) -> bool:
         """Begin a pass, also one without samples: the engine needs it of every rank."""
         self._open, self._has_run = micro_batch, False
-        self._context.enter_context(self._trained.in_pass(micro_batch.last))
+        self._context.enter_context(self.in_pass(micro_batch.last))
         return True
 
     def end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
@@ -136,7 +130,7 @@ class UserStep:
             watch.remove()
         self._open, self._is_running = None, False
         self._parameters, self._holding = [], None
-        self._trained.on_end(has_failed)
+        self.on_end(has_failed)
 
     def abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
         """Drop the gradients, and report `reason` to the other ranks."""
@@ -152,11 +146,11 @@ class UserStep:
 
     def _report(self, reason: Exception) -> str:
         """Report a failure of this rank; returns why the step ends."""
-        if self._trained.stand_in is None:
-            return self._trained.stop(LOOP, reason)
-        self._trained.stand_in(self._was_called)
+        if self.stand_in is None:
+            return self.stop(LOOP, reason)
+        self.stand_in(self._was_called)
         try:
-            raise_on_any_error(self._control, reason, doing=DOING)
+            raise_on_any_error(self.control, reason, doing=DOING)
         except Exception as error:
             if error is not reason:
                 raise
@@ -180,7 +174,7 @@ class UserStep:
         try:
             self._backward(loss)
         except BaseException as error:
-            if self._trained.stand_in is not None and not self._in_last_backward:
+            if self.stand_in is not None and not self._in_last_backward:
                 agreed(error)  # the loop reports it
             raise
 
@@ -191,7 +185,7 @@ class UserStep:
         if not self._has_run:
             raise RuntimeError(
                 f"rank {self._rank}: the model that UnequalPasses was given has not run in this "
-                f"pass, so {self._trained.engine} would not reduce its gradients; compute the loss "
+                f"pass, so {self.engine} would not reduce its gradients; compute the loss "
                 "with that model, and give UnequalPasses the compiled one if you compile it"
             )
         check_scalar(loss, prefix=f"rank {self._rank}: ")
@@ -202,15 +196,15 @@ class UserStep:
             self._run_backward(loss, micro_batch)
         finally:
             self._in_backward = False
-        if micro_batch.last and self._trained.stand_in is not None:
-            raise_on_any_error(self._control, None, doing=DOING)
+        if micro_batch.last and self.stand_in is not None:
+            raise_on_any_error(self.control, None, doing=DOING)
         self._open = None
         self._holding = next((p for p in self._parameters if p.grad is not None), None)
 
     def _run_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         if micro_batch.weight and micro_batch.samples:
             # The engine divides by the number of ranks.
-            factor = micro_batch.weight * self._control.group.size
+            factor = micro_batch.weight * self.control.group.size
             if _rounds(factor, loss.dtype):
                 warnings.warn(_ROUNDED, stacklevel=4)
             (loss * factor).backward()
