@@ -219,10 +219,7 @@ def check_request(
     group_of = _group_indices(model, groups)
     found = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
     target = _device_for(found, device, default_device)
-    if target.type == "cuda":
-        problem = ops.problem_on(torch.cuda.get_device_capability(target))
-        if problem:
-            raise ValueError(f"{torch.cuda.get_device_name(target)}: {problem}")
+    _check_operators(target)
     if found.type == "cpu" != target.type:
         model_checks.check_movable(list(model.named_parameters()), target)
     _check_dtype("compute_dtype", compute_dtype, allowed=("auto",))
@@ -337,6 +334,14 @@ def check_stage(classes: Sequence[OptimizerClass], stage: int, local: Collection
                 f"{cls.name} cannot update parameters of which each rank has a part of its own; "
                 "use an elementwise optimizer such as AdamW"
             )
+
+
+def _check_operators(device: torch.device) -> None:
+    """Raise if the operators cannot run on this device."""
+    if device.type != "cuda":
+        return
+    if problem := ops.problem_on(torch.cuda.get_device_capability(device)):
+        raise ValueError(f"{torch.cuda.get_device_name(device)}: {problem}")
 
 
 def _check_on_host(classes: Sequence[OptimizerClass]) -> None:
