@@ -94,6 +94,9 @@ def _save(
         if sharded:  # an old index must not name old and new files
             on_all_ranks(lambda: (path / INDEX).unlink(missing_ok=True) if rank == 0 else None)
         on_all_ranks(lambda: writer.publish() if writer else None)
+    except TimeoutError:
+        writer = None  # a thread still has the file, and to close it could wait for ever
+        raise
     finally:
         if writer is not None:
             writer.discard()
@@ -213,6 +216,7 @@ def _finish(writer: Writer | None, catalog: Catalog) -> None:
     if writer is not None:
         for name in list(writer.unwritten):
             writer.write(name, catalog.tensors[name].detach())
+            writer.sync_if_due()
         writer.finish()
 
 
@@ -279,11 +283,17 @@ class Writer:
             self._file.seek(self._places[name])
             for data in _chunks(values):
                 self._unsynced += self._file.write(data)
-                if self._unsynced >= SYNC_BYTES:
-                    self._sync()
             self.unwritten.remove(name)
         except Exception as error:
             self._error = error
+
+    def sync_if_due(self) -> None:
+        """Flush what has been written to disk if it is much, so that `finish` has little left."""
+        if self._unsynced >= SYNC_BYTES and self._error is None:
+            try:
+                self._sync()
+            except OSError as error:
+                self._error = error
 
     def finish(self) -> None:
         """Flush the file to disk.

@@ -113,7 +113,7 @@ RunFile = Annotated[
 ]
 GlobalBatch = Annotated[int, typer.Option(min=1, help="Samples of one optimizer step.")]
 Stages = Annotated[
-    str, typer.Option(help="ZeRO stages: auto (those that were measured), or as in 1 or 0,2.")
+    str, typer.Option(help="ZeRO stages, as in 1 or 0,2; auto: those that were profiled, or all.")
 ]
 MaxMicroBatch = Annotated[int | None, typer.Option(min=1, help="Most samples of one pass.")]
 Factors = Annotated[

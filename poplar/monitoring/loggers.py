@@ -200,6 +200,7 @@ class RunFile:
                 "plan= to HeteroZeroOptimizer and Monitor(..., profile=tuned.profile)"
             )
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = self._path.resolve()  # a link stays one
         self._profile = profile
 
     def log(self, progress: Progress) -> None:

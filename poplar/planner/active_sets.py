@@ -10,7 +10,6 @@ import heapq
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from poplar.planner.active_ranks import hosts_of
 from poplar.planner.collective_costs import rate_seconds
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.encoded_costs import least_ratios
+from poplar.planner.recomputed_curves import recomputing
 from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
 
 MOST_SETS = 2048
@@ -211,17 +211,14 @@ class _Curve:
 
 
 def _least_seconds_by_batch(device: DeviceProfile, max_micro_batch: int) -> dict[int, float]:
-    """The least seconds of a pass at any stage, with or without recomputation; the curves are
-    straight between these batches.
+    """The least seconds of a pass at any stage, whatever it recomputes; the curve is straight
+    between these batches.
     """
+    if device.recomputed_points:
+        device = recomputing(device, again=0.0, saved=1.0)  # no part takes less time
     overhead = min(0.0, *device.pass_overhead_seconds)
-    least: dict[int, float] = {}
-    for points in filter(None, (device.points, device.recomputed_points)):
-        curve = replace(device, points=points, recomputed_points=())
-        for batch in {1, *(min(point.batch, max_micro_batch) for point in points)}:
-            seconds = max(0.0, curve.seconds(batch) + overhead)
-            least[batch] = min(seconds, least.get(batch, math.inf))
-    return least
+    batches = {1, *(min(point.batch, max_micro_batch) for point in device.points)}
+    return {batch: max(0.0, device.seconds(batch) + overhead) for batch in batches}
 
 
 def _hull(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

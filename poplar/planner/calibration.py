@@ -148,10 +148,11 @@ def fit(
         present = _with_overheads(cluster, observations)
         cluster = _with_shared_overheads(present, {seen.plan.stage for seen in observations})
         observations = tuple(_at_speed_of(cluster, seen, present) for seen in observations)
-    for stage, own in _by_stage(observations).items():
+    by_stage = _by_stage(observations)
+    for stage, own in by_stage.items():
         each = _synchronization_residual(cluster, own)
         cluster = _with_residuals(cluster, stage, own, synchronization=each)
-    return cluster
+    return replace(cluster, observed_stages=tuple(sorted(by_stage)))
 
 
 def refine(
@@ -169,10 +170,12 @@ def refine(
     """
     if not asynchronous:
         cluster = _at_observed_speeds(cluster, observations)
-    for stage, own in _by_stage(observations).items():
+    by_stage = _by_stage(observations)
+    for stage, own in by_stage.items():
         each = cluster.network.synchronization_seconds[stage]
         cluster = _with_residuals(cluster, stage, own, synchronization=each)
-    return cluster
+    known = cluster.observed_stages and sorted({*cluster.observed_stages, *by_stage})
+    return replace(cluster, observed_stages=tuple(known))
 
 
 def noise_of_speeds(
@@ -365,9 +368,7 @@ def _with_residuals(
     synchronized = known(step=0.0)
     left = [_unexplained_seconds(synchronized, seen) for seen in observations]
     limits = [costs_of(synchronized, seen.plan).most_hidden_seconds for seen in observations]
-    stages = {*cluster.observed_stages, stage}
-    found = known(step=_residual_with(left, limits))
-    return replace(found, observed_stages=tuple(sorted(stages)))
+    return known(step=_residual_with(left, limits))
 
 
 def _residual_with(left: Sequence[float], limits: Sequence[float]) -> float:

@@ -52,9 +52,7 @@ def measure_update(session: Session) -> UpdateCost:
     part = min(1.0, max(FEWEST_ELEMENTS, min(MOST_ELEMENTS, fitting)) / total)
     while True:
         try:
-            optimizers = [_optimizer(session, sizes, each) for each in (part, part * SMALL_PART)]
-            seconds = medians_in_turns([one.step for one in optimizers], session.device)
-            large, small = map(_measured, optimizers, seconds)
+            large, small = _step_in_turns(session, sizes, (part, part * SMALL_PART))
             break
         except Exception as error:
             if not is_out_of_memory(error) or part * total < FEWEST_ELEMENTS:
@@ -83,6 +81,15 @@ def _shapes(session: Session) -> list[Sequence[int]]:
     if session.setup.classes[0].granularity == "elements":
         return [(numel,) for numel in flat_numels(session)]
     return [p.shape for p in session.job.model.parameters() if p.requires_grad]
+
+
+def _step_in_turns(
+    session: Session, shapes: Sequence[Sequence[int]], parts: Sequence[float]
+) -> list[_Measured]:
+    """Steps over these parts of the state. An error's frames hold all of its memory."""
+    optimizers = [_optimizer(session, shapes, part) for part in parts]
+    seconds = medians_in_turns([one.step for one in optimizers], session.device)
+    return list(map(_measured, optimizers, seconds))
 
 
 def _optimizer(

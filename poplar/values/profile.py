@@ -19,7 +19,7 @@ from typing import Annotated
 
 from poplar.values.communication import BITS, EXACT, Communication
 from poplar.values.curve import MonotoneCurve, pooled
-from poplar.values.plan import STRATEGIES
+from poplar.values.plan import STRATEGIES, Stage
 from poplar.values.schema import (
     ALL_DIFFERENT,
     Count,
@@ -483,7 +483,7 @@ class ClusterProfile(Document):
     """Part of a pass that the backward takes."""
     memory_reserve: Fraction = MEMORY_RESERVE
     """Part of each rank's memory that a plan leaves free, for fragmentation."""
-    observed_stages: tuple[int, ...] = ()
+    observed_stages: tuple[Stage, ...] = ()
     """ZeRO stages of the steps that ran; empty: none ran. Steps of other stages are predicted
     without what only a step shows, so they look faster."""
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)

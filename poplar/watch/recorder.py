@@ -137,6 +137,8 @@ class _Step:
         self.data: list[tuple[Any, Any]] = []
         self.optimizer: list[tuple[Any, Any]] = []
         self.waits: list[tuple[str, Any, Any, Any]] = []
+        self.waited = 0
+        """Waits, also those beyond the most that are kept."""
         self.calls: Counter[str] = Counter()
 
     def line(self, clock: Any) -> str:
@@ -187,7 +189,7 @@ class Recorder:
         self._issued: dict[int, tuple[str, Any]] = {}
         self._closed: deque[_Step] = deque()
         self._main = threading.get_ident()
-        self._in_backward = self._knows_poplar = False
+        self._in_backward = self._knows_poplar = self._has_failed = False
 
     def wrap(self, torch: Any) -> None:
         """Wrap what the engines call."""
@@ -278,13 +280,13 @@ class Recorder:
                 queue(lambda: computed.append(self._clock.mark()))
 
             hook, step = node.register_prehook(before), self._step
-            waits, self._in_backward = len(step.waits), True  # checkpointing nests backwards
+            waits, self._in_backward = step.waited, True  # checkpointing nests backwards
             try:
                 return function(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
                 hook.remove()
-                if computed and len(step.waits) == waits:
+                if computed and step.waited == waits:
                     self._add(self._next_key("backward"), computed[0], computed[0])
 
         return backward
@@ -352,7 +354,10 @@ class Recorder:
     def _add(self, key: str, issued: Any, begin: Any) -> None:
         """Record a wait until now; waits inside it were part of it."""
         waits = self._step.waits
-        if not self._clock.is_exposed() or len(waits) >= MOST_WAITS:
+        if not self._clock.is_exposed():
+            return
+        self._step.waited += 1
+        if len(waits) >= MOST_WAITS:
             return
         if isinstance(begin, float):
             while waits and waits[-1][2] >= begin:
@@ -372,6 +377,8 @@ class Recorder:
     def _end_update(self, begin: Any) -> None:
         """An optimizer has stepped; others may follow until the next batch or backward."""
         distributed = self._torch.distributed
+        if self._has_failed:
+            return
         if self._clock is None:
             if not distributed.is_initialized() or self._is_capturing():
                 return
@@ -398,7 +405,7 @@ class Recorder:
                 self._write()
         except Exception as error:
             print(f"poplar watch: recording ends: {error!r}", file=sys.stderr)
-            self._step = None
+            self._step, self._has_failed = None, True
 
     def _wrap_poplar(self) -> None:
         """Wrap what Poplar calls; the version of the job may be another one."""

@@ -299,13 +299,22 @@ _IDLE_SECONDS = 1e3
 
 def _fastest_batches(fixed: Sequence[float], each: Sequence[float], total: int) -> tuple[int, ...]:
     """Samples per rank, `total` together, whose largest `fixed + samples * each` is smallest."""
-    batches = [0] * len(each)
-    # The time of each rank with one more sample: the next one is for the rank that ends first.
-    ends = [(f + e, place) for place, (f, e) in enumerate(zip(fixed, each, strict=True))]
+
+    def within(seconds: float) -> list[int]:
+        return [max(0, int((seconds - f) / e)) for f, e in zip(fixed, each, strict=True)]
+
+    low, high = 0.0, max(fixed) + total * max(each)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(within(middle)) <= total else (low, middle)
+    batches = within(low)
+    # The others, at most about one per rank, are each for the rank that then ends first.
+    ends = [
+        (f + (n + 1) * e, r) for r, (f, e, n) in enumerate(zip(fixed, each, batches, strict=True))
+    ]
     heapq.heapify(ends)
-    for _ in range(total):
-        _, place = ends[0]
-        batches[place] += 1
-        end = fixed[place] + (batches[place] + 1) * each[place]
-        heapq.heapreplace(ends, (end, place))
+    for _ in range(total - sum(batches)):
+        end, rank = ends[0]
+        batches[rank] += 1
+        heapq.heapreplace(ends, (end + each[rank], rank))
     return tuple(batches)

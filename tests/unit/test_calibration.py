@@ -325,6 +325,15 @@ def test_only_the_observed_stage_changes(stage):
             assert getattr(refined.network, name)[other] == getattr(before.network, name)[other]
 
 
+def test_the_stages_that_ran_are_known_and_an_older_profile_stays_one_of_all_stages():
+    seen = [observed(plain(), plan) for stage in (1, 3) for plan in two_plans(stage)]
+    found = fitted(plain(), seen)
+    assert found.observed_stages == (1, 3)
+    one = [observed(plain(), two_plans(0)[0])]
+    assert refine(found, one, asynchronous=False).observed_stages == (0, 1, 3)
+    assert refine(plain(), one, asynchronous=False).observed_stages == ()
+
+
 def test_rank_without_samples_keeps_its_pass_overhead():
     before = with_residuals(plain(), 2, passes=(0.01, 0.02, 0.03, 0.04))
     seen = [observed(before, plan) for plan in two_plans(2, (16, 5, 6, 0))]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import random
+from functools import partial
 
 import pytest
 from subset import choose
@@ -29,7 +31,7 @@ from poplar.values.profile import (
     NetworkProfile,
 )
 
-MODEL = ModelProfile(unit_numels=(1_000_000,) * 4, param_bytes=2.0)
+MODEL = ModelProfile(unit_numels=(1_000_000,) * 4, unit_names=("a", "b", "c", "d"), param_bytes=2.0)
 
 
 def device(speed: float, *, memory: int = 10**10, largest: int = 16, host: str = ""):
@@ -125,6 +127,19 @@ def uneven_curve(draw: random.Random, points: tuple[BatchPoint, ...]) -> tuple[B
     )
 
 
+def with_recomputation(draw: random.Random, one: DeviceProfile) -> DeviceProfile:
+    """Memory for a few samples, or for many with recomputation, which takes longer."""
+    slower = draw.choice((1.05, 1.5))
+    points = tuple(
+        dataclasses.replace(point, seconds=slower * point.seconds, activation_bytes=point.batch)
+        for point in one.points
+    )
+    known = one.points[: draw.randint(1, len(points))]
+    return dataclasses.replace(
+        one, points=known, recomputed_points=points, memory_bytes=draw.choice((90, 10_000)) * 10**6
+    )
+
+
 def with_residuals_and_linear_layers(draw: random.Random, cluster: ClusterProfile):
     """Residuals are often negative: then communication costs less than its seconds."""
 
@@ -137,14 +152,17 @@ def with_residuals_and_linear_layers(draw: random.Random, cluster: ClusterProfil
     )
     overlap = draw.choice((0.0, 0.5, 1.0))
     sent = residuals(), residuals()
+    recomputing = partial(with_recomputation, draw) if draw.random() < 0.5 else lambda one: one
     return dataclasses.replace(
         cluster,
         devices=tuple(
-            dataclasses.replace(
-                one,
-                points=uneven_curve(draw, one.points),
-                step_overhead_seconds=residuals(),
-                pass_overhead_seconds=tuple(draw.choice((0.0, 0.1, -0.1)) for _ in range(4)),
+            recomputing(
+                dataclasses.replace(
+                    one,
+                    points=uneven_curve(draw, one.points),
+                    step_overhead_seconds=residuals(),
+                    pass_overhead_seconds=tuple(draw.choice((0.0, 0.1, -0.1)) for _ in range(4)),
+                )
             )
             for one in cluster.devices
         ),
@@ -171,7 +189,10 @@ def test_the_bound_of_a_set_is_below_its_fastest_plan(seed):
         limited = {"global_batch": 12, "preference": 0.0, "leave_out": "never"}
         limited["factored"] = "auto" if may_factor else "never"
         left = without_ranks(cluster, active.left_out)
-        for plan in alternatives(left, **limited, within=math.inf):
+        plans: tuple[Plan, ...] = ()
+        with contextlib.suppress(NoPlanFits):
+            plans = alternatives(left, **limited, within=math.inf)
+        for plan in plans:
             assert active.bounds[plan.stage] <= predicted_seconds(plan) * (1.0 + 1e-9)
 
 

@@ -79,5 +79,5 @@ def test_shares_of_a_programme_are_parts_of_one(shares):
 @pytest.mark.parametrize("content", ["whole", None, {"dim": "0", "unit": 1}, {"dim": -1}, 3])
 def test_other_json_is_no_placement(content):
     programme = Programme(ratios=(1,), placements={"x": PARTIAL}, parameters={}, inputs={})
-    with pytest.raises(ValueError, match=r"not a programme of format 1: .*placements\['x'\]"):
+    with pytest.raises(ValueError, match=r"not a programme of format 2: .*placements\['x'\]"):
         Programme.from_dict({**programme.to_dict(), "placements": {"x": content}})

@@ -5,6 +5,7 @@ Bytes, rounds and allocations are counted; nothing is timed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -255,3 +256,29 @@ def test_update_in_host_memory_is_timed_on_a_bounded_part_of_the_state(monkeypat
     assert stepped == [1 << 16]
     # Of a rank on the CPU, host memory is the memory that it has.
     assert host_update.measure_host_update(session) == {}
+
+
+def test_an_update_that_runs_out_of_memory_is_freed_before_a_smaller_one(monkeypatch):
+    failed = []
+
+    def new_optimizer(groups, **options):
+        assert all(optimizer() is None for optimizer in failed)
+        return torch.optim.SGD(groups, **options)
+
+    def out_of_memory_once(steps, device):
+        if failed:
+            return [1.0, 0.5]
+        failed.extend(weakref.ref(step.__self__) for step in steps)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(optimizer_step, "medians_in_turns", out_of_memory_once)
+    monkeypatch.setattr(optimizer_step, "_shapes", lambda session: [(1 << 16,)])
+    cls = SimpleNamespace(granularity="elements", options={}, shard_factory=new_optimizer)
+    session = SimpleNamespace(
+        setup=SimpleNamespace(classes=[cls]),
+        memory=SimpleNamespace(spare=lambda rank: 1e12),
+        group=SimpleNamespace(rank=0),
+        device=torch.device("cpu"),
+    )
+    optimizer_step.measure_update(session)
+    assert len(failed) == 2

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from poplar.watch import verdict
 from poplar.watch.job import run
 from poplar.watch.records import RankRecord, StepRecord, Wait, align_clocks, read_records
 from poplar.watch.verdict import ADVICE, COMPUTE, INPUT, NETWORK, judge
@@ -213,3 +217,20 @@ assert os.environ["HIDDEN"] == "ran" and "_poplar_watch_recorder" in sys.modules
 assert not {"torch", "poplar"} & sys.modules.keys()
 """
     assert run([sys.executable, "-c", program], tmp_path, 60.0, lambda: None) == 0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.1, 2.0)), min_size=1, max_size=3),
+    st.integers(0, 12),
+)
+def test_batches_hold_all_samples_and_the_last_rank_ends_first(ranks, total):
+    fixed, each = zip(*ranks, strict=True)
+    batches = verdict._fastest_batches(fixed, each, total)
+    splits = (s for s in product(range(total + 1), repeat=len(ranks)) if sum(s) == total)
+
+    def end(samples):
+        return max(f + n * e for f, n, e in zip(fixed, samples, each, strict=True) if n)
+
+    assert sum(batches) == total
+    if total:
+        assert end(batches) <= min(map(end, splits)) * (1.0 + 1e-9)

@@ -106,6 +106,18 @@ def test_steps_without_an_update_keep_a_limited_number_of_marks(tmp_path):
     assert len(watching._step.data) == len(watching._step.waits) == recorder.MOST_WAITS
 
 
+def test_a_backward_in_which_others_wait_is_not_that_of_ddp_however_many_waits_there_were(tmp_path):
+    watching = recorder.Recorder(str(tmp_path))
+    watching._torch, watching._clock = torch, recorder._HostClock()
+    watching._step = recorder._Step(1, 0.0)
+    for number in range(recorder.MOST_WAITS):
+        watching._add(f"all/{number}", float(number), float(number))
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: watching._add("all/last", 1e9, 1e9))
+    watching._backward(torch.autograd.backward)(x.sum())
+    assert watching._step.calls["backward"] == 0
+
+
 def test_a_backward_of_an_iterator_gets_all_losses(tmp_path):
     watching = recorder.Recorder(str(tmp_path))
     watching._torch = torch
@@ -122,6 +134,9 @@ def test_another_version_of_poplar_ends_the_recording_and_not_the_job(
     monkeypatch.setitem(sys.modules, "poplar.optimizer", SimpleNamespace())
     watching._begin_work()
     watching._begin_work()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    watching._end_update(None)
+    assert watching._step is None
     assert capsys.readouterr().err.count("recording ends: AttributeError") == 1
 
 

@@ -55,13 +55,9 @@ from poplar.system.devices import describe
 from poplar.tuning.autotune import OPTIONS, tune
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
+from poplar.zero.optimizers.granularity import Granularity
+from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.steps.step_result import StepResult
-
-_OF_THE_ENGINE = {
-    *("units", "communicator", "reduce_dtype", "allow_forward_state", "granularity"),
-    "on_nonfinite",
-}
-"""Options of `HeteroZeroOptimizer` that neither the strategy nor the module sets."""
 
 
 class PoplarStrategy(DDPStrategy):
@@ -82,16 +78,16 @@ class PoplarStrategy(DDPStrategy):
         stage: without a plan, the ZeRO stage, or "auto" for the fastest one that fits.
         weight: `weight(micro_batch)`, if the loss is not a mean over samples, for example the
             number of tokens that count.
+        memory_limit: as for `poplar.autotune`.
         compute_dtype: dtype of the parameters in forward and backward, over fp32 master values;
             None: as they are.
         lengths: of the samples of the training dataset, as for `HeteroBatchSampler` and
             `poplar.autotune`. Each micro-batch is then collated on its own.
-        timeout: as for `HeteroZeroOptimizer`.
+        reduce_dtype, units, communicator, allow_forward_state, granularity, on_nonfinite, timeout:
+            as for `HeteroZeroOptimizer`.
         replan: as for `HeteroZeroOptimizer.follow_drift`; not with `plan`. The loader follows.
         process_group_backend: for `init_process_group`; None: by the device.
-        **options: `units`, `communicator`, `reduce_dtype`, `allow_forward_state`, `granularity`
-            and `on_nonfinite`, as for `HeteroZeroOptimizer`; without a plan also further arguments
-            of `poplar.autotune`, such as `memory_limit`, `seconds` and `cache`.
+        tuning: further keyword arguments of `poplar.autotune`, such as `seconds` and `cache`.
     """
 
     strategy_name = "poplar"
@@ -102,24 +98,30 @@ class PoplarStrategy(DDPStrategy):
         plan: Plan | str | Path | None = None,
         stage: int | Literal["auto"] = "auto",
         weight: Callable[[Any], Any] | None = None,
+        memory_limit: Any = None,
         compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype = torch.float32,
         lengths: batches.Lengths = None,
+        units: Any = None,
+        communicator: Any = "auto",
+        allow_forward_state: bool = False,
+        granularity: Granularity | None = None,
+        on_nonfinite: OnNonFinite = "raise",
         timeout: timedelta | None = None,
         replan: Literal["auto", "advise", "off"] = "off",
         process_group_backend: str | None = None,
-        **options: Any,
+        **tuning: Any,
     ) -> None:
         group: dict[str, Any] = {"process_group_backend": process_group_backend}
         if timeout is not None:
             group["timeout"] = timeout + WATCHDOG_MARGIN
         super().__init__(**group)
-        of_tuning_only = options.keys() - _OF_THE_ENGINE
-        if unknown := of_tuning_only - OPTIONS:
+        if unknown := tuning.keys() - OPTIONS:
             raise TypeError(
                 f"PoplarStrategy got unknown arguments {sorted(unknown)}; besides its own it takes "
-                f"{', '.join(sorted(_OF_THE_ENGINE))} and those of poplar.autotune"
+                "those of poplar.autotune"
             )
-        if plan is not None and (stage != "auto" or of_tuning_only):
+        if plan is not None and (stage != "auto" or tuning or memory_limit is not None):
             raise ValueError(
                 "PoplarStrategy(plan=...) has a stage and needs no profile; drop stage=, "
                 "memory_limit= and the arguments of autotune, or drop plan="
@@ -132,9 +134,19 @@ class PoplarStrategy(DDPStrategy):
         self._replan = replan
         self._given_plan = plan if plan is None or isinstance(plan, Plan) else Plan.from_json(plan)
         # The loop of Lightning needs samples on every rank.
-        of_tuning = {name: options[name] for name in options.keys() & OPTIONS}
-        self._tuning = {"stage": stage, "leave_out": "never", **of_tuning}
-        self._engine_options = {name: options[name] for name in options.keys() & _OF_THE_ENGINE}
+        self._engine_options = {
+            "units": units,
+            "communicator": communicator,
+            "reduce_dtype": reduce_dtype,
+            "allow_forward_state": allow_forward_state,
+            "granularity": granularity,
+            "on_nonfinite": on_nonfinite,
+        }
+        of_both = {
+            name: self._engine_options[name] for name in self._engine_options.keys() & OPTIONS
+        }
+        given = {"stage": stage, "memory_limit": memory_limit, "leave_out": "never"}
+        self._tuning = {**of_both, **given, **tuning}
         self._weight = weight
         self._lengths = lengths
         self._waits = timeout

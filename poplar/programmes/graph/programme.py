@@ -27,7 +27,7 @@ class Programme(Document):
     """How the ranks compute one forward and backward pass together."""
 
     _noun = "programme"
-    _version = 1
+    _version = 2
     _remedy = "write one with Programme.to_json"
 
     ratios: tuple[int, ...]
