@@ -26,7 +26,7 @@ def fake_ranks(count: int) -> Iterator[None]:
     try:
         with (
             # Gloo, which carries the control channel beside devices, cannot run in one process.
-            mock.patch("poplar.comm.group._control_group", lambda group, *_: group),
+            mock.patch("poplar.comm.group.Group._control_group_of", lambda self, group: group),
             # The other ranks do not join.
             mock.patch.object(Formation, "wait", return_value=Formed(1, "fake ranks", ())),
             mock.patch("poplar.comm.control_channel.wait_for_all_ranks", _wait),

@@ -33,7 +33,6 @@ from poplar.zero.held_memory import smaller_batches_message
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import BatchSplitter, Weight
 from poplar.zero.model_hook import do_nothing
-from poplar.zero.optimizers.optimizer_class import settings_in
 from poplar.zero.setup import (
     BUILDING,
     STRATEGY_CLASSES,
@@ -44,7 +43,7 @@ from poplar.zero.setup import (
 )
 from poplar.zero.steps.step import SpeedFollower, Step
 from poplar.zero.steps.step_hooks import has_hooks
-from poplar.zero.steps.step_settings import StepSettings
+from poplar.zero.steps.step_settings import StepSettings, settings_in
 from poplar.zero.unit import Unit
 from poplar.zero.update import ShardedUpdate
 

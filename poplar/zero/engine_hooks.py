@@ -22,8 +22,8 @@ from poplar.values.errors import CollectiveTimeout
 from poplar.values.plan import Plan
 from poplar.zero.absent_parameter import direct_access
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.model_hook import EngineHook, ModelHook, Removable, in_backward
-from poplar.zero.passes.collective_pass import Mode, PassSettings
+from poplar.zero.model_hook import EngineHook, ModelHook, Removable
+from poplar.zero.passes.collective_pass import Mode, PassSettings, in_backward
 from poplar.zero.steps.step_state import Phase
 from poplar.zero.unit import Unit
 

@@ -39,11 +39,6 @@ def plain_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def in_backward() -> bool:
-    """Whether autograd is running, so that a forward is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _copied_hook() -> Callable[..., None]:
     return do_nothing
 

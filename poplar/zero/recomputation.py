@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from poplar.values.plan import Plan
-from poplar.zero.model_hook import in_backward, plain_forward
+from poplar.zero.model_hook import plain_forward
+from poplar.zero.passes.collective_pass import in_backward
 from poplar.zero.unit import blocks_of
 
 _Prepare = Callable[[nn.Module, Any], None]

@@ -39,13 +39,14 @@ from poplar.zero.opaque_parameter import (
     opaque_tensors,
 )
 from poplar.zero.optimizers.granularity import Granularity, OptimizerFactory, step_of
-from poplar.zero.optimizers.optimizer_class import OptimizerClass, optimizer_classes, settings_in
+from poplar.zero.optimizers.optimizer_class import OptimizerClass, optimizer_classes
 from poplar.zero.stages.replicated import Replicated
 from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.stages.sharded_optimizer import ShardedOptimizer
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 from poplar.zero.stages.strategy import Layouts, Strategy
 from poplar.zero.steps.nonfinite import OnNonFinite
+from poplar.zero.steps.step_settings import settings_in
 from poplar.zero.unit import (
     Cut,
     Member,

@@ -30,8 +30,9 @@ from torch import Tensor
 
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.optimizers.flat_adamw import FlatAdamW
-from poplar.zero.optimizers.optimizer_class import OptimizerClass, settings_in
+from poplar.zero.optimizers.optimizer_class import OptimizerClass
 from poplar.zero.optimizers.state_values import StateLayouts, copy_value, fill_state, taken_apart
+from poplar.zero.steps.step_settings import settings_in
 from poplar.zero.streams import HostCopies
 
 if TYPE_CHECKING:

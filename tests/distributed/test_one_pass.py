@@ -145,9 +145,9 @@ def operators_of_update(stage: int, blocks: int) -> tuple[int, Counter[str], Cou
     whole, of_update = Operators(), Operators()
     step = optimizer._training.update.step
 
-    def counted_step(*arguments: Any) -> None:
+    def counted_step(*arguments: Any, **options: Any) -> None:
         with of_update:
-            step(*arguments)
+            step(*arguments, **options)
 
     optimizer.train_step(lambda m, b: m(b).square().sum(), batch)
     with mock.patch.object(optimizer._training.update, "step", counted_step), whole:

@@ -59,7 +59,7 @@ def test_checksum_is_of_all_that_was_written(tmp_path):
 
 def test_little_is_written_that_is_not_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(data_file, "_CHUNK", 1000)
-    monkeypatch.setattr(data_file, "_SYNC", 5000)
+    monkeypatch.setattr(data_file, "SYNC_BYTES", 5000)
     sizes = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
     _, file = write(tmp_path, {"a": WHOLE, "b": WHOLE})

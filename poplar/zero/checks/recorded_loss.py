@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from poplar.data import pytree
 from poplar.zero.engine_hooks import forwards_refused
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
-from poplar.zero.model_hook import in_backward
+from poplar.zero.passes.collective_pass import in_backward
 
 _HALF = (torch.float16, torch.bfloat16)
 _PROBED = 4096

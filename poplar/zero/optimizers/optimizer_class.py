@@ -20,16 +20,12 @@ from poplar.zero.optimizers.granularity import (
     granularity_of,
     problem_with,
 )
+from poplar.zero.steps.step_settings import settings_in
 
 Groups = Sequence[dict[str, Any]]
 _OF_POPLAR = ("optimizer_class", "granularity")
 """Keys of a param group with a class of its own that are no settings of the class."""
 _IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
-
-
-def settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a param group: all but its parameters and their names."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

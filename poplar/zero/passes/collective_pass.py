@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import OutOfOrder
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.model_hook import in_backward
 from poplar.zero.passes.collective_order import CollectiveOrder, Slot, SlotKind
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -61,6 +61,11 @@ class PassSettings(NamedTuple):
     """Gradients are reduced in this pass."""
     weight: float
     """Factor for this rank's gradients."""
+
+
+def in_backward() -> bool:
+    """Whether autograd is running, so that a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class CollectivePass(ABC):

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poplar.zero.optimizers.optimizer_class import settings_in
-
 UPDATES = "the number of updates since the last load"
 
 _BITS = (1 << 52) - 1
@@ -22,6 +20,11 @@ _BITS = (1 << 52) - 1
 _ODD = 0x1E3779B97F4A7C15
 _NONE, _NAN, _TENSOR, _OTHER = 0x5A17, 0x5A18, 0x5A19, 0x5A1A
 """Numbers for values without a number of their own."""
+
+
+def settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a param group: all but its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 class StepSettings:
