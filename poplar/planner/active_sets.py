@@ -22,6 +22,10 @@ from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
 
 MOST_SETS = 2048
 """Sets of active ranks whose bounds are compared; with more, whole hosts are left out."""
+_PARTS = 16
+"""Of more equal ranks than this, so many numbers are tried: neighbouring ones differ little."""
+_FEW = 4
+"""Of many equal ranks, so many may also be left out: they may be slower by what is called noise."""
 _HALVINGS = 30
 """Of the range of seconds in which ranks may have run all samples."""
 
@@ -51,9 +55,10 @@ def active_sets(
 ) -> Iterator[ActiveSet]:
     """Sets of ranks that may be active, by ascending bound, without the set of all ranks.
 
-    Of equal devices on a host, the fastest ones are active; if these are more than `MOST_SETS`
-    sets, all ranks of a host or none, of equal hosts the first ones. If these are still too many,
-    hosts are left out in the order of their samples per second over the seconds of their links.
+    Of equal devices on a host, the fastest ones are active, of many some numbers of them
+    (`_counts`). If these are more than `MOST_SETS` sets, all ranks of a host are active or none, of
+    equal hosts the first ones. If these are still too many, hosts are left out in the order of
+    their samples per second over the seconds of their links.
 
     Args:
         cluster: all ranks.
@@ -245,21 +250,29 @@ def _sets(
         hosts[names[rank]].append(rank)
         alike[names[rank], of_rank[rank]].append([rank])
     chains = list(alike.values())
-    if math.prod(len(chain) + 1 for chain in chains) > MOST_SETS:
+    if math.prod(len(_counts(len(chain))) for chain in chains) > MOST_SETS:
         equal_hosts = defaultdict(list)
         for ranks in hosts.values():
             equal_hosts[tuple(of_rank[rank] for rank in ranks)].append(ranks)
         chains = list(equal_hosts.values())
-    if math.prod(len(chain) + 1 for chain in chains) > MOST_SETS:
+    if math.prod(len(_counts(len(chain))) for chain in chains) > MOST_SETS:
         slowest = cluster.network.send_seconds_per_byte
 
         def value(ranks: Sequence[int]) -> float:
             return math.fsum(rates[r] for r in ranks) / (max(slowest[r] for r in ranks) or 1.0)
 
         chains = [sorted(hosts.values(), key=value, reverse=True)]
-    for counts in product(*(range(len(chain) + 1) for chain in chains)):
+    for counts in product(*(_counts(len(chain)) for chain in chains)):
         firsts = (chain[:count] for chain, count in zip(chains, counts, strict=True))
         yield [rank for first in firsts for ranks in first for rank in ranks]
+
+
+def _counts(blocks: int) -> Sequence[int]:
+    """How many of these blocks may be active: with many, all but a few, and parts of them."""
+    if blocks <= _PARTS:
+        return range(blocks + 1)
+    parts = {round(blocks * part / _PARTS) for part in range(_PARTS + 1)}
+    return sorted({*parts, *range(blocks - _FEW, blocks)})
 
 
 def _least_seconds(network: NetworkProfile, some: Sequence[int], ranks: int) -> tuple[float, float]:

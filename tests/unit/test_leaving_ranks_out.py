@@ -218,6 +218,16 @@ def test_of_all_sets_only_the_plans_that_are_returned_are_described(monkeypatch)
     assert sorted(described, key=id) == sorted(plans, key=id)
 
 
+def test_of_many_equal_ranks_a_few_or_parts_are_left_out():
+    cluster = flat_cluster((1.0,) * 100, (0.01,) * 100)
+    limits = {"global_batch": 400, "max_micro_batch": 16, "may_factor": False}
+    sets = active_sets(cluster, [range(100)], ALL_STAGES, **limits)
+    numbers = sorted(len(active.left_out) for active in sets)
+    assert numbers[:6] == [1, 2, 3, 4, 6, 12]
+    assert len(numbers) == 19
+    assert numbers[-1] == 94
+
+
 def test_a_rank_behind_a_slow_link_is_left_out_and_the_explanation_says_why():
     cluster = flat_cluster((4.0, 4.0, 2.0), (0.01, 0.01, 30.0))
     plan = search(cluster, global_batch=12)
