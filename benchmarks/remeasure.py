@@ -115,8 +115,8 @@ SAVED = (
         ),
         "train.py --clusters 2:1@1G 2:1:1@1G 4:2:1@1G --stages 0 2 --policies exact int8 int4 "
         "--peers ddp --samples 8 --steps 15 --no-memory --no-parts",
-        "train.py --clusters 2:1@100M --stages 0 --policies exact int8 int4 --peers ddp --samples 8 "
-        "--steps 5 --no-memory --no-parts --model vgg",
+        "train.py --clusters 2:1@100M --stages 0 --policies exact int8 int4 --peers ddp "
+        "--samples 8 --steps 5 --no-memory --no-parts --model vgg",
     )),
     Saved("per_tensor_measured.jsonl", ("poplar/programmes", *STEP, *PLAN), 3.0, tuple(
         "train.py --quick --no-memory --no-parts --stages 0 1 --peers ddp deepspeed "
