@@ -94,11 +94,8 @@ def _save(
         if sharded:  # an old index must not name old and new files
             on_all_ranks(lambda: (path / INDEX).unlink(missing_ok=True) if rank == 0 else None)
         on_all_ranks(lambda: writer.publish() if writer else None)
-    except TimeoutError:
-        writer = None  # a thread still has the file, and to close it could wait for ever
-        raise
     finally:
-        if writer is not None:
+        if writer is not None and not writer.is_busy:
             writer.discard()
     if sharded:
         on_all_ranks(lambda: write_index(path, files) if rank == 0 else None)
@@ -213,11 +210,16 @@ def _write_sharded(engine: Engine, catalog: Catalog, owners: Owners, writer: Wri
 
 def _finish(writer: Writer | None, catalog: Catalog) -> None:
     """Write what is not sharded, and bring the file to the disk. Local."""
-    if writer is not None:
+    if writer is None:
+        return
+    writer.is_busy = True
+    try:
         for name in list(writer.unwritten):
             writer.write(name, catalog.tensors[name].detach())
             writer.sync_if_due()
         writer.finish()
+    finally:
+        writer.is_busy = False
 
 
 def write_index(folder: Path, files: Files) -> None:
@@ -269,6 +271,8 @@ class Writer:
         self.unwritten = set(self._places)
         self._file: BinaryIO | None = None
         self._unsynced = 0
+        self.is_busy = False
+        """Another thread writes, which may hang: to close the file could then wait for ever."""
         try:
             self._file = self._aside.open("wb")
             self._file.write(header)

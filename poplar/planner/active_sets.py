@@ -18,6 +18,7 @@ from poplar.planner.collective_costs import rate_seconds
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.encoded_costs import least_ratios
 from poplar.planner.recomputed_curves import recomputing
+from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS
 from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
 
 MOST_SETS = 2048
@@ -122,9 +123,14 @@ class _Bounds:
                 least_ratios(cluster), measured, rate_seconds(network), strict=True
             )
         )
-        units = frozenset(range(len(model.unit_numels)))
+        units = range(len(model.unit_numels))
         self._costs = [
-            StageCosts(cluster, stage, units if stage == 3 else frozenset()) for stage in stages
+            StageCosts(
+                cluster,
+                stage,
+                frozenset(units if stage >= FIRST_STAGE_SHARDING_PARAMETERS else ()),
+            )
+            for stage in stages
         ]
         """With all units persistent, which takes the fewest all-gathers."""
 

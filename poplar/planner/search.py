@@ -153,7 +153,8 @@ def alternatives(
         may_recompute=policy == "exact" and recompute == "auto",
         may_host=policy == "exact" and host_state == "auto",
     )
-    wanted = cluster.observed_stages or ALL_STAGES if stages is None else _checked_stages(stages)
+    observed = cluster.observed_stages or ALL_STAGES
+    wanted = _checked_stages(observed if stages is None else stages)
     may_factor = policy == "exact" and factored == "auto"
 
     def sending(given: Precision | Communication) -> tuple[Plan, ...]:

@@ -483,7 +483,7 @@ class ClusterProfile(Document):
     """Part of a pass that the backward takes."""
     memory_reserve: Fraction = MEMORY_RESERVE
     """Part of each rank's memory that a plan leaves free, for fragmentation."""
-    observed_stages: tuple[Stage, ...] = ()
+    observed_stages: Annotated[tuple[Stage, ...], ALL_DIFFERENT] = ()
     """ZeRO stages of the steps that ran; empty: none ran. Steps of other stages are predicted
     without what only a step shows, so they look faster."""
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)

@@ -710,22 +710,33 @@ def test_a_load_waits_as_long_as_a_rank_reads(ranks: Pool, saved: Path, reads: b
         assert all("rank 0 has read and written nothing for 2 s" in one.message for one in failures)
 
 
-def save_model_slowly(path: str, writes: bool) -> list[harness.Failure]:
-    """Rank 0 needs longer for its file than the deadline of collectives, with writes or without."""
-    write, begun = Writer.write, time.monotonic()
+def save_model_slowly(path: str, writes: bool) -> tuple[list[harness.Failure], bool]:
+    """Rank 0 needs longer for its file than the deadline of collectives, with writes or without.
+
+    Also whether the file was closed while a thread wrote it.
+    """
+    write, discard, begun = Writer.write, Writer.discard, time.monotonic()
+    inside, closed = [False], [False]
 
     def slow(writer: Writer, name: str, values: torch.Tensor) -> None:
+        inside[0] = True
         while time.monotonic() < begun + 5.0:
             if writes:
                 with Path("/dev/null").open("wb") as nothing:
                     nothing.write(bytes(1 << 20))
             time.sleep(0.05)
         write(writer, name, values)
+        inside[0] = False
+
+    def discarded(writer: Writer) -> None:
+        closed[0] = inside[0]
+        discard(writer)
 
     _, optimizer = build(replace(TWO, stage=1), timeout=timedelta(seconds=2))
-    with mock.patch.object(Writer, "write", slow), harness.catching() as caught:
+    changed = mock.patch.multiple(Writer, write=slow, discard=discarded)
+    with changed, harness.catching() as caught:
         optimizer.save_model(path)
-    return caught
+    return caught, closed[0]
 
 
 @pytest.mark.parametrize("writes", [True, False])
@@ -733,7 +744,8 @@ def test_saving_a_model_waits_as_long_as_a_rank_writes(
     ranks: Pool, tmp_path: Path, writes: bool
 ) -> None:
     path = tmp_path / "model.safetensors"
-    for failures in ranks.run(save_model_slowly, str(path), writes, ranks=2):
+    for failures, was_closed in ranks.run(save_model_slowly, str(path), writes, ranks=2):
         assert len(failures) == (not writes)
         assert all("rank 0 has read and written nothing" in one.message for one in failures)
+        assert not was_closed
     assert path.exists() == writes

@@ -140,8 +140,10 @@ def with_recomputation(draw: random.Random, one: DeviceProfile) -> DeviceProfile
     )
 
 
-def with_residuals_and_linear_layers(draw: random.Random, cluster: ClusterProfile):
-    """Residuals are often negative: then communication costs less than its seconds."""
+def hard_to_bound(draw: random.Random, cluster: ClusterProfile):
+    """The cluster with steps in its curves, recomputation, linear layers and residuals. These are
+    often negative: then communication costs less than its seconds.
+    """
 
     def residuals() -> tuple[float, ...]:
         return tuple(draw.choice((0.0, -0.2, 0.2, -2.0)) for _ in range(4))
@@ -179,7 +181,7 @@ def test_the_bound_of_a_set_is_below_its_fastest_plan(seed):
     draw = random.Random(seed)
     cluster = draw.choice((random_flat_cluster, random_hosts))(draw)
     may_factor = draw.random() < 0.5
-    cluster = with_residuals_and_linear_layers(draw, cluster)
+    cluster = hard_to_bound(draw, cluster)
     groups = [group.ranks for group in device_groups(cluster)]
     limits = {"global_batch": 12, "max_micro_batch": 12}
     sets = list(active_sets(cluster, groups, ALL_STAGES, **limits, may_factor=may_factor))
@@ -200,7 +202,7 @@ def test_the_bound_of_a_set_is_below_its_fastest_plan(seed):
 def test_search_finds_the_first_of_the_alternatives(seed):
     draw = random.Random(seed)
     cluster = draw.choice((random_flat_cluster, random_hosts))(draw)
-    cluster = with_residuals_and_linear_layers(draw, cluster)
+    cluster = hard_to_bound(draw, cluster)
     request = {"global_batch": 12, "preference": draw.choice((0.0, 0.02, 0.3))}
     assert search(cluster, **request) == alternatives(cluster, **request)[0]
 
