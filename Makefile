@@ -112,10 +112,11 @@ $(VENV)/.poplar-peers: $(VENV)/.poplar-built
 	@touch $@
 
 .PHONY: lint
-lint: setup ## Check style and types: ruff, mypy (strict, on poplar/), clang-format
+lint: setup ## Check style and types: ruff, mypy (strict, on poplar/), clang-format; and which rows are called current
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/integration/test_saved_rows.py
 	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \
 	  | xargs $(BIN)/clang-format --dry-run -Werror
 

@@ -186,8 +186,8 @@ def is_known(measured: str) -> bool:
 
 
 def is_same(measured: str, path: str) -> bool:
-    """Whether a path has the content that it had at a commit."""
-    return _git("diff", "--quiet", measured, "HEAD", "--", path)
+    """Whether a path has the content that it had at a commit, changes not committed included."""
+    return _git("diff", "--quiet", measured, "--", path)
 
 
 def _git(*command: str) -> bool:

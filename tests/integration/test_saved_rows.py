@@ -69,14 +69,23 @@ def test_the_page_calls_no_rows_current_whose_code_has_changed(saved):
         assert not saved.changed(), "python benchmarks/remeasure.py --markdown writes the page"
 
 
-def test_code_that_has_changed_since_a_commit_is_found():
-    if git("rev-parse", "--is-shallow-repository") != "false" or not git("rev-parse", "HEAD~1"):
-        pytest.skip("no history")
-    assert is_known("HEAD~1")
+def test_code_that_has_changed_since_a_commit_is_found_before_it_is_committed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(remeasure, "ROOT", tmp_path)
+    code = tmp_path / "code.py"
+    code.write_text("one")
+    for command in (
+        ["init", "--quiet"],
+        ["add", "code.py"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "code"],
+    ):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    assert is_known("HEAD")
     assert not is_known("0000000")
-    changed = git("diff", "--name-only", "HEAD~1", "HEAD").splitlines()
-    assert not any(is_same("HEAD~1", path) for path in changed)
-    assert all(is_same("HEAD", path) for path in changed)
+    assert is_same("HEAD", "code.py")
+    code.write_text("two")
+    assert not is_same("HEAD", "code.py")
 
 
 def test_commands_that_have_ended_are_not_run_again(tmp_path, monkeypatch):
