@@ -116,7 +116,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         stage: ZeRO stage 0, 1, 2 or 3; only without a plan.
         params: parameters or param groups of the model, as for `torch.optim`; default: all that
             require a gradient.
-        process_group: default WORLD; NCCL for CUDA, gloo for CPU.
+        process_group: default WORLD; NCCL for CUDA, gloo for CPU. Optimizers that share one share
+            its failures: a failed collective closes the connections for all of them.
         units: module names, modules or module classes that form the units. Default: repeated
             blocks; all other parameters form the root unit.
         compute_dtype: dtype of the parameters in forward and backward; master values stay fp32.

@@ -41,6 +41,10 @@ _ADVICE = (
 # Every optimizer makes a group of its own, and may split it.
 _GROUP_COUNTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
+# Why the connections of a process group were closed, for all groups on it: gloo and NCCL cannot
+# cancel a single message or collective.
+_CLOSED: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
 
 class Event(Protocol):
     """An event of a device's stream, as `torch.cuda.Event`."""
@@ -212,9 +216,13 @@ class Group:
         if self.failures:
             return self.failures[0]
         ranks, reason = [self.names[peer] for peer in peers], first_line(cause)
-        if self.reports is not None:
-            ranks, reason = self.reports.diagnose(ranks, reason, what)
-        failure = self._timeout(what, ranks, reason)
+        closed = [_CLOSED[used] for used in self._connections() if used in _CLOSED]
+        if closed and isinstance(cause, RuntimeError) and not self.sees_failure:
+            failure = self._failure_of_another(closed[0])
+        else:
+            if self.reports is not None:
+                ranks, reason = self.reports.diagnose(ranks, reason, what)
+            failure = self._timeout(what, ranks, reason)
         self.report(str(failure))
         self.note_failure(failure)
         self.abort_device_collectives()
@@ -224,6 +232,29 @@ class Group:
         """Refuse all later collectives, for this reason. Another group may be made instead."""
         self.failures.append(failure)
         self.subgroups.close()
+
+    def _connections(self) -> set[dist.ProcessGroup]:
+        """The process groups whose connections `abort` closes."""
+        on_host = {group for group in self.on_abort if isinstance(group, dist.ProcessGroup)}
+        return on_host | self._device_groups()
+
+    def _device_groups(self) -> set[dist.ProcessGroup]:
+        """The process groups that may have work pending on devices."""
+        return {self.process_group, *self.subgroups} if self.has_device_backend else set()
+
+    def _note_closed(self, groups: set[dist.ProcessGroup]) -> None:
+        reason = str(self.failures[0]) if self.failures else "another rank reported a failure"
+        for group in groups:
+            _CLOSED.setdefault(group, reason)
+
+    def _failure_of_another(self, reason: str) -> CollectiveTimeout:
+        return CollectiveTimeout(
+            f"rank {self.name}: another optimizer or call on the same process group failed, which "
+            "closed the connections that they share. Initialize torch.distributed again, or "
+            "restart from a checkpoint. Optimizers that should outlive each other's failures each "
+            "need process_group=torch.distributed.new_group(...). The other one's error: "
+            f"{reason}"
+        )
 
     def abort(self, reason: str) -> None:
         """Call if this rank fails in a way that the others cannot survive; they raise `reason`."""
@@ -235,12 +266,14 @@ class Group:
             self.abort_device_collectives()
         for stop in list(self.on_abort.values()):
             stop()
+        self._note_closed(self._connections())
 
     def check(self) -> None:
         """Call before a collective is issued and before a result of the device is used.
 
         Raises:
-            CollectiveTimeout: an earlier collective did not finish, on any rank.
+            CollectiveTimeout: an earlier collective did not finish, on any rank, or another group
+                has failed that shares the connections.
             RuntimeError: in a process that was forked from a rank.
         """
         check_process(self._process, self.name)
@@ -254,6 +287,8 @@ class Group:
             )
         if self.sees_failure:
             raise self.fail("a collective", self.peers(), "another rank reported a failure")
+        if self.process_group in _CLOSED and self.process_group in self._connections():
+            raise self._failure_of_another(_CLOSED[self.process_group])
 
     @property
     def sees_failure(self) -> bool:
@@ -280,9 +315,8 @@ class Group:
 
         NCCL may need all communicators of a device to be aborted at the same time.
         """
-        if not self.has_device_backend:
-            return
-        groups = {self.process_group, *self.subgroups}
+        groups = self._device_groups()
+        self._note_closed(groups)
         threads = [
             threading.Thread(target=_abort, args=(group, set(self.devices)), daemon=True)
             for group in groups

@@ -56,24 +56,28 @@ def calls(folder: str) -> Calls:
     }
 
 
+def trained(group: dist.ProcessGroup, stage: int, transport: str) -> HeteroZeroOptimizer:
+    """The optimizer of a new model, after a step."""
+    optimizer = HeteroZeroOptimizer(
+        nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)),
+        torch.optim.SGD,
+        stage=stage,
+        lr=0.1,
+        process_group=group,
+        communicator=transport,
+        timeout=TIMEOUT,
+    )
+    optimizer.train_step(loss_of, torch.ones(2, 16))
+    return optimizer
+
+
 def make_different_calls(
     stage: int, transport: str, pairs: list[tuple[str, str]], folder: str
 ) -> list[Failure | None]:
     """The error of this rank for each pair of calls."""
     found: list[Failure | None] = []
     for ours, theirs in pairs:
-        group = dist.new_group(list(range(harness.WORLD)))
-        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        optimizer = HeteroZeroOptimizer(
-            model,
-            torch.optim.SGD,
-            stage=stage,
-            lr=0.1,
-            process_group=group,
-            communicator=transport,
-            timeout=TIMEOUT,
-        )
-        optimizer.train_step(loss_of, torch.ones(2, 16))
+        optimizer = trained(dist.new_group(list(range(harness.WORLD))), stage, transport)
         harness.note(f"{ours} and {theirs}")
         with harness.catching() as caught:
             calls(folder)[theirs if harness.rank() == OTHER else ours](optimizer)
@@ -101,3 +105,28 @@ def test_different_calls_raise_on_all_ranks(
             if not ok or not all(name in failure.message for name in names):
                 wrong.append((ours, theirs, rank, failure and failure.message[:400]))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def train_beside_a_failure(transport: str, is_shared: bool) -> str:
+    """The error of an optimizer's step after another optimizer has failed; empty: none."""
+    groups = [dist.new_group(list(range(harness.WORLD))) for _ in range(2 - is_shared)]
+    failing, other = (trained(group, 2, transport) for group in (groups[0], groups[-1]))
+    with harness.catching():
+        (failing.release if harness.rank() == OTHER else failing.full_state_dict)()
+    with harness.catching() as caught:
+        other.train_step(loss_of, torch.ones(2, 16))
+    return caught[0].message if caught else ""
+
+
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+def test_an_optimizer_with_a_process_group_of_its_own_survives_another_one(
+    ranks: Pool, transport: str
+) -> None:
+    assert not any(ranks.run(train_beside_a_failure, transport, False))
+
+
+def test_an_optimizer_names_the_one_that_closed_their_connections(ranks: Pool) -> None:
+    for message in ranks.run(train_beside_a_failure, "process_group", True):
+        assert "another optimizer or call on the same process group failed" in message
+        assert "process_group=torch.distributed.new_group" in message
+        assert "the ranks are in different calls" in message

@@ -71,6 +71,16 @@ def wait_until(condition: Callable[[], Any]) -> bool:
     return bool(condition())
 
 
+def test_a_group_uses_no_process_group_that_another_group_has_aborted(groups: list[Group]) -> None:
+    failing = groups[0]
+    other = replace(failing, failures=[], in_flight={}, on_abort={}, reports=None)
+    other.__dict__["rank"] = 0
+    other.check()
+    failing.abort("rank 0 failed")
+    with pytest.raises(CollectiveTimeout, match=r"another optimizer .* failed.*rank 0 failed"):
+        other.check()
+
+
 def aborts(group: Group) -> int:
     process_group: Any = group.process_group
     return int(process_group.aborts)
