@@ -9,7 +9,7 @@ import errno
 import io
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from poplar.values.formatting import format_bytes
 
 START = 64
 """The first byte after the mark; tensors start at multiples of it."""
+_ROOM = 1 << 20
+"""Bytes at most by which values may grow, such as lists, before a file is mapped again."""
 
 
 class Mark(NamedTuple):
@@ -138,9 +140,9 @@ class ShardFile:
 
 
 def write_shard(
-    files: tuple[ShardFile, ShardFile], step: int, ranks: int, description: Description
+    files: Sequence[ShardFile], step: int, ranks: int, description: Description
 ) -> None:
-    """Write a step into the first file; the second one gets room for the next step.
+    """Write a step into the first file; a second one gets room for the next step.
 
     Args:
         ranks: as in `Mark`.
@@ -163,7 +165,7 @@ def write_shard(
     mark = Mark(step, ranks, end, end + pickled.tell())
     for file in files:
         if file.bytes.numel() < mark.end:
-            file.reserve(mark.end + pickled.tell())
+            file.reserve(mark.end + min(pickled.tell(), _ROOM))
     file = files[0]
     file.begin()
     for at, part in copies:

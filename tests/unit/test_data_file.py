@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import resource
+import tracemalloc
 from contextlib import contextmanager
 
 import pytest
@@ -55,6 +56,19 @@ def test_checksum_is_of_all_that_was_written(tmp_path):
     assert checksum(tmp_path, file.path.name) != file.written
     with pytest.raises(DamagedCheckpoint, match="missing"):
         checksum(tmp_path, "other")
+
+
+def test_a_copy_of_the_model_in_state_is_not_copied_to_memory(tmp_path):
+    average = {f"weight{number}": torch.zeros(1 << 20) for number in range(4)}
+    write(tmp_path, {})
+    (tmp_path / "__0_0.distcp").unlink()
+    tracemalloc.start()
+    try:
+        places, _ = write(tmp_path, {"average": average})
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert places["average"][1] > 4 << 22
 
 
 def test_little_is_written_that_is_not_on_the_disk(tmp_path, monkeypatch):

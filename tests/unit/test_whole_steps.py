@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from poplar.comm.host_topology import Hosts
 from poplar.elastic import agent_folder
 from poplar.elastic.memory_checkpoints import MemoryCheckpoints, holders_of
 from poplar.elastic.memory_state import Found, Whole, find, newest_whole, path_of
-from poplar.elastic.shard_file import START, Mark, ShardFile
+from poplar.elastic.shard_file import START, Description, Mark, ShardFile, write_shard
 
 
 def found(slot: str, owner: int, step: int, ranks: int = 2) -> Found:
@@ -69,6 +70,14 @@ def test_room_is_reserved_before_anything_is_written(tmp_path: Path):
         pytest.raises(OSError, match=r"takes 2.0 MiB, but .* are free; make /dev/shm larger"),
     ):
         file.reserve(2 << 20)
+
+
+def test_two_files_take_twice_the_memory_of_large_values(tmp_path: Path):
+    manifest: Any = None
+    average = torch.zeros(2 << 20)
+    files = [ShardFile(tmp_path / name) for name in ("first", "second")]
+    write_shard(files, 1, 1, Description({}, {"average": average}, {}, {}, manifest))
+    assert sum(file.bytes.numel() for file in files) < 2.5 * average.nbytes
 
 
 class Driver:

@@ -99,9 +99,11 @@ class DataFile:
         """Write a tensor or another value as `FileSystemWriter` of torch does."""
         if isinstance(value, Tensor):
             tensor = value.detach().contiguous().resolve_conj().resolve_neg().cpu()
-            torch.save(with_own_storage(tensor), self)  # type: ignore[arg-type]  # it only writes
-        else:
-            self.write((value if isinstance(value, Pickled) else Pickled.of(value)).data)
+            value = with_own_storage(tensor)
+        if isinstance(value, Pickled):
+            self.write(value.data)
+        else:  # not via memory: it may have a copy of the model
+            torch.save(value, self)  # type: ignore[arg-type]  # it only writes
 
     def write(self, data: Any) -> int:
         """Write bytes; for `torch.save`, as `flush`."""
