@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,9 +110,17 @@ class MemoryCheckpoints:
         parts.reject_nonfinite(_SAVING)
         check_idle(parts, _SAVING)
         claim(self.folder, self, advice="give each of them another name=")
-        if self._slots is None or self._slots.changes != parts.changes_of_ranks:
-            self._slots = _Slots(parts, self.folder, self._spares)
-        self._slots.save(parts, checked_step(step), self._state)
+        self._slots_of(parts).save(parts, checked_step(step), self._state)
+
+    def _slots_of(self, parts: TrainingParts) -> _Slots:
+        """Those of the ranks that train now. Collective."""
+        last = self._slots
+        if last is not None and last.changes == parts.changes_of_ranks:
+            return last
+        self._slots = _Slots(parts, self.folder, self._spares)
+        if last is not None:
+            last.keep_last_step()
+        return self._slots
 
     def load_latest(self) -> int | None:
         """Load the newest step of which all parts are in memory on some host. Collective.
@@ -167,6 +175,8 @@ class _Slots:
         self.changes = parts.changes_of_ranks
         self._pinned = parts.engine.flats[0].device.type == "cuda"
         group, control = self.control.group, self.control
+        # Their memory is free before the second slot is written.
+        self._has_older = bool(files_in(folder))
         own = (*host_id(), str(folder)), uuid4().hex
         by_rank = control.exchange_objects(own, what=_SAVING)
         hosts, self._tag = Hosts.of([host for host, _ in by_rank]), by_rank[0][1]
@@ -177,6 +187,12 @@ class _Slots:
         self._files: dict[int, tuple[ShardFile, ShardFile]] = {}
         self._saves = 0
 
+    def keep_last_step(self) -> None:
+        """Free the slot that was not written last: all ranks have saved the last step. Local."""
+        for path in files_in(self._folder):
+            if path.name.startswith(f"{self._tag}-{self._saves % 2}-"):
+                path.unlink(missing_ok=True)
+
     @no_garbage_collection()
     def save(self, parts: TrainingParts, step: int, state: Mapping[str, Any]) -> None:
         """Save a step into the slot that was not written last. Collective."""
@@ -184,6 +200,7 @@ class _Slots:
         if self._saves == 1:  # once all ranks have saved a step, nothing older is needed
             self.control.exchange(torch.zeros(1, device="cpu"), what=_SAVING)()
             _remove(self._folder, but=self._tag)
+            self._has_older = False
         has_all = engine.strategy.replicates_state
         base = saves_base(engine.model, None)
         contents: dict[int, Content] = {}
@@ -205,7 +222,7 @@ class _Slots:
             entries, manifest = content.entries, manifest_of(parts, content, step)
             own = {**entries.values, f"{RANK}{owner}": by_rank[owner]}
             described = Description({}, own, entries.paths, entries.aliases, manifest)
-            write_shard(self._next_files(owner), step, self.control.group.size, described)
+            write_shard(self._reserved(owner), step, self.control.group.size, described)
         if self._has_spares and not has_all:
             self._send_spares()
         self._saves += 1
@@ -219,6 +236,10 @@ class _Slots:
         first, second = self._files[owner]
         return (second, first) if self._saves % 2 else (first, second)
 
+    def _reserved(self, owner: int) -> Sequence[ShardFile]:
+        """Those of `_next_files` that get memory now, so that too little of it shows early."""
+        return self._next_files(owner)[: 1 if self._has_older else 2]
+
     def _send_spares(self) -> None:
         """Copy what this rank has written to its holders. Collective."""
         own = self._next_files(self.control.group.rank)[0]
@@ -229,7 +250,7 @@ class _Slots:
         received = []
         for owner in self._held:
             mark = Mark(*marks[owner].tolist())
-            files = self._next_files(owner)
+            files = self._reserved(owner)
             for file in files:
                 file.reserve(mark.end)
             files[0].begin()
