@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from poplar.checkpoint.collection import no_garbage_collection
+from poplar.checkpoint.files.data_file import check_no_writer
 from poplar.checkpoint.files.manifest import Manifest
-from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name, remove
+from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name, data_files, remove
 from poplar.checkpoint.files.staging import Staging
 from poplar.checkpoint.frozen_base import base_of, description_of, saves_base
 from poplar.checkpoint.random_state import random_state
@@ -61,7 +62,7 @@ def save_checkpoint(
         frozen: frozen parameters are saved, too; default: unless adapters are saved alone.
 
     Raises:
-        FileExistsError: the folder exists.
+        FileExistsError: the folder exists, or another save is writing there.
         OSError, ValueError, RuntimeError: it cannot be saved, or a step is in progress.
         PoplarError: a trained parameter has values that are NaN or infinite.
         RankFailed: another rank failed. Nothing remains of the checkpoint.
@@ -237,6 +238,7 @@ def _make_folder(path: Path, replaces: bool) -> None:
             "a folder per step.)"
         )
     aside = aside_name(path)
+    check_no_writer(data_files(aside), aside)
     remove(aside)  # of a save that was interrupted
     aside.mkdir(parents=True)
 

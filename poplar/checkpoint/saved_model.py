@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from poplar.checkpoint.files.data_file import SYNC_BYTES
+from poplar.checkpoint.files.data_file import SYNC_BYTES, check_no_writer, lock
 from poplar.checkpoint.files.transfers import transfer_on_all_ranks
 from poplar.checkpoint.frozen_base import base_of, saves_base
 from poplar.comm import Control
@@ -274,7 +274,10 @@ class Writer:
         self.is_busy = False
         """Another thread writes, which may hang: to close the file could then wait for ever."""
         try:
-            self._file = self._aside.open("wb")
+            check_no_writer([self._aside], path.parent)
+            self._aside.unlink(missing_ok=True)
+            self._file = self._aside.open("xb")
+            lock(self._file)
             self._file.write(header)
         except OSError as error:
             self._error = error
@@ -310,7 +313,6 @@ class Writer:
         assert self._file is not None
         assert not self.unwritten, self.unwritten
         self._sync()
-        self._file.close()
 
     def _sync(self) -> None:
         assert self._file is not None
@@ -319,8 +321,11 @@ class Writer:
         self._unsynced = 0
 
     def publish(self) -> None:
-        """Give the finished file its name."""
+        """Give the finished file its name. It is locked until then."""
+        assert self._file is not None
         self._aside.replace(self._path)
+        self._file.close()
+        self._file = None
 
     def discard(self) -> None:
         """Remove the file unless it has been published."""

@@ -27,6 +27,7 @@ import ranks as harness
 import torch
 import torch.distributed as dist
 from ranks import Pool
+from safetensors.torch import load_file
 from subset import choose
 from test_checkpoints import build, content, train
 from test_materialization import values_of
@@ -419,6 +420,52 @@ def test_save_that_is_refused_removes_nothing(ranks: Pool, tmp_path: Path) -> No
         (tmp_path / name).mkdir()
     ranks.run(refuse_to_overwrite, str(tmp_path / "saved"), ranks=1)
     assert (tmp_path / "saved.incomplete").exists()
+
+
+def save_beside_another_program(folder: str) -> list[harness.Failure]:
+    """Step 1 is saved; step 2 is being saved by another program, and so is the model."""
+    _, optimizer = build(TWO)
+    manager = poplar.CheckpointManager(folder, optimizer)
+    manager.save(1)
+    failures: list[harness.Failure] = []
+    for save in (
+        lambda: manager.save(2),
+        lambda: poplar.save_checkpoint(f"{folder}/step-00000002", optimizer),
+        lambda: optimizer.save_model(f"{folder}/model.safetensors"),
+    ):
+        with harness.catching() as caught:
+            save()
+        failures.extend(caught)
+    return failures
+
+
+def save_alone(folder: str) -> None:
+    _, optimizer = build(TWO)
+    poplar.CheckpointManager(folder, optimizer).save(2)
+    optimizer.save_model(f"{folder}/model.safetensors")
+
+
+def test_files_that_another_program_writes_stay(ranks: Pool, tmp_path: Path) -> None:
+    aside = tmp_path / "step-00000002.incomplete"
+    aside.mkdir()
+    file = DataFile(aside / "__1_0.distcp", lambda: False)
+    file.write(b"a part")
+    values = torch.ones(4)
+    model = Writer(tmp_path / "model.safetensors", [("weight", values)], {})
+    model.write("weight", values)
+    model.finish()
+    by_rank = ranks.run(save_beside_another_program, str(tmp_path), ranks=2)
+    for number in range(3):
+        failures = [failures[number] for failures in by_rank]
+        assert_raised(failures, "another save is writing there now")
+    assert file.path.read_bytes() == b"a part"
+    model.publish()
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], values)
+    file.close()
+    ranks.run(save_alone, str(tmp_path), ranks=2)  # what is left is removed
+    names = ["model.safetensors", "step-00000001", "step-00000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert load_file(tmp_path / "model.safetensors").keys() != {"weight"}
 
 
 def fail_to_prune(folder: str) -> list[harness.Failure]:

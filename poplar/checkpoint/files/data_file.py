@@ -9,10 +9,10 @@ import contextlib
 import fcntl
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,8 +68,7 @@ class DataFile:
         self.path = path
         self._is_stopped = is_stopped
         self._file = path.open("xb", buffering=0)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until `close`: `has_writer`
+        lock(self._file)
         self._failure: Exception | None = None
         self._synced = 0
         self.written = Stored(0, 0)
@@ -150,14 +149,31 @@ def checksum(folder: Path, name: str) -> Stored:
     return Stored(length, crc)
 
 
-def has_writer(path: Path) -> bool:
-    """Whether a process of this host has not closed a `DataFile`; true where it is unknown."""
+def lock(file: IO[bytes]) -> None:
+    """Let `has_writer` see that this process writes a file until it closes it."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def has_writer(path: Path, *, if_unknown: bool) -> bool:
+    """Whether a process of this host has not closed a file that it has locked."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return if_unknown
     return False
+
+
+def check_no_writer(paths: Iterable[Path], folder: Path) -> None:
+    """Raise if another save writes one of these files, which are about to be replaced."""
+    if any(has_writer(path, if_unknown=False) for path in paths):
+        raise FileExistsError(
+            f"{folder}: another save is writing there now; give each program a folder of its own, "
+            "or save again when the other one has ended"
+        )
 
 
 def write_whole(path: Path, data: bytes) -> Stored:

@@ -268,6 +268,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def data_files(aside: Path) -> list[Path]:
+    """Those that ranks have begun to write."""
+    return list(aside.glob("*.distcp"))
+
+
 def aside_name(folder: Path) -> Path:
     """Where a checkpoint is while it is incomplete."""
     return folder.with_name(folder.name + ".incomplete")
@@ -292,7 +297,7 @@ def _wait_for(path: Path, rank: int, job: SaveJob, is_stopped: Callable[[], bool
     while not path.exists():
         if is_stopped():
             raise Cancelled
-        has_ended = rank in job.on_this_host and not has_writer(written_by)
+        has_ended = rank in job.on_this_host and not has_writer(written_by, if_unknown=True)
         if has_ended and not path.exists():  # it may have been written meanwhile
             raise RankFailed(
                 f"rank {job.names[rank]} has ended or failed before its part of the checkpoint was "
@@ -309,7 +314,7 @@ def _wait_for(path: Path, rank: int, job: SaveJob, is_stopped: Callable[[], bool
             )
         time.sleep(interval)
         interval = min(2 * interval, most)
-        written = sum(file.stat().st_size for file in job.aside.glob("*.distcp"))
+        written = sum(file.stat().st_size for file in data_files(job.aside))
         if written != progress:
             progress, since = written, time.monotonic()
         elif time.monotonic() - since > job.timeout_seconds:
