@@ -150,10 +150,10 @@ class Communicator(ABC):
         return CachedBytes()
 
     def trim(self) -> None:
-        """Return cached memory that is no longer needed to the system. Called between steps."""
+        """Return memory that is not in use to the system, unless memory is cached."""
 
     def end_step(self) -> None:
-        """Return shared memory that was not used since the last call, as of a layout of before."""
+        """Return memory that was not used since the last call, as of a layout of before."""
 
     def broadcast(self, data: Tensor, source: int, *, what: str) -> None:
         """Copy `data` of group rank `source` to every rank; returns when this rank has it."""

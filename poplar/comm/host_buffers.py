@@ -11,6 +11,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from poplar.comm.host_memory.segment import caches_memory
+
 HOST = torch.device("cpu")
 _Size = tuple[torch.dtype, int]
 
@@ -54,8 +56,12 @@ class HostBuffers:
         """Bytes of the buffers that are not in use."""
         return sum(buffer.nbytes for idle in self._idle.values() for buffer, _ in idle)
 
-    def trim(self, caches_memory: bool) -> None:
-        """Free the sizes that were not used since the last call, or all of them without caching."""
-        cached = self._used if caches_memory else set()
-        self._idle = {size: idle for size, idle in self._idle.items() if size in cached}
+    def trim(self) -> None:
+        """Free buffers that are not in use, unless memory is cached. Often called in a step."""
+        if not caches_memory():
+            self._idle.clear()
+
+    def release_unused(self) -> None:
+        """Free the sizes that were not used since the last call."""
+        self._idle = {size: idle for size, idle in self._idle.items() if size in self._used}
         self._used = set()

@@ -27,7 +27,6 @@ from poplar.comm.communicator import (
     own_slice,
 )
 from poplar.comm.group import Group
-from poplar.comm.host_memory.segment import caches_memory
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.comm.stream_work import StreamWork
 
@@ -91,7 +90,10 @@ class ProcessGroupCommunicator(Communicator):
         return CachedBytes(private=self.queue.buffers.idle_bytes())
 
     def trim(self) -> None:
-        self.queue.buffers.trim(caches_memory())
+        self.queue.buffers.trim()
+
+    def end_step(self) -> None:
+        self.queue.buffers.release_unused()
 
 
 def gather(

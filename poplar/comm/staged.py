@@ -21,7 +21,6 @@ from poplar import ops
 from poplar.comm.bucket import Bucket, Codec, Reduction
 from poplar.comm.communicator import CachedBytes, Communicator, Splits, Work, own_slice
 from poplar.comm.host_buffers import HostBuffers, record
-from poplar.comm.host_memory.segment import caches_memory
 from poplar.comm.shard_layout import Layout
 
 
@@ -94,10 +93,11 @@ class StagedCommunicator(Communicator):
         return own.plus(self._on_host.cached_bytes())
 
     def trim(self) -> None:
-        self._buffers.trim(caches_memory())
+        self._buffers.trim()
         self._on_host.trim()
 
     def end_step(self) -> None:
+        self._buffers.release_unused()
         self._on_host.end_step()
 
     def _copy_to_host(self, bucket: Bucket) -> Bucket:

@@ -96,8 +96,8 @@ class Collectives:
         first, taken = once(), [once()]
         while len(taken) < REPETITIONS and first + sum(taken) + taken[-1] < budget:
             taken.append(once())
-        for _ in range(2):  # `trim` keeps what was used since the last call
-            self.comm.trim()
+        for _ in range(2):  # `end_step` keeps what was used since the last call
+            self.comm.end_step()
         return median(taken)
 
     def both_seconds(self, shares: Sequence[float], budget: float) -> list[float]:

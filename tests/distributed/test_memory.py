@@ -219,6 +219,28 @@ def test_buckets_and_segments_do_not_grow_after_the_second_step(
             assert later.items() <= held[1].items()
 
 
+def keep_receive_buffers(run: Run) -> None:
+    model, optimizer = training.prepare(run)
+    pool = optimizer._training.engine.comm.queue.buffers
+    after: list[list[Tensor]] = []
+    for _ in range(4):
+        training.take_step(run, model, optimizer, 0)
+        after.append([buffer for idle in pool._idle.values() for buffer, _ in idle])
+    assert after[1]
+    for later in after[2:]:
+        assert {*map(id, later)} == {*map(id, after[1])}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_receive_buffers_on_the_host_are_used_again_in_the_next_step(
+    ranks: Pool, stage: int
+) -> None:
+    """New memory costs a page fault for each page, or is pinned page by page."""
+    plan = Plan.even(2, 4, 1, stage)
+    run = Run(Recipe(batches=(4,)), plan, engine={"communicator": "process_group"})
+    ranks.run(keep_receive_buffers, run, ranks=2)
+
+
 def shared_after_steps(plans: Sequence[Plan]) -> int:
     """Bytes of shared memory that this rank holds after steps under one plan after the other."""
     recipe, engine = (

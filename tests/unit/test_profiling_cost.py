@@ -87,7 +87,7 @@ class CountedCommunicator:
     def all_gather(self, data: Tensor, layout: Layout, **_: Any) -> Any:
         return self._count(layout)
 
-    def trim(self) -> None:
+    def end_step(self) -> None:
         pass
 
     def _count(self, layout: Layout) -> Any:

@@ -167,19 +167,22 @@ def test_the_host_waits_before_it_overwrites_what_the_device_reads() -> None:
     assert buffers.take(64, torch.bfloat16, CPU).dtype is torch.bfloat16
 
 
-def test_buffers_of_a_size_that_is_no_longer_used_are_freed() -> None:
+def test_buffers_of_a_size_that_is_no_longer_used_are_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     buffers = HostBuffers()
     small, large = (buffers.take(size, torch.float32, CPU) for size in (64, 128))
     buffers.put_back(small)
     buffers.put_back(large)
-    buffers.trim(caches_memory=True)
+    buffers.release_unused()
     small = buffers.take(64, torch.float32, CPU)
     buffers.put_back(small)
-    buffers.trim(caches_memory=True)
+    buffers.release_unused()
     assert buffers.take(64, torch.float32, CPU) is small
     assert buffers.take(128, torch.float32, CPU) is not large
     buffers.put_back(small)
-    buffers.trim(caches_memory=False)
+    monkeypatch.setenv("POPLAR_MEMORY_CACHE", "off")
+    buffers.trim()
     assert buffers.take(64, torch.float32, CPU) is not small
 
 

@@ -36,7 +36,7 @@ def test_default_device_does_not_affect_timing() -> None:
     """`torch.set_default_device("cuda")` must not move tensors of the control channel."""
     group = SimpleNamespace(rank=0, size=2)
     control = SimpleNamespace(exchange=lambda own, what: lambda: [own, own])
-    comm: Any = SimpleNamespace(group=group, trim=lambda: None)
+    comm: Any = SimpleNamespace(group=group, end_step=lambda: None)
     work: Any = SimpleNamespace(wait=lambda: 0.0)
     collectives = Collectives(session(group, control), comm, [64])
     torch.set_default_device("meta")  # reading a tensor on this device raises
@@ -47,20 +47,26 @@ def test_default_device_does_not_affect_timing() -> None:
     assert seconds >= 0.0
 
 
-def test_receive_buffers_are_cached_while_their_size_is_used() -> None:
+def test_receive_buffers_are_cached_while_their_size_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pool, size = HostBuffers(), (100, torch.float32, CPU)
     first = pool.take(*size)
     pool.put_back(first)
     assert pool.take(*size).data_ptr() == first.data_ptr()
     pool.put_back(first)
-    pool.trim(caches_memory=True)
-    assert pool.take(*size).data_ptr() == first.data_ptr(), "it was used since the last trim"
+    pool.release_unused()
+    assert pool.take(*size).data_ptr() == first.data_ptr(), "it was used since the last call"
     pool.put_back(first)
-    pool.trim(caches_memory=True)
-    pool.trim(caches_memory=True)
+    pool.release_unused()
+    for _ in range(3):  # as the beginning of a step does
+        pool.trim()
+    assert pool._idle
+    pool.release_unused()
     assert not pool._idle
     pool.put_back(pool.take(*size))
-    pool.trim(caches_memory=False)
+    monkeypatch.setenv("POPLAR_MEMORY_CACHE", "off")
+    pool.trim()
     assert not pool._idle
 
 

@@ -28,7 +28,6 @@ from poplar.comm.communicator import (
 from poplar.comm.group import Group
 from poplar.comm.hierarchy.within_host import ProcessGroupOfHost, SharedHostMemory, WithinHost, join
 from poplar.comm.host_memory.rendezvous import Rendezvous
-from poplar.comm.host_memory.segment import caches_memory
 from poplar.comm.host_topology import Hosts, Route
 from poplar.comm.process_group import all_to_all
 from poplar.comm.shard_layout import Layout
@@ -85,10 +84,11 @@ class HierarchicalCommunicator(Communicator):
 
     def trim(self) -> None:
         self._within.comm.trim()
-        self._between.buffers.trim(caches_memory())
+        self._between.buffers.trim()
 
     def end_step(self) -> None:
         self._within.comm.end_step()
+        self._between.buffers.release_unused()
 
     def reduce(self, reduction: Reduction) -> Work:
         bucket, out = reduction.bucket, reduction.out
