@@ -10,7 +10,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -391,14 +391,14 @@ class Tuner:
         one_turn = (TURN_STEPS[0] + 1) * sum(steps)
         running = list(plans[: CONTENDERS if one_turn <= seconds else CANDIDATES])
         trials = Trials(_noise(profile))
+        lacked: list[int] = []
         for turn in range(1, MOST_TURNS + 1):
             began = time.perf_counter()
             order = running if turn % 2 else running[::-1]  # so that no plan always runs last
-            short = self._add_turn(trials, profile, order, seconds, report)
+            lacked += self._add_turn(trials, profile, order, seconds, report)
             running = [plan for plan in running if trials.ran_last(plan)]
             if not running:
-                profile = _with_less_memory(profile, short)
-                running = [self._search(profile)[0]]
+                running = [self._search(_with_less_memory(profile, lacked))[0]]
                 if turn < TURNS:
                     continue
                 break
@@ -408,7 +408,7 @@ class Tuner:
             if self._seconds_left(ends - half_a_turn) <= 0.0:
                 break
             if turn <= TURNS - LEAST_TURNS:
-                running = self._with_newcomer(profile, trials, running)
+                running = self._with_newcomer(profile, trials, running, lacked)
             enough = LEAST_TURNS if len(running) == 1 else TURNS
             if all(trials.turns(p) >= enough and trials.error(p) <= SURE for p in running):
                 break
@@ -422,6 +422,8 @@ class Tuner:
         best, observations = _simplest(trials, running), trials.observations()
         profile = self._refined(profile, observations)
         profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
+        limited = _with_less_memory(profile, lacked)
+        profile = limited if fits(limited, best) else profile
         spread = trials.noise(best)
         if not self.session.asynchronous:  # else the seconds of passes are not known
             spread = max(spread, noise_of_speeds(profile, best, trials.each()))
@@ -453,12 +455,22 @@ class Tuner:
         return ranks
 
     def _with_newcomer(
-        self, profile: ClusterProfile, trials: Trials, running: list[Plan]
+        self,
+        profile: ClusterProfile,
+        trials: Trials,
+        running: list[Plan],
+        lacked: Sequence[int],
     ) -> list[Plan]:
-        """Adds the plan that a search on the observed speeds finds, if it promises to be faster."""
+        """Adds the plan that a search on the observed speeds finds, if it promises to be faster.
+
+        It leaves more memory free on ranks that have `lacked` memory in trials.
+        """
         observations = trials.observations()
         refined = self._refined(profile, observations)
-        found = self._search(refined)[0]
+        try:
+            found = self._search(_with_less_memory(refined, lacked))[0]
+        except NoPlanFits:  # those that run need what it leaves free
+            return running
         best = min(predict(refined, seen.plan).step_seconds for seen in observations)
         promised = predict(refined, found).step_seconds
         if trials.turns(found) or promised >= (1.0 - WORTH_A_TRIAL) * best:
@@ -544,8 +556,11 @@ def _simplest(trials: Trials, plans: Sequence[Plan]) -> Plan:
     return min([fastest, *close], key=complexity)
 
 
-def _with_less_memory(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
-    """Plans ran out of memory on these ranks, so more is held there than was measured."""
+def _with_less_memory(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
+    """Plans ran out of memory on these ranks, so more is held there than was measured.
+
+    A rank may be there several times, if it ran out of memory in several turns.
+    """
     return profile.with_devices(
         lambda device: replace(
             device, held_bytes=device.held_bytes + round(UNSEEN * device.memory_bytes)

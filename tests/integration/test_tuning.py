@@ -18,6 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
@@ -611,10 +612,12 @@ def test_fastest_measured_plan_wins_over_fastest_predicted_plan():
 
 
 class ShortBench(Bench):
-    """Plans run out of memory if they do not fit on the `true` cluster."""
+    """Plans run out of memory if they do not fit on the `true` cluster, or are of `short_stage`."""
+
+    short_stage: int | None = None
 
     def run_plan(self, plan: Plan, *, steps: int, report: Any) -> Observation:
-        if not fits(self.true, plan):
+        if plan.stage == self.short_stage or not fits(self.true, plan):
             raise OutOfMemoryInTrial(plan, [0])
         return super().run_plan(plan, steps=steps, report=report)
 
@@ -634,6 +637,38 @@ def test_plans_that_run_out_of_memory_are_replaced(missing):
     bench = ShortBench(profiled, true, [3])
     assert not fits(true, alternatives(profiled, global_batch=40, stages=(3,))[0])
     assert fits(true, bench.tune().plan)
+
+
+def test_a_plan_of_a_stage_that_ran_out_of_memory_joins_with_fewer_samples():
+    """A much slower stage, whose plan fits, does not win because it was the only one left."""
+    slow = with_step_seconds(known(), (0.0, 0.0, 0.0, 1.0))
+    first, *_, last = alternatives(slow, global_batch=40, stages=(1, 3))
+    assert (first.stage, last.stage) == (1, 3)
+    needed = [plan.prediction["memory_bytes"][0] for plan in (first, last)]
+    in_all = 1.0 - slow.memory_reserve
+    profiled = with_memory(slow, 0, 1.001 * needed[0] / in_all)
+    true = with_memory(slow, 0, sum(needed) / 2 / in_all)
+    assert fits(profiled, first)
+    assert not fits(true, first)
+    assert fits(true, last)
+    bench = ShortBench(profiled, true, [1, 3])
+    decided = bench.tune()
+    assert decided.plan.stage == 1
+    assert fits(decided.profile, decided.plan)
+    assert {plan.stage for plan in bench.tried} == {1, 3}
+
+
+def test_a_plan_that_runs_is_chosen_if_none_fits_in_less_memory():
+    """Less than the profile has, because another plan ran out of memory."""
+    with pytest.raises(NoPlanFits) as none_fits:
+        alternatives(with_memory(known(), 0, 1.0), global_batch=40, leave_out="never")
+    first, last, *_ = alternatives(known(), global_batch=40)
+    searches = mock.Mock(side_effect=[(first, last), *[none_fits.value] * 9])
+    bench = ShortBench(thorough(known()), known(), STAGES)
+    bench.short_stage = first.stage
+    with mock.patch.object(autotune, "alternatives", searches):
+        assert bench.tune(leave_out="never").plan == last
+    assert searches.call_count > 1
 
 
 def test_no_plan_is_chosen_if_all_run_out_of_memory():
