@@ -11,8 +11,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.profiler.batch_curves import time_again
@@ -30,6 +33,8 @@ from poplar.values.observation import Observation
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.zero.agreement import run_on_all_ranks
+
+T = TypeVar("T")
 
 WARM_UP_STEPS = 5
 """Steps that are not timed, at most: the first, and others while a rank compiles in them."""
@@ -49,15 +54,48 @@ class _Step(NamedTuple):
 
 
 class OutOfMemoryInTrial(PoplarError):
-    """Memory ran out on some ranks while a plan ran; raised on all ranks."""
+    """Memory ran out on some ranks in a trial; raised on all ranks."""
 
-    def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
-        """`ranks`: on which memory ran out."""
-        super().__init__(
-            f"{format_ranks(ranks)} ran out of memory in a step of stage {plan.stage} with "
-            f"micro-batches {plan.micro_batches}"
-        )
-        self.plan, self.ranks = plan, tuple(ranks)
+    def __init__(self, what: str, ranks: Sequence[int]) -> None:
+        """`ranks`: on which memory ran out in `what`."""
+        super().__init__(f"{format_ranks(ranks)} ran out of memory in {what}")
+        self.ranks = tuple(ranks)
+
+
+def run_trial(
+    run: Callable[[], T],
+    what: str,
+    exchange: Callable[[bool], Sequence[bool]],
+    device: torch.device,
+) -> T:
+    """The result of a trial on this rank. Collective.
+
+    Args:
+        what: the trial, in errors.
+        exchange: the values of all ranks. Collective.
+
+    Raises:
+        OutOfMemoryInTrial: on all ranks. What the trial held is freed.
+        Exception: whatever else `run` raised.
+    """
+    error: Exception | None = None
+    try:
+        result = run()
+    except Exception as caught:  # also on ranks that could not finish because of another one
+        if not is_agreed(caught):
+            raise  # the others may still be in a step
+        error = caught
+    short = exchange(error is not None and is_out_of_memory(error))
+    if any(short):
+        if error is not None:
+            free_failed_pass(error)
+        error = None  # its traceback holds functions, and they what they share with other functions
+        gc.collect()  # the engine is a reference cycle
+        free_cached_memory(device)
+        raise agreed(OutOfMemoryInTrial(what, [rank for rank, own in enumerate(short) if own]))
+    if error is not None:
+        raise error
+    return result
 
 
 def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Observation:
@@ -68,25 +106,13 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
         CollectiveTimeout: a rank was lost, or could not even complete a pass with the others.
     """
     report(f"steps at stage {plan.stage}")
-    error: Exception | None = None
-    own: list[_Step] = []
+    what = f"a step of stage {plan.stage} with micro-batches {plan.micro_batches}"
+    run = partial(_timed_steps, session, plan, steps)
     try:
-        own = _timed_steps(session, plan, steps)
-    except Exception as caught:  # also on ranks that could not finish because of another one
-        if not is_agreed(caught):
-            raise  # the others may still be in a step
-        error = caught
-    short = session.exchange(error is not None and is_out_of_memory(error))
-    if any(short):
-        if error is not None:
-            free_failed_pass(error)
-        error = None  # its traceback holds functions, and they what they share with other functions
-        gc.collect()  # the engine is a reference cycle
-        free_cached_memory(session.device)
+        own = run_trial(run, what, session.exchange, session.device)
+    except OutOfMemoryInTrial:
         session.on_all_ranks(lambda: put_back_on_meta(session), "a trial out of memory")
-        raise agreed(OutOfMemoryInTrial(plan, [rank for rank, own in enumerate(short) if own]))
-    if error is not None:
-        raise error
+        raise
     return _observation(plan, session.exchange(own))
 
 

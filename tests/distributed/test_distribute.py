@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import ranks as harness
 import torch
-from ranks import Pool
+from ranks import Failure, Pool, one_off
 from test_programme_training import (
     CLIP,
     EXPERTS,
@@ -34,10 +34,13 @@ from torch.nn import functional as F
 
 import poplar
 from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run import local_execution
 from poplar.programmes.run.distributed_training import DistributedTraining
+from poplar.programmes.run.execution import Execution
 from poplar.programmes.run.trials import Comparison, _Turn, compare
 from poplar.programmes.search.decision import ProgrammeDecision
 from poplar.values.communication import Communication
+from poplar.values.errors import CollectiveTimeout
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -290,6 +293,69 @@ def test_trials_leave_the_model_as_it_was(ranks: Pool, cache: Path) -> None:
         assert trials == 1
         assert (explained, by_programme) == outcomes[0][:2]
         close(results, expected)
+
+
+class Full(torch.autograd.Function):
+    """Runs out of memory in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def train_after_a_shortage(
+    cache: Path, programme: Programme, fault: str
+) -> tuple[str, bool, list[Any], int]:
+    """Rank 1 runs out of memory in its trial of the programme."""
+    real = local_execution.function
+
+    def function(name: str) -> Callable[..., Any]:
+        if harness.rank() != 1 or "gelu" not in name:
+            return real(name)
+        if fault == "backward":
+            return lambda x, *args, **kwargs: Full.apply(x)
+        return mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+
+    def execution(*args: Any) -> Execution:
+        with mock.patch.object(local_execution, "function", function):
+            return Execution(*args)
+
+    with mock.patch("poplar.programmes.run.programme_training.Execution", execution):
+        return train_found(cache, programme, None)
+
+
+def test_the_plan_trains_if_the_programme_runs_out_of_memory(ranks: Pool, cache: Path) -> None:
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
+    expected = train_in_one_process("mixture")["results"]
+    outcomes = ranks.run(train_after_a_shortage, cache, programme, "forward", ranks=2)
+    for explained, by_programme, results, _ in outcomes:
+        assert not by_programme
+        assert "because rank 1 ran out of memory in a trial of the programme" in explained
+        assert "2.00 times as fast as data parallelism" in explained
+        close(results, expected)
+
+
+def test_a_programme_out_of_memory_in_the_backward_says_what_to_do(cache: Path) -> None:
+    """Ranks that wait for it in the backward cannot go on."""
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
+    first, second = one_off(2, failing_after_a_shortage, cache, programme)
+    assert isinstance(first, Failure)
+    assert isinstance(second, Failure)
+    assert first.is_a(CollectiveTimeout)
+    assert "rank 1" in first.message
+    assert second.is_a(torch.OutOfMemoryError)
+    for failure in (first, second):
+        assert "call distribute(programme='never')" in failure.message
+
+
+def failing_after_a_shortage(cache: Path, programme: Programme) -> Failure | None:
+    with harness.catching() as caught:
+        train_after_a_shortage(cache, programme, "backward")
+    return caught[0] if caught else None
 
 
 def train_without_trials(cache: Path, programme: Programme) -> tuple[str, bool, list[Any], int]:

@@ -618,7 +618,7 @@ class ShortBench(Bench):
 
     def run_plan(self, plan: Plan, *, steps: int, report: Any) -> Observation:
         if plan.stage == self.short_stage or not fits(self.true, plan):
-            raise OutOfMemoryInTrial(plan, [0])
+            raise OutOfMemoryInTrial(str(plan), [0])
         return super().run_plan(plan, steps=steps, report=report)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from poplar.comm import Control, connect_control
 from poplar.profiler.progress import show_progress
+from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.distributed_training import DistributedTraining
@@ -53,7 +54,8 @@ def distribute(
     collectives move them in forward and backward. Parameters that are sharded in computation stay
     where they are; the others are trained at ZeRO stage 1. If the programme is predicted to be
     faster than the plan, which is data parallelism at any stage, both run some steps in turns, and
-    the training runs what was faster. The gradient is that of one device in both cases.
+    the training runs what was faster; the plan, if memory runs out in the programme. The gradient
+    is that of one device in both cases.
 
     A programme runs one pass per step, of whole global batches in the shapes of the example. It
     computes in the dtype of the model and sends everything exactly, whatever `communication` says;
@@ -134,14 +136,15 @@ def _training(job: DistributedJob, programme: Choice) -> DistributedTraining:
     if not job.verify:
         return by_programme(reason=text)
     seconds = TRIALS_PART * job.seconds
-    with show_progress(job.progress and job.group.rank == 0, seconds) as report:
-        measured = compare(
-            job,
-            Candidate("programme", by_programme, decision.step_seconds),
-            Candidate("plan", by_plan, decision.data_parallel_seconds),
-            seconds=seconds,
-            report=report,
-        )
+    candidates = (
+        Candidate("programme", by_programme, decision.step_seconds),
+        Candidate("plan", by_plan, decision.data_parallel_seconds),
+    )
+    try:
+        with show_progress(job.progress and job.group.rank == 0, seconds) as report:
+            measured = compare(job, *candidates, seconds=seconds, report=report)
+    except OutOfMemoryInTrial as short:
+        return by_plan(reason=f"data parallelism, because {short}. The programme was:\n{text}")
     is_faster, reason = _outcome(measured, text)
     return by_programme(reason=reason) if is_faster else by_plan(reason=reason)
 

@@ -91,6 +91,10 @@ class DistributedTraining:
         """Give the model its whole parameters back. Collective; the training ends."""
         self.optimizer.release()
 
+    def detach(self) -> None:
+        """Drop the model, with any values in its parameters, after a failure. Not collective."""
+        self.optimizer._training.detach()
+
     def sampler(self, length: int, **options: Any) -> HeteroBatchSampler:
         """A sampler that draws this rank's part of each global batch.
 

@@ -136,6 +136,10 @@ class DividedModel:
         for name in self._placements:
             parameter = self.parameters[name]
             parameter.data = self.whole(name, parameter.data)
+        self.detach()
+
+    def detach(self) -> None:
+        """Let the model run again, whatever its parameters hold."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -39,6 +39,11 @@ from poplar.zero.steps.step_result import StepResult
 
 LossPart = Callable[[list[Exception]], Tensor]
 
+_MORE_MEMORY = (
+    "A programme runs the whole global batch in one pass; data parallelism with smaller passes may "
+    "fit: call distribute(programme='never')"
+)
+
 
 def sampling_plan(programme: Programme, global_batch: int) -> Plan:
     """The samples and shares of the ranks under a programme: one pass, at stage 1."""
@@ -92,14 +97,18 @@ class ProgrammeTraining(DistributedTraining):
         self._name_of = {id(p): name for name, p in self._divided.parameters.items()}
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         own_dtype = dtypes.pop() if len(dtypes) == 1 else "auto"
-        super().__init__(
-            job,
-            sampling_plan(programme, job.global_batch),
-            reason=reason,
-            _local=self._divided.sharded,
-            on_out_of_memory="raise",
-            compute_dtype=own_dtype if job.compute_dtype == "auto" else job.compute_dtype,
-        )
+        try:
+            super().__init__(
+                job,
+                sampling_plan(programme, job.global_batch),
+                reason=reason,
+                _local=self._divided.sharded,
+                on_out_of_memory="raise",
+                compute_dtype=own_dtype if job.compute_dtype == "auto" else job.compute_dtype,
+            )
+        except Exception:
+            self._divided.detach()
+            raise
         self.programme: Programme = programme
 
     def train_step(self, batch: Any, *, max_norm: float | None = None) -> StepResult:
@@ -107,7 +116,12 @@ class ProgrammeTraining(DistributedTraining):
         samples = self.plan.samples(self._rank)
         given = self.optimizer._training, loss, loss.open
         take = partial(take_joint_step, *given, samples=samples, max_norm=max_norm)
-        result = self.optimizer.collective_calls.call("train_step()", take)
+        try:
+            result = self.optimizer.collective_calls.call("train_step()", take)
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.args = (f"{error}. {_MORE_MEMORY}",)
+            raise
         self._steps += 1
         return result
 
@@ -194,7 +208,8 @@ class ProgrammeTraining(DistributedTraining):
 
     def abort(self, error: Exception) -> None:
         """Make the collectives of the programme raise on the other ranks."""
-        self._comm.abort(f"rank {self._rank}: a pass of the programme failed: {error!r}")
+        advice = f". {_MORE_MEMORY}" if is_out_of_memory(error) else ""
+        self._comm.abort(f"rank {self._rank}: a pass of the programme failed: {error!r}{advice}")
 
     def _modes(self) -> tuple[bool, ...]:
         """The training flags of all modules, on which the graph depends."""
@@ -271,6 +286,10 @@ class ProgrammeTraining(DistributedTraining):
     def release(self) -> None:
         self.optimizer.release()
         self._divided.restore()
+
+    def detach(self) -> None:
+        super().detach()
+        self._divided.detach()
 
     def _sharded(self) -> list[tuple[int, str, nn.Parameter]]:
         """Number in the optimizer, name and value of parameters of which ranks have parts."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
 from poplar.profiler.progress import Report
-from poplar.profiler.trial_runs import take_turns
+from poplar.profiler.trial_runs import run_trial, take_turns
 from poplar.programmes.run.checked_export import are_close
 from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.distributed_training import DistributedTraining
@@ -63,13 +64,18 @@ def compare(
     Args:
         first, second: in the first turn they run in this order.
         seconds: time budget; the first turn always runs.
+
+    Raises:
+        OutOfMemoryInTrial: a rank ran out of memory in the first one, outside of the backward.
     """
     expected = first.step_seconds + second.step_seconds
     steps = min(max(int(seconds / TURNS / expected) - 1, STEPS[0]), STEPS[-1])
     copies = host_copies(job.model)
 
+    exchange = partial(job.control.exchange_objects, what="timing steps")
+
     def from_first_rank(value: float) -> float:
-        return job.control.exchange_objects(value, what="timing steps")[0]
+        return exchange(value)[0]
 
     turns: list[tuple[float, float]] = []
     difference = ""
@@ -78,8 +84,13 @@ def compare(
             taken = {}
             for candidate in (first, second)[:: -1 if turn % 2 else 1]:
                 report(f"steps of the {candidate.name}")
+                run = partial(_Turn.of, job, candidate, steps)
                 with parameters_restored(copies):
-                    taken[candidate.name] = _Turn.of(job, candidate, steps)
+                    taken[candidate.name] = (
+                        run_trial(run, f"a trial of the {first.name}", exchange, job.own_device)
+                        if candidate is first
+                        else run()
+                    )
             one, other = taken[first.name], taken[second.name]
             difference = difference or one.difference(other, (first.name, second.name))
             turns.append((one.seconds, other.seconds))
@@ -109,6 +120,14 @@ class _Turn(NamedTuple):
     def of(cls, job: DistributedJob, candidate: Candidate, steps: int) -> _Turn:
         """Run `steps` timed steps after one that is not timed. Collective."""
         training = candidate.build(reason="")
+        try:
+            return cls._of(job, training, steps)
+        except Exception:
+            training.detach()
+            raise
+
+    @classmethod
+    def _of(cls, job: DistributedJob, training: DistributedTraining, steps: int) -> _Turn:
         batch: Any = job.example_part(training.plan)
         first = training.train_step(batch, max_norm=_MAX_NORM)
         training._compares = False  # which later steps rarely do
