@@ -97,6 +97,8 @@ class Tuned:
     """The profile with the batch sizes that were measured, calibrated to the trials."""
     observations: tuple[Observation, ...]
     """The plans that ran, medians over their turns; empty if none ran."""
+    cast_to: torch.dtype | None = None
+    """Dtype that the engine casts the model to; None: it keeps the dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +241,8 @@ def tune_job(job: TuningJob, group: Group) -> Tuned:
     if job.max_batch is None and is_count(job.global_batch):
         # The next power of two: global batches that differ a little share a profile in the cache.
         job = replace(job, max_batch=1 << (job.global_batch - 1).bit_length())
-    return Tuner(CachedProfile(Profiler(job, group)), job).tune()
+    tuner = Tuner(CachedProfile(Profiler(job, group)), job)
+    return replace(tuner.tune(), cast_to=tuner.session.cast_to)
 
 
 def _warn_of_wrong_weight(session: Session) -> None:

@@ -14,6 +14,7 @@ import pytest
 import ranks as harness
 import torch
 from ranks import Failure, Pool, one_off
+from records import cluster as measured_cluster
 from test_programme_training import (
     CLIP,
     EXPERTS,
@@ -41,6 +42,7 @@ from poplar.programmes.run.trials import Comparison, _Turn, compare
 from poplar.programmes.search.decision import ProgrammeDecision
 from poplar.values.communication import Communication
 from poplar.values.errors import CollectiveTimeout
+from poplar.zero import setup
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -132,6 +134,24 @@ def test_models_without_a_programme_are_trained_by_the_plan(ranks: Pool, kind: s
         assert WITHOUT[kind][2] in reason
         assert reason == by_rank[0][0]
         close(values, by_rank[0][2])
+
+
+def train_in_another_dtype() -> tuple[str, bool, list[Tensor]]:
+    """The engine casts the model, as it does on GPUs; the profile does not say so."""
+    agree = setup.agree_on_request
+
+    def casting(*args: Any, **options: Any) -> setup.Request:
+        return replace(agree(*args, **options), cast_to=torch.bfloat16)
+
+    profile = replace(measured_cluster((2.0, 1.0), ["cpu"] * 2), identity={})
+    with mock.patch.object(setup, "agree_on_request", casting):
+        return train_by(lambda: nn.Linear(8, 8), {"profile": profile, "verify": False})
+
+
+def test_the_dtype_of_the_plan_is_known_without_that_of_the_profile(ranks: Pool) -> None:
+    for reason, has_programme, _ in ranks.run(train_in_another_dtype, ranks=2):
+        assert not has_programme
+        assert "the plan computes in torch.bfloat16" in reason
 
 
 def distributed(task: str, programme: Programme, **options: Any) -> DistributedTraining:
