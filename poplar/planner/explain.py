@@ -27,7 +27,7 @@ from poplar.planner.prediction import (
     predicted_seconds,
     unmeasured_batches,
 )
-from poplar.planner.search import search
+from poplar.planner.search import ALL_STAGES, search
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.what_if import Change, Changed, DeviceGroup, device_groups, with_equal_devices
 from poplar.values.communication import EXACT, Communication
@@ -134,7 +134,8 @@ class Explanation:
     contributions: tuple[Contribution, ...]
     """One per group of devices, least valuable first; empty for a single rank."""
     uncertainties: tuple[str, ...] = ()
-    """What the search left open, and where the plan relies on pass times that were not measured."""
+    """What the search left open, and where the plan relies on pass times that were not measured.
+    Also the stages of which no plan was compared, because the profile has no step of them."""
     left_out: tuple[LeftOut, ...] = ()
     """One per group of devices that the plan leaves out."""
     communication: Communication = EXACT
@@ -180,7 +181,8 @@ def explain(
     Args:
         cluster: what was measured.
         plan: for this cluster. Other plans are searched for the same global batch.
-        stages: ZeRO stages that other plans may have, as for `search`.
+        stages: ZeRO stages that other plans may have, as for `search`. None: those that were
+            profiled, so more memory or a faster network never shows a gain at another stage.
         max_micro_batch: most samples of one pass in other plans; None: what was measured.
         error: relative error of a predicted step, at least 0. Smaller gains are not worth it. None:
             half of the interval of the plan's step.
@@ -244,6 +246,7 @@ def explain(
         uncertainties=(
             *_left_open(cluster, plan.stage, own, gap, numbers),
             *_gaps_in_the_profile(cluster, plan, numbers),
+            *(_stages_not_compared(cluster) if stages is None else ()),
         ),
         left_out=left_out,
         communication=plan.communication,
@@ -356,6 +359,16 @@ def _left_open(
         f"{numbers[rank]} ({cluster.devices[rank].name}), which needs "
         f"{format_bytes(prediction.memory_bytes[rank])} of {format_bytes(limits[rank])}"
     )
+
+
+def _stages_not_compared(cluster: ClusterProfile) -> Iterator[str]:
+    """One sentence if a search without `stages` looks for plans of some stages only."""
+    others = [stage for stage in ALL_STAGES if stage not in cluster.observed_stages]
+    if cluster.observed_stages and others:
+        yield (
+            f"no plan of stage {' or '.join(map(str, others))} was compared, with any change, "
+            "because no step of it was profiled; to compare predictions, give the stages"
+        )
 
 
 def _gaps_in_the_profile(

@@ -45,6 +45,14 @@ def without(explanation: Explanation, *ranks: int):
     return next(c for c in explanation.contributions if c.ranks == ranks)
 
 
+def test_stages_without_a_profiled_step_are_named():
+    observed = dataclasses.replace(tight(), observed_stages=(2, 3))
+    (sentence,) = explained(observed, 16).uncertainties
+    assert sentence.startswith("no plan of stage 0 or 1 was compared")
+    assert explained(observed, 16, stages=(1, 3)).uncertainties == ()
+    assert explained(tight(), 16).uncertainties == ()
+
+
 # The bottleneck
 
 
