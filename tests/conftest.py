@@ -46,6 +46,9 @@ hypothesis.settings.register_profile("full", max_examples=200, **UNTIMED)
 # As in the workers: references run with as many threads as the ranks that they are compared with.
 torch.set_num_threads(1)
 
+# Typer wraps messages to this width, by default that of the terminal; also in the workers.
+os.environ["TERMINAL_WIDTH"] = "1000"
+
 gc.disable()  # until the modules are imported
 
 LEFT_OUT = pytest.StashKey[int]()
