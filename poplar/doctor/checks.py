@@ -101,9 +101,8 @@ def _torch_has_kernels(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _operators_have_kernels(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for rank in ranks:
-        what, _, fix = rank.operators_problem.partition("; ")
-        if what:
-            yield problem([rank], what, fix)
+        if rank.operators_problem is not None:
+            yield problem([rank], *rank.operators_problem)
 
 
 def _all_have_bf16(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

@@ -71,8 +71,8 @@ class RankFacts:
     """Release of the operating system's kernel."""
     architectures: tuple[str, ...] = ()
     """CUDA architectures that this build of torch has kernels for."""
-    operators_problem: str = ""
-    """Why the operators cannot run on the device; empty if they can."""
+    operators_problem: tuple[str, str] | None = None
+    """Why the operators cannot run on the device, and what to do; None if they can."""
     peer_access: Mapping[str, bool] = field(default_factory=dict)
     """By UUID of each other visible GPU: whether this one can read its memory."""
 
@@ -133,7 +133,7 @@ def collect_facts(device: torch.device) -> RankFacts:
         settings={name: os.environ[name] for name in _SETTINGS if os.environ.get(name)},
         kernel=platform.release(),
         architectures=tuple(torch.cuda.get_arch_list()) if info.kind == "cuda" else (),
-        operators_problem=ops.problem_on(info.capability) if info.capability else "",
+        operators_problem=ops.problem_on(info.capability) if info.capability else None,
         peer_access=devices.peer_access(device),
     )
 

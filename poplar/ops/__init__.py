@@ -445,22 +445,25 @@ _warn_if_not_built(_cpu_provider)
 _cuda_provider = _load_cuda("libpoplar_ops_cuda.so")
 
 
-def problem_on(capability: tuple[int, int]) -> str:
-    """Why the operators cannot run on a CUDA device of this compute capability; empty if they can.
+def problem_on(capability: tuple[int, int]) -> tuple[str, str] | None:
+    """Why the operators cannot run on a CUDA device of this compute capability, and what to do.
+
+    None if they can.
 
     The CUDA library replaces Triton and plain PyTorch when it is loaded, and a launch on a device
     for which it was not compiled fails.
     """
     built_for = _core.CUDA_ARCHITECTURES  # empty: no CUDA library, or unknown
     if _cuda_provider.name != _CPP or not built_for:
-        return ""
+        return None
     if has_kernels(capability, built_for.split(",")):
-        return ""
+        return None
     return (
         f"Poplar's CUDA operators were not compiled for sm_{capability[0]}{capability[1]}, only "
-        f"for {built_for}; build Poplar again with an nvcc that supports all GPUs of the job, and "
-        "without CUDAARCHS and CMAKE_CUDA_ARCHITECTURES or with these GPUs in it. "
-        "POPLAR_OPS=triton (from capability 8.0 on) or POPLAR_OPS=off run without them, more slowly"
+        f"for {built_for}",
+        "build Poplar again with an nvcc that supports all GPUs of the job, and without "
+        "CUDAARCHS and CMAKE_CUDA_ARCHITECTURES or with these GPUs in it. POPLAR_OPS=triton (from "
+        "capability 8.0 on) or POPLAR_OPS=off run without them, more slowly",
     )
 
 

@@ -342,7 +342,7 @@ def _check_operators(device: torch.device) -> None:
     if device.type != "cuda":
         return
     if problem := ops.problem_on(torch.cuda.get_device_capability(device)):
-        raise ValueError(f"{torch.cuda.get_device_name(device)}: {problem}")
+        raise ValueError(f"{torch.cuda.get_device_name(device)}: {'; '.join(problem)}")
 
 
 def _check_on_host(classes: Sequence[OptimizerClass]) -> None:

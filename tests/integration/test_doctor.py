@@ -137,12 +137,9 @@ def test_torch_needs_kernels_for_the_device(architectures, runs):
 
 def test_operators_need_kernels_for_the_device():
     card = gpu("NVIDIA RTX A6000", (8, 6), uuid="GPU-0")
-    (found,) = all_findings(facts(0, card, operators_problem="not compiled for sm_86; build again"))
-    assert (found.kind, found.what, found.fix) == (
-        "problem",
-        "not compiled for sm_86",
-        "build again",
-    )
+    what, fix = "not compiled for sm_86 in /srv/a; b", "build again; or turn them off"
+    (found,) = all_findings(facts(0, card, operators_problem=(what, fix)))
+    assert (found.kind, found.what, found.fix) == ("problem", what, fix)
 
 
 V100 = gpu("Tesla V100-SXM2-16GB", (7, 0), uuid="GPU-0")
