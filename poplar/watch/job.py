@@ -34,8 +34,13 @@ def run(command: Sequence[str], folder: Path, every: float, look: Callable[[], N
         job = subprocess.Popen(command, env=environment(folder, os.environ))
     except OSError as error:
         raise ValueError(f"cannot start {command[0]!r}: {error.strerror or error}") from None
+
+    def interrupted(*_: object) -> None:
+        if not _in_foreground():  # else the terminal sends Ctrl-C to the job, too
+            job.send_signal(signal.SIGINT)
+
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to the job, too
+    signal.signal(signal.SIGINT, interrupted)
     signal.signal(signal.SIGTERM, lambda *_: job.terminate())
     printed: set[str] = set()
     try:
@@ -53,3 +58,17 @@ def run(command: Sequence[str], folder: Path, every: float, look: Callable[[], N
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Whether Ctrl-C in a terminal interrupts this process and its children."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
@@ -234,3 +236,27 @@ def test_batches_hold_all_samples_and_the_last_rank_ends_first(ranks, total):
     assert sum(batches) == total
     if total:
         assert end(batches) <= min(map(end, splits)) * (1.0 + 1e-9)
+
+
+JOB_AND_WATCHER = """
+import sys
+from pathlib import Path
+from poplar.watch.job import run
+
+code = "import time; print('started', flush=True); time.sleep(20)"
+sys.exit(run([sys.executable, "-c", code], Path(), 0.1, lambda: None))
+"""
+
+
+def test_an_interrupt_of_the_watcher_alone_reaches_the_job():
+    """Without a terminal, no other process sends it to the job."""
+    with subprocess.Popen(
+        [sys.executable, "-c", JOB_AND_WATCHER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as watcher:
+        assert watcher.stdout is not None
+        watcher.stdout.readline()
+        watcher.send_signal(signal.SIGINT)
+        assert watcher.wait() == 130
