@@ -22,7 +22,7 @@ from poplar.hardware.model_shapes import Architecture
 from poplar.pair.engines import DDP, FSDP2, Engine, Poplar, autocast
 from poplar.pair.llama import Llama, new_model, next_token_loss
 from poplar.pair.ranks import Ranks, TurnFailed
-from poplar.pair.row import DID_NOT_FIT, EVEN, PLANNED, CaseResult
+from poplar.pair.row import DID_NOT_FIT, EVEN, NOT_TRIED, PLANNED, CaseResult
 from poplar.pair.speed import Speed, measure_speeds, sum_of_speeds
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.system import devices
@@ -87,11 +87,14 @@ class Comparison:
             "context": case.size.sequence,
             "global_batch": self.global_batch,
         }
+        doing = "plain passes"
         try:
             before = self.solo()
+            doing = "planning"
             plans = self.plans()
         except TurnFailed as failed:
-            return CaseResult(**common, speeds={}, missing=dict.fromkeys(ENGINES, str(failed)))
+            why = f"{NOT_TRIED}{doing} {failed}"
+            return CaseResult(**common, speeds={}, missing=dict.fromkeys(ENGINES, why))
         rounds = self.take_turns(plans)
         try:
             best = max(before, self.solo(), key=sum_of_speeds)

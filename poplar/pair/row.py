@@ -18,6 +18,8 @@ PLANNED, EVEN = "poplar", "poplar_even"
 NAMES = {PLANNED: "Poplar", EVEN: "equal split", "ddp": "DDP", "fsdp2": "FSDP2"}
 """Of the engines, in tables."""
 DID_NOT_FIT = "did not fit"
+NOT_TRIED = "not tried: "
+"""Before what failed, in the entry of an engine that would have come after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,9 +111,25 @@ def case_that_does_not_fit() -> CaseResult:
 
 def test_case_that_does_not_fit_is_an_entry():
     for result in harness.one_off(2, case_that_does_not_fit):
-        assert result.missing == dict.fromkeys(NAMES, DID_NOT_FIT)
+        assert result.missing == dict.fromkeys(NAMES, "not tried: plain passes did not fit")
         assert not result.speeds
         assert result.of_solo(PLANNED) is None
+
+
+def case_without_a_plan() -> CaseResult:
+    case = Case(size=TINY, training="full", dtype=torch.float32, device=CPU)
+    compared = Comparison(case, Ranks(), seconds=0.5, report=print)
+    with (
+        mock.patch.object(Comparison, "solo", return_value=()),
+        mock.patch.object(poplar, "tune", side_effect=RuntimeError("planted")),
+    ):
+        return compared.result()
+
+
+def test_engines_are_not_tried_without_a_plan():
+    for result in harness.one_off(2, case_without_a_plan):
+        why = "not tried: planning failed: RuntimeError"
+        assert result.missing == dict.fromkeys(NAMES, why)
 
 
 @pytest.mark.full

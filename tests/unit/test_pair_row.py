@@ -36,7 +36,7 @@ TEXTS = {
     "model": r"[\w.]+",
     "training": r"full|LoRA",
     "dtype": r"float32|float16|bfloat16",
-    "missing": r"did not fit|failed: \w+",
+    "missing": r"(not tried: (plain passes|planning) )?(did not fit|failed: \w+)",
 }
 """Of each field with text, what it may be."""
 NUMBERS = {
