@@ -7,12 +7,10 @@ stderr, with its rank in front.
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +18,7 @@ import typer
 
 from poplar.values.errors import PoplarError
 from poplar.values.formatting import format_table, printable
+from poplar.values.schema import json_text
 
 _SELF_EXPLANATORY = (PoplarError, ValueError, TypeError, OSError, ImportError)
 """Errors that are printed without their type."""
@@ -72,7 +71,7 @@ def command_output(*, as_json: bool, debug: bool) -> Iterator[Output]:
             print(printable(_error_line(error, debug)), file=sys.stderr)
     if _rank() == 0:
         if as_json:
-            print(json.dumps(_finite(output.document), indent=2))
+            print(json_text(output.document, indent=2))
         else:
             print(*(f"{printable(part)}\n" for part in output.shown), sep="", end="")
     if output.failed:
@@ -116,14 +115,3 @@ def _error_line(error: Exception, debug: bool) -> str:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def _finite(value: Any) -> Any:
-    """The value with null for NaN and infinity, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(entry) for key, entry in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(entry) for entry in value]
-    return value

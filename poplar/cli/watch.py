@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from contextlib import suppress
@@ -18,6 +17,7 @@ from rich.table import Table
 from poplar.cli.options import Debug, writable
 from poplar.cli.output import command_output
 from poplar.values.formatting import format_percent, format_seconds
+from poplar.values.schema import json_text
 from poplar.watch.job import run
 from poplar.watch.records import read_records
 from poplar.watch.verdict import Verdict, judge
@@ -87,7 +87,7 @@ def _conclude(
     console.print(table_of(verdict))
     console.print(*verdict.sentences(), sep="\n", markup=False)
     if json_file is not None:
-        text = json.dumps(verdict.to_dict(), indent=2)
+        text = json_text(verdict.to_dict(), indent=2)
         json_file.write_text(text + "\n", encoding="utf-8")
     if html_file is not None:
         from poplar.monitoring.report import write_page

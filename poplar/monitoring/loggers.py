@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -11,11 +10,15 @@ from typing import Any, Protocol, TextIO
 from poplar.monitoring.record import Run, RunRecord
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
+from poplar.values.schema import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Some consecutive steps; the same on every rank."""
+    """Some consecutive steps of one plan; the same on every rank that trains.
+
+    A rank that is left out has the step times of the first active rank.
+    """
 
     step: int
     """Trained so far."""
@@ -31,12 +34,13 @@ class Progress:
     """From the last report to this one, with loading and all that the loop does."""
     waiting_seconds: tuple[float, ...]
     """By rank, the mean per step of the time in which it waited for other ranks: 0 for a rank that
-    is left out now."""
+    the plan leaves out."""
     skipped: int
     """Steps that were not applied, because a loss or the gradient was not finite."""
     sum_of_speeds: float | None
     """Samples per second of all devices, each alone at its best batch; None without a profile."""
     plan: Plan | None
+    """That the steps ran under."""
 
     @property
     def samples_per_second(self) -> float:
@@ -72,7 +76,7 @@ class Progress:
 
 
 class Logger(Protocol):
-    """Where progress goes. Its methods are called on rank 0 only."""
+    """Where progress goes. Its methods are called on one rank only; see `Monitor`."""
 
     def start(self, plan: Plan | None, profile: ClusterProfile | None) -> None:
         """Called before the first report."""
@@ -110,12 +114,7 @@ class JsonLines:
 
     def _write(self, values: dict[str, Any]) -> None:
         assert self._file is not None, "start() comes first"
-        # JSON has no NaN: a loss that is not finite is null.
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()
-        }
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.write(json_text(values) + "\n")
         self._file.flush()
 
 
@@ -181,7 +180,8 @@ class RunFile:
     the oldest runs and steps are dropped.
 
     Args:
-        path: the file; its folder is made.
+        path: the file; its folder is made. It is replaced at every report, so it must be a regular
+            file, or a link to one, in a folder in which files can be replaced.
         title: of the report.
         keep: the number of latest steps that are recorded, over all plans.
     """
@@ -201,12 +201,18 @@ class RunFile:
             )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path = self._path.resolve()  # a link stays one
+        if self._path.exists() and not self._path.is_file():
+            raise ValueError(
+                f"RunFile({str(self._path)!r}) is no regular file, which it must be, because every "
+                "report replaces it; pass the path of a file, or use JsonLines for a stream"
+            )
         self._profile = profile
 
     def log(self, progress: Progress) -> None:
         assert self._profile is not None, "start() comes first"
         assert progress.plan is not None, "a plan stays a plan"
-        seconds, losses = progress.step_seconds[self._is_first :], progress.losses
+        seconds = progress.step_seconds[self._is_first :]
+        losses: tuple[float | None, ...] = progress.losses
         self._is_first = False
         self._steps += len(losses)
         if self._runs and self._runs[-1].plan == progress.plan:
@@ -237,7 +243,18 @@ class RunFile:
             # A job that is stopped while it writes leaves the record of the report before.
             written = self._path.with_name(f"{self._path.name}.new")
             record.to_json(written)
-            written.replace(self._path)
+            try:
+                written.replace(self._path)
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                written.unlink()
+                raise OSError(
+                    error.errno,
+                    "the file is a mount of its own, as in a container, so it cannot be replaced; "
+                    "mount its folder instead, or write to a file in another folder",
+                    str(self._path),
+                ) from error
 
     def close(self) -> None:
         """Nothing is left to write."""

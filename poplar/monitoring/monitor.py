@@ -1,7 +1,8 @@
-"""`Monitor`: reads the results of steps now and then, and passes them to loggers on rank 0."""
+"""`Monitor`: reads the results of steps now and then, and passes them to loggers on one rank."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,8 +27,9 @@ class Monitor:
 
     Args:
         optimizer: whose results it gets.
-        loggers: where reports go; the same on all ranks, used on rank 0.
-        every: steps per report, at most; see `report`.
+        loggers: where reports go; the same on all ranks, used on the first rank that trains now,
+            also if a later plan leaves it out.
+        every: steps per report, at most: a report is about steps of one plan.
         start_step: steps that were trained before, if training was resumed.
         profile: of `poplar.tune(...).profile`, for the percentage of the sum of speeds and for
             `RunFile`; the same on all ranks.
@@ -60,11 +62,15 @@ class Monitor:
         self._since = time.perf_counter()
 
     def __call__(self, result: StepResult) -> None:
-        """Take the result of a step. Every rank must call it; every `every`th call is collective.
+        """Take the result of a step. Every rank must call it.
+
+        Collective if there are `every` results, or if the plan is another one than before.
 
         Raises:
-            RankFailed: a logger failed on rank 0, which raises the cause.
+            RankFailed: a logger failed on its rank, which raises the cause.
         """
+        if self._pending and result.plan != self._pending[-1].plan:
+            self.report()
         self._step += 1
         self._pending.append(result)
         if len(self._pending) == self._every:
@@ -82,7 +88,8 @@ class Monitor:
             What was logged, on all ranks; None if there was no step.
 
         Raises:
-            RankFailed: a logger failed on rank 0, which raises the cause.
+            RankFailed: a logger failed on its rank, which raises the cause. If the plan leaves that
+                rank out now, the active ranks train on.
         """
         results, self._pending = self._pending, []
         if not results:
@@ -91,10 +98,16 @@ class Monitor:
             (result.seconds, 0.0 if result.left_out else result.waiting_seconds)
             for result in results
         ]
-        control, plan = self._optimizer.control, self._optimizer.plan
+        control, plan = self._optimizer.control, results[-1].plan
         by_rank = control.exchange_objects(mine, what="the progress of training")
         now = time.perf_counter()
-        steps, received = list(zip(*by_rank, strict=True)), control.group.by_name(by_rank)
+        steps = list(zip(*by_rank, strict=True))
+        # The other ranks have been left out since, or this one has: their last times are known.
+        waiting = {
+            rank: [waited for _, waited in each]
+            for rank, each in control.group.by_name(by_rank).items()
+            if self._optimizer.is_active
+        }
         progress = Progress(
             step=self._step,
             losses=tuple(result.loss for result in results),
@@ -103,7 +116,7 @@ class Monitor:
             step_seconds=tuple(max(seconds for seconds, _ in step) for step in steps),
             wall_seconds=now - self._since,
             waiting_seconds=tuple(
-                sum(waiting for _, waiting in received.get(rank, ())) / len(results)
+                sum(waiting.get(rank) or _reported_waiting(results, rank)) / len(results)
                 for rank in range(plan.world_size if plan else control.group.size)
             ),
             skipped=sum(result.skipped for result in results),
@@ -123,3 +136,9 @@ class Monitor:
 
         control = self._optimizer.control  # of the ranks that train now
         run_on_all_ranks(control, call_all, doing="logging the progress of training")
+
+
+def _reported_waiting(results: Sequence[StepResult], rank: int) -> list[float]:
+    """Seconds that a rank waited in each step, as all ranks know them; 0 if unknown."""
+    times = [result.rank_times[rank] for result in results if result.rank_times]
+    return [each.waiting_seconds for each in times if math.isfinite(each.waiting_seconds)]

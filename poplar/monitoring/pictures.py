@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -195,8 +196,9 @@ def draw_losses(runs: Sequence[Run]) -> Figure | None:
         # A run of later steps continues the training of the run before.
         seconds = _clock(run, began=end if run.first_step > shown[0].first_step else 0.0)
         end = seconds[-1]
+        losses = [math.nan if loss is None else loss for loss in run.losses]  # a gap
         for axes, places in ((by_step, steps), (by_time, seconds)):
-            axes.plot(places, run.losses, color=color, linewidth=width, label=run.name)
+            axes.plot(places, losses, color=color, linewidth=width, label=run.name)
     by_step.set(title="Loss of the global batch, by step", xlabel="step")
     by_time.set(title="Loss of the global batch, by time", xlabel="seconds of training")
     by_step.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))

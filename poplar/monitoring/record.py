@@ -33,8 +33,9 @@ class Run:
     plan: Plan
     step_seconds: Annotated[tuple[Positive, ...], Rule("at least one step", bool)]
     """Of the slowest rank, step by step."""
-    losses: tuple[float, ...] = ()
-    """Of the global batch, step by step; may begin earlier than `step_seconds`."""
+    losses: tuple[float | None, ...] = ()
+    """Of the global batch, step by step, None if not finite; may begin earlier than
+    `step_seconds`."""
     first_step: PositiveCount = 1
     """Number of the step of the first loss. The plans of one training have different ones."""
     predicted_step_seconds: Positive | None = None
@@ -43,6 +44,8 @@ class Run:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        finite = (None if loss is None or not math.isfinite(loss) else loss for loss in self.losses)
+        object.__setattr__(self, "losses", tuple(finite))
         if self.spans and len(self.spans) != self.plan.world_size:
             raise ValueError(
                 f"run {self.name!r} has spans of {len(self.spans)} ranks, but its plan is for "

@@ -122,9 +122,11 @@ def _compared_losses(record: RunRecord) -> str:
     """The largest difference of the losses: a plan changes the time of a step, not its gradient."""
     chosen, *others = reversed(record.runs)
     apart = [
-        max(abs(a - b) for a, b in zip(run.losses, chosen.losses, strict=False))
+        abs(a - b)
         for run in others
-        if run.losses and chosen.losses and run.first_step == chosen.first_step
+        if run.first_step == chosen.first_step
+        for a, b in zip(run.losses, chosen.losses, strict=False)
+        if a is not None and b is not None
     ]
     if not apart:
         return "The loss of the global batch."

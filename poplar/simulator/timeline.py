@@ -5,7 +5,6 @@ Times are seconds since the step began.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 from poplar.values import plan_table
 from poplar.values.formatting import format_percent, format_seconds
+from poplar.values.schema import json_text
 
 STREAMS = ("compute", "communication")
 """Streams of a rank; each runs one span at a time."""
@@ -76,7 +76,7 @@ class Timeline:
 
     def to_perfetto(self, path: str | Path) -> None:
         """Write a trace for ui.perfetto.dev: a process per rank, a thread per stream."""
-        events = map(json.dumps, self._events())
+        events = map(json_text, self._events())
         with Path(path).open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + next(events))
             file.writelines(f",\n{event}" for event in events)

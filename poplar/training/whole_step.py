@@ -97,6 +97,7 @@ def take_step(
         except MicroBatchesTooLarge as found:
             again = partial(training.use_smaller_batches, found.batches)
     state, timing = engine.step, engine.strategy.timing.step
+    plan = training.plan  # `optimizer.step()` may change it
     state.scale_by(scaler)
     if not has_pre_hooks(optimizer):
         state.hide_gradients()
@@ -118,6 +119,7 @@ def take_step(
         losses=summary.losses,
         norm=norm,
         rank_times=ranks.of_all(summary.times, RankTimes(0.0, 0.0)),
+        plan=plan,
         stopwatch=stopwatch,
         waiting_seconds=lambda: state.waited_to_open + timing.waited_seconds(),
     )

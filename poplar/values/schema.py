@@ -94,7 +94,7 @@ class Document:
 
     def to_json(self, path: str | Path) -> None:
         """Write a file that `from_json` reads."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(json_text(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
@@ -128,6 +128,22 @@ class Document:
                 f"format {cls._version}; {cls._remedy}"
             )
         return {name: value for name, value in content.items() if name != "version"}
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON types as JSON text, for files and other programs.
+
+    JSON has no NaN and no infinity: other readers refuse them, so they are null.
+    """
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, (tuple, list)) else value
 
 
 def parse_json(text: str | bytes) -> Any:

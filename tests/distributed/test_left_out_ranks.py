@@ -10,9 +10,11 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks as harness
@@ -26,8 +28,9 @@ import poplar
 from poplar import CollectiveTimeout, Plan
 from poplar.comm import announcements
 from poplar.elastic import MemoryCheckpoints
-from poplar.monitoring import JsonLines, Monitor
+from poplar.monitoring import JsonLines, Monitor, Progress
 from poplar.values.errors import RankFailed
+from poplar.zero.streams import StepTiming
 
 RECIPE = Recipe(max_norm=0.1, batches=(12, 12))
 TIMEOUT = timedelta(minutes=1)
@@ -177,6 +180,55 @@ def test_all_ranks_make_the_same_calls(ranks: Pool, stage: int, tmp_path: Path) 
     other = [(plan_of(stage, left_out=0), rank > 0) for rank in range(4)]
     assert [found["other plan"] for found in by_rank] == other
     assert_raised([found["no state"] for found in by_rank], "rank 1 is left out")
+
+
+class Kept:
+    """A logger that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.reports: list[Progress] = []
+
+    def start(self, plan: Plan | None, profile: Any) -> None:
+        pass
+
+    def log(self, progress: Progress) -> None:
+        self.reports.append(progress)
+
+    def close(self) -> None:
+        pass
+
+
+def report_while_the_plan_changes() -> list[Progress]:
+    """Rank 0 trains in the first two of four steps. The plan changes before a result is passed."""
+    run, kept = Run(RECIPE, plan_of(1, 3)), Kept()
+    _, optimizer = training.prepare(run)
+    monitor = Monitor(optimizer, [kept], every=10)
+    loss, times = training.loss_of(RECIPE), StepTiming.times
+
+    def measured(timing: StepTiming) -> Any:
+        return times(timing)._replace(waiting_seconds=1.0 + harness.rank())
+
+    with mock.patch.object(StepTiming, "times", measured):
+        for step in range(4):
+            batch = training.batch_of(replace(run, plan=optimizer.plan), 0)
+            result = optimizer.train_step(loss, batch)
+            if step == 1:
+                optimizer.apply_plan(plan_of(1, 0))
+            monitor(result)
+    monitor.close()
+    return kept.reports
+
+
+def test_reports_go_on_when_their_rank_is_left_out(ranks: Pool) -> None:
+    first, *others = ranks.run(report_while_the_plan_changes)
+    assert not any(others)
+    assert [(report.step, report.plan, len(report.losses)) for report in first] == [
+        (2, plan_of(1, 3), 2),
+        (4, plan_of(1, 0), 2),
+    ]
+    # The least of the waits in a step is communication.
+    before, after = ([round(waited) for waited in report.waiting_seconds] for report in first)
+    assert (before, after) == ([0, 1, 2, 0], [0, 0, 1, 2])
 
 
 def leave_out_another_rank(stage: int, folder: Path) -> Trajectory:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -180,6 +182,39 @@ def test_a_job_that_is_stopped_while_it_writes_leaves_a_record(tmp_path, monkeyp
     monkeypatch.undo()
     (run,) = RunRecord.from_json(tmp_path / "run.json").runs
     assert len(run.step_seconds) == 1
+
+
+def test_losses_that_are_not_finite_are_null_in_a_record(tmp_path):
+    run_file = RunFile(tmp_path / "run.json")
+    run_file.start(PLAN, PROFILE)
+    run_file.log(progress(losses=(2.0, math.nan, math.inf), step_seconds=(0.5,) * 3))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    json.loads((tmp_path / "run.json").read_text("utf-8"), parse_constant=refuse)
+    record = RunRecord.from_json(tmp_path / "run.json")
+    assert record.chosen.losses == (2.0, None, None)
+    write_report(record, tmp_path / "report.html")
+
+
+def test_a_record_replaces_a_file_or_what_a_link_leads_to(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"no regular file.* JsonLines for a stream"):
+        RunFile("/dev/null").start(PLAN, PROFILE)
+    (tmp_path / "link.json").symlink_to(tmp_path / "run.json")
+    run_file = RunFile(tmp_path / "link.json")
+    run_file.start(PLAN, PROFILE)
+    run_file.log(progress())
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "run.json").is_file()
+
+    def mounted(path: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "replace", mounted)
+    with pytest.raises(OSError, match=r"mount its folder instead.*run\.json"):
+        run_file.log(progress())
+    assert {path.name for path in tmp_path.iterdir()} == {"link.json", "run.json"}
 
 
 def test_options_of_weights_and_biases_may_be_none(monkeypatch):

@@ -150,7 +150,7 @@ class RunningStep:
     """
 
     def __init__(self, optimizer: HeteroZeroOptimizer, log: PassLog) -> None:
-        self._parts = optimizer._training_parts()
+        self._optimizer, self._parts = optimizer, optimizer._training_parts()
         self._log = log
         self._stopwatch = Stopwatch(
             self._parts.engine.strategy.streams, self._parts.engine.control.group
@@ -165,6 +165,7 @@ class RunningStep:
         """Called after the last pass, before the update, which drops the state of the step."""
         engine = self._parts.engine
         self._state, self._timing = engine.step, engine.strategy.timing.step
+        self._plan = self._optimizer.plan
 
     def finish(self, device: torch.device) -> tuple[Tensor, StepResult]:
         """Log the values of the step; returns the loss of the global batch. Collective."""
@@ -177,6 +178,7 @@ class RunningStep:
             skipped=state.was_skipped,
             losses=loss.reshape(1),
             norm=None,
+            plan=self._plan,
             stopwatch=self._stopwatch,
             waiting_seconds=lambda: state.waited_to_open + timing.waited_seconds(),
         )

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from poplar.comm import Group
+from poplar.values.plan import Plan
 from poplar.zero.streams import RankTimes, Streams, seconds_between
 
 
@@ -54,6 +55,9 @@ class StepResult:
     """By rank of all, its seconds of compute, communication and waiting: zeros for a rank that the
     plan leaves out. On GPUs, in the latest step that its device had finished. Not known (empty) in
     Lightning."""
+    plan: Plan | None
+    """The plan that the step ran under, with the micro-batches that fitted; None without a plan.
+    `optimizer.plan` may have changed by the end of the step."""
     left_out = False
     """The plan leaves this rank out. Then the times are those of the first active rank."""
 
@@ -66,6 +70,7 @@ class StepResult:
         losses: Tensor,
         norm: Tensor | None,
         rank_times: tuple[RankTimes, ...] = (),
+        plan: Plan | None = None,
         stopwatch: Stopwatch,
         waiting_seconds: Callable[[], float],
     ) -> None:
@@ -77,6 +82,7 @@ class StepResult:
         """
         self.samples, self.waiting_on, self._skipped = samples, waiting_on, skipped
         self._losses, self._norm, self.rank_times = losses, norm, rank_times
+        self.plan = plan
         self._stopwatch, self._waiting_seconds = stopwatch, waiting_seconds
 
     @cached_property
@@ -148,4 +154,4 @@ _VALUES = (
     "rank_times",
     "skipped",
 )
-_KEPT = (*_VALUES, "left_out")
+_KEPT = (*_VALUES, "plan", "left_out")
