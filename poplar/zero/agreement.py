@@ -144,9 +144,10 @@ def raise_on_all_ranks(
     outcome: str = "nothing was applied",
 ) -> None:
     """Exchange error messages and raise. Collective, if at least one rank has an error."""
-    mine = None if error is None else f"{type(error).__name__}: {error}"
+    follows = isinstance(error, LeaderFailed)  # from the error of another rank
+    mine = None if error is None or follows else f"{type(error).__name__}: {error}"
     messages = control.exchange_objects(mine, what=doing)
-    if error is not None:
+    if error is not None and not (follows and any(messages)):
         raise agreed(error)
     by_rank = control.group.by_name(messages).items()
     causes = "; ".join(f"rank {rank}: {text}" for rank, text in by_rank if text)

@@ -248,6 +248,33 @@ def test_exception_in_loss_of_one_rank(ranks: Pool, mistake: Mistake, stage: int
                 assert "no more samples" in failure.message, failure
 
 
+def fail_on_the_first_rank_at_once(run: Run) -> list[Failure]:
+    model, optimizer = training.prepare(run)
+
+    def loss(model: nn.Module, micro_batch: dict) -> Tensor:
+        value = training.loss_of(run.recipe)(model, micro_batch)
+        if harness.rank() == 0:
+            raise LossError("image 17 is broken")
+        return value
+
+    with harness.catching() as caught:
+        optimizer.train_step(loss, training.batch_of(run, 0))
+    training.take_step(run, model, optimizer, 0)
+    return caught
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_exception_of_the_first_rank_in_the_first_step_is_named_on_all(
+    ranks: Pool, stage: int
+) -> None:
+    results = ranks.run(fail_on_the_first_rank_at_once, Run(RECIPE, plan_of(stage)))
+    first, *others = (failure for (failure,) in results)
+    assert first.is_a(LossError), first
+    for failure in others:
+        assert failure.is_a(RankFailed), failure
+        assert "nothing was applied. rank 0: LossError: image 17 is broken" in failure.message
+
+
 def fail_on_every_rank(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer) -> None:
     def loss(model: nn.Module, micro_batch: dict) -> Tensor:
         raise LossError("on every rank")

@@ -129,6 +129,17 @@ def test_sums_are_told_from_means():
     assert "pass loss='sum'" in wrong_weight(loss_fn, classifier(), images(0, 6))
 
 
+def test_a_masked_mean_is_no_sum_if_one_sample_counts():
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses = F.cross_entropy(model(batch["pixels"]), batch["labels"], reduction="none")
+        return (losses * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+
+    batch = images(0, 6)
+    batch["mask"] = torch.zeros(6).index_fill(0, torch.tensor([5]), 1.0)
+    found = wrong_weight(loss_fn, classifier(), batch)
+    assert "weight=lambda batch: batch['mask'].sum()" in found
+
+
 def test_a_module_that_couples_samples_is_told():
     class Centred(nn.Module):
         def forward(self, values: Tensor) -> Tensor:

@@ -188,7 +188,7 @@ def _wrong_weight(recorded: RecordedLoss, where: str) -> str | None:
     parts = _Parts.of(recorded)
     if parts is None or parts.fit([size / recorded.samples for size in parts.sizes]):
         return None
-    if parts.fit([1.0] * len(parts.sizes)):
+    if parts.count > 1 and parts.fit([1.0] * len(parts.sizes)):
         return (
             "the loss is a sum over samples, perhaps divided by a constant, and not their mean: "
             f"return the mean, or pass loss='sum' {where} (loss='global_mean' if it is divided by "
@@ -256,6 +256,11 @@ class _Parts:
         ]
         tolerance = _ROUNDING_IN_16_BITS if recorded.is_rounded else _ROUNDING
         return cls(sizes, batches, [whole[a:b] for a, b in bounds], parts, tolerance)
+
+    @property
+    def count(self) -> int:
+        """How many parts have a gradient. A single one fits a sum and a mean over what counts."""
+        return sum(bool(part.any()) for part in self.parts)
 
     def fit(self, factors: Sequence[float]) -> bool:
         """Whether the parts add up to the whole with these factors."""
