@@ -238,14 +238,19 @@ def test_batches_hold_all_samples_and_the_last_rank_ends_first(ranks, total):
         assert end(batches) <= min(map(end, splits)) * (1.0 + 1e-9)
 
 
-JOB_AND_WATCHER = """
+JOB_AND_WATCHER = '''
 import sys
 from pathlib import Path
 from poplar.watch.job import run
 
-code = "import time; print('started', flush=True); time.sleep(20)"
-sys.exit(run([sys.executable, "-c", code], Path(), 0.1, lambda: None))
+code = """
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a job in the background
+print('started', flush=True)
+time.sleep(20)
 """
+sys.exit(run([sys.executable, "-c", code], Path(), 0.1, lambda: None))
+'''
 
 
 def test_an_interrupt_of_the_watcher_alone_reaches_the_job():
