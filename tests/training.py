@@ -19,6 +19,7 @@ from reference import Recipe, Trajectory
 from torch import Tensor, nn
 
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.zero.absent_parameter import AbsentValues
 
 STAGES = (0, 1, 2, 3)
 
@@ -119,6 +120,12 @@ def whole_parameters(model: nn.Module, optimizer: HeteroZeroOptimizer) -> dict[s
     """A full copy of every parameter on the CPU."""
     with optimizer.full_parameters():
         return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+
+
+def is_absent(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is resharded: it has its shape, but memory for one element at most."""
+    memory = parameter.untyped_storage().nbytes()
+    return isinstance(parameter, AbsentValues) and memory <= parameter.element_size()
 
 
 def train(run: Run) -> Trajectory:

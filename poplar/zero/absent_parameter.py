@@ -1,8 +1,9 @@
-"""What a parameter is while its values are not on this rank: it reads as NaN and rejects writes.
+"""What a parameter is while its values are not on this rank: it can be described, not read.
 
-Reading freed memory could crash the process; NaN is safe and visible. A write would be lost, and a
-loss that uses the values would be NaN, so both raise. The class of the parameter object changes
-meanwhile, because torch asks the class of an argument before it runs an operation.
+Reading freed memory could crash the process, so the values are NaN. A write would be lost, and what
+is computed from the values would be NaN, so both raise; shape, views and `.grad` are still there.
+The class of the parameter object changes meanwhile, because torch asks the class of an argument
+before it runs an operation.
 """
 
 from __future__ import annotations
@@ -36,14 +37,12 @@ class AbsentValues(Tensor):
             written = next(_written(name, args, kwargs), None)
             if written is not None:
                 verb = "shares the memory of" if name in _SHARES_MEMORY else "writes to"
-                raise RuntimeError(_message(written, f"{name} {verb}"))
+                raise _error(written, name, verb, _WRITE_ADVICE)
+            read = next(_read(name, args, kwargs), None)
+            if read is not None:
+                raise _error_of_read(read, name)
             result = func(*args, **kwargs)
-            if not _is_recorded(result):
-                return _with_marked_views(name, result, list(_absent(args)))
-            if func not in _DERIVE_NOTHING:
-                read = next(_absent(args), None)
-                if read is not None and read.requires_grad:
-                    raise RuntimeError(_message(read, f"{name} computes a loss with"))
+            _check_result(name, result, [*args, *kwargs.values()])
             return result
 
     def __deepcopy__(self, _memo: Any) -> Any:
@@ -71,17 +70,6 @@ def _absent_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(cls.__name__, (AbsentValues, cls), {})
 
 
-_DERIVE_NOTHING = {
-    *(getattr(Tensor, name).__get__ for name in ("grad", "T")),
-    *(getattr(Tensor, name) for name in ("__getitem__", "expand_as", "flatten", "narrow")),
-    *(getattr(Tensor, name) for name in ("permute", "reshape", "select", "squeeze", "t")),
-    *(getattr(Tensor, name) for name in ("transpose", "unsqueeze", "view", "view_as")),
-    torch.autograd.backward,
-    torch.autograd.grad,
-}
-"""Their results may be part of a graph, but do not depend on values: `expand_as` and `view_as` are
-how tools find the node that accumulates a gradient."""
-
 _VIEWS_IF_CONTIGUOUS = {"contiguous", "ravel"}
 """Their results are views of a parameter, but copies of a placeholder."""
 
@@ -92,57 +80,107 @@ _ASSIGNMENTS = {f"__i{name}__" for name in ("add", "and", "floordiv", "lshift", 
 _SHARES_MEMORY = {"numpy", "__array__", "__dlpack__"}
 """Other libraries could write to their results without a check."""
 _WRITES_NO_VALUE = {"detach_", "requires_grad_", "rename_", "share_memory_"}
+_READS_ONE_VALUE = {
+    *("__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__"),
+    *("allclose", "equal", "is_nonzero", "item", "tolist"),
+}
+"""Their results are not tensors."""
+_DESCRIBES_RESULT = {"expand_as", "reshape_as", "sum_to_size", "to", "type_as", "view_as"}
+"""Their other arguments say what the result looks like."""
+
+
+def _writes(name: str) -> bool:
+    """Whether a function writes to its first argument."""
+    is_method = name.endswith("_") and not name.endswith("__") and name not in _WRITES_NO_VALUE
+    return is_method or name in _ASSIGNMENTS
 
 
 def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The absent tensors to which a function writes."""
     if name == "copy_" and args[0] is args[1]:
         return  # `load_state_dict` does, after the engine has loaded what this rank stores
-    is_method = name.endswith("_") and not name.endswith("__") and name not in _WRITES_NO_VALUE
-    if is_method or name in _ASSIGNMENTS or name in _SHARES_MEMORY:
+    if _writes(name) or name in _SHARES_MEMORY:
         yield from _absent(args[:1] or list(kwargs.values())[:1])
-    if "out" in kwargs:
-        yield from _absent((kwargs["out"],))
+    yield from _absent((kwargs.get("out"),))
+
+
+def _read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The absent tensors of which a function reads values, if that shows before it runs.
+
+    After it has run, what it has written to would be NaN already.
+    """
+    if name == "copy_" and args[0] is args[1]:
+        return
+    if _writes(name):
+        yield from _absent([*args[1:], *kwargs.values()])
+    elif name in _READS_ONE_VALUE or kwargs.get("out") is not None:
+        yield from _absent([*args, *kwargs.values()])
+
+
+def _needs_no_values(name: str, inputs: Sequence[Any]) -> bool:
+    """Whether a new tensor that a function returns depends on no value of its absent arguments."""
+    if name.endswith("_like") or name.startswith("new_") or name in ("__get__", "backward", "grad"):
+        return True
+    return name in _DESCRIBES_RESULT and not isinstance(inputs[0], AbsentValues)
 
 
 def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, AbsentValues):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _absent(value)
+    return (tensor for tensor in _tensors(values) if isinstance(tensor, AbsentValues))
 
 
-def _with_marked_views(name: str, result: Any, absent: Sequence[Tensor]) -> Any:
-    """The result; what shares memory with placeholders rejects writes, which would be lost too."""
-    if type(result) in (list, tuple):
-        return type(result)(_with_marked_views(name, part, absent) for part in result)
-    if type(result) is not Tensor or result.layout is not torch.strided:
-        return result
-    if torch._C._functorch.is_functorch_wrapped_tensor(result):
-        return result
-    is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
-    is_view = name in _VIEWS_IF_CONTIGUOUS or any(is_alias(result, each) for each in absent)
-    return result.as_subclass(AbsentValues) if is_view else result
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors among arguments or results."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
 
 
-def _is_recorded(result: Any) -> bool:
-    """Whether autograd has recorded how a result was computed."""
-    if isinstance(result, Tensor):
-        return result.grad_fn is not None
-    return isinstance(result, (list, tuple)) and any(map(_is_recorded, result))
+def _check_result(name: str, result: Any, inputs: Sequence[Any]) -> None:
+    """Raise an error if a result is computed from values; views of absent tensors become absent."""
+    for tensor in _tensors(result):
+        if isinstance(tensor, AbsentValues) or _is_transformed(tensor):
+            continue
+        origin = next((each for each in _tensors(inputs) if _shares_memory(tensor, each)), None)
+        if isinstance(origin, AbsentValues) or name in _VIEWS_IF_CONTIGUOUS:
+            tensor.__class__ = AbsentValues  # `as_subclass` would add a node to the graph
+        elif origin is None and not _needs_no_values(name, inputs):
+            read = next(_absent(inputs))
+            raise _error_of_read(read, name)
 
 
-def _message(tensor: Tensor, what: str) -> str:
-    return (
-        f"{what} a parameter of shape {tuple(tensor.shape)} whose values are not on this rank now: "
-        "at stage 3 a parameter is sharded outside the forward of its module. Between steps, enter "
-        "`with optimizer.full_parameters(writeback=True):` on every rank to write, and without "
-        "writeback to read. A loss that uses parameters outside the forward of their modules "
-        "needs stage 2, or units=[...] with a module whose forward computes that part of the loss"
+def _is_transformed(tensor: Tensor) -> bool:
+    """Whether `torch.func` has wrapped a tensor, which has no memory then."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+
+
+def _error(tensor: Tensor, name: str, verb: str, advice: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} {verb} a parameter of shape {tuple(tensor.shape)} whose values are not on this "
+        "rank now: at stage 3 a parameter is sharded outside the forward of its module. " + advice
     )
 
 
+def _error_of_read(tensor: Tensor, name: str) -> RuntimeError:
+    advice = _CONVERSION_ADVICE if name in _CONVERSIONS else _READ_ADVICE
+    return _error(tensor, name, "reads", advice)
+
+
+_CONVERSIONS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"}
+_CONVERSION_ADVICE = "To change dtype or device, convert the model before you build the optimizer"
+_READ_ADVICE = (
+    "Between steps, for example for an average (EMA), a norm or a penalty to log, enter `with "
+    "optimizer.full_parameters():` on every rank. A loss that uses parameters outside the forward "
+    "of their modules needs stage 2, or units=[...] with a module whose forward computes that part"
+)
+_WRITE_ADVICE = (
+    "Between steps, enter `with optimizer.full_parameters(writeback=True):` on every rank to write"
+)
 _COPIED = (
     "the model is copied or pickled while its parameters are sharded, so the copy would have NaN "
     "for every value. Enter `with optimizer.full_parameters():` on every rank for "

@@ -287,7 +287,7 @@ def bytes_of_parameters(run: Run) -> tuple[int, int, int, bool]:
     held.append(optimizer.memory()["unsharded"])
     loss(model, training.batch_of(run, 0)).backward()
     held.append(optimizer.memory()["unsharded"])
-    hidden = all(bool(torch.isnan(parameter).all()) for parameter in model.parameters())
+    hidden = all(map(training.is_absent, model.parameters()))
     optimizer.step()
     return *held, hidden
 

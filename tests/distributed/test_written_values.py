@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import numpy as np
@@ -161,6 +162,65 @@ def test_writes_to_sharded_parameters_name_the_context_that_keeps_them(ranks: Po
     for errors in ranks.run(errors_of_writes, ranks=2):
         assert len(errors) == len(WRITES) + 2 + len(VIEWS)
         assert all("full_parameters(writeback=True)" in error for error in errors)
+
+
+READS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "a method": lambda weight, _: weight.norm(),
+    "a function": lambda weight, _: torch.linalg.vector_norm(weight),
+    "a keyword": lambda weight, kept: torch.lerp(kept, end=weight, weight=0.5),
+    "a clone": lambda weight, _: weight.detach().clone(),
+    "a copy of a view": lambda weight, _: weight.view(-1)[1:].clone(),
+    "a product with a view": lambda weight, kept: (weight.mT.mT * kept).sum(),
+    "indices": lambda weight, _: weight[torch.tensor([0])],
+    "a list": lambda weight, kept: torch.cat([kept, weight]),
+    "several results": lambda weight, _: weight.max(dim=0),
+    "an average": lambda weight, kept: kept.lerp_(weight, 0.5),
+    "a copy": lambda weight, kept: kept.copy_(weight),
+    "averages": lambda weight, kept: torch._foreach_lerp_([kept], [weight], 0.5),
+    "an operator": lambda weight, kept: operator.iadd(kept, weight),
+    "an item": lambda weight, kept: kept.__setitem__(0, weight[0]),
+    "an output": lambda weight, kept: torch.mul(weight, 2.0, out=kept),
+    "a comparison": lambda weight, kept: torch.equal(weight, kept),
+    "a number": lambda weight, _: weight[0, 0].item(),
+    "a test": lambda weight, _: bool(weight[0, 0]),
+    "another type": lambda weight, _: weight.double(),
+}
+DESCRIPTIONS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "shape": lambda weight, _: (weight.shape, weight.dtype, weight.numel(), weight.stride()),
+    "text": lambda weight, _: repr(weight),
+    "like": lambda weight, _: (torch.zeros_like(weight), weight.new_zeros(3)),
+    "as": lambda weight, kept: (kept.view_as(weight), kept.type_as(weight), kept.to(weight)),
+    "views": lambda weight, _: (weight.view(-1), weight.detach(), weight[0], weight.mT),
+    "gradient": lambda weight, _: weight.grad,
+    "node": lambda weight, _: weight.expand_as(weight).grad_fn,
+    "itself": lambda weight, _: weight.to(weight.dtype),
+    "hash": lambda weight, _: {weight: 1},
+}
+
+
+def read_and_describe(trains: bool) -> None:
+    model, made = build(3, torch.optim.AdamW, torch.float32)
+    weight = next(parameter for parameter in model.parameters() if parameter.dim() == 2)
+    kept = torch.ones(weight.shape)
+    with torch.set_grad_enabled(trains):
+        for name, read in READS.items():
+            with pytest.raises(RuntimeError, match="whose values are not on this rank"):
+                pytest.fail(f"{name} returned {read(weight, kept)}")
+        for describe in DESCRIPTIONS.values():
+            describe(weight, kept)
+    assert (kept == 1).all()
+    with made.full_parameters(), torch.no_grad():
+        for read in READS.values():
+            read(weight, torch.ones(weight.shape))
+    made.release()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_reads_of_sharded_parameters_raise_before_they_change_anything(
+    ranks: Pool, trains: bool
+) -> None:
+    """What needs no values is available, and all are where the parameters are unsharded."""
+    ranks.run(read_and_describe, trains, ranks=2)
 
 
 def first_the_penalty(model: nn.Module, x: Tensor) -> Tensor:
