@@ -199,13 +199,13 @@ class RunFile:
                 "RunFile records a run under a plan, with the profile that it was made from; pass "
                 "plan= to HeteroZeroOptimizer and Monitor(..., profile=tuned.profile)"
             )
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = self._path.resolve()  # a link stays one
         if self._path.exists() and not self._path.is_file():
             raise ValueError(
                 f"RunFile({str(self._path)!r}) is no regular file, which it must be, because every "
                 "report replaces it; pass the path of a file, or use JsonLines for a stream"
             )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = self._path.resolve()  # a link stays one
         self._profile = profile
 
     def log(self, progress: Progress) -> None:
@@ -246,9 +246,9 @@ class RunFile:
             try:
                 written.replace(self._path)
             except OSError as error:
+                written.unlink(missing_ok=True)
                 if error.errno != errno.EBUSY:
                     raise
-                written.unlink()
                 raise OSError(
                     error.errno,
                     "the file is a mount of its own, as in a container, so it cannot be replaced; "

@@ -59,7 +59,8 @@ class Monitor:
         self._pending: list[StepResult] = []
         self._step = start_step
         self._on_loggers(lambda logger: logger.start(optimizer.plan, profile))
-        self._since = time.perf_counter()
+        self._since = self._last = time.perf_counter()
+        """When the steps of the next report began, and when the last step ended."""
 
     def __call__(self, result: StepResult) -> None:
         """Take the result of a step. Every rank must call it.
@@ -69,12 +70,15 @@ class Monitor:
         Raises:
             RankFailed: a logger failed on its rank, which raises the cause.
         """
-        if self._pending and result.plan != self._pending[-1].plan:
-            self.report()
-        self._step += 1
-        self._pending.append(result)
+        try:
+            if self._pending and result.plan != self._pending[-1].plan:
+                self._report(until=self._last)
+        finally:  # training may go on if a logger fails
+            self._step += 1
+            self._pending.append(result)
+            self._last = time.perf_counter()
         if len(self._pending) == self._every:
-            self.report()
+            self._report(until=self._last)
 
     def close(self) -> None:
         """Report the last steps and close the loggers. Collective."""
@@ -91,16 +95,20 @@ class Monitor:
             RankFailed: a logger failed on its rank, which raises the cause. If the plan leaves that
                 rank out now, the active ranks train on.
         """
+        return self._report(until=time.perf_counter())
+
+    def _report(self, until: float) -> Progress | None:
+        """Report the steps since the last report, which ended at `until`."""
         results, self._pending = self._pending, []
         if not results:
             return None
+        since, self._since = self._since, until
         mine = [
             (result.seconds, 0.0 if result.left_out else result.waiting_seconds)
             for result in results
         ]
         control, plan = self._optimizer.control, results[-1].plan
         by_rank = control.exchange_objects(mine, what="the progress of training")
-        now = time.perf_counter()
         steps = list(zip(*by_rank, strict=True))
         # The other ranks have been left out since, or this one has: their last times are known.
         waiting = {
@@ -114,7 +122,7 @@ class Monitor:
             grad_norm=results[-1].grad_norm,
             samples=sum(result.samples for result in results),
             step_seconds=tuple(max(seconds for seconds, _ in step) for step in steps),
-            wall_seconds=now - self._since,
+            wall_seconds=until - since,
             waiting_seconds=tuple(
                 sum(waiting.get(rank) or _reported_waiting(results, rank)) / len(results)
                 for rank in range(plan.world_size if plan else control.group.size)
@@ -124,7 +132,6 @@ class Monitor:
             plan=plan,
         )
         self._on_loggers(lambda logger: logger.log(progress))
-        self._since = now
         return progress
 
     def _on_loggers(self, call: Callable[[Logger], None]) -> None:

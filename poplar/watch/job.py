@@ -30,45 +30,41 @@ def run(command: Sequence[str], folder: Path, every: float, look: Callable[[], N
     Raises:
         ValueError: there is no such program.
     """
+    awaited = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     try:
-        job = subprocess.Popen(command, env=environment(folder, os.environ))
-    except OSError as error:
-        raise ValueError(f"cannot start {command[0]!r}: {error.strerror or error}") from None
+        try:
+            job = subprocess.Popen(command, env=environment(folder, os.environ), preexec_fn=unblock)
+        except OSError as error:
+            raise ValueError(f"cannot start {command[0]!r}: {error.strerror or error}") from None
+        look_once = _printing_errors(look)
+        while (status := job.poll()) is None:
+            received = signal.sigtimedwait(awaited, every)
+            if received is None:
+                look_once()
+            elif received.si_signo != signal.SIGCHLD and received.si_code <= 0:
+                job.send_signal(received.si_signo)  # a terminal sends Ctrl-C to the job, too
+        return status if status >= 0 else 128 - status
+    finally:
+        while signal.sigtimedwait(awaited, 0):
+            pass  # the job has ended
+        unblock()
 
-    def interrupted(*_: object) -> None:
-        if not _in_foreground():  # else the terminal sends Ctrl-C to the job, too
-            job.send_signal(signal.SIGINT)
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, interrupted)
-    signal.signal(signal.SIGTERM, lambda *_: job.terminate())
+def _printing_errors(look: Callable[[], None]) -> Callable[[], None]:
+    """`look`, which prints each of its errors once: the job must not be left alone."""
     printed: set[str] = set()
-    try:
-        while True:
-            try:
-                status = job.wait(every)
-                return status if status >= 0 else 128 - status
-            except subprocess.TimeoutExpired:
-                try:
-                    look()
-                except Exception as error:  # the job must not be left alone
-                    if repr(error) not in printed:
-                        print(f"poplar watch: {error!r}", file=sys.stderr)
-                    printed.add(repr(error))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
+    def look_once() -> None:
+        try:
+            look()
+        except Exception as error:
+            if repr(error) not in printed:
+                print(f"poplar watch: {error!r}", file=sys.stderr)
+            printed.add(repr(error))
 
-def _in_foreground() -> bool:
-    """Whether Ctrl-C in a terminal interrupts this process and its children."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
+    return look_once

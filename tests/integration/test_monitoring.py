@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import errno
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks as pool
@@ -117,6 +121,51 @@ def test_logger_that_fails_raises_on_all_ranks(ranks):
     assert all(other.is_a(RankFailed) and "no space left" in other.message for other in others)
 
 
+class Kept:
+    """A logger that keeps the reports; the first one fails."""
+
+    def __init__(self) -> None:
+        self.reports: list[Progress] = []
+
+    def start(self, plan: Any, profile: Any) -> None:
+        pass
+
+    def log(self, progress: Progress) -> None:
+        self.reports.append(progress)
+        if len(self.reports) == 1:
+            raise OSError("no space left on device")
+
+    def close(self) -> None:
+        pass
+
+
+def reports_of_two_plans() -> list[tuple[int, int, float]]:
+    """Last step, steps and seconds of each report; the clock is at 1, 2 and 10 after a step."""
+    optimizer = poplar.HeteroZeroOptimizer(
+        nn.Linear(8, 1), torch.optim.SGD, plan=PLAN, process_group=pool.group(), lr=0.1
+    )
+    batch = torch.randn(PLAN.samples(pool.rank()), 8)
+    result = optimizer.train_step(lambda m, b: m(b).square().mean(), batch)
+    other = copy.copy(result)
+    other.plan = PLAN.with_largest_batches({0: 1})
+    kept = Kept()
+    with mock.patch("poplar.monitoring.monitor.time.perf_counter", return_value=0.0) as clock:
+        monitor = Monitor(optimizer, [kept])
+        for seconds, each in ((1.0, result), (2.0, result), (10.0, other)):
+            clock.return_value = seconds
+            with contextlib.suppress(OSError, RankFailed):
+                monitor(each)
+        clock.return_value = 11.0
+        monitor.close()
+    return [(each.step, len(each.losses), each.wall_seconds) for each in kept.reports]
+
+
+def test_the_first_step_of_a_changed_plan_belongs_to_its_report(ranks):
+    """With its seconds, and also if the report of the plan before it could not be logged."""
+    reports, *_ = ranks.run(reports_of_two_plans, ranks=3)
+    assert reports == [(2, 2, 2.0), (3, 1, 9.0)]
+
+
 def progress(**changed: Any) -> Progress:
     values: dict[str, Any] = {
         "step": 2,
@@ -201,6 +250,11 @@ def test_losses_that_are_not_finite_are_null_in_a_record(tmp_path):
 def test_a_record_replaces_a_file_or_what_a_link_leads_to(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"no regular file.* JsonLines for a stream"):
         RunFile("/dev/null").start(PLAN, PROFILE)
+    read, write = os.pipe()
+    with pytest.raises(ValueError, match="JsonLines for a stream"):
+        RunFile(f"/dev/fd/{write}").start(PLAN, PROFILE)
+    os.close(read)
+    os.close(write)
     (tmp_path / "link.json").symlink_to(tmp_path / "run.json")
     run_file = RunFile(tmp_path / "link.json")
     run_file.start(PLAN, PROFILE)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
@@ -244,24 +246,41 @@ from pathlib import Path
 from poplar.watch.job import run
 
 code = """
-import signal, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a job in the background
-print('started', flush=True)
-time.sleep(20)
+import signal, sys, time
+end = time.monotonic() + 20
+
+def interrupted(*_):
+    global end
+    print("interrupted", flush=True)
+    end = time.monotonic() + 0.5  # a second one would show
+
+signal.signal(signal.SIGINT, interrupted)
+print("started", flush=True)
+while time.monotonic() < end:
+    time.sleep(0.02)
+sys.exit(7)
 """
 sys.exit(run([sys.executable, "-c", code], Path(), 0.1, lambda: None))
 '''
 
 
-def test_an_interrupt_of_the_watcher_alone_reaches_the_job():
-    """Without a terminal, no other process sends it to the job."""
-    with subprocess.Popen(
-        [sys.executable, "-c", JOB_AND_WATCHER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as watcher:
-        assert watcher.stdout is not None
-        watcher.stdout.readline()
-        watcher.send_signal(signal.SIGINT)
-        assert watcher.wait() == 130
+@pytest.mark.parametrize("sent", ["kill", "terminal"])
+def test_an_interrupt_reaches_the_job_once(sent):
+    """The terminal sends Ctrl-C to the job, too; `kill` sends it to the watcher alone."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", JOB_AND_WATCHER])
+    output = b""
+    while b"started" not in output:
+        output += os.read(terminal, 100)
+    if sent == "kill":
+        os.kill(pid, signal.SIGINT)
+    else:
+        os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while read := os.read(terminal, 100):
+            output += read
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert output.count(b"interrupted") == 1
