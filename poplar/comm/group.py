@@ -43,6 +43,8 @@ _GROUP_COUNTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakK
 
 # Why the connections of a process group were closed, for all groups on it: gloo and NCCL cannot
 # cancel a single message or collective.
+_REPORTED = "another rank reported a failure"
+"""Until this rank knows which."""
 _CLOSED: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
@@ -243,9 +245,10 @@ class Group:
         return {self.process_group, *self.subgroups} if self.has_device_backend else set()
 
     def _note_closed(self, groups: set[dist.ProcessGroup]) -> None:
-        reason = str(self.failures[0]) if self.failures else "another rank reported a failure"
+        reason = str(self.failures[0]) if self.failures else _REPORTED
         for group in groups:
-            _CLOSED.setdefault(group, reason)
+            if _CLOSED.get(group, _REPORTED) == _REPORTED:
+                _CLOSED[group] = reason
 
     def _failure_of_another(self, reason: str) -> CollectiveTimeout:
         return CollectiveTimeout(

@@ -188,10 +188,9 @@ class _Slots:
         self._saves = 0
 
     def keep_last_step(self) -> None:
-        """Free the slot that was not written last: all ranks have saved the last step. Local."""
-        for path in files_in(self._folder):
-            if path.name.startswith(f"{self._tag}-{self._saves % 2}-"):
-                path.unlink(missing_ok=True)
+        """Free all but the slot that was written last, by all ranks. Local."""
+        if self._saves:
+            _remove(self._folder, but=f"{self._tag}-{(self._saves - 1) % 2}-")
 
     @no_garbage_collection()
     def save(self, parts: TrainingParts, step: int, state: Mapping[str, Any]) -> None:

@@ -425,8 +425,9 @@ class Tuner:
         best, observations = _simplest(trials, running), trials.observations()
         profile = self._refined(profile, observations)
         profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
-        limited = _with_less_memory(profile, lacked)
-        profile = limited if fits(limited, best) else profile
+        while lacked and not fits(_with_less_memory(profile, lacked), best):
+            lacked.pop()
+        profile = _with_less_memory(profile, lacked)
         spread = trials.noise(best)
         if not self.session.asynchronous:  # else the seconds of passes are not known
             spread = max(spread, noise_of_speeds(profile, best, trials.each()))

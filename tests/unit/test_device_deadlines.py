@@ -71,11 +71,17 @@ def wait_until(condition: Callable[[], Any]) -> bool:
     return bool(condition())
 
 
-def test_a_group_uses_no_process_group_that_another_group_has_aborted(groups: list[Group]) -> None:
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_group_uses_no_process_group_that_another_group_has_aborted(
+    groups: list[Group], follows: bool
+) -> None:
+    """Its error has the cause, also if a thread that knows no cause has aborted first."""
     failing = groups[0]
     other = replace(failing, failures=[], in_flight={}, on_abort={}, reports=None)
     other.__dict__["rank"] = 0
     other.check()
+    if follows:
+        failing.follow_failure()
     failing.abort("rank 0 failed")
     with pytest.raises(CollectiveTimeout, match=r"another optimizer .* failed.*rank 0 failed"):
         other.check()

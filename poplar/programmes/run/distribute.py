@@ -142,9 +142,10 @@ def _training(job: DistributedJob, programme: Choice) -> DistributedTraining:
     try:
         with show_progress(job.progress and job.group.rank == 0, seconds) as report:
             measured = compare(job, *candidates, seconds=seconds, report=report)
+        is_faster, reason = _outcome(measured, text)
     except OutOfMemoryInTrial as short:
-        return by_plan(reason=f"data parallelism, because {short}. The programme was:\n{text}")
-    is_faster, reason = _outcome(measured, text)
+        is_faster = False
+        reason = f"data parallelism, because {short}. The programme was:\n{text}"
     return by_programme(reason=reason) if is_faster else by_plan(reason=reason)
 
 

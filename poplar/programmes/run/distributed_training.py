@@ -91,7 +91,7 @@ class DistributedTraining:
         """Give the model its whole parameters back. Collective; the training ends."""
         self.optimizer.release()
 
-    def detach(self) -> None:
+    def _detach(self) -> None:
         """Drop the model, with any values in its parameters, after a failure. Not collective."""
         self.optimizer._training.detach()
 

@@ -287,8 +287,8 @@ class ProgrammeTraining(DistributedTraining):
         self.optimizer.release()
         self._divided.restore()
 
-    def detach(self) -> None:
-        super().detach()
+    def _detach(self) -> None:
+        super()._detach()
         self._divided.detach()
 
     def _sharded(self) -> list[tuple[int, str, nn.Parameter]]:

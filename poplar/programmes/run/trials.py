@@ -123,7 +123,7 @@ class _Turn(NamedTuple):
         try:
             return cls._of(job, training, steps)
         except Exception:
-            training.detach()
+            training._detach()
             raise
 
     @classmethod
