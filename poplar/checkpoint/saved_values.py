@@ -17,6 +17,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.utils._pytree import tree_map
 
 from poplar.comm.copies import to_bytes
+from poplar.system.storage import as_bytes
 
 PLAIN = (bool, complex, float, int, str, type(None))
 """Types of values that never change and that `repr` tells apart."""
@@ -78,7 +79,7 @@ def _digest(value: Any, known: dict[int, tuple[Any, int]]) -> int:
 def _of_content(value: Any, digest: Callable[[Any], int]) -> int:
     """The digest of a value from those of its parts."""
     if isinstance(value, Tensor):
-        data = to_bytes(value.detach().cpu().contiguous().reshape(-1))
+        data = to_bytes(as_bytes(value.cpu().contiguous()))
         return _of_text(f"{value.dtype} {tuple(value.shape)} {zlib.crc32(data)}")
     if isinstance(value, bytes):
         return _of_text(f"bytes {zlib.crc32(value)}")

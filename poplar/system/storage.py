@@ -21,6 +21,10 @@ def with_own_storage(tensor: Tensor) -> Tensor:
     """
     with torch.inference_mode(False):
         # As bytes, because DLPack does not know every dtype.
-        data = tensor.detach().reshape(-1).view(torch.uint8)
-        own: Tensor = from_dlpack(to_dlpack(data))
+        own: Tensor = from_dlpack(to_dlpack(as_bytes(tensor)))
         return own.view(tensor.dtype).view(tensor.shape)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, 1-D. A single element may have any stride."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

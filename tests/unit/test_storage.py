@@ -7,7 +7,9 @@ import gc
 import pytest
 import torch
 
-from poplar.system.storage import with_own_storage
+from poplar.checkpoint.saved_values import digest
+from poplar.system.storage import as_bytes, with_own_storage
+from poplar.zero.checks.replica_check import bit_checksum
 
 DTYPES = (
     torch.float32,
@@ -29,6 +31,16 @@ def test_memory_is_shared_and_the_storage_is_not(dtype: torch.dtype) -> None:
         assert not part.numel() or own.data_ptr() == part.data_ptr()
         own.fill_(1)
         assert torch.equal(part, torch.ones_like(part))
+
+
+def test_a_single_element_may_have_any_stride() -> None:
+    element = torch.arange(6.0).view(3, 2)[1:2, 1]
+    assert element.is_contiguous()
+    assert element.stride() == (2,)
+    assert torch.equal(with_own_storage(element), element)
+    assert torch.equal(as_bytes(element), torch.tensor([3.0]).view(torch.uint8))
+    assert int(bit_checksum(element)) == int(bit_checksum(element.clone()))
+    assert digest(element) == digest(torch.tensor([3.0]))
 
 
 def test_memory_lives_as_long_as_the_result() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Communicator, Control
+from poplar.system.storage import as_bytes
 from poplar.values.errors import ReplicasDiffer, agreed
 from poplar.zero.agreement import exchange_results
 from poplar.zero.flat_parameter import FlatParameter
@@ -188,7 +189,7 @@ def replicate(
 
 def bit_checksum(tensor: Tensor) -> Tensor:
     """As `checksum`, of one tensor of any size and dtype."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = as_bytes(tensor.contiguous())
     whole = data.numel() // 64 * 64
     rest = torch.nn.functional.pad(data[whole:], (0, whole + 64 - data.numel()))
     return checksum([data[:whole].clone() if data.data_ptr() % 8 else data[:whole], rest])
