@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 
 from poplar._core import crc32c
 from poplar.checkpoint.files import data_file
-from poplar.checkpoint.files.data_file import Cancelled, DataFile, Stored, checksum
+from poplar.checkpoint.files.data_file import Cancelled, DataFile, Stored, checksum, read_tensor
 from poplar.values.errors import DamagedCheckpoint
 
 WHOLE = torch.randn(3, 40_000)
@@ -36,6 +36,7 @@ def write(folder, values, is_stopped=lambda: False):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
 def test_items_are_what_was_given_without_the_rest_of_their_storage(tmp_path, dtype):
     tensors = {"row": WHOLE[1], "column": WHOLE.t()[:5], "empty": WHOLE[:0], "one": WHOLE[0, 0]}
+    tensors["strided"] = WHOLE[:1, 0]
     values = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if dtype is torch.complex64:
         values["conjugate"] = values["row"].conj()
@@ -46,6 +47,45 @@ def test_items_are_what_was_given_without_the_rest_of_their_storage(tmp_path, dt
         offset, length = places[name]
         (tmp_path / "item").write_bytes(data[offset : offset + length])
         assert torch.equal(torch.load(tmp_path / "item"), value)
+        read = torch.zeros(value.shape, dtype=dtype)
+        with file.path.open("rb") as opened:
+            assert read_tensor(opened, offset, read)
+        assert torch.equal(read, value)
+
+
+def test_an_item_that_the_file_does_not_write_of_such_a_tensor_is_not_read(tmp_path):
+    places, file = write(tmp_path, {"a": torch.ones(4, 6), "b": [1, 2]})
+    others = {
+        "dtype": torch.ones(4, 6, dtype=torch.int32),
+        "shape": torch.ones(6, 4),
+        "dimensions": torch.ones(24),
+        "order": torch.ones(6, 4).t(),
+        "part": torch.ones(5, 6)[1:],
+        "sign": torch.ones(4, 6)._neg_view(),
+        "list": [torch.ones(4, 6)],
+        "checksum of torch": torch.ones(4, 6),
+    }
+    for what, value in others.items():
+        with crc32_of_torch(what == "checksum of torch"), (tmp_path / what).open("wb") as item:
+            torch.save(value, item)
+    (tmp_path / "incomplete").write_bytes(file.path.read_bytes()[:750])
+    (tmp_path / "empty").touch()
+    target = torch.zeros(4, 6)
+    for path in tmp_path.iterdir():
+        with path.open("rb") as opened:
+            assert read_tensor(opened, places["a"][0], target) is (path == file.path), path.name
+    with file.path.open("rb") as opened:
+        assert not read_tensor(opened, places["b"][0], target)
+
+
+@contextmanager
+def crc32_of_torch(computed):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(computed)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def test_checksum_is_of_all_that_was_written(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -11,10 +12,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import (
+    create_default_global_save_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan
 
+from poplar.checkpoint.files.data_file import DataFile
+from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.saved_names import read_groups
 from poplar.checkpoint.saved_values import digest, refused_classes, with_python_numbers
+from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.values.errors import DamagedCheckpoint
 
 
@@ -28,6 +38,40 @@ def test_tensor_of_which_a_part_is_missing_is_not_read(tmp_path):
     opened.described["model.w"].chunks.clear()
     with pytest.raises(DamagedCheckpoint, match="0 of the 4 elements"):
         opened.read_into({"model.w": target})
+
+
+def test_tensors_of_a_data_file_are_read_into_any_memory_without_an_unpickler(
+    tmp_path, monkeypatch
+):
+    whole = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    entries = {"whole": whole, "step": torch.tensor(3.0), "none": torch.empty(0, 4), "shard": whole}
+    items = create_default_local_save_plan(entries, True).items
+    file = DataFile(tmp_path / "__0_0.distcp", lambda: False)
+    places = file.write_items(items, {item.index: entries[item.index.fqn] for item in items})
+    file.close()
+    metadata = create_default_global_save_plan([SavePlan(items)])[1]
+    metadata.storage_data = {
+        item.index: _StorageInfo(file.path.name, *place)
+        for item, place in zip(items, places, strict=True)
+    }
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
+    opened = OpenedCheckpoint(tmp_path)
+    monkeypatch.setattr(torch, "load", None)
+    for target in (
+        torch.empty(6, 10),
+        torch.empty(10, 6).t(),
+        torch.empty(6, 20)[:, ::2],
+        torch.empty(6, 10, dtype=torch.float64),
+        torch.empty(6, 10, dtype=torch.complex64).conj(),
+    ):
+        opened.read_into({"whole": target})
+        assert torch.equal(target, whole.to(target.dtype))
+    assert torch.equal(opened.value("step"), torch.tensor(3.0))
+    assert opened.value("none").shape == (0, 4)
+    for start, stop in ((0, 60), (7, 43), (10, 30), (5, 5)):
+        shard = ShardTensor(torch.empty(stop - start), whole.shape, start)
+        opened.read_into({"shard": shard})
+        assert torch.equal(shard.local, whole.view(-1)[start:stop])
 
 
 @pytest.mark.filterwarnings("ignore")

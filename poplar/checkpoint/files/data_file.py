@@ -11,6 +11,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from poplar._core import crc32c
 from poplar.checkpoint.files.stored_files import open_stored
-from poplar.system.storage import with_own_storage
+from poplar.system.storage import as_bytes, with_own_storage
 from poplar.values.schema import Count
 
 _CHUNK = 16 << 20
@@ -29,6 +30,11 @@ _CHUNK = 16 << 20
 SYNC_BYTES = 256 << 20
 """Bytes that are at most written but not on the disk. `written` counts as progress of the save, so
 that a slow disk must not take longer for them than the deadline."""
+
+_READ_BYTES = 1 << 20
+"""Bytes of a file whose checksum is computed at a time, while they are in the cache."""
+_START_BYTES = 4096
+"""More than `torch.save` writes before the elements of a tensor."""
 
 
 class Cancelled(Exception):
@@ -136,13 +142,58 @@ class DataFile:
         self._file.close()
 
 
+def read_tensor(file: io.BufferedReader, first_byte: int, target: Tensor) -> bool:
+    """Read the elements of an item into a tensor of its dtype and shape.
+
+    `torch.load` would run an unpickler and copy the elements.
+
+    Args:
+        target: contiguous, on the CPU.
+
+    Returns:
+        False: the item is not what `DataFile` writes of such a tensor, or is not complete.
+    """
+    before = _bytes_before_elements(target.dtype, target.shape)
+    file.seek(first_byte)
+    if before is None or file.read(len(before)) != before:
+        return False
+    return file.readinto(as_bytes(target).numpy().data) == target.nbytes
+
+
+@lru_cache(4096)
+def _bytes_before_elements(dtype: torch.dtype, shape: torch.Size) -> bytes | None:
+    """How an item with a tensor begins, which says that it is plain, its dtype and its shape.
+
+    None: this version of torch writes items in another way.
+    """
+    start = _Start()
+    with _without_checksum_of_torch():
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), start)  # type: ignore[arg-type]
+    before, name, after = start.data.partition(b"archive/data/0")
+    return before + name + after[: int.from_bytes(before[-2:], "little")] if name else None
+
+
+class _Start:
+    """The first bytes that `torch.save` writes. The elements are not copied."""
+
+    data = b""
+
+    def write(self, data: Any) -> int:
+        """Write bytes; for `torch.save`, as `flush`."""
+        self.data += bytes(data[: _START_BYTES - len(self.data)])
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+
 def checksum(folder: Path, name: str) -> Stored:
     """What is in a file now.
 
     Raises:
         DamagedCheckpoint: as `open_stored`.
     """
-    buffer, length, crc = bytearray(_CHUNK), 0, 0
+    buffer, length, crc = bytearray(_READ_BYTES), 0, 0
     with os.fdopen(open_stored(folder, name), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             length, crc = length + count, crc32c(memoryview(buffer)[:count], crc)

@@ -11,6 +11,7 @@ import io
 import math
 import os
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.utils import _create_file_view, find_state_dic
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from poplar.checkpoint.files import manifest as manifest_file
-from poplar.checkpoint.files.data_file import checksum
+from poplar.checkpoint.files.data_file import checksum, read_tensor
 from poplar.checkpoint.files.manifest import Manifest, read_manifest
 from poplar.checkpoint.files.metadata_file import METADATA, read_metadata
 from poplar.checkpoint.files.save_job import aside_name, complete_name
@@ -180,8 +181,11 @@ class OpenedCheckpoint:
         """
         items = [item for name, target in targets.items() for item in self._items(name, target)]
         try:
-            for item in sorted(items, key=lambda item: self._place(item.storage_index)[:2]):
-                self._read_item(item, targets[item.dest_index.fqn])
+            items.sort(key=lambda item: self._place(item.storage_index)[:2])
+            for name, of_file in groupby(items, lambda item: self._place(item.storage_index)[0]):
+                with os.fdopen(open_stored(self.folder, name), "rb") as file:
+                    for item in of_file:
+                        self._read_item(file, item, targets[item.dest_index.fqn])
         except DamagedCheckpoint:
             raise
         except Exception as error:  # torch raises many types for content that it cannot read
@@ -192,21 +196,25 @@ class OpenedCheckpoint:
                 self.folder, f"its files do not have the elements of {names}: {error}"
             ) from error
 
-    def _read_item(self, item: ReadItem, target: Tensor) -> None:
+    def _read_item(self, file: io.BufferedReader, item: ReadItem, target: Tensor) -> None:
         index, described = item.storage_index, self.described[item.storage_index.fqn]
         sizes = next(part.sizes for part in described.chunks if part.offsets == index.offset)
+        dtype = described.properties.dtype
         file_name, offset, length = self._place(index)
-        with os.fdopen(open_stored(self.folder, file_name), "rb") as file:
-            view: Any = _create_file_view(file, offset, length)
-            stored = torch.load(view, map_location="cpu", weights_only=True)
-        if (stored.dtype, stored.shape) != (described.properties.dtype, sizes):
-            raise TypeError(
-                f"{stored.dtype} of shape {tuple(stored.shape)} at byte {offset} of {file_name}, "
-                f"but {METADATA} describes {described.properties.dtype} of {tuple(sizes)}"
-            )
         box = find_state_dict_object({item.dest_index.fqn: target}, item.dest_index)
         wanted = narrow_tensor_by_index(box.detach(), item.dest_offsets, item.lengths)
-        wanted.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+        is_whole = (wanted.dtype, wanted.shape) == (dtype, sizes) and _is_plain(wanted)
+        stored = wanted if is_whole else torch.empty(sizes, dtype=dtype, device="cpu")
+        if not read_tensor(file, offset, stored):
+            view: Any = _create_file_view(file, offset, length)
+            stored = torch.load(view, map_location="cpu", weights_only=True)
+        if (stored.dtype, stored.shape) != (dtype, sizes):
+            raise TypeError(
+                f"{stored.dtype} of shape {tuple(stored.shape)} at byte {offset} of {file_name}, "
+                f"but {METADATA} describes {dtype} of {tuple(sizes)}"
+            )
+        if stored is not wanted:
+            wanted.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
 
     def _read_value(self, index: MetadataIndex) -> Any:
         file_name, offset, length = self._place(index)
@@ -249,6 +257,13 @@ class OpenedCheckpoint:
                 f"it has {count} of the {local.numel()} elements of {name!r} that were read",
             )
         return items
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor are its memory on the host, in order."""
+    has_other_elements = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    is_in_order = type(tensor) is Tensor and tensor.is_cpu and tensor.is_contiguous()
+    return is_in_order and not has_other_elements
 
 
 def _not_a_checkpoint(folder: Path) -> str:
