@@ -209,6 +209,27 @@ def variance(model: nn.Module, batch: Batch) -> Tensor:
     return F.relu(1 - z.std(0)).mean() + z.square().mean()
 
 
+def simclr(model: nn.Module, batch: Batch, parts: tuple[str, ...] = ()) -> Tensor:
+    """NT-Xent of two views in one forward; of the model, or of its parts one after the other."""
+    views = torch.cat([batch["x"], batch["x"].roll(1, 1)])
+    for part in parts:
+        views = getattr(model, part)(views).relu()
+    z = F.normalize(views if parts else model(views), dim=1)
+    similarities = (z @ z.T / 0.5).fill_diagonal_(-1e9)
+    return F.cross_entropy(similarities, torch.arange(len(z)).roll(len(z) // 2))
+
+
+def preference(model: nn.Module, batch: Batch, stack: Any = torch.cat) -> Tensor:
+    """As of DPO: two answers of each sample in one forward."""
+    answers = batch["sequence"][:, 0], batch["sequence"][:, 1]
+    if stack is torch.cat:
+        chosen, rejected = model(torch.cat(answers)).logsumexp(1).chunk(2)
+    else:
+        scores = model(torch.stack(answers, 1).flatten(0, 1)).logsumexp(1)
+        chosen, rejected = scores.unflatten(0, (-1, 2)).unbind(1)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
 def focal(model: nn.Module, batch: Batch) -> Tensor:
     positive = batch["labels"] != 3
     losses = F.binary_cross_entropy_with_logits(model(batch["x"]), one_hot(batch), reduction="none")
@@ -263,6 +284,12 @@ def no_means() -> dict[str, tuple[Any, str]]:
         "dice of the batch": (lambda m, b: dice(m, b, 0), "couples samples"),
         "variance": (variance, "couples samples"),
         "contrastive": (contrastive, "couples samples"),
+        "contrastive, views in one forward": (simclr, "couples samples"),
+        "contrastive, views through two modules": (
+            lambda m, b: simclr(m, b, ("hidden", "scores")),
+            "couples samples",
+        ),
+        "sum over pairs": (lambda m, b: preference(m, b) * len(b["x"]), "pass loss='sum'"),
         "root": (lambda m, b: (m(b["x"]) - 1).square().mean().sqrt(), "weight="),
         "the hardest samples": (hardest, "weight="),
     }
@@ -304,8 +331,36 @@ def means() -> dict[str, Any]:
     def submodules(model: nn.Module, batch: Batch) -> Tensor:
         return F.mse_loss(model.scores(model.hidden(batch["x"]).relu()), one_hot(batch))
 
+    def prompts(model: nn.Module, batch: Batch) -> Tensor:
+        """Rows of one call, a multiple of the samples, are the classes."""
+        classes = model(torch.linspace(-1, 1, 192).view(24, 8).to(batch["x"].dtype))
+        return F.cross_entropy(model(batch["x"]) @ classes.T, batch["labels"])
+
+    def queries_and_documents(model: nn.Module, batch: Batch) -> Tensor:
+        documents = batch["sequence"][:, :2].flatten(0, 1)
+        rows = model(torch.cat([batch["x"], documents]))
+        queries, found = rows.split([len(batch["x"]), len(documents)])
+        scores = torch.einsum("bc,bdc->bd", queries, found.unflatten(0, (-1, 2)))
+        return F.cross_entropy(scores, batch["labels"] % 2)
+
+    def steps_first(model: nn.Module, batch: Batch) -> Tensor:
+        """24 steps of 12 samples; each step depends on all others of its sample."""
+        steps = batch["sequence"].repeat(1, 4, 1).transpose(0, 1)
+        return F.mse_loss(model(steps).softmax(0).square().sum(0), one_hot(batch))
+
     return {
         "cross entropy": entropy,
+        "pairs in one forward": preference,
+        "pairs in one forward, interleaved": lambda m, b: preference(m, b, torch.stack),
+        "equal pairs": lambda m, b: preference(
+            m, {"sequence": b["sequence"][:, :1].expand(-1, 2, 8)}
+        ),
+        "equal samples": lambda m, b: preference(
+            m, {"sequence": torch.ones_like(b["sequence"])}, torch.stack
+        ),
+        "class prompts": prompts,
+        "queries and documents in one forward": queries_and_documents,
+        "steps first": steps_first,
         "label smoothing": lambda m, b: entropy(m, b, label_smoothing=0.1),
         "weights of positives": lambda m, b: F.binary_cross_entropy_with_logits(
             m(b["x"]), one_hot(b), pos_weight=CLASS_WEIGHTS
@@ -376,6 +431,7 @@ def test_micro_batches_of_one_sample_are_compared_together():
     single = [{key: value[i : i + 1] for key, value in batch.items()} for i in (0, 11)]
     loss_fn, told = no_means()["ignored steps"]
     assert told in warning_of_a_pass(loss_fn, Head(), single)
+    assert warning_of_a_pass(preference, Head(), single) is None  # rows of two views are not joined
 
 
 def test_a_loop_over_a_model_with_its_own_loss_warns():

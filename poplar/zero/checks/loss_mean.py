@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from poplar.data import pytree
 from poplar.data.token_weights import IGNORE_INDEX, is_integer, tokens
-from poplar.zero.checks.recorded_loss import Call, RecordedLoss, is_loss
+from poplar.zero.checks.recorded_loss import Call, OtherCallsError, RecordedLoss, is_loss
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.preserved_state import (
     model_preserved,
@@ -75,7 +76,7 @@ def wrong_weight(
             with recorded.recording():
                 whole = recorded.loss(recorded.batch).item()
             try:
-                found = _wrong_weight(recorded, where)
+                found = _wrong_weight(recorded, samples, where)
             except Exception:
                 found = None
             return found or (_coupled(samples, where) if _couples(recorded, whole) else None)
@@ -170,12 +171,12 @@ class FirstLossCheck:
             recorded = first.join(recorded)
         samples = recorded.samples
         if samples < 2:
-            self._first = recorded.rows(samples) if recorded.bytes() <= _MOST_BYTES else None
+            self._first = recorded.copied() if recorded.bytes() <= _MOST_BYTES else None
             return None
         self._looks = False
-        few = max(2, min(MOST_SAMPLES, _MOST_BYTES * samples // (recorded.bytes() + 1)))
+        few = max(2, min(samples, MOST_SAMPLES, _MOST_BYTES * samples // (recorded.bytes() + 1)))
         with random_state_preserved(next(recorded.model.parameters()).device):
-            return _wrong_weight(recorded.rows(few) if samples > few else recorded, where)
+            return _wrong_weight(recorded, few, where)
 
 
 def _warn(found: str | None, stacklevel: int) -> None:
@@ -183,10 +184,24 @@ def _warn(found: str | None, stacklevel: int) -> None:
         warnings.warn(found, stacklevel=stacklevel)
 
 
-def _wrong_weight(recorded: RecordedLoss, where: str) -> str | None:
-    """As `wrong_weight`, of a loss that was recorded; it raises if nothing can be told."""
-    parts = _Parts.of(recorded)
-    if parts is None or parts.fit([size / recorded.samples for size in parts.sizes]):
+def _wrong_weight(recorded: RecordedLoss, samples: int, where: str) -> str | None:
+    """As `wrong_weight`, of the first samples of a loss that was recorded.
+
+    It may raise if nothing can be told. Rows of equal samples fit both orders; then the loss must
+    be wrong in both.
+    """
+    found = None
+    for views_first in (True, False):
+        with suppress(OtherCallsError):
+            parts = _Parts.of(replace(recorded, views_first=views_first), samples)
+            found = None if parts is None else _explained(parts, where)
+            if found is None:
+                return None
+    return found
+
+
+def _explained(parts: _Parts, where: str) -> str | None:
+    if parts.fit([size / parts.samples for size in parts.sizes]):
         return None
     if parts.count > 1 and parts.fit([1.0] * len(parts.sizes)):
         return (
@@ -194,7 +209,7 @@ def _wrong_weight(recorded: RecordedLoss, where: str) -> str | None:
             f"return the mean, or pass loss='sum' {where} (loss='global_mean' if it is divided by "
             f"the number of samples on all ranks), {_ELSE}"
         )
-    for expression, weight in _countings(recorded.batch):
+    for expression, weight in _countings(parts.batch):
         counts = [float(weight(part)) for part in parts.batches]
         if sum(counts) and parts.fit([count / sum(counts) for count in counts]):
             over = "tokens" if "tokens(" in expression else "what counts in it"
@@ -204,11 +219,11 @@ def _wrong_weight(recorded: RecordedLoss, where: str) -> str | None:
             )
     shares = parts.shares()
     if shares is None:
-        return _coupled(recorded.samples, where)
+        return _coupled(parts.samples, where)
     listed = ", ".join(f"{share:.3g}" for share in shares)
     return (
         "the loss is a mean in which samples count differently (class weights, ignored labels, a "
-        f"mask): of {recorded.samples} samples, consecutive parts of {parts.sizes} count {listed}. "
+        f"mask): of {parts.samples} samples, consecutive parts of {parts.sizes} count {listed}. "
         f"Pass weight= {where}, a function that returns the sum of these weights in a micro-batch, "
         f"such as lambda batch: class_weights[batch[1]].sum(), {_ELSE}"
     )
@@ -231,6 +246,8 @@ class _Parts:
     All are with respect to the outputs of the model; of large ones, to some elements.
     """
 
+    samples: int
+    batch: Any
     sizes: list[int]
     batches: list[Any]
     wholes: list[Tensor]
@@ -240,22 +257,25 @@ class _Parts:
     tolerance: float
 
     @classmethod
-    def of(cls, recorded: RecordedLoss) -> _Parts | None:
+    def of(cls, recorded: RecordedLoss, samples: int) -> _Parts | None:
         """None if the loss is random; raises if it cannot be computed for the parts."""
-        (value, whole), (again, same) = (recorded.gradient(recorded.batch) for _ in range(2))
+        batch = pytree.take(recorded.batch, range(samples))
+        value, whole, replay = recorded.gradient(batch)
+        again, same, _ = recorded.gradient(batch)
         if value != again or not bool(whole.isfinite().all()):
             return None
         if not torch.allclose(whole, same, rtol=1e-4, atol=0.0):
             return None
-        sizes = _sizes(recorded.samples)
+        sizes = _sizes(samples)
         bounds = list(pairwise(accumulate(sizes, initial=0)))
-        batches = pytree.split(recorded.batch, sizes)
+        batches = pytree.split(batch, sizes)
         parts = [
-            recorded.gradient(part, start)[1]
+            recorded.gradient(part, start, replay)[1]
             for part, (start, _) in zip(batches, bounds, strict=True)
         ]
         tolerance = _ROUNDING_IN_16_BITS if recorded.is_rounded else _ROUNDING
-        return cls(sizes, batches, [whole[a:b] for a, b in bounds], parts, tolerance)
+        wholes = [whole[a:b] for a, b in bounds]
+        return cls(samples, batch, sizes, batches, wholes, parts, tolerance)
 
     @property
     def count(self) -> int:

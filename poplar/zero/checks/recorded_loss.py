@@ -59,6 +59,11 @@ class RecordedLoss:
     calls: list[Call] = field(default_factory=list)
     is_rounded: bool = False
     """Some values were computed in 16 bits."""
+    is_joined: bool = False
+    """Of two micro-batches: rows of outputs are known if they are the samples."""
+    views_first: bool = True
+    """The order of a forward with several rows per sample, such as two views: the first rows of
+    all samples come first, as of `torch.cat`. Else all rows of the first sample do."""
 
     @property
     def samples(self) -> int:
@@ -98,15 +103,10 @@ class RecordedLoss:
 
         stack.enter_context(_calls_by(self.model, call))
 
-    def rows(self, count: int) -> RecordedLoss:
-        """The loss of the first samples, with outputs in memory of their own."""
-
-        def own(tensor: Tensor) -> Tensor:
-            return self.part(tensor, 0, count).clone()
-
-        calls = [c._replace(output=pytree.map_tensors(own, c.output)) for c in self.calls]
-        batch = self.batch if count == self.samples else pytree.take(self.batch, range(count))
-        return replace(self, batch=batch, calls=calls)
+    def copied(self) -> RecordedLoss:
+        """With outputs in memory of their own."""
+        calls = [c._replace(output=pytree.map_tensors(Tensor.clone, c.output)) for c in self.calls]
+        return replace(self, calls=calls)
 
     def join(self, other: RecordedLoss) -> RecordedLoss:
         """The loss of the samples of both, one after the other, by the function of the other.
@@ -118,13 +118,16 @@ class RecordedLoss:
             if (one.module, one.computes_loss) != (two.module, two.computes_loss):
                 raise OtherCallsError("other modules are called for other samples")
             calls.append(one._replace(output=_joined(one.output, two.output)))
-        return replace(other, batch=_joined(self.batch, other.batch), calls=calls)
+        batch = _joined(self.batch, other.batch)
+        return replace(other, batch=batch, calls=calls, is_joined=True)
 
     def bytes(self) -> int:
         """Memory of the outputs, in fp32."""
         return sum(4 * t.numel() for call in self.calls for t in pytree.tensors(call.output))
 
-    def gradient(self, batch: Any, start: int = 0) -> tuple[float, Tensor]:
+    def gradient(
+        self, batch: Any, start: int = 0, whole: _Replay | None = None
+    ) -> tuple[float, Tensor, _Replay]:
         """A loss of consecutive samples, and its gradient with respect to the outputs of modules.
 
         The gradient has one row per sample; of outputs with many elements, some. It raises if the
@@ -133,8 +136,9 @@ class RecordedLoss:
         Args:
             batch: the samples.
             start: place of the first one.
+            whole: the replay of samples from 0 on, of which these are a part.
         """
-        replay = _Replay(self, start, start + pytree.samples_in(batch))
+        replay = _Replay(self, start, start + pytree.samples_in(batch), whole)
         with warnings.catch_warnings(), _replay_by(self.model, replay.call):
             warnings.simplefilter("ignore")  # warnings of few samples
             value = self.loss(batch)
@@ -144,12 +148,17 @@ class RecordedLoss:
             torch.zeros_like(leaf) if gradient is None else gradient
             for leaf, gradient in zip(replay.leaves, found, strict=True)
         ]
-        return float(value.detach()), torch.cat(list(map(_probe, rows)), 1)
+        return float(value.detach()), torch.cat(list(map(_probe, rows)), 1), replay
 
-    def part(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Some rows of an output; all of it if it has no row for each sample."""
-        has_rows = tensor.dim() > 0 and len(tensor) == self.samples
-        return tensor[start:stop] if has_rows else tensor
+    def by_sample(self, tensor: Tensor, samples: int) -> Tensor:
+        """The rows of a call as `(samples, rows of a sample, ...)`."""
+        if self.views_first:
+            return tensor.reshape(-1, samples, *tensor.shape[1:]).transpose(0, 1)
+        return tensor.reshape(samples, -1, *tensor.shape[1:])
+
+    def as_called(self, rows: Tensor) -> Tensor:
+        """The reverse of `by_sample`."""
+        return (rows.transpose(0, 1) if self.views_first else rows).flatten(0, 1)
 
     def _record(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A graph that the user's own code compiles, or a forward that runs again in a backward.
@@ -170,9 +179,13 @@ class RecordedLoss:
 class _Replay:
     """Returns rows of what was recorded, call by call."""
 
-    def __init__(self, recorded: RecordedLoss, start: int, stop: int) -> None:
-        self._recorded, self._start, self._stop = recorded, start, stop
+    def __init__(
+        self, recorded: RecordedLoss, start: int, stop: int, whole: _Replay | None
+    ) -> None:
+        self._recorded, self._start, self._stop, self._whole = recorded, start, stop, whole
         self._expected = iter(recorded.calls)
+        self._inputs: list[list[Tensor]] = []
+        """Of each call that does not compute a loss."""
         self.leaves: list[Tensor] = []
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -181,20 +194,54 @@ class _Replay:
             raise OtherCallsError("other modules are called")
         if call.computes_loss:
             return module.forward(*args, **kwargs)
+        self._inputs.append([t.detach() for t in pytree.tensors((args, kwargs)) if t.dim()])
         return pytree.map_tensors(self._rows, call.output)
 
     def check_complete(self) -> None:
         if next(self._expected, None) is not None:
             raise OtherCallsError("fewer modules are called")
+        if self._whole is not None and len(self.leaves) != len(self._whole.leaves):
+            raise OtherCallsError("other outputs have rows of samples")
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        rows = self._recorded.part(tensor, self._start, self._stop)
-        if rows is tensor or not rows.is_floating_point():
-            return rows
+        """The rows of the samples in an output; all of it if it has no rows of samples."""
+        recorded = self._recorded
+        if not tensor.dim() or not self._has_rows(tensor):
+            return tensor
+        rows = recorded.by_sample(tensor, recorded.samples)[self._start : self._stop]
+        if not rows.is_floating_point():
+            return recorded.as_called(rows)
         # 16 bits would round the gradients by more than what is looked for.
         leaf = (rows.float() if rows.dtype in _HALF else rows.detach()).requires_grad_()
         self.leaves.append(leaf)
-        return leaf * self._factors(leaf)
+        return recorded.as_called(leaf * self._factors(leaf))
+
+    def _has_rows(self, output: Tensor) -> bool:
+        """Whether an output has one row per sample, or several, as the call's input then has."""
+        views, rest = divmod(len(output), self._recorded.samples)
+        if rest or views < 2 or self._recorded.is_joined:
+            return len(output) == self._recorded.samples
+        inputs, own = self._inputs[-1], views * (self._stop - self._start)
+        if all(len(one) != own for one in inputs):
+            return False
+        if self._whole is not None:
+            self._whole.check_rows(len(self._inputs) - 1, inputs, self._start, self._stop, views)
+        return True
+
+    def check_rows(
+        self, call: int, inputs: list[Tensor], start: int, stop: int, views: int
+    ) -> None:
+        """Raise if the inputs of a call for some samples are other rows than those of this replay.
+
+        So the order of the rows is known, and that the call takes the samples along dim 0.
+        """
+        samples = self._stop - self._start
+        for own, part in zip(self._inputs[call], inputs, strict=True):
+            if len(own) == views * samples:
+                rows = self._recorded.by_sample(own, samples)[start:stop]
+                own = self._recorded.as_called(rows)
+            if own.shape != part.shape or not torch.allclose(own.double(), part.double(), 1e-3):
+                raise OtherCallsError("the rows of a call are in another order")
 
     def _factors(self, leaf: Tensor) -> Tensor:
         """Factors of the last dim, from 0.9 to 1, that are the same for all rows.
@@ -203,8 +250,7 @@ class _Replay:
         one at outputs that differ. Probabilities stay probabilities.
         """
         generator = torch.Generator("cpu").manual_seed(len(self.leaves))
-        columns = leaf.shape[-1] if leaf.dim() > 1 else 1
-        random = torch.rand(columns, generator=generator, dtype=leaf.dtype, device="cpu")
+        random = torch.rand(leaf.shape[-1], generator=generator, dtype=leaf.dtype, device="cpu")
         return (1.0 - 0.1 * random).to(leaf.device)
 
 
@@ -224,7 +270,7 @@ def is_loss(tensor: Tensor) -> bool:
 
 def _probe(gradient: Tensor) -> Tensor:
     """Some elements of each row, in fp64."""
-    rows = gradient.flatten(1) if gradient.dim() > 1 else gradient[:, None]
+    rows = gradient.flatten(1)
     return rows[:, :: rows.shape[1] // _PROBED + 1].double()
 
 
