@@ -25,6 +25,7 @@ from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.model_code import code_of
 from poplar.profiler.model_settings import settings_by_module
 from poplar.system import devices, host_limits, kernel_settings
+from poplar.values.errors import check_class
 from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, STRATEGIES
 from poplar.zero import setup
 from poplar.zero.micro_batch_loss import LossFunction
@@ -127,6 +128,7 @@ class Job:
             ValueError: an argument is wrong; says how to fix it.
             TypeError: neither this call nor the optimizer has an argument.
         """
+        check_class("model", self.model, nn.Module)
         if self.max_batch is not None and not is_count(self.max_batch):
             raise ValueError(
                 f"max_batch must be an integer above 0, got {self.max_batch!r}; it is the largest "

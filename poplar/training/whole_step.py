@@ -198,7 +198,7 @@ def apply_step(training: TrainedModel, changes: PlanChanges, closure: Any) -> fl
     error, result = caught(before), None
     if error is None and closure is not None:
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), training.engine.hooks.running("closure"):
                 result = closure()
         except Exception as failure:
             state = training.engine.step

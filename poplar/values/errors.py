@@ -60,9 +60,10 @@ class DamagedCheckpoint(PoplarError):
 
 
 def check_class(name: str, value: object, expected: type) -> None:
-    """Raise TypeError if the argument `name` is no instance of a public class of Poplar."""
+    """Raise TypeError if the argument `name` is no instance of a public class."""
     if not isinstance(value, expected):
-        raise TypeError(f"{name} must be a poplar.{expected.__name__}, got {type(value).__name__}")
+        home = "torch.nn" if expected.__module__.startswith("torch.nn") else "poplar"
+        raise TypeError(f"{name} must be a {home}.{expected.__name__}, got {type(value).__name__}")
 
 
 def agreed(error: E) -> E:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 
 _refusals: list[Exception] = []
+_all: WeakSet[EngineHooks] = WeakSet()
+"""Of the models of all optimizers of this process."""
 
 
 @contextmanager
@@ -64,13 +67,15 @@ class EngineHooks:
         self._modules = {id(module) for module in engine.model.modules()}
         self._requires_gradient_sync = True
         """An implicit backward is the last of its step."""
-        self._refuses_backward = False
+        self._runs: Literal["", "loss_fn", "closure"] = ""
+        """The user's function that is running, in which a backward may be wrong."""
         self.uneven_samples: tuple[int, ...] | None = None
         """Samples of the ranks under an uneven plan, which a backward of weight 1 / n violates."""
         self._call_depth = 0
         """Modules of the model whose forward is running, in one another."""
         self._visits: dict[Unit, int] = {}
         self._newest_hook = -1
+        _all.add(self)
 
     def follow(self, plan: Plan | None) -> None:
         """Refuse an implicit backward if the plan is uneven."""
@@ -83,13 +88,13 @@ class EngineHooks:
         return before
 
     @contextmanager
-    def without_backward(self) -> Iterator[None]:
-        """A context for a forward in which a backward raises."""
-        self._refuses_backward = True
+    def running(self, function: Literal["loss_fn", "closure"]) -> Iterator[None]:
+        """A context for a function of the user: a backward in it raises, or says where it ran."""
+        before, self._runs = self._runs, function
         try:
             yield
         finally:
-            self._refuses_backward = False
+            self._runs = before
 
     def run_gradient_hooks_last(self) -> None:
         """Run the engine's hooks after those that were registered since the last step."""
@@ -129,7 +134,7 @@ class EngineHooks:
 
     def _gradient_hook(self, flat: FlatParameter) -> Callable[[nn.Parameter], None]:
         def gradient_ready(parameter: nn.Parameter) -> None:
-            if self._refuses_backward:
+            if self._runs == "loss_fn":
                 raise RuntimeError(
                     f"rank {self._rank}: loss_fn ran a backward, but it must only return "
                     "the loss; train_step runs the one backward of each micro-batch"
@@ -292,11 +297,24 @@ class EngineHooks:
             return
         self.drop_implicit_pass()
         self._engine.drop_parameter_gradients()
-        raise RuntimeError(
-            f"rank {self._rank}: gradients from outside of micro_batches have the weight 1 / "
+        raise RuntimeError(self._explain_uneven())
+
+    def _explain_uneven(self) -> str:
+        own = type(self._engine.model).__name__
+        source, fix = "outside of micro_batches", "Use optimizer.train_step(loss_fn, batch)"
+        loop = ", or run the backward in `for micro_batch in optimizer.micro_batches(batch):`"
+        others = [one._engine.model for one in _all if one._engine.pass_is_explicit]
+        if others:
+            source = f"a step of the optimizer of another model, {type(others[0]).__name__},"
+            fix = f"Freeze this model, {own}, in that step: its requires_grad_(False) before it"
+            loop = ", and requires_grad_(True) before the step of its own optimizer"
+        elif self._runs == "closure":
+            source = "a backward in the closure of step(), outside of micro_batches,"
+            fix += " in place of step(closure)"
+        return (
+            f"rank {self._rank}: gradients of {own} from {source} have the weight 1 / "
             f"{self._engine.comm.group.size}, but the plan gives the ranks {self.uneven_samples} "
-            "samples, so the gradient would be wrong. Use optimizer.train_step(loss_fn, batch), or "
-            "run the backward in `for micro_batch in optimizer.micro_batches(batch):`"
+            f"samples, so the gradient would be wrong. {fix}{loop}"
         )
 
     def _on_backward_end(self) -> None:

@@ -281,7 +281,9 @@ def _weights(loss: Loss, counts: Sequence[float], total: float) -> list[float]:
 def _size_message(rank: int, size: int, expected: int) -> str:
     return (
         f"rank {rank}: this batch has {size} samples, but the plan gives this rank {expected}; "
-        "build the loader with HeteroBatchSampler(len(dataset), plan), or pass drop_last=True"
+        "build it with DataLoader(dataset, batch_sampler=HeteroBatchSampler(len(dataset), plan)), "
+        "without batch_size; of a stream, with DataLoader(split_stream(stream, plan), "
+        "batch_size=None). Either drops a short last batch by drop_last=True, its default"
     )
 
 

@@ -19,7 +19,7 @@ from poplar.comm import Communicator, Control
 from poplar.comm.shard_layout import Layout
 from poplar.system.kernel_settings import precisions
 from poplar.values.communication import BITS, Communication, Precision
-from poplar.values.errors import agreed
+from poplar.values.errors import agreed, check_class
 from poplar.values.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.checks import model_checks
@@ -197,6 +197,7 @@ def check_request(
     Raises:
         ValueError, TypeError, RuntimeError: what is wrong and how to fix it.
     """
+    check_class("model", model, nn.Module)
     check_choice("on_out_of_memory", on_out_of_memory, OnOutOfMemory)
     check_choice("on_nonfinite", on_nonfinite, OnNonFinite)
     model_checks.reject_wrapped(model)

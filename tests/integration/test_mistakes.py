@@ -30,6 +30,7 @@ from ranks import Failure, Pool
 from reference import Recipe
 from subset import choose
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from training import STAGES, Run
 
 import poplar
@@ -164,6 +165,11 @@ def backward_in_the_loss_function(made: Made) -> None:
     made.optimizer.train_step(loss, made.batch)
 
 
+def backward_in_the_first_loss_function(made: Made) -> None:
+    model = models.build(RECIPE.spec)
+    backward_in_the_loss_function(replace(made, model=model, optimizer=made.new_optimizer(model)))
+
+
 def evaluation_in_the_loss_function(made: Made) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         made.optimizer.evaluate(loss_fn, [batch])
@@ -178,6 +184,20 @@ def training_in_the_loss_function(made: Made) -> None:
         return loss_fn(model, batch)
 
     made.optimizer.train_step(loss, made.batch)
+
+
+def detached_loss(made: Made) -> None:
+    made.optimizer.train_step(lambda model, batch: loss_fn(model, batch).detach(), made.batch)
+
+
+def trained_discriminator(made: Made) -> None:
+    """The generator's loss has gradients of another model, which its own optimizer trains."""
+    discriminator = models.build(RECIPE.spec)
+    own = made.new_optimizer(discriminator)
+    made.optimizer.train_step(
+        lambda model, batch: loss_fn(model, batch) + loss_fn(discriminator, batch), made.batch
+    )
+    own.step()
 
 
 def loss_per_sample(made: Made) -> None:
@@ -492,6 +512,16 @@ def with_an_instance(made: Made) -> None:
     made.new_optimizer(model, optimizer_class=torch.optim.AdamW(model.parameters()))
 
 
+def parameters_for_a_model(made: Made) -> None:
+    made.new_optimizer(models.build(RECIPE.spec).parameters())
+
+
+def state_with_fewer_names(made: Made) -> None:
+    state = made.optimizer.state_dict()
+    state["param_groups"][0]["param_names"] = ["head.weight"]
+    made.optimizer.load_state_dict(state)
+
+
 # Plans and data
 
 
@@ -510,6 +540,16 @@ def neither_plan_nor_stage(made: Made) -> None:
 def batch_of_another_size(made: Made) -> None:
     whole = {key: torch.cat([value, value]) for key, value in made.batch.items()}
     made.optimizer.train_step(loss_fn, whole)
+
+
+def batch_sampler_as_sampler(made: Made) -> None:
+    sampler = HeteroBatchSampler(64, made.run.plan, rank=harness.rank())
+    next(iter(DataLoader(TensorDataset(torch.ones(64)), sampler=sampler)))
+
+
+def stream_with_a_batch_size(made: Made) -> None:
+    stream = poplar.split_stream(torch.ones(64, 3), made.run.plan, rank=harness.rank())
+    made.optimizer.train_step(loss_fn, next(iter(DataLoader(stream, batch_size=6))))
 
 
 def samplers_with_different_seeds(made: Made) -> None:
@@ -569,10 +609,10 @@ MISTAKES = [
     Mistake(zero_grad_before_step, "step() without a backward"),
     Mistake(no_step_after_the_loop, "call optimizer.step() after the micro_batches", warns=True),
     Mistake(train_step_in_the_loop, "end the loop first"),
-    Mistake(backward_in_the_loss_function, "must only return the loss", stages=(0, 1, 2)),
-    Mistake(
-        backward_in_the_loss_function, "backward", stages=(3,), name="backward in a sharded loss"
-    ),
+    Mistake(backward_in_the_loss_function, "must only return the loss"),
+    Mistake(backward_in_the_first_loss_function, "must only return the loss", stages=(3,)),
+    Mistake(detached_loss, "return the loss with its graph"),
+    Mistake(trained_discriminator, "requires_grad_(False)"),
     Mistake(evaluation_in_the_loss_function, "evaluate() inside loss_fn"),
     Mistake(training_in_the_loss_function, "train_step() inside loss_fn"),
     Mistake(loss_per_sample, "return the mean over the micro-batch"),
@@ -613,11 +653,16 @@ MISTAKES = [
     Mistake(with_class(EightBit), "not one floating-point number per", (2,), name="8-bit state"),
     Mistake(with_class(RowWise), "not one floating-point number per", (2,), name="state per row"),
     Mistake(with_class(torch.optim.Adafactor), "use stage 2", stages=(3,), name="Adafactor"),
+    Mistake(with_class(torch.optim.LBFGS), "needs a closure", stages=(2,), name="LBFGS"),
+    Mistake(parameters_for_a_model, "model must be a torch.nn.Module", stages=(2,)),
+    Mistake(state_with_fewer_names, "1 'param_names'", stages=(0, 3)),
     Mistake(with_an_instance, "pass the class AdamW", stages=(2,)),
     Mistake(plan_for_another_world_size, "make a plan for this group", stages=(1,)),
     Mistake(plan_of_another_stage, "leave stage out", stages=(1,)),
     Mistake(neither_plan_nor_stage, "pass a plan, or stage=0, 1, 2 or 3", stages=(1,)),
     Mistake(batch_of_another_size, "HeteroBatchSampler(len(dataset), plan)", stages=(0, 3)),
+    Mistake(batch_sampler_as_sampler, "as batch_sampler=", stages=(2,), local=True),
+    Mistake(stream_with_a_batch_size, "batch_size=None", stages=(2,)),
     Mistake(samplers_with_different_seeds, "give all ranks the same", stages=(0, 3)),
     Mistake(same_batch_on_all_ranks, "HeteroBatchSampler(len(dataset), plan)", (0, 3), warns=True),
     Mistake(sampler_divided_again, "accelerate.prepare()", stages=(1,), local=True),
@@ -680,6 +725,26 @@ def test_mistake_names_its_fix(ranks: Pool, number: int, stage: int) -> None:
     for outcome in outcomes:
         assert outcome.changed == []
         training.assert_close(outcome.left, reference.train(RECIPE).parameters, str(mistake))
+
+
+def step_with_a_closure() -> str:
+    """Other ranks may wait for this one in `step()`, so all are stopped."""
+    run = Run(RECIPE, plan_of(2))
+    model, optimizer = training.prepare(run)
+
+    def closure() -> Tensor:
+        loss = loss_fn(model, training.batch_of(run, 0))
+        loss.backward()
+        return loss
+
+    with harness.catching() as caught:
+        optimizer.step(closure)
+    return caught[0].message
+
+
+def test_a_backward_in_a_closure_is_named(ranks: Pool) -> None:
+    for message in ranks.run(step_with_a_closure, ranks=2):
+        assert "train_step(loss_fn, batch) in place of step(closure)" in message
 
 
 # An exception in the body of a loop

@@ -1,4 +1,4 @@
-"""Functions that take a plan or a profile say which class they need."""
+"""Functions that take a model, a plan or a profile say which class they need."""
 
 from __future__ import annotations
 
@@ -46,6 +46,20 @@ def one_rank():
 def test_another_class_is_a_type_error(call: Callable[[], object], needed: str) -> None:
     with pytest.raises(TypeError, match=needed):
         call()
+
+
+def test_parameters_are_no_model(one_rank: None) -> None:
+    parameters: Any = nn.Linear(4, 1).parameters()
+    arguments = (parameters, lambda model, batch: model(batch).mean(), torch.ones(4, 4))
+    for call in (
+        lambda: poplar.HeteroZeroOptimizer(parameters, torch.optim.SGD, plan=PLAN, lr=0.1),
+        lambda: poplar.autotune(*arguments, global_batch=4),
+        lambda: poplar.profile_cluster(*arguments),
+        lambda: poplar.distribute(*arguments, global_batch=4),
+        lambda: poplar.verify(*arguments, PLAN),
+    ):
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got generator"):
+            call()
 
 
 def test_the_optimizer_takes_a_plan(one_rank: None) -> None:

@@ -307,6 +307,12 @@ def _match(groups: Groups, names: Sequence[Sequence[str]], saved: Groups) -> dic
                 f"has {len(own)}"
             )
         if "param_names" in other:
+            if len(other["param_names"]) != len(params):
+                raise ValueError(
+                    f"param group {index} of the state dict has {len(params)} parameters, but "
+                    f"{len(other['param_names'])} 'param_names'; leave the names out, or give one "
+                    "per parameter"
+                )
             by_name = dict(zip(map(canonical, other["param_names"]), params, strict=True))
             given = list(map(canonical, group.get("param_names", own)))
             params = _in_order(index, given, by_name)

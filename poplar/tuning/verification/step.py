@@ -101,6 +101,7 @@ def verify(
         control = connect_control(group)
 
         def checked() -> tuple[str, torch.device]:
+            check_class("model", model, nn.Module)
             _check_arguments(batch, plan, group, rtol, max_micro_batch)
             first = next(model.parameters(), torch.empty(0, device="cpu"))
             return _digest(batch), first.device

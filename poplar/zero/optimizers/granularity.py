@@ -69,6 +69,12 @@ def granularity_of(
             be moved between ranks.
     """
     name = getattr(factory, "__name__", repr(factory))
+    if _needs_closure(factory):
+        raise ValueError(
+            f"{name}.step() needs a closure that computes loss and gradient again, which is not "
+            "supported: the ranks reduce gradients once per step. Use a class whose step() needs "
+            "none, such as AdamW"
+        )
     known = known_granularity(factory, options)
     needs = known if given is None else given
     is_block = isinstance(needs, int) and not isinstance(needs, bool) and needs > 0
@@ -95,6 +101,12 @@ def granularity_of(
         "blocks of N elements, granularity=N; or use an elementwise optimizer: AdamW, Adam, SGD, "
         "RMSprop, Adagrad"
     )
+
+
+def _needs_closure(factory: OptimizerFactory) -> bool:
+    step = getattr(next(bases_of(factory), None), "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if step is not None else None
+    return closure is not None and closure.default is closure.empty
 
 
 def problem_with(

@@ -110,7 +110,7 @@ class Step:
         if opened.first_pass is None or not can_run:
             return EarlyForward(pass_is_open=pass_is_open)
         began, computing = self._trace.now(), engine.strategy.timing.start_span()
-        with engine.hooks.without_backward():
+        with engine.hooks.running("loss_fn"):
             forward.compute_early(opened.first)
         return EarlyForward(began, pass_is_open, computing.stop())
 
@@ -179,7 +179,14 @@ class Step:
 
         Its own function, so that an error leaves no other reference to the autograd graph.
         """
-        value = forward(micro_batch.batch)
+        with self._engine.hooks.running("loss_fn"):
+            value = forward(micro_batch.batch)
+        if not value.requires_grad:
+            raise RuntimeError(
+                f"rank {self._rank}: the loss has no gradient: loss_fn detached it, computed it "
+                "under torch.no_grad(), or used no parameter that is trained; return the loss "
+                "with its graph"
+            )
         (value if scaler is None else scaler.scale(value)).backward()
         forward.raise_any_error()
         self._engine.step.add_loss(value)
