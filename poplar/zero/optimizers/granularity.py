@@ -72,8 +72,8 @@ def granularity_of(
     if _needs_closure(factory):
         raise ValueError(
             f"{name}.step() needs a closure that computes loss and gradient again, which is not "
-            "supported: the ranks reduce gradients once per step. Use a class whose step() needs "
-            "none, such as AdamW"
+            "supported: the ranks reduce gradients once per step. Use an elementwise class whose "
+            "step() needs none, such as AdamW"
         )
     known = known_granularity(factory, options)
     needs = known if given is None else given
