@@ -12,12 +12,11 @@ collate functions; the optimizer drops it.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import Sampler
 
 from poplar.data.drawn_batches import DrawnBatches
 from poplar.data.global_batch import (
@@ -134,12 +133,6 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         return self._steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        reader = sys._getframe(1).f_locals.get("self")
-        if isinstance(reader, BatchSampler) and getattr(reader, "sampler", None) is self:
-            raise TypeError(
-                "a BatchSampler reads this HeteroBatchSampler, which gives whole batches already; "
-                "pass it to the DataLoader as batch_sampler=, not as sampler="
-            )
         if self._drawn == self._steps:
             self.set_epoch(self._epoch + 1)
         size = self._plan.global_batch

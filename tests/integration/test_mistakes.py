@@ -544,7 +544,8 @@ def batch_of_another_size(made: Made) -> None:
 
 def batch_sampler_as_sampler(made: Made) -> None:
     sampler = HeteroBatchSampler(64, made.run.plan, rank=harness.rank())
-    next(iter(DataLoader(TensorDataset(torch.ones(64)), sampler=sampler)))
+    loader = DataLoader(TensorDataset(torch.ones(64, 3)), batch_size=6, sampler=sampler)
+    made.optimizer.train_step(loss_fn, next(iter(loader)))
 
 
 def stream_with_a_batch_size(made: Made) -> None:
@@ -661,7 +662,7 @@ MISTAKES = [
     Mistake(plan_of_another_stage, "leave stage out", stages=(1,)),
     Mistake(neither_plan_nor_stage, "pass a plan, or stage=0, 1, 2 or 3", stages=(1,)),
     Mistake(batch_of_another_size, "HeteroBatchSampler(len(dataset), plan)", stages=(0, 3)),
-    Mistake(batch_sampler_as_sampler, "as batch_sampler=", stages=(2,), local=True),
+    Mistake(batch_sampler_as_sampler, "batch_sampler=Hetero", stages=(2,)),
     Mistake(stream_with_a_batch_size, "batch_size=None", stages=(2,)),
     Mistake(samplers_with_different_seeds, "give all ranks the same", stages=(0, 3)),
     Mistake(same_batch_on_all_ranks, "HeteroBatchSampler(len(dataset), plan)", (0, 3), warns=True),
