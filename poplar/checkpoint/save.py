@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from poplar.checkpoint.collection import no_garbage_collection
-from poplar.checkpoint.files.data_file import check_no_writer
+from poplar.checkpoint.files.data_file import DataFile, check_no_writer
 from poplar.checkpoint.files.manifest import Manifest
-from poplar.checkpoint.files.save_job import PendingSave, SaveJob, aside_name, data_files, remove
+from poplar.checkpoint.files.save_job import (
+    PendingSave,
+    SaveJob,
+    aside_name,
+    data_file_of,
+    data_files,
+    remove,
+)
 from poplar.checkpoint.files.staging import Staging
 from poplar.checkpoint.frozen_base import base_of, description_of, saves_base
 from poplar.checkpoint.random_state import random_state
@@ -127,10 +134,9 @@ class Saver:
         rank = control.group.rank
         parts.reject_nonfinite(doing)
 
-        is_made = False
+        made: list[DataFile] = []
 
         def prepare() -> Content:
-            nonlocal is_made
             check_idle(parts, "save_checkpoint()")
             frozen = _saves_base(parts, self._frozen)
             content = content_of(parts, State.of(state or {}), frozen, rank)
@@ -139,8 +145,7 @@ class Saver:
                 _warn_of_refused(content.entries.values)
                 self._checked = True
             if rank == 0:
-                _make_folder(path, replaces)
-                is_made = True
+                made.append(_make_folder(path, replaces))
             return content
 
         buffers: dict[str, int] = {}
@@ -167,14 +172,17 @@ class Saver:
                     timeout_seconds=control.group.timeout.total_seconds(),
                     on_this_host=agreement.on_this_host,
                 )
-                pending.append(PendingSave(job, control, asynchronous=self._staging is not None))
+                own = made[0] if made else None
+                is_asynchronous = self._staging is not None
+                pending.append(PendingSave(job, control, own, asynchronous=is_asynchronous))
 
             run_on_all_ranks(control, start, doing=doing)
         except BaseException:
             for save in pending:
                 save.cancel()
-            if is_made:
-                shutil.rmtree(aside_name(path), ignore_errors=True)
+            for file in made:
+                shutil.rmtree(file.path.parent, ignore_errors=True)
+                file.close()
             raise
         pending[0].begin()
         return pending[0]
@@ -231,16 +239,18 @@ def _warn_of_refused(values: Mapping[str, Any]) -> None:
             )
 
 
-def _make_folder(path: Path, replaces: bool) -> None:
+def _make_folder(path: Path, replaces: bool) -> DataFile:
+    """Make the folder, and the file of the first rank, which shows other saves that it is used."""
     if path.exists() and not replaces:
         raise FileExistsError(
             f"{path} exists; save to another folder, or remove it first. (CheckpointManager makes "
             "a folder per step.)"
         )
     aside = aside_name(path)
-    check_no_writer(data_files(aside), aside)
+    check_no_writer(data_files(aside))
     remove(aside)  # of a save that was interrupted
     aside.mkdir(parents=True)
+    return DataFile(aside / data_file_of(0))
 
 
 def manifest_of(parts: TrainingParts, content: Content, step: int | None) -> Manifest:

@@ -274,7 +274,7 @@ class Writer:
         self.is_busy = False
         """Another thread writes, which may hang: to close the file could then wait for ever."""
         try:
-            check_no_writer([self._aside], path.parent)
+            check_no_writer([self._aside])
             self._aside.unlink(missing_ok=True)
             self._file = self._aside.open("xb")
             lock(self._file)

@@ -38,9 +38,10 @@ import poplar
 from poplar import Plan
 from poplar.checkpoint import save_plan
 from poplar.checkpoint.files import manifest, save_job
-from poplar.checkpoint.files.data_file import DataFile
+from poplar.checkpoint.files.data_file import DataFile, has_writer
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.save import save_now
+from poplar.checkpoint.save_plan import Agreement
 from poplar.checkpoint.saved_model import Writer
 from poplar.checkpoint.state_dicts.loaded_state import LoadedState
 
@@ -448,7 +449,7 @@ def save_alone(folder: str) -> None:
 def test_files_that_another_program_writes_stay(ranks: Pool, tmp_path: Path) -> None:
     aside = tmp_path / "step-00000002.incomplete"
     aside.mkdir()
-    file = DataFile(aside / "__1_0.distcp", lambda: False)
+    file = DataFile(aside / "__1_0.distcp")
     file.write(b"a part")
     values = torch.ones(4)
     model = Writer(tmp_path / "model.safetensors", [("weight", values)], {})
@@ -457,7 +458,7 @@ def test_files_that_another_program_writes_stay(ranks: Pool, tmp_path: Path) -> 
     by_rank = ranks.run(save_beside_another_program, str(tmp_path), ranks=2)
     for number in range(3):
         failures = [failures[number] for failures in by_rank]
-        assert_raised(failures, "another save is writing there now")
+        assert_raised(failures, f"another save is writing {tmp_path}/")
     assert file.path.read_bytes() == b"a part"
     model.publish()
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], values)
@@ -466,6 +467,26 @@ def test_files_that_another_program_writes_stay(ranks: Pool, tmp_path: Path) -> 
     names = ["model.safetensors", "step-00000001", "step-00000002"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert load_file(tmp_path / "model.safetensors").keys() != {"weight"}
+
+
+def look_before_the_first_write(folder: str) -> list[bool]:
+    """Whether another program sees that the new folder is in use."""
+    _, optimizer = build(TWO)
+    aside, seen = Path(folder, "step-00000001.incomplete"), []
+
+    def look(self: Agreement, *arguments: Any) -> None:
+        files = [aside / "__0_0.distcp"] if harness.rank() == 0 else []
+        seen.extend(has_writer(file, if_unknown=False) for file in files)
+        return agree(self, *arguments)
+
+    agree = Agreement.agree
+    with mock.patch.object(Agreement, "agree", look):
+        poplar.CheckpointManager(folder, optimizer).save(1)
+    return seen
+
+
+def test_a_folder_is_in_use_from_the_moment_it_is_made(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(look_before_the_first_write, str(tmp_path), ranks=2) == [[True], []]
 
 
 def fail_to_prune(folder: str) -> list[harness.Failure]:

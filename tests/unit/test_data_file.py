@@ -24,10 +24,10 @@ WHOLE = torch.randn(3, 40_000)
 def write(folder, values, is_stopped=lambda: False):
     """Write values by name; the places of the items, and the file."""
     items = create_default_local_save_plan(values, True).items
-    file = DataFile(folder / "__0_0.distcp", is_stopped)
+    file = DataFile(folder / "__0_0.distcp")
     try:
         own = {item.index: values[item.index.fqn] for item in items}
-        places = file.write_items(items, own)
+        places = file.write_items(items, own, is_stopped)
     finally:
         file.close()
     return dict(zip((item.index.fqn for item in items), places, strict=True)), file

@@ -46,8 +46,9 @@ def test_tensors_of_a_data_file_are_read_into_any_memory_without_an_unpickler(
     whole = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
     entries = {"whole": whole, "step": torch.tensor(3.0), "none": torch.empty(0, 4), "shard": whole}
     items = create_default_local_save_plan(entries, True).items
-    file = DataFile(tmp_path / "__0_0.distcp", lambda: False)
-    places = file.write_items(items, {item.index: entries[item.index.fqn] for item in items})
+    file = DataFile(tmp_path / "__0_0.distcp")
+    values = {item.index: entries[item.index.fqn] for item in items}
+    places = file.write_items(items, values, lambda: False)
     file.close()
     metadata = create_default_global_save_plan([SavePlan(items)])[1]
     metadata.storage_data = {

@@ -67,12 +67,11 @@ class DataFile:
 
     Raises:
         OSError: from all methods; names the file.
-        Cancelled: `is_stopped()` is true, from `write_items`.
     """
 
-    def __init__(self, path: Path, is_stopped: Callable[[], bool]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._is_stopped = is_stopped
+        self._is_stopped: Callable[[], bool] = lambda: False
         self._file = path.open("xb", buffering=0)
         lock(self._file)
         self._failure: Exception | None = None
@@ -81,9 +80,17 @@ class DataFile:
         """So far."""
 
     def write_items(
-        self, items: Sequence[WriteItem], values: Mapping[MetadataIndex, Any]
+        self,
+        items: Sequence[WriteItem],
+        values: Mapping[MetadataIndex, Any],
+        is_stopped: Callable[[], bool],
     ) -> list[tuple[int, int]]:
-        """Write all items and bring them to the disk; the first byte and the bytes of each."""
+        """Write all items and bring them to the disk; the first byte and the bytes of each.
+
+        Raises:
+            Cancelled: `is_stopped()` is true.
+        """
+        self._is_stopped = is_stopped
         places: list[tuple[int, int]] = []
         try:
             with _without_checksum_of_torch():
@@ -201,9 +208,9 @@ def checksum(folder: Path, name: str) -> Stored:
 
 
 def lock(file: IO[bytes]) -> None:
-    """Let `has_writer` see that this process writes a file until it closes it."""
+    """Let `has_writer` see that this process writes a new file until it closes it."""
     with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX)  # another process holds it while it looks, not longer
 
 
 def has_writer(path: Path, *, if_unknown: bool) -> bool:
@@ -218,13 +225,14 @@ def has_writer(path: Path, *, if_unknown: bool) -> bool:
     return False
 
 
-def check_no_writer(paths: Iterable[Path], folder: Path) -> None:
+def check_no_writer(paths: Iterable[Path]) -> None:
     """Raise if another save writes one of these files, which are about to be replaced."""
-    if any(has_writer(path, if_unknown=False) for path in paths):
-        raise FileExistsError(
-            f"{folder}: another save is writing there now; give each program a folder of its own, "
-            "or save again when the other one has ended"
-        )
+    for path in paths:
+        if has_writer(path, if_unknown=False):
+            raise FileExistsError(
+                f"another save is writing {path} now; let each program save under another name, or "
+                "save again when the other one has ended"
+            )
 
 
 def write_whole(path: Path, data: bytes) -> Stored:

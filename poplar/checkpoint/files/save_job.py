@@ -82,11 +82,6 @@ class SaveJob:
         """Where the checkpoint is written."""
         return aside_name(self.folder)
 
-    @property
-    def data_file(self) -> str:
-        """The name that `FileSystemWriter` of torch uses, too."""
-        return f"__{self.rank}_0.distcp"
-
 
 class PendingSave:
     """A save that a thread of this rank is writing.
@@ -94,7 +89,10 @@ class PendingSave:
     All that may fail to start is started here; nothing is written before `begin`.
     """
 
-    def __init__(self, job: SaveJob, control: Control, *, asynchronous: bool) -> None:
+    def __init__(
+        self, job: SaveJob, control: Control, file: DataFile | None, *, asynchronous: bool
+    ) -> None:
+        """As `begin`. `file` is that of this rank, if it has been made with the folder."""
         if not job.aside.exists():
             raise FileNotFoundError(
                 f"{job.aside}, which the first rank has made, does not exist for rank {job.name}: "
@@ -106,7 +104,7 @@ class PendingSave:
         self._may_write, self._cancel = threading.Event(), threading.Event()
         self._is_awaited = not asynchronous
         self._error: BaseException | None = None
-        self._file = DataFile(job.aside / job.data_file, self._is_stopped)
+        self._file = file or DataFile(job.aside / data_file_of(job.rank))
         self._thread = threading.Thread(target=self._run, name="poplar-checkpoint")
         try:
             self._thread.start()
@@ -199,7 +197,7 @@ class PendingSave:
 
     def _write(self) -> None:
         job = self.job
-        places = self._file.write_items(job.items[job.rank], job.values)
+        places = self._file.write_items(job.items[job.rank], job.values, self._is_stopped)
         path = job.aside / _LIST.format(rank=job.rank)
         hidden = path.with_suffix(".part")
         hidden.write_text(json.dumps([self._file.written, places]))
@@ -225,7 +223,7 @@ def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:
     for rank in range(job.manifest.world_size):
         path = job.aside / _LIST.format(rank=rank)
         _wait_for(path, rank, job, is_stopped)
-        file = replace(job, rank=rank).data_file
+        file = data_file_of(rank)
         written, places = parse_json(path.read_bytes())
         files[file] = Stored(*written)
         for item, place in zip(job.items[rank], places, strict=True):
@@ -268,6 +266,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def data_file_of(rank: int) -> str:
+    """The name that `FileSystemWriter` of torch uses, too."""
+    return f"__{rank}_0.distcp"
+
+
 def data_files(aside: Path) -> list[Path]:
     """Those that ranks have begun to write."""
     return list(aside.glob("*.distcp"))
@@ -293,7 +296,7 @@ def _wait_for(path: Path, rank: int, job: SaveJob, is_stopped: Callable[[], bool
     """Wait for the list of a rank. The deadline starts again while any rank writes."""
     interval, most = _POLL_SECONDS
     progress, since, is_announced = -1, time.monotonic(), False
-    written_by = job.aside / replace(job, rank=rank).data_file
+    written_by = job.aside / data_file_of(rank)
     while not path.exists():
         if is_stopped():
             raise Cancelled
