@@ -118,7 +118,9 @@ class MemoryCheckpoints:
         if last is not None and last.changes == parts.changes_of_ranks:
             return last
         self._slots = _Slots(parts, self.folder, self._spares)
-        if last is not None:
+        own = -1 if last is None else last.changes
+        newest = max(parts.engine.control.exchange_objects(own, what=_SAVING))
+        if last is not None and own == newest:  # else it had been left out
             last.keep_last_step()
         return self._slots
 

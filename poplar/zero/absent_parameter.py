@@ -3,7 +3,7 @@
 Reading freed memory could crash the process, so the values are NaN. A write would be lost, and what
 is computed from the values would be NaN, so both raise; shape, views and `.grad` are still there.
 The class of the parameter object changes meanwhile, because torch asks the class of an argument
-before it runs an operation.
+before it runs an operation. It does not for `torch.tensor(p)`, which copies NaN.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ _READS_ONE_VALUE = {
     *("allclose", "equal", "is_nonzero", "item", "tolist"),
 }
 """Their results are not tensors."""
+_MAKES_ANOTHER = {"__get__", "backward", "grad", "new"}
+"""Their results are gradients, or have values of their own."""
 _DESCRIBES_RESULT = {"expand_as", "reshape_as", "sum_to_size", "to", "type_as", "view_as"}
 """Their other arguments say what the result looks like."""
 
@@ -95,10 +97,15 @@ def _writes(name: str) -> bool:
     return is_method or name in _ASSIGNMENTS
 
 
+def _copies_itself(name: str, args: Sequence[Any]) -> bool:
+    """As `load_state_dict` does, after the engine has loaded what this rank stores."""
+    return name == "copy_" and len(args) > 1 and args[0] is args[1]
+
+
 def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The absent tensors to which a function writes."""
-    if name == "copy_" and args[0] is args[1]:
-        return  # `load_state_dict` does, after the engine has loaded what this rank stores
+    if _copies_itself(name, args):
+        return
     if _writes(name) or name in _SHARES_MEMORY:
         yield from _absent(args[:1] or list(kwargs.values())[:1])
     yield from _absent((kwargs.get("out"),))
@@ -109,7 +116,7 @@ def _read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator
 
     After it has run, what it has written to would be NaN already.
     """
-    if name == "copy_" and args[0] is args[1]:
+    if _copies_itself(name, args):
         return
     if _writes(name):
         yield from _absent([*args[1:], *kwargs.values()])
@@ -119,7 +126,7 @@ def _read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator
 
 def _needs_no_values(name: str, inputs: Sequence[Any]) -> bool:
     """Whether a new tensor that a function returns depends on no value of its absent arguments."""
-    if name.endswith("_like") or name.startswith("new_") or name in ("__get__", "backward", "grad"):
+    if name.endswith("_like") or name.startswith("new_") or name in _MAKES_ANOTHER:
         return True
     return name in _DESCRIBES_RESULT and not isinstance(inputs[0], AbsentValues)
 
@@ -140,7 +147,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _check_result(name: str, result: Any, inputs: Sequence[Any]) -> None:
     """Raise an error if a result is computed from values; views of absent tensors become absent."""
     for tensor in _tensors(result):
-        if isinstance(tensor, AbsentValues) or _is_transformed(tensor):
+        if isinstance(tensor, AbsentValues) or tensor.is_meta:
             continue
         origin = next((each for each in _tensors(inputs) if _shares_memory(tensor, each)), None)
         if isinstance(origin, AbsentValues) or name in _VIEWS_IF_CONTIGUOUS:
@@ -150,13 +157,16 @@ def _check_result(name: str, result: Any, inputs: Sequence[Any]) -> None:
             raise _error_of_read(read, name)
 
 
-def _is_transformed(tensor: Tensor) -> bool:
-    """Whether `torch.func` has wrapped a tensor, which has no memory then."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
 def _shares_memory(one: Tensor, other: Tensor) -> bool:
-    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+    return bool(torch._C._is_alias_of(_unwrapped(one), _unwrapped(other)))  # type: ignore[attr-defined]
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that `torch.func` has wrapped, which has no memory of its own."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _error(tensor: Tensor, name: str, verb: str, advice: str) -> RuntimeError:
@@ -172,11 +182,13 @@ def _error_of_read(tensor: Tensor, name: str) -> RuntimeError:
 
 
 _CONVERSIONS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"}
-_CONVERSION_ADVICE = "To change dtype or device, convert the model before you build the optimizer"
 _READ_ADVICE = (
     "Between steps, for example for an average (EMA), a norm or a penalty to log, enter `with "
     "optimizer.full_parameters():` on every rank. A loss that uses parameters outside the forward "
     "of their modules needs stage 2, or units=[...] with a module whose forward computes that part"
+)
+_CONVERSION_ADVICE = (
+    f"For another dtype or device, convert the model before you build the optimizer. {_READ_ADVICE}"
 )
 _WRITE_ADVICE = (
     "Between steps, enter `with optimizer.full_parameters(writeback=True):` on every rank to write"

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import ranks as harness
 import torch
+import torch.distributed as dist
 from ranks import Pool, RanksFailed
 from test_checkpoints import (
     FOUR,
@@ -29,6 +30,7 @@ from torch import Tensor
 from training import STAGES, whole_parameters
 
 from poplar.elastic import MemoryCheckpoints
+from poplar.elastic.memory_checkpoints import _Slots
 from poplar.elastic.memory_state import find, path_of
 from poplar.elastic.shard_file import START, ShardFile
 
@@ -168,6 +170,25 @@ def test_steps_are_saved_after_loading(ranks: Pool, tmp_path: Path) -> None:
 
 
 TWO_OF_THREE = replace(THREE, micro_batches=((4,), (4,), ()), shares=(0.5, 0.5, 0.0), left_out=(2,))
+
+
+def return_after_other_ranks_saved(folder: str) -> list[int]:
+    """The steps of which this host has parts when a rank that was left out saves again."""
+    _, optimizer = build(THREE)
+    memory = MemoryCheckpoints(optimizer, folder=folder)
+    memory.save(1)
+    optimizer.apply_plan(TWO_OF_THREE)
+    for step in (2, 3):
+        memory.save(step)
+    optimizer.apply_plan(THREE)
+    with mock.patch.object(_Slots, "save"):
+        memory.save(4)
+    dist.barrier(harness.group())
+    return sorted({mark.step for *_, mark in find(memory.folder)})
+
+
+def test_a_rank_that_returns_keeps_what_the_others_have_saved(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(return_after_other_ranks_saved, str(tmp_path), ranks=3) == [[3]] * 3
 
 
 def count_copies(folder: str, spares: int) -> list[int]:

@@ -184,11 +184,15 @@ READS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "a number": lambda weight, _: weight[0, 0].item(),
     "a test": lambda weight, _: bool(weight[0, 0]),
     "another type": lambda weight, _: weight.double(),
+    "a keyword of a copy": lambda weight, kept: kept.copy_(other=weight),
+    "a transform": lambda weight, kept: torch.func.grad(lambda x: (weight * x).sum())(kept),
+    "a transform of a view": lambda weight, kept: torch.vmap(lambda x: weight.mT @ x)(kept),
 }
 DESCRIPTIONS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "shape": lambda weight, _: (weight.shape, weight.dtype, weight.numel(), weight.stride()),
     "text": lambda weight, _: repr(weight),
-    "like": lambda weight, _: (torch.zeros_like(weight), weight.new_zeros(3)),
+    "like": lambda weight, _: (torch.zeros_like(weight), weight.new_zeros(3), weight.new(3)),
+    "meta": lambda weight, _: weight.to("meta"),
     "as": lambda weight, kept: (kept.view_as(weight), kept.type_as(weight), kept.to(weight)),
     "views": lambda weight, _: (weight.view(-1), weight.detach(), weight[0], weight.mT),
     "gradient": lambda weight, _: weight.grad,
@@ -204,7 +208,7 @@ def read_and_describe(trains: bool) -> None:
     kept = torch.ones(weight.shape)
     with torch.set_grad_enabled(trains):
         for name, read in READS.items():
-            with pytest.raises(RuntimeError, match="whose values are not on this rank"):
+            with pytest.raises(RuntimeError, match=r"values are not on .*full_parameters"):
                 pytest.fail(f"{name} returned {read(weight, kept)}")
         for describe in DESCRIPTIONS.values():
             describe(weight, kept)

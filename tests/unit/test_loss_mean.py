@@ -426,6 +426,31 @@ def test_losses_that_are_means_never_warn(name, dtype):
         assert warnings_of(means()[name], seed, dtype) == [None, None]
 
 
+class WithTargets(Head):
+    """Returns the targets and a temperature, too, which a loss may write to."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        scores = super().forward(batch["sequence"])
+        return scores, batch["steps"].clone(), torch.ones(3, 4)
+
+
+def shifts_targets(model: nn.Module, batch: Batch) -> Tensor:
+    scores, targets, scale = model(batch)
+    targets[targets == 255] = 0
+    scale += 1.0
+    loss = (scores * scale.mean(0)).transpose(1, 2)
+    return F.cross_entropy(loss, targets)
+
+
+@pytest.mark.parametrize("samples", [12, 40])
+def test_a_loss_may_write_to_what_the_model_returns(samples):
+    batches, model = [batch_of(0, samples)], WithTargets()
+    alone = torch.autograd.grad(shifts_targets(model.eval(), batches[0]), model.parameters())
+    assert warning_of_a_pass(shifts_targets, model, batches) is None
+    for parameter, gradient in zip(model.parameters(), alone, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 def test_micro_batches_of_one_sample_are_compared_together():
     batch = batch_of(3)
     single = [{key: value[i : i + 1] for key, value in batch.items()} for i in (0, 11)]

@@ -207,10 +207,10 @@ class _Replay:
         """The rows of the samples in an output; all of it if it has no rows of samples."""
         recorded = self._recorded
         if not tensor.dim() or not self._has_rows(tensor):
-            return tensor
+            return tensor.clone()  # the loss may write to it, and runs again
         rows = recorded.by_sample(tensor, recorded.samples)[self._start : self._stop]
         if not rows.is_floating_point():
-            return recorded.as_called(rows)
+            return recorded.as_called(rows).clone()
         # 16 bits would round the gradients by more than what is looked for.
         leaf = (rows.float() if rows.dtype in _HALF else rows.detach()).requires_grad_()
         self.leaves.append(leaf)
