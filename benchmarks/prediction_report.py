@@ -42,6 +42,7 @@ CLUSTER_COLUMNS = (
     Column("in their interval", "in_interval", "{:.0%}"),
     Column("median, uncorrected", "timed_median", "{:.1%}"),
     Column("90 %, uncorrected", "timed_p90", "{:.1%}"),
+    Column("in their interval, uncorrected", "timed_in_interval", "{:.0%}"),
 )
 REGRET_COLUMNS = (
     *(Column(name, name) for name in CONFIGURATION),
@@ -148,6 +149,7 @@ def _of_cluster(name: str, rows: Sequence[Row]) -> Row:
         "in_interval": statistics.mean(map(is_covered, rows)),
         "timed_median": timed["median"],
         "timed_p90": timed["p90"],
+        "timed_in_interval": statistics.mean(is_covered(row, "p50_seconds") for row in rows),
     }
     return Row.of("errors", {"cluster": name, "plans": len(rows)}, figures)
 

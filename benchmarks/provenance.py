@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+_CODE = (":!docs", ":!*.md")
+"""All files but documentation, for git."""
 
 
 @cache
@@ -36,7 +38,7 @@ def versions(*names: str) -> str:
 
 @cache
 def commit() -> str:
-    """This checkout's commit, with `-dirty` if files differ from it.
+    """This checkout's commit, with `-dirty` if code differs from it.
 
     `POPLAR_COMMIT` overrides it, for copies without a history. A repository that only
     encloses such a copy does not count.
@@ -45,7 +47,8 @@ def commit() -> str:
         return os.environ["POPLAR_COMMIT"]
     if _git("rev-parse", "--show-toplevel") != str(ROOT):
         return "unknown"
-    return _git("describe", "--always", "--dirty") or "unknown"
+    differs = _git("status", "--porcelain", "--untracked-files=no", "--", *_CODE)
+    return (_git("describe", "--always") or "unknown") + ("-dirty" if differs else "")
 
 
 def _git(*command: str) -> str:
