@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_CODE = (":!docs", ":!*.md")
-"""All files but documentation, for git."""
 
 
 @cache
@@ -38,7 +36,7 @@ def versions(*names: str) -> str:
 
 @cache
 def commit() -> str:
-    """This checkout's commit, with `-dirty` if code differs from it.
+    """This checkout's commit, with `-dirty` if files differ from it.
 
     `POPLAR_COMMIT` overrides it, for copies without a history. A repository that only
     encloses such a copy does not count.
@@ -47,8 +45,7 @@ def commit() -> str:
         return os.environ["POPLAR_COMMIT"]
     if _git("rev-parse", "--show-toplevel") != str(ROOT):
         return "unknown"
-    differs = _git("status", "--porcelain", "--untracked-files=no", "--", *_CODE)
-    return (_git("describe", "--always") or "unknown") + ("-dirty" if differs else "")
+    return _git("describe", "--always", "--dirty") or "unknown"
 
 
 def _git(*command: str) -> str:

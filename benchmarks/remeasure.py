@@ -105,6 +105,10 @@ SAVED = (
     Saved("largest_base.jsonl", (*STEP, *PLAN), 0.4, ("largest_base.py",)),
     Saved("watched_jobs.jsonl", ("poplar/watch", *STEP), 0.5, ("watched_jobs.py",), "`make peers`"),
     Saved("prediction.jsonl", (*STEP, *PLAN), 1.0, ("prediction.py --seconds 90 --rounds 3",)),
+    Saved(
+        "prediction_unsteady.jsonl", (*STEP, *PLAN), 1.0, (),
+        "no other run: it is a second one of `prediction.py`, on a machine that was not steady",
+    ),
     Saved("slow_links.jsonl", (*STEP, *PLAN), 0.6, (
         "train.py --clusters 2:1@100M 4:2:1@100M --stages 0 1 2 --policies exact int8 int4 "
         "--peers ddp fsdp2 --samples 8 --steps 15 --no-memory --no-parts",

@@ -41,10 +41,10 @@ _ADVICE = (
 # Every optimizer makes a group of its own, and may split it.
 _GROUP_COUNTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
+_REPORTED = "another rank reported a failure"
+"""Why connections were closed, until this rank knows the failure."""
 # Why the connections of a process group were closed, for all groups on it: gloo and NCCL cannot
 # cancel a single message or collective.
-_REPORTED = "another rank reported a failure"
-"""Until this rank knows which."""
 _CLOSED: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 

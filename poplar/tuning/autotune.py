@@ -425,9 +425,7 @@ class Tuner:
         best, observations = _simplest(trials, running), trials.observations()
         profile = self._refined(profile, observations)
         profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
-        while lacked and not fits(_with_less_memory(profile, lacked), best):
-            lacked.pop()
-        profile = _with_less_memory(profile, lacked)
+        profile = _with_less_memory_beside(profile, lacked, best)
         spread = trials.noise(best)
         if not self.session.asynchronous:  # else the seconds of passes are not known
             spread = max(spread, noise_of_speeds(profile, best, trials.each()))
@@ -558,6 +556,15 @@ def _simplest(trials: Trials, plans: Sequence[Plan]) -> Plan:
         return passes, len(set(plan.shares)) > 1
 
     return min([fastest, *close], key=complexity)
+
+
+def _with_less_memory_beside(
+    profile: ClusterProfile, ranks: Sequence[int], plan: Plan
+) -> ClusterProfile:
+    """As `_with_less_memory`, of as many of the ranks as leave enough for a plan that ran."""
+    counts = range(len(ranks), 0, -1)
+    limited = (_with_less_memory(profile, ranks[:count]) for count in counts)
+    return next((each for each in limited if fits(each, plan)), profile)
 
 
 def _with_less_memory(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:

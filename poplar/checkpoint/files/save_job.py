@@ -92,7 +92,7 @@ class PendingSave:
     def __init__(
         self, job: SaveJob, control: Control, file: DataFile | None, *, asynchronous: bool
     ) -> None:
-        """As `begin`. `file` is that of this rank, if it has been made with the folder."""
+        """Take the file of this rank, if it was made with the folder, or make it."""
         if not job.aside.exists():
             raise FileNotFoundError(
                 f"{job.aside}, which the first rank has made, does not exist for rank {job.name}: "
