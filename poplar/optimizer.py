@@ -44,6 +44,7 @@ from poplar.zero.steps.evaluation import Evaluation
 from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.steps.step import Step
 from poplar.zero.steps.step_result import StepResult
+from poplar.zero.steps.step_state import Phase
 from poplar.zero.weights.initial_values import Weights
 
 if TYPE_CHECKING:
@@ -425,7 +426,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         engine.drop_parameter_gradients()
         if engine.step.open_micro_batch is None:
             engine.hooks.drop_implicit_pass()
-            if engine.has_gradients:
+            if engine.step.phase is not Phase.EMPTY:
                 engine.begin_step()
 
     @contextmanager

@@ -201,8 +201,7 @@ def check_idle(parts: TrainingParts, doing: str) -> None:
     """
     engine = parts.engine
     engine.hooks.drop_implicit_pass()
-    if engine.has_gradients or engine.scheduler.active:
-        raise RuntimeError(f"{doing} in the middle of a step; call it after step()")
+    engine.reject_open_step(doing)
     if engine.values.has_unsharded:
         raise RuntimeError(f"{doing} inside full_parameters(); leave that context first")
     parts.update.adopt_replaced_data(engine.flats)

@@ -116,10 +116,12 @@ class PlanChanges:
         """A step has been applied. In a loop without micro-batches it begins now, too. Collective
         then if the plan changes.
         """
-        if not self.schedule.in_step:
-            self.schedule.begin_step()
-            self._follow_schedule(in_step=True)
-        self.schedule.end_step()
+        try:
+            if not self.schedule.in_step:
+                self.schedule.begin_step()
+                self._follow_schedule(in_step=True)
+        finally:  # the step has been applied, whatever becomes of the plan
+            self.schedule.end_step()
 
     def _follow_schedule(self, *, in_step: bool = False) -> None:
         """Change to the plan of the next step, if it is another one. Collective then.
@@ -198,8 +200,7 @@ class PlanChanges:
         if not training.ranks.is_active:
             return request, []
         engine = training.engine
-        if engine.has_gradients or engine.scheduler.active:
-            raise RuntimeError("apply_plan() in the middle of a step; call it after step()")
+        engine.reject_open_step("apply_plan()")
         if engine.values.present:
             raise RuntimeError("apply_plan() inside full_parameters(); leave that context first")
         units: list[Unit] = []

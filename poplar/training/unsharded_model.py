@@ -68,8 +68,7 @@ def release(training: TrainedModel, values: bool) -> None:
     engine, model = training.engine, training.model
 
     def check() -> None:
-        if engine.has_gradients or engine.scheduler.active:
-            raise RuntimeError("release() in the middle of a step; call it after step()")
+        engine.reject_open_step("release()")
         if not values:
             if any(unit.opaque for unit in engine.units):
                 raise RuntimeError(

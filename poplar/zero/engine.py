@@ -105,8 +105,13 @@ class Engine:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a pass has contributed to this step."""
-        return self.step.phase >= Phase.ACCUMULATED
+        """Whether a pass has contributed to this step, which has not been abandoned."""
+        return Phase.ACCUMULATED <= self.step.phase <= Phase.FINAL
+
+    def reject_open_step(self, doing: str) -> None:
+        """Raise in a step: between the begin of its first pass and its update. Local."""
+        if self.has_gradients or self.scheduler.active:
+            raise RuntimeError(f"{doing} in the middle of a step; call it after step()")
 
     def begin_pass(
         self, *, weight: float, leader: int | None, last: bool, mode: Mode = Mode.TRAIN

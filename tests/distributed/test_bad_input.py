@@ -6,9 +6,11 @@ next step must give the result of the reference, which runs only the correct ste
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import models
 import pytest
@@ -326,6 +328,34 @@ def test_one_rank_leaves_the_first_step(ranks: Pool, affected: int, stage: int) 
         assert failure is not None
         assert f"rank {affected}" in failure.message
         assert_close(left, reference.train(RECIPE).parameters)
+
+
+def save_after_leaving(run: Run, folder: Path, leaving: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    """All parameters after a good step, after a save between steps, and as they were saved."""
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    before = training.whole_parameters(model, optimizer)
+    with contextlib.suppress(RuntimeError):
+        for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
+            training.loss_of(run.recipe)(model, micro_batch).backward()
+            if harness.rank() in leaving:
+                break
+        optimizer.step()
+    poplar.save_checkpoint(folder, optimizer)
+    optimizer.apply_plan(run.plan)
+    training.take_step(run, model, optimizer, 1)
+    poplar.load_checkpoint(folder, optimizer)
+    return [before, training.whole_parameters(model, optimizer)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("leaving", [(0, 1, 2, 3), (BAD_RANK,)], ids=["all", "one"])
+def test_a_checkpoint_may_be_saved_after_a_loop_that_was_left(
+    ranks: Pool, tmp_path: Path, leaving: tuple[int, ...], stage: int
+) -> None:
+    run = Run(RECIPE, plan_of(stage))
+    for before, saved in ranks.run(save_after_leaving, run, tmp_path / "saved", leaving):
+        training.assert_same(before, saved)
 
 
 # Construction

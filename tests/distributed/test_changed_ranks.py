@@ -309,6 +309,27 @@ def test_wrong_plans_raise_on_all_ranks_and_change_nothing(ranks: Pool) -> None:
     training.assert_raised(too_few, "the plan is for 3 ranks, but the process group has 4")
 
 
+def steps_without_micro_batches() -> tuple[list[Failure | None], int]:
+    """The errors of three steps, before the second of which ranks change, and the steps counted."""
+    model, optimizer = training.prepare(Run(Recipe(spec=SPEC), plan_of(0)))
+    optimizer.apply_plan(plan_of(0, 1), at_step=1)
+    failures = []
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with harness.catching() as caught:
+            optimizer.step()
+        failures.append(caught[0] if caught else None)
+    return failures, optimizer._changes.schedule.steps
+
+
+def test_a_step_that_cannot_change_ranks_counts(ranks: Pool) -> None:
+    for (first, *later), counted in ranks.run(steps_without_micro_batches):
+        assert first is not None
+        assert "The step was applied, with the plan of before" in first.message
+        assert (later, counted) == ([None, None], 3)
+
+
 def test_a_plan_leaves_at_least_one_rank() -> None:
     with pytest.raises(ValueError, match="at least one is active"):
         replace(plan_of(0, 0, 1, 2), left_out=(0, 1, 2, 3))
