@@ -38,7 +38,7 @@ from poplar.zero.setup import (
     STRATEGY_CLASSES,
     Request,
     build_engine,
-    settings_of,
+    new_update,
     with_cut,
 )
 from poplar.zero.steps.step import SpeedFollower, Step
@@ -101,7 +101,7 @@ class TrainedModel:
             with agreed_failures():
                 self.calls.call(BUILDING, do_nothing)
             ranks.prepare_model(request.model, request.device, request.cast_to)
-            self._use_settings(settings_of(request))
+            self._use_settings(new_update(request, []).outer_groups(request.groups))
 
     # What belongs to a plan.
 
@@ -278,8 +278,9 @@ class TrainedModel:
 
     def settings(self, **further: Any) -> StepSettings:
         """What must be equal on all ranks in this step; `further` as for `StepSettings`."""
-        optimizer, updates = self.optimizer, self.update.updates
-        given: dict[str, Any] = {"updates": updates, "has_hooks": has_hooks(optimizer), **further}
+        optimizer, update = self.optimizer, self.update
+        given: dict[str, Any] = {"updates": update.updates, "later": update.later_settings}
+        given |= {"has_hooks": has_hooks(optimizer), **further}
         return StepSettings(optimizer.param_groups, **given)
 
     def with_own_state(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -406,7 +407,7 @@ class TrainedModel:
             "stage": self.request.stage,
             "cut": self.request.cut,
             "transport": self.request.plan and self.request.plan.transport,
-            "updates": self.update.updates,
+            "updates": (self.update.updates, self.update.later_settings),
             "groups": list(map(settings_in, self.optimizer.param_groups)),
             "largest batches": self.largest_batches,
             "scaler": self.scaler and self.scaler.state_dict(),
@@ -414,7 +415,7 @@ class TrainedModel:
 
     def _take(self, common: Mapping[str, Any]) -> None:
         self._use_settings(common["groups"])
-        self.update.count_from(common["updates"])
+        self.update.continue_after(*common["updates"])
         self.largest_batches = dict(common["largest batches"])
         if self.scaler is not None and common["scaler"]:
             self.scaler.load_state_dict(common["scaler"])

@@ -25,7 +25,7 @@ from poplar.values.errors import RankFailed, agreed
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.gradient_norm import combine_norm, fill_norm_row, gather_rows, norm_rows
 from poplar.zero.passes.collective_order import LeaderFailed
-from poplar.zero.steps.step_settings import UPDATES, StepSettings
+from poplar.zero.steps.step_settings import LATER, UPDATES, StepSettings
 from poplar.zero.streams import PassWork, RankTimes, with_communication
 
 T = TypeVar("T")
@@ -289,6 +289,8 @@ def reject_different_settings(control: Control, mine: Mapping[str, str]) -> None
     advice = "give all ranks the same, such as a learning rate that follows the loss of all ranks"
     if any(UPDATES in text for text in texts):
         advice = "a rank has left out an update of its part; load a checkpoint on all ranks"
+    elif any(LATER in text for text in texts):
+        advice = "the last update has already done so; load a checkpoint on all ranks"
     raise agreed(
         ValueError(
             f"the ranks differ in a step, so no rank applied it: {'; '.join(texts)}. Each would "

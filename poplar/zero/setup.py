@@ -283,15 +283,6 @@ def _device_for(
     return chosen
 
 
-def settings_of(request: Request) -> list[dict[str, Any]]:
-    """The param groups with all settings of their classes, for a rank without an update."""
-    settings = []
-    for cls, group in zip(request.classes, request.groups, strict=True):
-        (known,) = cls.factory([dict(group)], **cls.options).param_groups
-        settings.append({**known, **group})
-    return settings
-
-
 def _group_indices(model: nn.Module, groups: Groups) -> dict[int, int]:
     """Index of the param group of each trained parameter, by `id(parameter)`."""
     known = {id(parameter) for parameter in model.parameters()}

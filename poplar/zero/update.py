@@ -129,6 +129,8 @@ class ShardedUpdate:
         """The whole state as a state dict, if it was collected here since it last changed."""
         self.updates = 0
         """Updates that have been applied, or skipped on all ranks, since state was loaded."""
+        self.later_settings = ""
+        """As `StepSettings.later_than`, of the last update."""
         self._undecided: DeviceFlag | None = None
         """Whether the device has skipped the last step, until that is read."""
         self._layouts: StateLayouts | None = None
@@ -165,6 +167,7 @@ class ShardedUpdate:
         scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         *,
+        later: str = "",
         copy_to_host: Callable[[Sequence[Tensor]], HostCopies] | None = None,
     ) -> None:
         """Update the masters with `scale` times the mean gradient, then the low-precision values.
@@ -175,6 +178,7 @@ class ShardedUpdate:
             scale: one element on the device; None for 1. See [Note: device scalars].
             found_inf: one element on the device. If it is not 0, nothing changes; call
                 `undo_if` afterwards.
+            later: as `StepSettings.later_than`.
             copy_to_host: starts to copy tensors, if flat parameters are hosted.
         """
         self.settle()
@@ -202,7 +206,7 @@ class ShardedUpdate:
             own = [run for run in used if run.flat is flat]
             self._update_runs(own, scale, found_inf, copied)
             flat.shard.copy_(copied.shard, non_blocking=True)
-        self.updates += 1
+        self.updates, self.later_settings = self.updates + 1, later
 
     def _update_runs(
         self,
@@ -310,9 +314,9 @@ class ShardedUpdate:
         """The last step does not count if the flag is set. It is read before the state is."""
         self._undecided = skipped
 
-    def count_from(self, updates: int) -> None:
-        """Take the number of updates from another rank."""
-        self.updates = updates
+    def continue_after(self, updates: int, later_settings: str) -> None:
+        """Take the number of updates, and what the last was taken with, from another rank."""
+        self.updates, self.later_settings = updates, later_settings
 
     def settle(self) -> None:
         """Read whether the last step was skipped, if the device has decided it. Local."""
@@ -484,7 +488,7 @@ class ShardedUpdate:
         state_of: StateOf,
     ) -> None:
         """Load other runs of `flat`, which are bound, and their state."""
-        self.collected, self.updates = None, 0
+        self.collected, self.updates, self.later_settings = None, 0, ""
         for run in self.runs:
             if run.flat is flat:
                 self._drop_state_of(run)

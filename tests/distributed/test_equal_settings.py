@@ -11,11 +11,12 @@ import torch
 import training
 from ranks import Failure, Pool
 from reference import Recipe
-from torch import Tensor
+from torch import Tensor, nn
 from training import STAGES, Run
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.zero.steps.step_settings import StepSettings
 
 RECIPE = Recipe(batches=(12, 12, 12))
 
@@ -132,3 +133,84 @@ def test_a_rank_that_has_left_out_an_update_is_noticed(ranks: Pool, stage: int) 
     answers = ranks.run(leave_out_an_update, run_of(stage), ranks=3)
     training.assert_raised([first for first, _ in answers], "updates", "load a checkpoint")
     assert all(second is None for _, second in answers)
+
+
+Take = Callable[[Run, nn.Module, HeteroZeroOptimizer, float], None]
+"""Takes a step with a setting that comes after the ranks have compared their settings."""
+
+
+def clip_after_unscaling(
+    run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, setting: float
+) -> None:
+    scaler = poplar.GradScaler("cpu", init_scale=8.0)
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
+        scaler.scale(training.loss_of(run.recipe)(model, micro_batch)).backward()
+    scaler.unscale_(optimizer)
+    optimizer.clip_grad_norm_(setting)
+    scaler.step(optimizer)
+
+
+def set_lr_after_clipping(
+    run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, setting: float
+) -> None:
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 1)):
+        training.loss_of(run.recipe)(model, micro_batch).backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.param_groups[0]["lr"] = setting
+    optimizer.step()
+
+
+def set_lr_in_a_hook(
+    run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, setting: float
+) -> None:
+    def set_lr(*_: object) -> None:
+        optimizer.param_groups[0]["lr"] = setting
+
+    hook = optimizer.register_step_pre_hook(set_lr)
+    training.take_step(run, model, optimizer, 1)
+    hook.remove()
+
+
+SET_LATER: dict[Take, str] = {
+    clip_after_unscaling: "max_norm=0.25",
+    set_lr_after_clipping: "lr of param group 0=0.25",
+    set_lr_in_a_hook: "lr of param group 0=0.25",
+}
+
+
+def set_later(run: Run, take: Take, differs: bool) -> list[Failure | None]:
+    """The steps after such a step, and after a load."""
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    state = optimizer.state_dict()
+    take(run, model, optimizer, float(own(0.5, 0.25)) if differs else 0.5)
+    optimizer.param_groups[0]["lr"] = 0.1
+    failures = []
+    for _ in range(2):
+        with harness.catching() as caught:
+            training.take_step(run, model, optimizer, 2)
+        failures.append((caught or [None])[0])
+        optimizer.load_state_dict(state)
+    return failures
+
+
+@pytest.mark.parametrize("take", SET_LATER)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_settings_that_come_later_are_compared_in_the_next_step(
+    ranks: Pool, stage: int, take: Take
+) -> None:
+    answers = ranks.run(set_later, run_of(stage), take, differs=True, ranks=3)
+    said = f"'{SET_LATER[take]}' on rank(s) [1]"
+    training.assert_raised([first for first, _ in answers], said, "load a checkpoint")
+    assert all(second is None for _, second in answers)
+
+
+def test_equal_settings_may_come_later(ranks: Pool) -> None:
+    for take in SET_LATER:
+        assert ranks.run(set_later, run_of(2), take, differs=False, ranks=3) == [[None, None]] * 3
+
+
+@pytest.mark.parametrize(("one", "other"), [(-1, -2), (0, 1), (1.0, 1.5), ((1, -1), (1, -2))])
+def test_numbers_that_differ_have_another_digest(one: object, other: object) -> None:
+    digests = [StepSettings([{"key": value}], updates=0).digest for value in (one, one, other)]
+    assert digests[0] == digests[1] != digests[2]

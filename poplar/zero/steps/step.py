@@ -360,7 +360,7 @@ class Step:
                 self._complete_pass(failed=True)
         self._engine.finish_gradients()  # as the other ranks at the end of their loop
         try:
-            self.close(StepSettings((), updates=self._update.updates), reason)
+            self.close(StepSettings((), updates=0), reason)
         except Exception as error:
             if error is not reason:
                 raise
@@ -385,6 +385,7 @@ class Step:
         if error is not None:
             raise error
         settings.check()
+        self._engine.step.use(settings)
         return summary
 
     def close(
@@ -492,6 +493,7 @@ class Step:
         elif error is not None:
             raise error
         state = self._engine.step
+        state.use(settings)
         scaled = state.found_inf is not None
         if state.found_inf is None:
             flag = self.nonfinite.flag(summary)
@@ -522,7 +524,8 @@ class Step:
             strategy.wait_for_readers(flat)
         with self._trace.span("optimizer", "the update"):
             scalars = state.factor, found_inf
-            self._update.step(groups, unused, *scalars, copy_to_host=strategy.copy_to_host)
+            later, copy_to_host = "; ".join(state.later), strategy.copy_to_host
+            self._update.step(groups, unused, *scalars, later=later, copy_to_host=copy_to_host)
         strategy.all_gather_updated_parameters(engine.units)
         strategy.end_step()
         self._replicas.record_update()

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 UPDATES = "the number of updates since the last load"
+LATER = "what the last update was taken with, beside the settings that were compared,"
 
-_BITS = (1 << 52) - 1
-"""A float64 holds so many bits exactly."""
+_Key = str | tuple[str, int]
+"""A name, or a key of the param group with this index."""
+
 _ODD = 0x1E3779B97F4A7C15
-_NONE, _NAN, _TENSOR, _OTHER = 0x5A17, 0x5A18, 0x5A19, 0x5A1A
-"""Numbers for values without a number of their own."""
+_NONE, _NAN, _TENSOR, _OTHER = "none", "nan", "tensor", "other"
+"""In place of the numbers of values that have none."""
 
 
 def settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,6 +37,7 @@ class StepSettings:
         groups: Sequence[Mapping[str, Any]],
         *,
         updates: int,
+        later: str = "",
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale: Tensor | None = None,
@@ -43,34 +46,42 @@ class StepSettings:
         """
         Args:
             updates: how many updates this rank has applied.
+            later: in the last of them, the settings of this rank that came later than the exchange
+                that compared them, as text. See `later_than`.
             max_norm: to which the gradient is clipped, as far as that is known.
             scale: the loss scale, or its inverse.
             has_hooks: hooks run around the update. Not compared: the ranks agree after the hooks.
         """
         self.norm_type, self.has_hooks = norm_type, has_hooks
-        self._groups = groups
-        self._further = {"max_norm": max_norm, "norm_type": norm_type, UPDATES: updates}
-        self._further["the use of a loss scaler"] = scale is not None
+        self._given: dict[_Key, Any] = {"max_norm": max_norm, "norm_type": norm_type}
+        self._given |= {UPDATES: updates, LATER: later}
+        self._given["the use of a loss scaler"] = scale is not None
+        for index, group in enumerate(groups):
+            self._given |= {(key, index): value for key, value in settings_in(group).items()}
         self.tensors = [] if scale is None else [("the loss scale", scale)]
         """The settings that are tensors, with their names."""
-        numbers = [_number(value) for value in self._further.values()]
-        for index, group in enumerate(groups):
-            for key, value in settings_in(group).items():
-                if isinstance(value, Tensor):
-                    self.tensors.append((_name(key, index), value))
-                numbers.append(_number(value))
-        self._has_nan = _NAN in numbers
-        self.digest = float(hash(tuple(numbers)) & _BITS)
+        self.tensors += [(_name(k), v) for k, v in self._given.items() if isinstance(v, Tensor)]
+        self._numbers = {key: _number(value) for key, value in self._given.items()}
+        self.digest = float(zlib.crc32(repr(list(self._numbers.values())).encode()))
         """Equal on ranks whose settings are equal, apart from the values of tensors."""
 
     def check(self) -> None:
         """Raise ValueError for a setting with which the step would spoil the parameters."""
-        max_norm = self._further["max_norm"]
-        if _number(max_norm) < 0:
+        max_norm = self._given["max_norm"]
+        if max_norm is not None and max_norm < 0:
             raise ValueError(f"max_norm={max_norm} would reverse the gradient; give at least 0")
-        if self._has_nan:
-            names = [name for name, value in self.by_name().items() if value == "nan"]
+        if names := [_name(key) for key, number in self._numbers.items() if number == _NAN]:
             raise ValueError(f"{', '.join(names)}: nan, which the step would make of parameters")
+
+    def later_than(self, closed: StepSettings) -> str:
+        """As text, the settings that are given here and are not those of `closed`."""
+        changed = (
+            f"{_name(key)}={_plain(value)!r}"
+            for key, value in self._given.items()
+            if self._numbers[key] != closed._numbers.get(key)
+            if value is not None and value is not False
+        )
+        return ", ".join(changed)
 
     def checksum(self, device: torch.device) -> Tensor:
         """A checksum of `tensors`: one int64 on `device`. The host does not synchronize."""
@@ -82,16 +93,13 @@ class StepSettings:
 
     def by_name(self) -> dict[str, str]:
         """All settings as text, for messages. Synchronizes with the device."""
-        named = dict(self._further)
-        for index, group in enumerate(self._groups):
-            for key, value in settings_in(group).items():
-                if _number(value) not in (_OTHER, _TENSOR):
-                    named[_name(key, index)] = value
-        return {name: repr(_plain(value)) for name, value in [*named.items(), *self.tensors]}
+        comparable = {k: n for k, n in self._numbers.items() if n not in (_OTHER, _TENSOR)}
+        named = [(_name(key), self._given[key]) for key in comparable]
+        return {name: repr(_plain(value)) for name, value in [*named, *self.tensors]}
 
 
-def _name(key: str, group: int) -> str:
-    return f"{key} of param group {group}"
+def _name(key: _Key) -> str:
+    return key if isinstance(key, str) else f"{key[0]} of param group {key[1]}"
 
 
 def _plain(value: Any) -> Any:
@@ -100,11 +108,9 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """What has the same hash in every process, if the values are equal."""
-    if isinstance(value, float):
-        return value if value == value else _NAN
-    if isinstance(value, int):
-        return value
+    """What has the same `repr` in every process, if the values are equal."""
+    if isinstance(value, (int, float)):
+        return float(value) if value == value else _NAN
     if value is None:
         return _NONE
     if isinstance(value, str):

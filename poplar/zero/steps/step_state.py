@@ -70,6 +70,8 @@ class StepState:
     """What the ranks agreed on; set when the step has been closed."""
     settings: StepSettings | None = None
     """Of this rank, with which the step was closed."""
+    later: list[str] = field(default_factory=list)
+    """Settings of this rank that came later, as text."""
     scaler: GradScaler | None = None
     """By which Poplar scales the losses; None: nothing does, or a scaler of the user's own loop."""
     is_unscaled: bool = False
@@ -132,6 +134,12 @@ class StepState:
     def close(self, summary: StepSummary, settings: StepSettings) -> None:
         """The ranks agree to apply the step."""
         self.summary, self.settings = summary, settings
+
+    def use(self, settings: StepSettings) -> None:
+        """The closed step is taken with these settings."""
+        assert self.settings is not None
+        if later := settings.later_than(self.settings):
+            self.later.append(later)
 
     def scale_by(self, scaler: GradScaler | None) -> None:
         self.scaler = scaler
