@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -150,7 +151,8 @@ class CollectiveCalls:
     def announce(self, name: str, result: Any = None, failure: str = "", order: Any = None) -> None:
         """Tell ranks that are left out, if there are any, of a call that is over."""
         if self._announcements is not None:
-            self._announcements.send(lambda: (name, failure, _announced(result), order))
+            value = _announced(result)
+            self._announcements.send(lambda: (name, failure, value(), order))
 
     def of_user(self, loss_fn: Callable[P, R]) -> Callable[P, R]:
         """The user's `loss_fn`, in which methods that all ranks call raise: other ranks may not run
@@ -316,13 +318,26 @@ def agreed_failures() -> Iterator[None]:
         raise agreed(error)  # noqa: B904 (it is the same error)
 
 
-def _announced(result: Any) -> Any:
-    """What ranks that are left out get of a result: values, but no parts of the state."""
+def _announced(result: Any) -> Callable[[], Any]:
+    """What ranks that are left out get of a result: values, but no parts of the state.
+
+    The function that is returned waits for the device, in a thread whose current stream is another.
+    """
     if isinstance(result, Tensor) and result.numel() == 1:
-        return result.detach().cpu()
+        value = result.detach()
+        if not value.is_cuda:
+            return value.cpu
+        event = torch.cuda.current_stream(value.device).record_event()
+
+        def copied() -> Tensor:
+            event.synchronize()
+            return value.cpu()
+
+        return copied
     if isinstance(result, StepResult):
-        return result.of_left_out()
-    return result if isinstance(result, (bool, int, float, str, ForAllRanks)) else None
+        return result.of_left_out
+    is_value = isinstance(result, (bool, int, float, str, ForAllRanks))
+    return lambda: result if is_value else None
 
 
 @contextmanager

@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from poplar.zero.checks.model_checks import check_parameters, reject_sparse_buffers
+from poplar.zero.checks.model_checks import (
+    check_parameters,
+    reject_sparse_buffers,
+    reject_sparse_embeddings,
+)
 
 
 def inference() -> nn.Parameter:
@@ -40,3 +44,11 @@ def test_sparse_buffers_are_refused_by_name(
     model[0].register_buffer("adjacency", convert(torch.eye(2)))
     with pytest.raises(TypeError, match=r"'0\.adjacency' .*plain attribute"):
         reject_sparse_buffers(model)
+
+
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_where_there_are_gradients(cls: type[nn.Module]) -> None:
+    model = nn.Sequential(cls(4, 2, sparse=True))
+    with pytest.raises(TypeError, match=r"'0' has sparse gradients"):
+        reject_sparse_embeddings(model)
+    reject_sparse_embeddings(model.requires_grad_(False))

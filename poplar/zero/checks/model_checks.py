@@ -57,9 +57,10 @@ def reject_batch_norm(named: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def reject_sparse_embeddings(model: nn.Module) -> None:
-    """Reject embeddings with sparse gradients."""
+    """Reject embeddings that are trained with sparse gradients."""
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding):
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if is_embedding and module.sparse and module.weight.requires_grad:
             raise TypeError(
                 f"module {name!r} has sparse gradients, but flat parameters are dense; build the "
                 "embedding with sparse=False"
