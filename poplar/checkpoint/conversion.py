@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from poplar.checkpoint.files.metadata_file import METADATA
+from poplar.checkpoint.files.new_files import written_aside
 from poplar.checkpoint.files.opened import WHOLE, OpenedCheckpoint
 from poplar.checkpoint.save import SCALER, STATE
 from poplar.checkpoint.saved_model import Writer
@@ -54,9 +55,9 @@ def convert(
 
 
 def _to_torch(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> None:
-    aside = output.with_name(f"{output.name}.incomplete")
-    torch.save(values_of(opened, dtype), aside)
-    aside.replace(output)
+    values = values_of(opened, dtype)
+    with written_aside(output) as file:
+        torch.save(values, file)
 
 
 def values_of(opened: OpenedCheckpoint, dtype: Dtype = "model") -> dict[str, Any]:

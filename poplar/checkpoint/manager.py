@@ -11,15 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from poplar.checkpoint.files.data_file import has_writer
-from poplar.checkpoint.files.save_job import (
-    PendingSave,
-    SaveJob,
-    aside_name,
-    data_files,
-    remove,
-    replaced_name,
-)
+from poplar.checkpoint.files.new_files import aside_name
+from poplar.checkpoint.files.save_job import PendingSave, SaveJob, discard, remove, replaced_name
 from poplar.checkpoint.files.savers import claim
 from poplar.checkpoint.load import Load, load_as, load_now
 from poplar.checkpoint.save import Saver
@@ -176,8 +169,7 @@ class CheckpointManager:
         """Make the folder, and remove what is incomplete and not written by another program."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob("step-*.incomplete"):
-            if not any(has_writer(file, if_unknown=False) for file in data_files(leftover)):
-                remove(leftover)
+            discard(leftover)
 
     def _finished(self) -> dict[int, Path]:
         """The complete checkpoints by step."""

@@ -8,6 +8,7 @@ import platform
 import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 from poplar.checkpoint.collection import no_garbage_collection
-from poplar.checkpoint.files.data_file import DataFile, check_no_writer
+from poplar.checkpoint.files.data_file import DataFile
 from poplar.checkpoint.files.manifest import Manifest
+from poplar.checkpoint.files.new_files import alone_in, aside_name, check_no_writer
 from poplar.checkpoint.files.save_job import (
     PendingSave,
     SaveJob,
-    aside_name,
     data_file_of,
     data_files,
     remove,
@@ -136,22 +137,21 @@ class Saver:
 
         made: list[DataFile] = []
 
-        def prepare() -> Content:
+        def prepare() -> tuple[Content, dict[str, int]]:
             check_idle(parts, "save_checkpoint()")
             frozen = _saves_base(parts, self._frozen)
             content = content_of(parts, State.of(state or {}), frozen, rank)
-            buffers.update({name: digest(value) for name, value in content.buffers.items()})
+            buffers = {name: digest(value) for name, value in content.buffers.items()}
             if rank == 0 and not self._checked:
                 _warn_of_refused(content.entries.values)
                 self._checked = True
             if rank == 0:
                 made.append(_make_folder(path, replaces))
-            return content
+            return content, buffers
 
-        buffers: dict[str, int] = {}
         pending: list[PendingSave] = []
         try:
-            content = run_on_all_ranks(control, prepare, doing=doing)
+            content, buffers = run_on_all_ranks(control, prepare, doing=doing)
             agreement.agree(control, content, buffers, path.name, doing)
 
             def start() -> None:
@@ -247,10 +247,13 @@ def _make_folder(path: Path, replaces: bool) -> DataFile:
             "a folder per step.)"
         )
     aside = aside_name(path)
-    check_no_writer(data_files(aside))
-    remove(aside)  # of a save that was interrupted
-    aside.mkdir(parents=True)
-    return DataFile(aside / data_file_of(0))
+    with suppress(FileExistsError):  # also a file, which `alone_in` refuses
+        path.parent.mkdir(parents=True)
+    with alone_in(path.parent):
+        check_no_writer(data_files(aside))
+        remove(aside)  # of a save that was interrupted
+        aside.mkdir()
+        return DataFile(aside / data_file_of(0))
 
 
 def manifest_of(parts: TrainingParts, content: Content, step: int | None) -> Manifest:

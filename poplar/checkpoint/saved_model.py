@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from poplar.checkpoint.files.data_file import SYNC_BYTES, check_no_writer, lock
+from poplar.checkpoint.files.data_file import SYNC_BYTES
+from poplar.checkpoint.files.new_files import aside_name, open_aside, written_aside
 from poplar.checkpoint.files.transfers import transfer_on_all_ranks
 from poplar.checkpoint.frozen_base import base_of, saves_base
 from poplar.comm import Control
@@ -229,13 +230,8 @@ def write_index(folder: Path, files: Files) -> None:
         "metadata": {"total_size": sum(t.numel() * t.element_size() for _, t, _ in tensors)},
         "weight_map": {name: path.name for name, _, path in sorted(tensors, key=lambda t: t[0])},
     }
-    aside = folder / f"{INDEX}.incomplete"
-    with aside.open("w") as file:
-        json.dump(index, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(folder / INDEX)
+    with written_aside(folder / INDEX) as file:
+        file.write(f"{json.dumps(index, indent=2)}\n".encode())
 
 
 def check_parts(files: Files, catalog: Catalog, control: Control) -> None:
@@ -245,7 +241,7 @@ def check_parts(files: Files, catalog: Catalog, control: Control) -> None:
         FileNotFoundError: it does not.
     """
     for rank, (path, tensors) in files.items():
-        aside, expected = _aside(path), _size(tensors, catalog.tied)
+        aside, expected = aside_name(path), _size(tensors, catalog.tied)
         found = aside.stat().st_size if aside.exists() else 0
         if found != expected:
             raise FileNotFoundError(
@@ -265,7 +261,6 @@ class Writer:
         self, path: Path, tensors: Sequence[tuple[str, Tensor]], tied: Mapping[str, str]
     ) -> None:
         self._path = path
-        self._aside = _aside(path)
         self._error: Exception | None = None
         self._places, header = _header(tensors, tied)
         self.unwritten = set(self._places)
@@ -274,10 +269,7 @@ class Writer:
         self.is_busy = False
         """Another thread writes, which may hang: to close the file could then wait for ever."""
         try:
-            check_no_writer([self._aside])
-            self._aside.unlink(missing_ok=True)
-            self._file = self._aside.open("xb")
-            lock(self._file)
+            self._file = open_aside(path)
             self._file.write(header)
         except OSError as error:
             self._error = error
@@ -323,15 +315,15 @@ class Writer:
     def publish(self) -> None:
         """Give the finished file its name. It is locked until then."""
         assert self._file is not None
-        self._aside.replace(self._path)
+        aside_name(self._path).replace(self._path)
         self._file.close()
         self._file = None
 
     def discard(self) -> None:
         """Remove the file unless it has been published."""
         if self._file is not None:
+            aside_name(self._path).unlink(missing_ok=True)
             self._file.close()
-            self._aside.unlink(missing_ok=True)
 
 
 def _header(
@@ -360,11 +352,6 @@ def _header(
 def _size(tensors: Sequence[tuple[str, Tensor]], tied: Mapping[str, str]) -> int:
     """The bytes of a file."""
     return len(_header(tensors, tied)[1]) + sum(t.numel() * t.element_size() for _, t in tensors)
-
-
-def _aside(path: Path) -> Path:
-    """Where a file is while it is incomplete."""
-    return path.with_name(f"{path.name}.incomplete")
 
 
 def _chunks(values: Tensor) -> Iterator[bytearray]:

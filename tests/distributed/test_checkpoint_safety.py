@@ -38,7 +38,8 @@ import poplar
 from poplar import Plan
 from poplar.checkpoint import save_plan
 from poplar.checkpoint.files import manifest, save_job
-from poplar.checkpoint.files.data_file import DataFile, has_writer
+from poplar.checkpoint.files.data_file import DataFile
+from poplar.checkpoint.files.new_files import has_writer
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.save import save_now
 from poplar.checkpoint.save_plan import Agreement

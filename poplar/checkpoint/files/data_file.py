@@ -5,15 +5,13 @@ Unlike torch, it computes a checksum of the file, and stops when another rank ha
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from poplar._core import crc32c
+from poplar.checkpoint.files.new_files import lock
 from poplar.checkpoint.files.stored_files import open_stored
 from poplar.system.storage import as_bytes, with_own_storage
 from poplar.values.schema import Count
@@ -205,34 +204,6 @@ def checksum(folder: Path, name: str) -> Stored:
         while count := file.readinto(buffer):
             length, crc = length + count, crc32c(memoryview(buffer)[:count], crc)
     return Stored(length, crc)
-
-
-def lock(file: IO[bytes]) -> None:
-    """Let `has_writer` see that this process writes a new file until it closes it."""
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_EX)  # another process holds it while it looks, not longer
-
-
-def has_writer(path: Path, *, if_unknown: bool) -> bool:
-    """Whether a process of this host has not closed a file that it has locked."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return if_unknown
-    return False
-
-
-def check_no_writer(paths: Iterable[Path]) -> None:
-    """Raise if another save writes one of these files, which are about to be replaced."""
-    for path in paths:
-        if has_writer(path, if_unknown=False):
-            raise FileExistsError(
-                f"another save is writing {path} now; let each program save under another name, or "
-                "save again when the other one has ended"
-            )
 
 
 def write_whole(path: Path, data: bytes) -> Stored:

@@ -29,7 +29,8 @@ from poplar.checkpoint.files import manifest as manifest_file
 from poplar.checkpoint.files.data_file import checksum, read_tensor
 from poplar.checkpoint.files.manifest import Manifest, read_manifest
 from poplar.checkpoint.files.metadata_file import METADATA, read_metadata
-from poplar.checkpoint.files.save_job import aside_name, complete_name
+from poplar.checkpoint.files.new_files import aside_name
+from poplar.checkpoint.files.save_job import complete_name
 from poplar.checkpoint.files.stored_files import open_stored
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Control

@@ -28,16 +28,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from poplar import _core
 from poplar.checkpoint.files import manifest as manifest_file
-from poplar.checkpoint.files.data_file import (
-    Cancelled,
-    DataFile,
-    Stored,
-    has_writer,
-    sync_folder,
-    write_whole,
-)
+from poplar.checkpoint.files.data_file import Cancelled, DataFile, Stored, sync_folder, write_whole
 from poplar.checkpoint.files.manifest import Manifest
 from poplar.checkpoint.files.metadata_file import METADATA
+from poplar.checkpoint.files.new_files import alone_in, aside_name, has_writer
 from poplar.comm import Control
 from poplar.values.errors import RankFailed
 from poplar.values.formatting import printable
@@ -169,7 +163,8 @@ class PendingSave:
             raise_on_all_ranks(self._control, own, doing=self._doing)
         finally:
             if self.job.rank == 0:  # the other ranks have stopped writing
-                shutil.rmtree(self.job.aside, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    discard(self.job.aside)
 
     def _run(self) -> None:
         self._may_write.wait()
@@ -258,6 +253,13 @@ def _take_name(job: SaveJob) -> None:
         raise
 
 
+def discard(aside: Path) -> None:
+    """Remove an incomplete checkpoint, unless another program has begun to write it."""
+    with alone_in(aside.parent):
+        if not any(has_writer(file, if_unknown=False) for file in data_files(aside)):
+            remove(aside)
+
+
 def remove(path: Path) -> None:
     """Remove a folder, or whatever else has its name; the target of a symbolic link stays."""
     if path.is_dir() and not path.is_symlink():
@@ -274,11 +276,6 @@ def data_file_of(rank: int) -> str:
 def data_files(aside: Path) -> list[Path]:
     """Those that ranks have begun to write."""
     return list(aside.glob("*.distcp"))
-
-
-def aside_name(folder: Path) -> Path:
-    """Where a checkpoint is while it is incomplete."""
-    return folder.with_name(folder.name + ".incomplete")
 
 
 def replaced_name(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from poplar.checkpoint.conversion import values_of
+from poplar.checkpoint.files.new_files import written_aside
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
@@ -69,7 +70,8 @@ def to_lightning_checkpoint(folder: str | Path, file: str | Path) -> None:
         raise FileExistsError(f"{path} exists; choose another name, or remove it first")
     values = read_folder(Path(folder))
     values["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-    torch.save(values, path)
+    with written_aside(path) as output:
+        torch.save(values, output)
 
 
 def _lightning_values(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
