@@ -1,7 +1,8 @@
 """The interface between the engine and the transports: collectives over uneven layouts.
 
 All ranks of the group issue the same collectives in the same order. Each returns at once, and
-`Work.wait` finishes it within the group's deadline. Every transport declares its reduction order.
+`Work.wait` finishes it within the group's deadline. Sums are taken in rank order, or on each host
+first (`Communicator.hosts`): transports with equal orders give equal bits.
 """
 
 from __future__ import annotations
@@ -62,9 +63,6 @@ class Communicator(ABC):
     """Whether a wait for CUDA tensors blocks only the current stream and never the host."""
     hosts: tuple[int, ...] = ()
     """By rank, the number of its host, if values are added on each host first."""
-    reduction_order: str
-    """`"rank"`: ((r0 + r1) + r2) + ...; `"host"`: on each host first. Equal orders give equal
-    bits."""
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -18,11 +18,12 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 GRACE_SECONDS = 1.5
@@ -65,6 +66,18 @@ def call_in_thread(call: Callable[[], T]) -> queue.SimpleQueue[tuple[T | None, E
     except RuntimeError:  # out of memory, which has to be reported, if need be late
         run()
     return answers
+
+
+def weak_call(method: Callable[P, None]) -> Callable[P, None]:
+    """A function that calls a bound method while its object lives, and does not keep it alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*arguments: P.args, **options: P.kwargs) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(*arguments, **options)
+
+    return call
 
 
 class FailureReports:
@@ -179,10 +192,10 @@ class FailureReports:
         The thread ends with this object, and keeps neither it nor the methods' objects alive.
         """
         if not self._is_watching:
-            weak = [call and weakref.WeakMethod(call) for call in (notify, look)]
+            calls = [weak_call(call) if call else lambda: None for call in (notify, look)]
             with contextlib.suppress(RuntimeError):  # out of memory: there are deadlines only
                 keys = [f"{prefix}/any" for prefix in self.prefixes]
-                _Watch(weakref.ref(self), self._store, keys, *weak).start()
+                _Watch(weakref.ref(self), self._store, keys, *calls).start()
                 self._is_watching = True
 
     def _access(self, access: Callable[[Any], T], seconds: float) -> T:
@@ -212,8 +225,8 @@ class _Watch:
         reports: weakref.ref[FailureReports],
         store: Any,
         keys: Sequence[str],
-        notify: weakref.WeakMethod[Callable[[], None]] | None,
-        look: weakref.WeakMethod[Callable[[], None]] | None,
+        notify: Callable[[], None],
+        look: Callable[[], None],
     ) -> None:
         self._reports, self._store, self._keys = reports, store, keys
         self._notify, self._look = notify, look
@@ -223,10 +236,6 @@ class _Watch:
         """Begin to poll, in a thread that does not keep the process alive."""
         _thread.start_new_thread(self._run, ())
         _WATCHES.add(self)
-
-    def is_alive(self) -> bool:
-        """Whether the thread has not ended."""
-        return not self._ended.is_set()
 
     def _run(self) -> None:
         try:
@@ -242,7 +251,7 @@ class _Watch:
             if found:
                 self._see()
                 return
-            _call(self._look)
+            self._look()
             if self._stopped.wait(_WATCH_SECONDS):
                 return
 
@@ -250,17 +259,11 @@ class _Watch:
         reports = self._reports()
         if reports is not None:
             reports.seen.set()
-        _call(self._notify)
+        self._notify()
 
     def stop(self) -> None:
         self._stopped.set()
         self._ended.wait(1.0)
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]] | None) -> None:
-    alive = method() if method is not None else None
-    if alive is not None:
-        alive()
 
 
 _WATCHES: weakref.WeakSet[_Watch] = weakref.WeakSet()

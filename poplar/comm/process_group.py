@@ -45,7 +45,6 @@ class ProcessGroupCommunicator(Communicator):
     """Uneven reduce-scatters and gathers from messages and all-to-alls."""
 
     name = "process_group"
-    reduction_order = "rank"
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

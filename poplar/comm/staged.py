@@ -35,7 +35,7 @@ class StagedCommunicator(Communicator):
         self._on_host = on_host
         self._buffers = HostBuffers()
         self._not_started: deque[_StagedWork] = deque()
-        self.reduction_order, self.hosts = on_host.reduction_order, on_host.hosts
+        self.hosts = on_host.hosts
 
     def codecs(self, codec: Codec) -> tuple[Codec, Codec | None]:
         return self._on_host.codecs(codec)

@@ -197,7 +197,7 @@ def test_a_watch_ends_with_its_reports() -> None:
     reports.watch()
     (watch,) = set(failure_reports._WATCHES) - others
     del reports
-    assert wait_until(lambda: not watch.is_alive())
+    assert watch._ended.wait(20)
 
 
 def test_a_rank_without_memory_for_a_thread_reports_all_the_same(

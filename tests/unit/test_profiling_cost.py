@@ -70,7 +70,6 @@ class CountedCommunicator:
     """A transport that only counts."""
 
     name = "counted"
-    reduction_order = "library"
     hosts = ()
 
     def __init__(self, group: Any, counters: Counters) -> None:

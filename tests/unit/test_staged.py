@@ -40,8 +40,6 @@ class FakeEvent:
 class OnHost(Communicator):
     """A transport of one rank that records what is started."""
 
-    reduction_order = "rank"
-
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(rank=0, size=2))  # type: ignore[arg-type]
         self.started: list[str] = []

@@ -43,8 +43,6 @@ class HierarchicalCommunicator(Communicator):
     between them.
     """
 
-    reduction_order = "host"
-
     def __init__(self, group: Group, hosts: Hosts, on_host: Rendezvous | Group) -> None:
         """`on_host`: the memory that CPU ranks of this host share, or the group of its ranks."""
         super().__init__(group)

@@ -21,6 +21,7 @@ from torch import Tensor
 from poplar import _core
 from poplar.comm import host_topology
 from poplar.comm.copies import copy_except
+from poplar.comm.failure_reports import weak_call
 from poplar.comm.group import Group
 from poplar.comm.host_memory.segment import (
     CAN_SHARE,
@@ -93,8 +94,9 @@ class Rendezvous:
         self._has_published_failure = False
         self._process = os.getpid()
         self._caches_memory = caches_memory()
-        stop = weakref.WeakMethod(self._stop)
-        group.on_abort[stop] = lambda: _call(stop)
+        stop = weak_call(self._stop)
+        group.on_abort[stop] = stop
+        self._free_unless_gone = weak_call(self.free)
 
     # Shared memory.
 
@@ -105,8 +107,8 @@ class Rendezvous:
         """
         block = self._pool.allocate(numel * dtype.itemsize + self._shift)
         holder = memoryview(self._own.memory)[block.offset : block.offset + block.nbytes]
-        # A weak reference: tensors must not extend the rendezvous's lifetime.
-        weakref.finalize(holder, _free_if_alive, weakref.ref(self), block).atexit = False
+        # Tensors must not extend the rendezvous's lifetime.
+        weakref.finalize(holder, self._free_unless_gone, block).atexit = False
         return view(holder, dtype, self._shift, numel)
 
     def free(self, block: Block) -> None:
@@ -470,15 +472,3 @@ def _open_segments(
     if errors or own is None:
         raise NotOneHost(errors[0] if errors else "this system has no anonymous shared memory")
     return own, peers
-
-
-def _free_if_alive(rendezvous: weakref.ref[Rendezvous], block: Block) -> None:
-    alive = rendezvous()
-    if alive is not None:
-        alive.free(block)
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    alive = method()
-    if alive is not None:
-        alive()

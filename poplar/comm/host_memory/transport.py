@@ -31,7 +31,6 @@ class SharedMemoryCommunicator(Communicator):
 
     name = "shared_memory"
     takes_memory = False
-    reduction_order = "rank"
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__(rendezvous.group)
