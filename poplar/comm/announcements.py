@@ -193,7 +193,7 @@ class _Writer:
         """By reader, the last write that it has read."""
         self._reply_counts = dict.fromkeys(readers, 0)
         self.replies: dict[int, tuple[float, Any]] = {}
-        self.process, self._ended = os.getpid(), threading.Event()
+        self._ended = threading.Event()
         _WRITERS.add(self)
         _thread.start_new_thread(self._run, ())
 
@@ -282,10 +282,10 @@ class _Writer:
 
 
 _WRITERS: set[_Writer] = set()
+os.register_at_fork(after_in_child=_WRITERS.clear)  # threads are not forked
 
 
 @atexit.register
 def _finish_all() -> None:
     for writer in list(_WRITERS):
-        if writer.process == os.getpid():  # a forked process has its parent's, without the threads
-            writer.finish()
+        writer.finish()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import os
 import pickle
 import queue
 import threading
@@ -267,6 +268,7 @@ class _Watch:
 
 
 _WATCHES: weakref.WeakSet[_Watch] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_WATCHES.clear)  # threads are not forked
 
 
 @atexit.register

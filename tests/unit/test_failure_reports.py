@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -198,6 +199,17 @@ def test_a_watch_ends_with_its_reports() -> None:
     (watch,) = set(failure_reports._WATCHES) - others
     del reports
     assert watch._ended.wait(20)
+
+
+def test_a_forked_process_does_not_wait_for_watches_at_its_exit() -> None:
+    (reports,) = reports_of(dist.HashStore(), 1)
+    reports.watch()
+    child = os.fork()
+    if child == 0:
+        start = time.monotonic()
+        failure_reports._stop_watches()
+        os._exit(time.monotonic() - start > 0.5)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_rank_without_memory_for_a_thread_reports_all_the_same(
