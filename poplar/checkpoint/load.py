@@ -61,10 +61,10 @@ def load_checkpoint(
     """Load the training state in place. Collective, between steps.
 
     The number of ranks, stage, shares and units may differ from those of the save. Of adapters that
-    were saved alone, the base stays as it is. With the same
-    plan training goes on with the same bits; the random states of the ranks are restored if there
-    are as many ranks. Checkpoints that `torch.distributed.checkpoint` wrote of `{"model": ...,
-    "optim": ...}`, as its `get_state_dict` returns them, can be loaded too; they have no checksums.
+    were saved alone, the base stays as it is. With the same plan training goes on with the same
+    bits; the random states of the ranks are restored if there are as many ranks. Checkpoints that
+    `torch.distributed.checkpoint` wrote of `{"model": ..., "optim": ...}`, as its `get_state_dict`
+    returns them, can be loaded too; they have no checksums.
 
     Args:
         folder: a checkpoint, in a folder that all ranks see.

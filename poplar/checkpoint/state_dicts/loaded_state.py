@@ -166,14 +166,12 @@ class LoadedState:
         if _is_absent(values.values()):
             Elements.none().part(start, stop, f"the state of {name!r}")
             return ParameterState({}, {})
-        master = values.pop(MASTER, None)
-        if values and values.keys() != layout.keys():
+        keys = values.keys() - {MASTER}
+        if keys and keys != layout.keys():
             raise ValueError(
-                f"the state of {name!r} has {sorted(values)}, but this optimizer has "
+                f"the state of {name!r} has {sorted(keys)}, but this optimizer has "
                 f"{sorted(layout)}; it was saved by another optimizer class or with other options"
             )
-        if master is not None:
-            values[MASTER] = master
         elements, others = {}, {}
         for key, value in values.items():
             what = f"{key!r} of {name!r}"
