@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from poplar.integrations.unequal_passes import UnequalPasses as _UnequalPasses
-from poplar.tuning import autotune as tuning
+from poplar.integrations.unequal_passes import autotune_for
 from poplar.values.plan import Plan
 from poplar.zero.micro_batch_loss import LossFunction
 
@@ -78,7 +78,8 @@ class UnequalPasses(_UnequalPasses):
 
     def _check_model(self) -> None:
         model = self._model
-        inner = [name for name, m in model.module.named_modules() if _is_wrapped(m)]
+        modules = model.module.named_modules()
+        inner = [name for name, m in modules if isinstance(m, DistributedDataParallel)]
         if inner:
             raise TypeError(
                 f"module {inner[0] or 'module'!r} of the DDP model is wrapped a second time; wrap "
@@ -131,17 +132,11 @@ def autotune(
     Args:
         model: on this rank's device, before it is wrapped.
         loss_fn, example_batch, global_batch: as for `poplar.autotune`.
-        options: further arguments of `poplar.autotune`, such as `optimizer_class`.
+        options: further arguments of `poplar.autotune`, such as `optimizer_class`; without
+            `communication`, because DDP sends the gradients.
     """
-    return tuning.autotune(
-        model,
-        loss_fn,
-        example_batch,
-        global_batch=global_batch,
-        stage=0,
-        policy="even_shares",
-        **options,
-    )
+    options = {"stage": 0, "global_batch": global_batch, **options}
+    return autotune_for(UnequalPasses, model, loss_fn, example_batch, **options)
 
 
 def reduce_zeros(model: DistributedDataParallel, was_called: bool) -> None:
@@ -162,7 +157,3 @@ def reduce_zeros(model: DistributedDataParallel, was_called: bool) -> None:
     model._match_all_reduce_for_bwd_pass()
     if model.find_unused_parameters:
         model._match_unused_params_allreduce()
-
-
-def _is_wrapped(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from poplar.integrations.unequal_passes import UnequalPasses as _UnequalPasses
-from poplar.tuning import autotune as tuning
+from poplar.integrations.unequal_passes import autotune_for
 from poplar.values.plan import Plan
 from poplar.zero.micro_batch_loss import LossFunction
 
@@ -64,13 +64,8 @@ class UnequalPasses(_UnequalPasses):
         model: to which, and to whose blocks, `fully_shard` was applied, over a mesh of one
             dimension; possibly compiled.
         plan: of stage 1, 2 or 3, with even shares, for as many ranks as the mesh has.
-        allow_forward_state: accept buffers that forwards write and that differ between ranks, as
-            the statistics of BatchNorm in training mode do: they are those of a micro-batch.
-        timeout: how long a rank waits for other ranks before a backward; default: 5 minutes.
-
-    Raises:
-        ValueError, TypeError: the model or the plan is wrong, or ranks have different plans.
-        RankFailed: an argument of another rank is wrong.
+        allow_forward_state, timeout: as for `poplar.integrations.ddp.UnequalPasses`, whose errors
+            are raised, too.
     """
 
     stages = (1, 2, 3)
@@ -160,21 +155,11 @@ def autotune(
         model: before `fully_shard`: on this rank's device, or on `meta` if it fits on no device.
         loss_fn, example_batch, global_batch: as for `poplar.autotune`.
         stage: 1, 2 or 3: what stays sharded between passes; see `UnequalPasses`.
-        options: further arguments of `poplar.autotune`, such as `optimizer_class`.
+        options: further arguments of `poplar.autotune`, such as `optimizer_class`; without
+            `communication`, because FSDP2 sends gradients and parameters.
 
     Raises:
-        ValueError: the stage is another one.
+        ValueError: the stage is another one, or an argument asks for what FSDP2 does not do.
     """
-    if stage not in UnequalPasses.stages:
-        raise ValueError(
-            f"stage must be one of {list(UnequalPasses.stages)} for FSDP2, got {stage!r}"
-        )
-    return tuning.autotune(
-        model,
-        loss_fn,
-        example_batch,
-        global_batch=global_batch,
-        stage=stage,
-        policy="even_shares",
-        **options,
-    )
+    options |= {"stage": stage, "global_batch": global_batch}
+    return autotune_for(UnequalPasses, model, loss_fn, example_batch, **options)

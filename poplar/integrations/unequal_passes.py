@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from poplar.comm.failure_reports import StoreUnavailable
 from poplar.comm.point_to_point import close_when_aborted
 from poplar.data import pytree
 from poplar.integrations.user_step import LOOP, UserStep, outside_of_the_loop
+from poplar.tuning.autotune import autotune
 from poplar.values.errors import CollectiveTimeout, agreed, check_class, is_agreed
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, exchange_results
@@ -35,7 +36,17 @@ from poplar.zero.collective_calls import (
     waiting_in,
 )
 from poplar.zero.micro_batch_loop import MicroBatchLoop
+from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import BatchSplitter, Loss, MicroBatch, Weight
+
+_CARRIED_OUT = frozenset(
+    ("stage", "global_batch", "micro_batches", "shares", "left_out", "transport", "prediction")
+)
+"""Fields of `Plan` that these engines carry out, that have a check of their own, or that do not
+change the gradient. All others are settings of Poplar's own engine: they must be left out."""
+_ONLY_WITH = {"policy": "even_shares", "communication": "exact"}
+"""Arguments of `poplar.autotune` that have one value here: others make plans with settings that
+these engines do not carry out."""
 
 
 class UnequalPasses:
@@ -220,8 +231,8 @@ class UnequalPasses:
             return str(failure)
         advice = "start again on all ranks, from a checkpoint"
         reason = stop_reason(group.name, waiting_in(call), error, advice=advice)
+        group.report(reason, is_cause=not isinstance(error, CollectiveTimeout))
         if group.reports is not None:
-            group.reports.publish(reason, is_cause=not isinstance(error, CollectiveTimeout))
             with suppress(StoreUnavailable):  # ranks with the same mistake raise their own errors
                 group.reports.collect(group.peers())
         group.abort(reason)
@@ -229,11 +240,8 @@ class UnequalPasses:
 
     def _failure_of_others(self, what: str, error: BaseException) -> CollectiveTimeout | None:
         """The failure of this rank in `what` if another one has stopped all ranks."""
-        reports, found = self._group.reports, {}
-        if reports is not None:
-            with suppress(StoreUnavailable):
-                found = reports.collect(())
-        peers = [rank for rank, report in found.items() if report.is_cause]
+        reports = self._group.reports
+        peers = [] if reports is None else list(reports.causes())
         cause = error if isinstance(error, Exception) else None
         return self._group.fail(what, peers, cause) if peers else None
 
@@ -295,10 +303,16 @@ class UnequalPasses:
                 f"with poplar.integrations.{self.engine.lower()}.autotune, or with stage="
             )
         even = all(math.isclose(share, 1 / plan.world_size, abs_tol=1e-6) for share in plan.shares)
-        if plan.units or plan.factored or not (even or plan.stage == 0):
+        ignored = [] if even or plan.stage == 0 else ["uneven shares"]
+        ignored += [
+            each.name
+            for each in fields(plan)
+            if each.name not in _CARRIED_OUT and getattr(plan, each.name) != each.default
+        ]
+        if ignored:
             raise ValueError(
-                f"{self.engine} has even shares and no units or layers with own settings, so it "
-                "cannot run this plan; plan with "
+                f"the plan sets {' and '.join(ignored)}, which only poplar.HeteroZeroOptimizer "
+                f"carries out, not {self.engine}; plan with "
                 f"poplar.integrations.{self.engine.lower()}.autotune"
             )
 
@@ -306,3 +320,30 @@ class UnequalPasses:
 def one_sample(batch: Any) -> Any:
     """The first sample of a batch."""
     return pytree.split(batch, [1, pytree.samples_in(batch) - 1])[0]
+
+
+def autotune_for(
+    passes: type[UnequalPasses],
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Any,
+    *,
+    stage: int,
+    **options: Any,
+) -> Plan:
+    """The fastest plan that an engine can run; the arguments are those of `poplar.autotune`.
+
+    Raises:
+        ValueError: with these arguments, the plan would be one that the engine cannot run.
+    """
+    if stage not in passes.stages:
+        raise ValueError(
+            f"stage must be one of {list(passes.stages)} for {passes.engine}, got {stage!r}"
+        )
+    for name, only in _ONLY_WITH.items():
+        if options.setdefault(name, only) != only:
+            raise ValueError(
+                f"{name} must be {only!r} for {passes.engine}, got {options[name]!r}; leave it "
+                "out, or plan with poplar.autotune and train with poplar.HeteroZeroOptimizer"
+            )
+    return autotune(model, loss_fn, example_batch, stage=stage, **options)

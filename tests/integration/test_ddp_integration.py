@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,14 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 from unequal_passes import Job, assert_equal_losses
 
 import poplar
-from poplar import Plan
-from poplar.integrations import ddp
+from poplar import Plan, UnitPlan
+from poplar.integrations import ddp, fsdp2
+from poplar.values.communication import Communication
 
 UNEQUAL = Plan(
     stage=0,
     global_batch=12,
     micro_batches=((3, 3, 2), (2,), (1, 1)),
     shares=(1 / 3,) * 3,
+)
+LEAVES_ONE_OUT = Plan(
+    stage=0, global_batch=4, micro_batches=((2,), (2,), ()), shares=(0.5, 0.5, 0.0), left_out=(2,)
 )
 ONE_WITHOUT_SAMPLES = Plan(
     stage=0, global_batch=7, micro_batches=((1, 1, 1), (), (4,)), shares=(1 / 3,) * 3
@@ -460,6 +465,10 @@ def wrong_constructions() -> list[str]:
         (wrapped, Plan.manual("3,3,3", stage=2)),
         (wrapped, "plan.json"),
         (wrapped, by_rank),
+        (wrapped, replace(UNEQUAL, communication=Communication(gradients="int8"))),
+        (wrapped, replace(UNEQUAL, host_state=(0.5, 0.0, 0.0), factored=("head",))),
+        (wrapped, replace(UNEQUAL, units=(UnitPlan("head", recomputed_on=(1,)),))),
+        (wrapped, LEAVES_ONE_OUT),
     ]
     messages = []
     for model, plan in cases:
@@ -478,7 +487,34 @@ def test_wrong_models_and_plans_raise_with_the_fix(ranks: Pool) -> None:
         "the plan is of stage 2, but DDP is of stage 0 (replicated)",
         "plan must be a poplar.Plan, got str",
         "rank(s) [1, 2] have another plan than rank 0",
+        "the plan sets communication, which only poplar.HeteroZeroOptimizer carries out, not DDP",
+        "the plan sets factored and host_state, which only",
+        "the plan sets units, which only",
+        "needs all ranks, but the plan leaves out rank 2",
     ]
     for messages in ranks.run(wrong_constructions, ranks=3):
         for message, part in zip(messages, expected, strict=True):
             assert part in message
+
+
+def test_a_plan_may_name_a_transport_which_changes_no_gradient(ranks: Pool) -> None:
+    """As the plans of `autotune` do."""
+    job = Job("tagger", replace(UNEQUAL, transport="process_group"), steps=1)
+    assert_equal_losses(ranks.run(training.train, job, ranks=3), job)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "message"),
+    [
+        (ddp, {"communication": "int8"}, "communication must be 'exact' for DDP, got 'int8'"),
+        (fsdp2, {"communication": "auto"}, "communication must be 'exact' for FSDP2, got 'auto'"),
+        (ddp, {"policy": "exact"}, "policy must be 'even_shares' for DDP, got 'exact'"),
+        (ddp, {"stage": 2}, "stage must be one of [0] for DDP, got 2"),
+        (fsdp2, {"stage": 0}, "stage must be one of [1, 2, 3] for FSDP2, got 0"),
+    ],
+)
+def test_autotune_refuses_what_the_engine_does_not_do(
+    engine: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        engine.autotune(torch.nn.Linear(1, 1), training.loss_fn, {}, global_batch=4, **options)

@@ -19,6 +19,7 @@ from unequal_passes import Job, assert_equal_losses
 
 from poplar import Plan
 from poplar.integrations import fsdp2
+from poplar.values.communication import Communication
 
 SHARES = (1 / 3,) * 3
 PLANS = {
@@ -124,6 +125,7 @@ def mistakes(job: Job) -> list[str]:
         (model, Plan.manual("3,3,3", stage=0)),
         (model, Plan.manual("3,3", stage=3)),
         (model, uneven),
+        (model, replace(uneven, communication=Communication("int8", "int8"))),
     ]
     for wrong, plan in cases:
         with harness.catching() as caught:
@@ -188,7 +190,8 @@ def test_mistakes_raise_with_the_fix(ranks: Pool) -> None:
         "only modules of it are sharded by FSDP2",
         "the plan is of stage 0, but FSDP2 is of stage 1",
         "the plan is for 2 ranks, but FSDP2 has 3",
-        "FSDP2 has even shares",
+        "the plan sets uneven shares, which only poplar.HeteroZeroOptimizer carries out, not FSDP2",
+        "the plan sets uneven shares and communication, which only",
     ]
     for messages in ranks.run(mistakes, Job("tagger", plan_of(PLANS[1], 1)), ranks=3):
         for message, part in zip(messages, expected, strict=True):
