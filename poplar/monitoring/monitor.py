@@ -62,23 +62,28 @@ class Monitor:
         self._since = self._last = time.perf_counter()
         """When the steps of the next report began, and when the last step ended."""
 
-    def __call__(self, result: StepResult) -> None:
+    def __call__(self, result: StepResult) -> Progress | None:
         """Take the result of a step. Every rank must call it.
 
         Collective if there are `every` results, or if the plan is another one than before.
 
+        Returns:
+            What was logged, on all ranks; None if it is not time to.
+
         Raises:
             RankFailed: a logger failed on its rank, which raises the cause.
         """
+        progress = None
         try:
             if self._pending and result.plan != self._pending[-1].plan:
-                self._report(until=self._last)
+                progress = self._report(until=self._last)
         finally:  # training may go on if a logger fails
             self._step += 1
             self._pending.append(result)
             self._last = time.perf_counter()
         if len(self._pending) == self._every:
-            self._report(until=self._last)
+            progress = self._report(until=self._last)
+        return progress
 
     def close(self) -> None:
         """Report the last steps and close the loggers. Collective."""

@@ -509,7 +509,7 @@ def test_a_file_that_one_rank_lacks_ends_all_ranks(three, tmp_path, name):
         assert "rank 1: FileNotFoundError" in errors[rank].message
 
 
-def watch_the_device(folder: str) -> Any:
+def watch_the_device(folder: str, steps_per_report: int) -> Any:
     """After each step, whether the host has waited for the device; logs, and warnings."""
     as_launched()
     gc.collect()  # samplers of earlier tests, which know lengths
@@ -535,13 +535,16 @@ def watch_the_device(folder: str) -> Any:
     with (
         warnings.catch_warnings(record=True) as warned,
         mock.patch.object(Stopwatch, "wait", side_effect=lambda: waits.append(1)),
+        mock.patch(f"{PoplarTrainer.__module__}.STEPS_PER_REPORT", steps_per_report),
     ):
         warnings.simplefilter("always")
         trainer.train()
     return by_step, trainer.state.log_history, [str(each.message) for each in warned]
 
 
-def test_only_logs_wait_for_the_device_and_have_speeds_and_waits(three, tmp_path):
+@pytest.mark.parametrize("steps_per_report", [1000, 3])
+def test_only_logs_wait_for_the_device_and_have_speeds_and_waits(three, tmp_path, steps_per_report):
+    """Also if the monitor reports in the step of a log by itself."""
     fresh_state()
     alone = Trainer(
         model_of("llama"),
@@ -551,7 +554,7 @@ def test_only_logs_wait_for_the_device_and_have_speeds_and_waits(three, tmp_path
     )
     alone.train()
     expected = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
-    here = three.run(watch_the_device, str(tmp_path / "here"))
+    here = three.run(watch_the_device, str(tmp_path / "here"), steps_per_report)
     warned = [message for _, _, of_rank in here for message in of_rank]
     assert sum("balance_lengths=True" in m for m in warned) == 1, "sentences have unequal lengths"
     for waits, history, _ in here:

@@ -130,7 +130,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self._loggers = tuple(loggers)
         self._monitor: Monitor | None = None
         self._progress: Progress | None = None
-        """Not logged yet."""
+        """The latest report of the monitor, if it is not logged yet."""
 
     @property
     def plan(self) -> Plan | None:
@@ -410,7 +410,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 max_norm=self._max_norm(),
                 scaler=self._scaler,
             )
-        self._monitor(result)
+        self._progress = self._monitor(result) or self._progress
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
@@ -509,7 +509,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As of the trainer class. Collective."""
-        self._monitor = None
+        self._monitor = self._progress = None
         output = super().train(*args, **kwargs)
         monitor, self._monitor = self._monitor, None
         if monitor is not None:
@@ -517,17 +517,18 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log values; with a loss, also speeds and waits since the last log."""
-        progress, self._progress = self._progress, None
-        if progress is not None:
-            logs |= {name: v for name, v in progress.scalars().items() if name not in logs}
+        """Log values; with a loss, also speeds and waits since the last log or change of plan."""
+        if self._progress is not None and "loss" in logs:
+            logs |= {name: v for name, v in self._progress.scalars().items() if name not in logs}
+            self._progress = None
         super().log(logs, *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         control, result = self.control, self.step_result
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
             self.pass_metrics.merge()
-            self._progress = None if self._monitor is None else self._monitor.report()
+            if self._monitor is not None:
+                self._progress = self._monitor.report() or self._progress
         elif result is not None and (
             control.should_evaluate or control.should_save or control.should_training_stop
         ):
