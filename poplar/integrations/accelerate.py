@@ -94,7 +94,7 @@ def prepare(
     data. Prepare loaders for evaluation with `accelerator.prepare`, as usual.
 
     Args:
-        accelerator: without DeepSpeed, FSDP, fp16 autocast and torch.compile.
+        accelerator: without DeepSpeed, FSDP, fp16 autocast and torch.compile; one for each model.
         model: as for `HeteroZeroOptimizer`, not prepared.
         optimizer_class: as for `HeteroZeroOptimizer`.
         loader: of a map-style dataset, shuffled or not, not prepared. Its dataset, batch size,
@@ -233,6 +233,11 @@ def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) 
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("there is no process group; launch the script with torchrun")
+    if "backward" in vars(accelerator):
+        raise ValueError(
+            "prepare() was called with this Accelerator before, and its backward() and save_state "
+            "are for that model; make an Accelerator for each model"
+        )
     if accelerator.num_processes != dist.get_world_size():
         raise ValueError(
             f"the Accelerator counts {accelerator.num_processes} process, but there are "

@@ -414,6 +414,8 @@ def use_wrongly(way: str) -> None:
     if way == "no profile":
         prepared(PLANS[1], accelerator, replan="auto")
     model, *_ = prepared(PLANS[1], accelerator)
+    if way == "second model":
+        prepared(PLANS[1], accelerator)
     if way == "accumulate":
         with accelerator.accumulate(model):
             pass
@@ -436,6 +438,7 @@ def use_wrongly(way: str) -> None:
         ("prepared model", "leave out accelerator.prepare for it"),
         ("no plan", "needs loss_fn= to make a plan"),
         ("no profile", "compares steps with a profile"),
+        ("second model", "make an Accelerator for each model"),
         ("accumulate", "use `for micro_batch in optimizer.micro_batches"),
         ("accumulation set later", "leave it at 1"),
         ("clip value", "use accelerator.clip_grad_norm_"),
