@@ -116,7 +116,8 @@ class Verdict:
 
     def _found(self) -> list[str]:
         """The verdict on the ranks that were recorded."""
-        step, percent = self.ranks[self.waiting_rank].step, f"{self.waiting_fraction:.0%}"
+        step = next(time.step for time in self.ranks if time.rank == self.waiting_rank)
+        percent = f"{self.waiting_fraction:.0%}"
         if self.cause is None:
             return [
                 "No rank is slower than the others: each waits for another about as long as that "
