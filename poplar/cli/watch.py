@@ -53,7 +53,7 @@ def watch(
     exit code is that of the job. On several hosts, give each `poplar watch` the same --folder.
     """
     if html_file is not None and find_spec("jinja2") is None:
-        raise typer.BadParameter("--html needs jinja2; pip install 'poplar-zero[report]'")
+        raise typer.BadParameter("--html needs jinja2, which is not installed; pip install jinja2")
     with (
         command_output(as_json=False, debug=debug),
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,

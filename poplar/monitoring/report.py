@@ -66,7 +66,7 @@ def _says_what_to_install() -> Iterator[None]:
         if package not in ("matplotlib", "jinja2"):
             raise
         raise ImportError(
-            f"reports need {package}, which is not installed; pip install 'poplar-zero[report]'"
+            f"reports need {package}, which is not installed; pip install jinja2 matplotlib"
         ) from error
 
 

@@ -143,7 +143,7 @@ def _library() -> ModuleType | str:
     try:
         import pynvml
     except ImportError:
-        return "nvidia-ml-py is not installed; pip install 'poplar-zero[nvml]'"
+        return "nvidia-ml-py is not installed; pip install nvidia-ml-py"
     try:
         pynvml.nvmlInit()  # NVML counts calls, so later ones are cheap
     except Exception as error:  # a broken driver library must not stop training

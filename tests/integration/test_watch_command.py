@@ -99,6 +99,6 @@ def test_a_summary_that_cannot_be_written_leaves_the_exit_status_of_the_job(
 def test_a_report_without_jinja2_is_refused_before_the_job_starts(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     started = tmp_path / "started"
-    with pytest.raises(typer.BadParameter, match=r"pip install 'poplar-zero\[report\]'"):
+    with pytest.raises(typer.BadParameter, match="pip install jinja2"):
         watch(["touch", str(started)], html_file=tmp_path / "report.html")
     assert not started.exists()
