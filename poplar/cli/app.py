@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from poplar.cli import checkpoint, pair, plan, profile, simulate, watch
-from poplar.cli.options import AsJson, Debug, Device, Function, PlanFile, RunFile, writable
+from poplar.cli.options import AsJson, Debug, Device, Function, PlanFile, RunFile, output_file
 from poplar.cli.output import command_output
 from poplar.values.plan import Plan
 
@@ -92,10 +92,7 @@ def verify(
 @app.command()
 def report(
     run: RunFile,
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="The HTML file to write.", callback=writable),
-    ] = Path("report.html"),
+    output: Annotated[Path, output_file("The HTML file to write.")] = Path("report.html"),
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:

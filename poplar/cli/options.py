@@ -75,6 +75,11 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def output_file(description: str) -> Any:
+    """The option `--output`: a file that rank 0 writes at the end."""
+    return typer.Option("--output", "-o", help=description, callback=writable)
+
+
 def _choice(name: str, description: str, metavar: str = "WHEN") -> Any:
     return typer.Option(
         f"--{name.replace('_', '-')}",

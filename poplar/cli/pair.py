@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from poplar.cli.options import AsJson, Debug, Device, writable
+from poplar.cli.options import AsJson, Debug, Device, output_file
 from poplar.cli.output import command_output
 
 CPU_RANKS = 2
@@ -21,10 +21,7 @@ CPU_NOTE = (
 
 def pair(
     minutes: Annotated[float, typer.Option(min=0.1, help="Approximate duration.")] = 5.0,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The file to write the row to.", callback=writable),
-    ] = None,
+    output: Annotated[Path | None, output_file("The file to write the row to.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
     debug: Debug = False,

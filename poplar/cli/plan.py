@@ -22,8 +22,8 @@ from poplar.cli.options import (
     ProfileFile,
     Recomputation,
     Stages,
+    output_file,
     parse_stages,
-    writable,
 )
 from poplar.cli.output import Output, command_output
 from poplar.planner.explain import Explanation, explain
@@ -60,10 +60,7 @@ def plan(
     host_state: HostStates = "auto",
     leave_out: LeavingOut = "auto",
     communication: Precisions = "exact",
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The file to write the plan to.", callback=writable),
-    ] = None,
+    output: Annotated[Path | None, output_file("The file to write the plan to.")] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also show the best plan of each stage and policy.")
     ] = False,
@@ -99,11 +96,7 @@ def plan(
         profile = ClusterProfile.from_json(cluster)
         within = math.inf if compare else WITHIN
         by_stage = alternatives(
-            profile,
-            global_batch=global_batch,
-            policy=policy,
-            **request,
-            within=within,
+            profile, global_batch=global_batch, policy=policy, **request, within=within
         )
         chosen = by_stage[0]
         document: dict[str, Any] = {"plan": chosen.to_dict()}

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from poplar.cli.options import AsJson, Debug, Device, Function, of_rank, parse_stages, writable
+from poplar.cli.options import (
+    AsJson,
+    Debug,
+    Device,
+    Function,
+    of_rank,
+    output_file,
+    parse_stages,
+    writable,
+)
 from poplar.cli.output import Output, command_output
 from poplar.values.formatting import format_bytes, format_rate, format_seconds
 from poplar.values.profile import ClusterProfile, DeviceProfile
@@ -16,13 +25,7 @@ from poplar.values.profile import ClusterProfile, DeviceProfile
 def profile(
     function: Function,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="The file to write; cluster.json unless --json.",
-            callback=writable,
-        ),
+        Path | None, output_file("The file to write; cluster.json unless --json.")
     ] = None,
     max_batch: Annotated[
         int | None, typer.Option(min=1, help="Largest micro-batch to measure.")

@@ -220,7 +220,7 @@ class StepCounter(LRScheduler):
 
 
 class _ClipsSharded(Precision):
-    """Clips through `HeteroZeroOptimizer.clip_grad_norm_`."""
+    """`precision="32-true"`. Clips through `HeteroZeroOptimizer.clip_grad_norm_`."""
 
     def clip_gradients(
         self,
@@ -239,10 +239,6 @@ class _ClipsSharded(Precision):
         sharded.clip_grad_norm_(float(clip_val))
 
 
-class FullPrecision(_ClipsSharded):
-    """`precision="32-true"`."""
-
-
 class AutocastPrecision(_ClipsSharded, MixedPrecision):
     """`precision="bf16-mixed"`: fp32 parameters, forward under autocast."""
 
@@ -254,7 +250,7 @@ def supported(plugin: Precision | None) -> Precision:
         ValueError: a precision that `PoplarStrategy` does not support.
     """
     if plugin is None or type(plugin) is Precision:
-        return FullPrecision()
+        return _ClipsSharded()
     if isinstance(plugin, _ClipsSharded):
         return plugin
     if type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":

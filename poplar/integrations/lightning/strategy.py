@@ -133,7 +133,6 @@ class PoplarStrategy(DDPStrategy):
             )
         self._replan = replan
         self._given_plan = plan if plan is None or isinstance(plan, Plan) else Plan.from_json(plan)
-        # The loop of Lightning needs samples on every rank.
         self._engine_options = {
             "units": units,
             "communicator": communicator,
@@ -145,6 +144,7 @@ class PoplarStrategy(DDPStrategy):
         of_both = {
             name: self._engine_options[name] for name in self._engine_options.keys() & OPTIONS
         }
+        # The loop of Lightning needs samples on every rank.
         given = {"stage": stage, "memory_limit": memory_limit, "leave_out": "never"}
         self._tuning = {**of_both, **given, **tuning}
         self._weight = weight
