@@ -113,6 +113,11 @@ def prepare(
             global batch.
     """
     _check(accelerator, model, loader)
+    if plan is not None and tuning:
+        raise ValueError(
+            f"prepare(tuning={dict(tuning)}) is for planning, but plan= was given; leave out one "
+            "of them"
+        )
     if plan is not None and replan != "off":
         raise ValueError(
             f"prepare(replan={replan!r}) compares steps with a profile, which plan= does not have; "

@@ -411,6 +411,8 @@ def use_wrongly(way: str) -> None:
     if way == "no plan":
         loader = DataLoader(a_dataset(), batch_size=2)
         prepare(accelerator, a_model(), torch.optim.AdamW, loader, lr=0.1)
+    if way == "tuning":
+        prepared(PLANS[1], accelerator, tuning={"memory_limit": "1GiB"})
     if way == "no profile":
         prepared(PLANS[1], accelerator, replan="auto")
     model, *_ = prepared(PLANS[1], accelerator)
@@ -437,6 +439,7 @@ def use_wrongly(way: str) -> None:
         ("prepared loader", "pass a plain torch DataLoader"),
         ("prepared model", "leave out accelerator.prepare for it"),
         ("no plan", "needs loss_fn= to make a plan"),
+        ("tuning", "is for planning, but plan= was given"),
         ("no profile", "compares steps with a profile"),
         ("second model", "make an Accelerator for each model"),
         ("accumulate", "use `for micro_batch in optimizer.micro_batches"),

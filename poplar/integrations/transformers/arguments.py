@@ -125,11 +125,13 @@ class PoplarArguments:
                 f"PoplarArguments.replan={self.replan!r} compares steps with a profile, but only "
                 "plan= was given; pass profile=, too, or leave out plan="
             )
-        if plan is not None and self.communication != "exact":
-            raise ValueError(
-                f"PoplarArguments.communication={self.communication!r} is for planning, but plan= "
-                "was given; set Plan.communication instead"
-            )
+        for_planning = {"communication": "exact", "memory_limit": None, "max_batch": None}
+        for name, unset in for_planning.items():
+            if plan is not None and (value := getattr(self, name)) != unset:
+                raise ValueError(
+                    f"PoplarArguments.{name}={value!r} is for planning, but plan= was given; leave "
+                    "out one of them"
+                )
         if plan is not None and self.stage not in ("auto", str(plan.stage)):
             raise ValueError(
                 f"PoplarArguments has stage={self.stage!r}, but the plan is one of stage "
