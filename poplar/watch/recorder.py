@@ -38,6 +38,15 @@ MOST_WAITS = 2000
 """Waits and batches of a step that are recorded: an evaluation of hours is part of a step."""
 MOST_PARTS = 16
 """Members of a container of a batch in which a tensor is looked for."""
+ENGINES = {
+    "poplar.integrations.ddp": "DDP",
+    "poplar.integrations.fsdp2": "FSDP2",
+    "poplar.optimizer": "Poplar",
+    "deepspeed": "DeepSpeed",
+    "transformers.trainer": "Trainer",
+}
+"""The engine of a job by a module that it has imported. The first one counts: `UnequalPasses` of
+DDP and FSDP2 imports Poplar's optimizer, too."""
 FLUSH_SECONDS = 0.5
 MOST_BYTES = 2**25
 
@@ -434,15 +443,10 @@ class Recorder:
             self._flushed = time.perf_counter()
 
     def _about(self, rank: int) -> dict[str, Any]:
-        modules, engine = sys.modules, "DDP"
-        if self._knows_poplar or "poplar.integrations.unequal_passes" in modules:
-            engine = "Poplar"
-        elif "deepspeed" in modules:
-            engine = "DeepSpeed"
-        elif "transformers.trainer" in modules:
-            engine = "Trainer"
-        elif "torch.distributed.fsdp" in modules and not self._closed[0].calls["backward"]:
-            engine = "FSDP2"
+        modules, usual = sys.modules, "DDP"
+        if "torch.distributed.fsdp" in modules and not self._closed[0].calls["backward"]:
+            usual = "FSDP2"
+        engine = next((name for module, name in ENGINES.items() if module in modules), usual)
         cuda = isinstance(self._clock, _DeviceClock)
         return {
             "rank": rank,

@@ -83,6 +83,35 @@ def test_last_backwards_of_ranks_with_different_passes_have_the_same_key():
     assert keys[0][-1] == keys[1][-1] == "backward/-1"
 
 
+OWN = ["poplar.optimizer", "poplar.integrations.unequal_passes", "torch.distributed.fsdp"]
+"""What every job with `UnequalPasses` has imported."""
+
+
+@pytest.mark.parametrize(
+    ("imported", "backwards", "engine"),
+    [
+        ([], 1, "DDP"),
+        (["torch.distributed.fsdp"], 0, "FSDP2"),
+        (["torch.distributed.fsdp"], 1, "DDP"),
+        (["transformers.trainer", "deepspeed"], 1, "DeepSpeed"),
+        (["poplar.optimizer", "transformers.trainer"], 0, "Poplar"),
+        ([*OWN, "poplar.integrations.ddp"], 1, "DDP"),
+        ([*OWN, "poplar.integrations.fsdp2"], 0, "FSDP2"),
+    ],
+)
+def test_the_engine_is_known_by_what_the_job_has_imported(
+    tmp_path, monkeypatch, imported, backwards, engine
+):
+    watching = recorder.Recorder(str(tmp_path))
+    distributed = SimpleNamespace(get_world_size=lambda: 2)
+    watching._torch = SimpleNamespace(distributed=distributed)
+    watching._knows_poplar = "poplar.optimizer" in imported
+    watching._closed.append(recorder._Step(1, 0.0))
+    watching._closed[0].calls["backward"] = backwards
+    monkeypatch.setattr(recorder, "sys", SimpleNamespace(modules=imported))
+    assert watching._about(0)["engine"] == engine
+
+
 def test_samples_are_the_length_of_the_first_tensor(tmp_path):
     watching = recorder.Recorder(str(tmp_path))
     watching._torch = torch
