@@ -141,9 +141,7 @@ class PoplarStrategy(DDPStrategy):
             "granularity": granularity,
             "on_nonfinite": on_nonfinite,
         }
-        of_both = {
-            name: self._engine_options[name] for name in self._engine_options.keys() & OPTIONS
-        }
+        of_both = {name: value for name, value in self._engine_options.items() if name in OPTIONS}
         # The loop of Lightning needs samples on every rank.
         given = {"stage": stage, "memory_limit": memory_limit, "leave_out": "never"}
         self._tuning = {**of_both, **given, **tuning}
@@ -316,7 +314,8 @@ class PoplarStrategy(DDPStrategy):
         loader = self._loader_of_user()
         if plan.world_size != self.world_size:
             raise ValueError(
-                f"the plan is for {plan.world_size} ranks, but the Trainer has {self.world_size}"
+                f"the plan is for {plan.world_size} ranks, but the Trainer has {self.world_size}; "
+                "start as many, or make another plan"
             )
         if batches.follows_a_plan(loader):
             if self._lengths is not None:
