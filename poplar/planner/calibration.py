@@ -30,11 +30,14 @@ import math
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import starmap
 from statistics import fmean, median, stdev
 
 from poplar.planner.cost_model import StageCosts, costs_of, step_seconds_of
+from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import fits
 from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
@@ -44,7 +47,6 @@ from poplar.values.plan import (
     FIRST_STAGE_SHARDING_PARAMETERS,
     FIRST_STAGE_SYNCHRONIZING_EVERY_PASS,
     Plan,
-    UnitPlan,
 )
 from poplar.values.profile import ClusterProfile, DeviceProfile
 
@@ -67,10 +69,10 @@ _ROUNDING = 1e-12
 def plans_to_observe(
     cluster: ClusterProfile, stage: int, *, overlapped_seconds: float = 0.0
 ) -> list[Plan]:
-    """One plan with few and one with more passes, the same on a rank.
+    """One plan with few and one with more passes, the same on a rank; only those that fit.
 
     Passes take equally long on all ranks and shares are even where memory allows that. Otherwise
-    both are those that a search finds.
+    passes, shares, recomputed units and state in host memory are those that a search finds.
 
     Args:
         cluster: measured, without residuals of this stage.
@@ -83,20 +85,33 @@ def plans_to_observe(
     """
     shortest = max(device.seconds(min(2, device.max_batch)) for device in cluster.devices)
     covering = min(overlapped_seconds, _covering_seconds(cluster, stage))
-    sizes = _sizes(cluster, max(shortest, covering))
-    if not fits(cluster, Plan.manual(sizes, stage=stage)):
-        sizes = _sizes(cluster, shortest)
-    shares: Sequence[float] | None = None
-    units: tuple[UnitPlan, ...] = ()
-    if not fits(cluster, Plan.manual(sizes, stage=stage)):
-        found = search(cluster, global_batch=sum(sizes), stages=(stage,), leave_out="never")
-        sizes, shares = [max(passes, default=0) for passes in found.micro_batches], found.shares
-        recomputed = (unit for unit in found.units if unit.recomputed_on)
-        units = tuple(replace(unit, persistent=False) for unit in recomputed)
-    plans = [
-        Plan.manual(sizes, stage=stage, passes=passes, shares=shares) for passes in PASSES_OBSERVED
-    ]
-    return [replace(p, transport=cluster.network.transport, units=units) for p in plans]
+    for seconds in (max(shortest, covering), shortest):
+        sizes = _sizes(cluster, seconds)
+        plans = _repeated(cluster, Plan.manual(sizes, stage=stage))
+        if len(plans) == len(PASSES_OBSERVED):
+            return plans
+    find = partial(search, cluster, stages=(stage,), leave_out="never")
+    with suppress(NoPlanFits):  # passes after the first one need more memory
+        samples = max(PASSES_OBSERVED) * sum(sizes)
+        return _repeated(cluster, find(global_batch=samples, max_micro_batch=max(sizes)))
+    return _repeated(cluster, find(global_batch=sum(sizes)))
+
+
+def _repeated(cluster: ClusterProfile, plan: Plan) -> list[Plan]:
+    """The plan with few and with more passes, all as large as a later one: those that fit."""
+    sizes = [max(passes[1:] or passes, default=0) for passes in plan.micro_batches]
+    recomputed = (unit for unit in plan.units if unit.recomputed_on)
+    units = tuple(replace(unit, persistent=False) for unit in recomputed)
+    plans = (
+        replace(
+            Plan.manual(sizes, stage=plan.stage, passes=passes, shares=plan.shares),
+            transport=cluster.network.transport,
+            units=units,
+            host_state=plan.host_state,
+        )
+        for passes in PASSES_OBSERVED
+    )
+    return [each for each in plans if fits(cluster, each)]
 
 
 def _covering_seconds(cluster: ClusterProfile, stage: int) -> float:

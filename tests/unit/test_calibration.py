@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -643,14 +644,17 @@ def test_calibration_plans_have_passes_of_equal_length(stage):
     assert one.shares == pytest.approx((0.25,) * 4)
 
 
-def test_calibration_plans_fit_in_memory():
+@pytest.mark.parametrize("stage", STAGES)
+def test_calibration_plans_fit_in_memory(stage):
+    """Passes after the first one need more memory than the first."""
     first, *others = plain().devices
-    tight = replace(first, memory_bytes=first.memory_bytes // 4)
-    cluster = replace(plain(), devices=(tight, *others))
-    for stage in STAGES:
-        try:
+    observed_passes = set()
+    for part in (1, 2, 10, 100):
+        tight = replace(first, memory_bytes=first.memory_bytes * part // 400)
+        cluster = replace(plain(), devices=(tight, *others))
+        with suppress(NoPlanFits):
             plans = plans_to_observe(cluster, stage)
-        except NoPlanFits:
-            continue
-        for plan in plans:
-            predict(cluster, plan)
+            for plan in plans:
+                predict(cluster, plan)
+            observed_passes.add(tuple(max(map(len, plan.micro_batches)) for plan in plans))
+    assert (1, 3) in observed_passes

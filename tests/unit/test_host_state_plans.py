@@ -11,6 +11,7 @@ from all_ranks import search
 from planning_oracle import STAGES, Oracle, random_cluster, share_grid
 from test_search import cluster_of, device, seconds_of
 
+from poplar.planner.calibration import plans_to_observe
 from poplar.planner.explain import explain
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import DoesNotFit, fits, memory_needed, predict
@@ -70,6 +71,16 @@ def test_the_small_rank_keeps_state_on_the_host_and_the_large_one_does_not():
     # A pass of 8 samples takes 8 MB.
     assert memory_needed(cluster, plan)[1] <= 14 * MB
     assert "state on host" in str(plan)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_calibration_runs_plans_with_the_state_where_a_search_puts_it(stage):
+    cluster = unequal(14 * MB)
+    plans = plans_to_observe(cluster, stage)
+    assert [plan.passes(0) for plan in plans] == [1, 3]
+    for plan in plans:
+        predict(cluster, plan)
+        assert any(plan.host_state) == (stage == 0)
 
 
 def test_more_samples_at_a_time_are_worth_an_update_on_the_host():
