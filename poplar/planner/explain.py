@@ -27,7 +27,7 @@ from poplar.planner.prediction import (
     predicted_seconds,
     unmeasured_batches,
 )
-from poplar.planner.search import ALL_STAGES, search
+from poplar.planner.search import search
 from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.what_if import Change, Changed, DeviceGroup, device_groups, with_equal_devices
 from poplar.values.communication import EXACT, Communication
@@ -38,7 +38,7 @@ from poplar.values.formatting import (
     format_ranks,
     format_signed_percent,
 )
-from poplar.values.plan import Plan
+from poplar.values.plan import ALL_STAGES, Plan
 from poplar.values.profile import ClusterProfile
 from poplar.values.schema import to_json_types
 

@@ -20,12 +20,11 @@ from poplar.planner.simple_plans import PREFERENCE
 from poplar.planner.stage_search import POLICIES, StageSearch
 from poplar.values.communication import BITS, Communication, Precision
 from poplar.values.errors import check_class
-from poplar.values.plan import STRATEGIES, Plan
+from poplar.values.plan import ALL_STAGES, Plan, checked_stages
 from poplar.values.profile import ClusterProfile
 
-__all__ = ["ALL_STAGES", "POLICIES", "NoPlanFits", "alternatives", "search"]
+__all__ = ["POLICIES", "NoPlanFits", "alternatives", "search"]
 
-ALL_STAGES = tuple(range(len(STRATEGIES)))
 WITHIN = 1.25
 """Times of the best plan's step within which plans of other stages are searched for."""
 Sends = Precision | Literal["auto"] | Communication
@@ -67,7 +66,8 @@ def search(
         global_batch: samples of one optimizer step over all ranks.
         stages: ZeRO stages to choose from; None: those of which steps ran while the profile was
             measured (`ClusterProfile.observed_stages`), all if none ran.
-        policy: one of `POLICIES`.
+        policy: `"exact"`, `"even_shares"` for engines without uneven shares (DDP, FSDP2), or a
+            published policy to compare with: `"even"`, `"flops"`, `"paper"`.
         max_micro_batch: largest micro-batch on any rank; None: the largest that was measured.
         preference: with policy "exact", a plan with even shares, fewer passes, fewer persistent
             units or no recomputation is chosen if its step is slower by at most this fraction of
@@ -75,7 +75,8 @@ def search(
         recompute: "auto": with policy "exact", ranks may recompute units in the backward
             (activation checkpointing), if that was measured; "never": they do not.
         factored: "auto": with policy "exact", weight gradients of linear layers are sent as factors
-            where that makes the step faster (`Plan.factored`); "never": they are not.
+            where that makes the step faster (`Plan.factored`); "never": they are not. Use "never"
+            for a model that reads such a weight outside of its layer.
         host_state: "auto": with policy "exact", ranks keep optimizer state in host memory if no
             plan fits otherwise, or if that makes the step faster, and if it was measured
             (`Plan.host_state`); "never": they do not.
@@ -141,8 +142,7 @@ def alternatives(
     if max_micro_batch is not None:
         _check_at_least_one("max_micro_batch", max_micro_batch)
     given = (policy, recompute, factored, host_state, leave_out, communication)
-    for (name, known), chosen in zip(CHOICES.items(), given, strict=True):
-        check_choice(name, chosen, f"{name} must be one of {', '.join(known)}, got {chosen!r}")
+    check_choices(dict(zip(CHOICES, given, strict=True)))
     if not (math.isfinite(preference) and preference >= 0.0):
         raise ValueError(f"preference must be finite and at least 0, got {preference}")
     request = Request(
@@ -154,7 +154,7 @@ def alternatives(
         may_host=policy == "exact" and host_state == "auto",
     )
     observed = cluster.observed_stages or ALL_STAGES
-    wanted = _checked_stages(observed if stages is None else stages)
+    wanted = checked_stages(observed if stages is None else stages)
     may_factor = policy == "exact" and factored == "auto"
 
     def sending(given: Precision | Communication) -> tuple[Plan, ...]:
@@ -179,11 +179,13 @@ def alternatives(
     return best
 
 
-def check_choice(name: str, given: object, complaint: str) -> None:
-    """Raise ValueError with this complaint unless `given` is one of `CHOICES[name]`."""
-    is_whole = name == "communication" and isinstance(given, Communication)
-    if not (is_whole or given in CHOICES[name]):
-        raise ValueError(complaint)
+def check_choices(given: Mapping[str, object]) -> None:
+    """Raise ValueError unless these arguments of `search`, by name, are among their `CHOICES`."""
+    for name, chosen in given.items():
+        is_whole = name == "communication" and isinstance(chosen, Communication)
+        if not (is_whole or chosen in CHOICES[name]):
+            known = ", ".join(CHOICES[name])
+            raise ValueError(f"{name} must be one of {known}, got {chosen!r}")
 
 
 def plan_or_error(cluster: ClusterProfile, **request: Any) -> Plan | ValueError:
@@ -201,13 +203,6 @@ def _sort_key(preference: float, plan: Plan) -> tuple[float, int, int]:
     if plan.host_state or any(unit.recomputed_on for unit in plan.units):
         seconds *= 1.0 + preference
     return seconds, sum(memory), plan.stage
-
-
-def _checked_stages(stages: Sequence[int]) -> list[int]:
-    is_some = isinstance(stages, Collection) and not isinstance(stages, str) and len(stages) > 0
-    if not is_some or any(isinstance(s, bool) or s not in ALL_STAGES for s in stages):
-        raise ValueError(f"stages must be a non-empty subset of {ALL_STAGES}, got {stages!r}")
-    return sorted({int(stage) for stage in stages})
 
 
 def _check_at_least_one(name: str, value: int) -> None:

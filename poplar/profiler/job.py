@@ -26,7 +26,7 @@ from poplar.profiler.model_code import code_of
 from poplar.profiler.model_settings import settings_by_module
 from poplar.system import devices, host_limits, kernel_settings
 from poplar.values.errors import check_class
-from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS, STRATEGIES
+from poplar.values.plan import ALL_STAGES, FIRST_STAGE_SHARDING_PARAMETERS, checked_stages
 from poplar.zero import setup
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.optimizers.granularity import (
@@ -66,7 +66,7 @@ class Job:
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     max_batch: int | None = None
     memory_limit: MemoryLimit = None
-    stages: Sequence[int] = tuple(range(len(STRATEGIES)))
+    stages: Sequence[int] = ALL_STAGES
     seconds: float = 60.0
     max_norm: float | None = 1.0
     process_group: dist.ProcessGroup | None = None
@@ -142,9 +142,7 @@ class Job:
             )
         own = [each.name for each in fields(self)]
         check_option_names(self.optimizer_class, self.optimizer_options, own)
-        unknown = [s for s in self.stages if isinstance(s, bool) or s not in range(len(STRATEGIES))]
-        if unknown or not self.stages:
-            raise ValueError(f"stages must be ZeRO stages from 0 to 3, got {self.stages}")
+        checked_stages(self.stages)
         if not (isinstance(self.seconds, Real) and 0 < self.seconds < math.inf):
             raise ValueError(f"seconds must be a finite number above 0, got {self.seconds!r}")
         if self.max_norm is not None and not (

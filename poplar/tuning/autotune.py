@@ -21,7 +21,7 @@ from poplar.comm import Group
 from poplar.planner.calibration import noise_of_speeds, refine
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import describe, fits, predict, unmeasured_batches
-from poplar.planner.search import CHOICES, Choice, Sends, alternatives, check_choice, search
+from poplar.planner.search import CHOICES, Choice, Sends, alternatives, check_choices, search
 from poplar.planner.simple_plans import simplified
 from poplar.planner.what_if import at_worst
 from poplar.profiler.batch_curves import with_measured
@@ -120,9 +120,7 @@ class TuningJob(Job):
     def check(self) -> None:
         if not is_count(self.global_batch):
             raise ValueError(f"global_batch must be an integer above 0, got {self.global_batch!r}")
-        for name, known in CHOICES.items():
-            given = getattr(self, name)
-            check_choice(name, given, f"{name}={given!r} is not known; use one of {sorted(known)}")
+        check_choices(self.choices)
         super().check()
 
     def must_be_equal(self) -> dict[str, Any]:
@@ -177,17 +175,7 @@ def autotune(
             all others are options of the optimizer.
 
     Keyword Args:
-        policy: `"exact"` (the default), `"even_shares"` for engines without uneven shares (DDP,
-            FSDP2), or a published policy to compare with: `"even"`, `"flops"`, `"paper"`.
-        recompute: "auto" (the default): with policy "exact", small devices may recompute units in
-            the backward (activation checkpointing) where that makes the step faster; "never": no
-            rank does.
-        factored: "auto" (the default): with policy "exact", weight gradients of linear layers are
-            sent as factors where that makes the step faster (`Plan.factored`); "never": they are
-            not. Use "never" for a model that reads such a weight outside of its layer.
-        host_state: "auto" (the default): with policy "exact", small devices may keep optimizer
-            state in host memory where no plan fits otherwise or that makes the step faster
-            (`Plan.host_state`); "never": no rank does.
+        policy, recompute, factored, host_state: as for `search`.
         leave_out: "auto" (the default): with policy "exact", ranks are left out (`Plan.left_out`)
             if no plan fits otherwise, or if the step is shorter by more than 4 % without them, in
             the prediction and in trials in turns with the best plan of all ranks. "never": all
@@ -332,8 +320,7 @@ class Tuner:
         found = self._without_slow_ranks(tuned.profile, tuned.plan)
         if not found.left_out:
             return tuned
-        is_faster, seen = self._in_turns(tuned, found, tuned.plan, seconds, report)
-        return replace(tuned, plan=found, observations=seen) if is_faster else tuned
+        return self._in_turns(tuned, found, tuned.plan, seconds, report)
 
     def _exact_if_as_fast(self, tuned: Tuned, seconds: float, report: Report) -> Tuned:
         """With "auto", the result if it is clearly faster in trials in turns than an exact plan."""
@@ -341,13 +328,12 @@ class Tuner:
             return tuned
         request = {**self.job.request, "leave_out": "never", "communication": "exact"}
         exact = self.session.on_first_rank(lambda: search(tuned.profile, **request), "the search")
-        is_faster, seen = self._in_turns(tuned, tuned.plan, exact, seconds, report)
-        return replace(tuned, plan=tuned.plan if is_faster else exact, observations=seen)
+        return self._in_turns(tuned, tuned.plan, exact, seconds, report)
 
     def _in_turns(
         self, tuned: Tuned, found: Plan, other: Plan, seconds: float, report: Report
-    ) -> tuple[bool, tuple[Observation, ...]]:
-        """Whether a plan is clearly faster than another one, and what was observed."""
+    ) -> Tuned:
+        """The result with a plan if it is clearly faster than another one, else with the other."""
         trials, both = Trials(_noise(tuned.profile)), [found, other]
         for _ in range(LEAST_TURNS):
             self._add_turn(trials, tuned.profile, both, seconds, report)
@@ -355,7 +341,8 @@ class Tuner:
         is_faster = both[:1] == [found] and (
             len(both) == 1 or trials.is_slower(other, found, by=CLOSE)
         )
-        return is_faster, (*tuned.observations, *trials.observations())
+        seen = (*tuned.observations, *trials.observations())
+        return replace(tuned, plan=found if is_faster else other, observations=seen)
 
     def _measure_planned_batches(
         self, profile: ClusterProfile, plans: tuple[Plan, ...], until: float, report: Report

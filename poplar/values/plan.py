@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from typing import Annotated, Any, TypeVar
@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 STRATEGIES = ("replicated", "sharded_optimizer", "sharded_gradients", "sharded_parameters")
 """What is sharded, by stage: nothing, + optimizer state, + gradients, + parameters."""
+ALL_STAGES = tuple(range(len(STRATEGIES)))
 
 FIRST_STAGE_SYNCHRONIZING_EVERY_PASS = 2
 """The first stage at which ranks synchronize at every pass, not once per step."""
@@ -588,6 +589,14 @@ def fewest_passes(samples: int, most: int) -> tuple[int, ...]:
         return ()
     full, remainder = divmod(samples, most)
     return ((remainder,) if remainder else ()) + (most,) * full
+
+
+def checked_stages(stages: Sequence[int]) -> list[int]:
+    """The stages of an argument, each once, ascending; ValueError if it is no list of stages."""
+    is_some = isinstance(stages, Collection) and not isinstance(stages, str) and len(stages) > 0
+    if not is_some or any(isinstance(s, bool) or s not in ALL_STAGES for s in stages):
+        raise ValueError(f"stages must be a non-empty subset of {ALL_STAGES}, got {stages!r}")
+    return sorted({int(stage) for stage in stages})
 
 
 def _parse_sizes(text: str) -> list[int]:

@@ -431,6 +431,8 @@ def raising(case: str) -> None:
         options["memory_limit"] = 1 << 60
     if case == "stages":
         options["stages"] = (0, 7)
+    if case == "a stage":
+        options["stages"] = 2
     if case == "stages differ":
         options["stages"] = (0, 1) if on_one else (0,)
     if case == "optimizer":
@@ -530,7 +532,8 @@ def test_model_is_usable_after_a_failed_step(ranks: Pool, stage):
             "memory_limit of an unknown rank",
             "entry for rank 4, which does not exist; there are ranks 0-3 on 'cpu'",
         ),
-        ("stages", "stages must be ZeRO stages from 0 to 3"),
+        ("stages", r"stages must be a non-empty subset of \(0, 1, 2, 3\), got \(0, 7\)"),
+        ("a stage", r"stages must be a non-empty subset of \(0, 1, 2, 3\), got 2"),
         (
             "stages differ",
             r"disagree on the stages: rank 0 has \[0\], rank\(s\) \[1\] have",

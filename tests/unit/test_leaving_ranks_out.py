@@ -18,10 +18,10 @@ from poplar.planner.active_ranks import without_ranks
 from poplar.planner.active_sets import active_sets
 from poplar.planner.explain import explain
 from poplar.planner.prediction import describe, predict, predicted_seconds
-from poplar.planner.search import ALL_STAGES, NoPlanFits, alternatives, search
+from poplar.planner.search import NoPlanFits, alternatives, search
 from poplar.planner.what_if import device_groups
 from poplar.simulator.step_simulation import simulate
-from poplar.values.plan import Plan, UnitPlan
+from poplar.values.plan import ALL_STAGES, Plan, UnitPlan
 from poplar.values.profile import (
     BatchPoint,
     ClusterProfile,
