@@ -68,9 +68,8 @@ class Cache:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump({"sha256": _checksum(content), "content": content}, file)
             os.replace(temporary, path)
-        except OSError:
+        finally:
             Path(temporary).unlink(missing_ok=True)
-            raise
         return path
 
     def _path(self, identity: Mapping[str, str]) -> Path:

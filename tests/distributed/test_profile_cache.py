@@ -507,6 +507,16 @@ def test_saving_replaces_the_file(tmp_path: Path):
     assert cache.load({"model": "A"}) == (newer, {})
 
 
+def test_interrupted_save_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(caching.json, "dump", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Cache(tmp_path).save(a_profile({"model": "A"}), {})
+    assert not list(tmp_path.rglob("*.*"))
+
+
 def test_files_are_written_atomically(tmp_path: Path):
     cache = Cache(tmp_path)
     versions = [a_profile({"model": "A"}, speeds) for speeds in ((4, 3, 2, 1), (1, 2, 3, 4))]
