@@ -18,6 +18,7 @@ from poplar.planner.collective_costs import rate_seconds
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.encoded_costs import least_ratios
 from poplar.planner.recomputed_curves import recomputing
+from poplar.planner.share_limits import convex_hull
 from poplar.values.plan import FIRST_STAGE_SHARDING_PARAMETERS
 from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
 
@@ -203,7 +204,7 @@ class _Curve:
         each = min(seconds[batch] / batch for batch in seconds)
         self.samples_per_second = 1.0 / each if each > 0.0 else math.inf
         lines = []
-        for (batch, one), (larger, other) in pairwise(_hull(sorted(seconds.items()))):
+        for (batch, one), (larger, other) in pairwise(convex_hull(sorted(seconds.items()))):
             slope = (other - one) / (larger - batch)
             if slope > 0.0 and one > slope * batch:
                 lines.append((one - slope * batch, slope))
@@ -230,19 +231,6 @@ def _least_seconds_by_batch(device: DeviceProfile, max_micro_batch: int) -> dict
     overhead = min(0.0, *device.pass_overhead_seconds)
     batches = {1, *(min(point.batch, max_micro_batch) for point in device.points)}
     return {batch: max(0.0, device.seconds(batch) + overhead) for batch in batches}
-
-
-def _hull(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The lower convex hull of points by ascending batch."""
-    hull: list[tuple[int, float]] = []
-    for batch, seconds in points:
-        while len(hull) > 1:
-            (b0, s0), (b1, s1) = hull[-2:]
-            if (s1 - s0) * (batch - b0) < (seconds - s0) * (b1 - b0):
-                break
-            hull.pop()
-        hull.append((batch, seconds))
-    return hull
 
 
 def _sets(

@@ -26,7 +26,7 @@ from poplar.planner.communication_schedule import (
 )
 from poplar.planner.cost_model import StageCosts, group_equal
 from poplar.planner.memory_model import Caps
-from poplar.planner.share_limits import ShareLimits
+from poplar.planner.share_limits import ShareLimits, convex_hull, samples_within
 
 K = TypeVar("K", bound=Hashable)
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -124,7 +124,8 @@ class Columns:
         self.sizes: list[int] = []
         """How many samples each of these passes holds at most."""
         total = 0
-        together = _Together(spare)
+        ascending: list[float] = []
+        counts: Counter[float] = Counter()
         samples = [
             (seconds, group, number)
             for group, (_, own) in enumerate(groups)
@@ -136,8 +137,14 @@ class Columns:
                 total += ranks
                 self._order.append(group)
                 if losses:
-                    together.add(losses[group][number], ranks)
-            size = min(total, most, together.most) if losses else min(total, most)
+                    loss = losses[group][number]
+                    if loss not in counts:
+                        insort(ascending, loss)
+                    counts[loss] += ranks
+            size = min(total, most)
+            if losses:
+                taken = ((loss, counts[loss]) for loss in ascending)
+                size = min(size, samples_within(spare, taken))
             if size > (self.sizes[-1] if self.sizes else 0):
                 reducible = latest - costs.reducible_fraction * latest
                 self.synchronizations.append(Synchronization(latest, reducible))
@@ -170,33 +177,6 @@ class Columns:
             if size <= 0:
                 break
         return column
-
-
-class _Together:
-    """How many of some samples ranks hold together, if each takes a part of what is spare."""
-
-    def __init__(self, spare: float) -> None:
-        self._spare = spare
-        self._losses: list[float] = []
-        self._counts: dict[float, int] = {}
-
-    def add(self, loss: float, count: int) -> None:
-        """Add samples with this loss."""
-        if loss not in self._counts:
-            insort(self._losses, loss)
-        self._counts[loss] = self._counts.get(loss, 0) + count
-
-    @property
-    def most(self) -> int:
-        """The most samples; rounded up if a part of one fits within rounding errors."""
-        left, held = self._spare + _ROUNDING, 0
-        for loss in self._losses:
-            count = self._counts[loss]
-            if loss * count > left:
-                return held + int(left / loss + _ROUNDING)
-            left -= loss * count
-            held += count
-        return held
 
 
 Bound = tuple[CommunicationSeconds, float]
@@ -293,9 +273,8 @@ class SynchronizedPasses:
         usual, costliest = self._costs.schedules
         assert self._later is not None, "steps with one pass have no passes after it"
         begin = costliest if self._costs.costliest_comes_first else usual
-        sizes = [1, *self._later.sizes]
-        own = seconds(usual, self._later)
-        corners = _convex_hull(list(zip(sizes, [own[0], *own], strict=True)))
+        sizes, own = self._later.sizes, seconds(usual, self._later)
+        corners = convex_hull({1: own[0], **dict(zip(sizes, own, strict=True))}.items())
         best, _ = min(corners, key=lambda corner: corner[1] / corner[0])
         found = math.inf
         for size, first in zip(self._first.sizes, seconds(begin, self._first), strict=True):
@@ -350,21 +329,6 @@ def _corners(least: CommunicationSeconds, most: CommunicationSeconds) -> list[Co
     """The corners of a box of communication."""
     ranges = map(set, zip(least, most, strict=True))
     return sorted(starmap(CommunicationSeconds, product(*ranges)))
-
-
-def _convex_hull(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The corners of the largest convex function that is nowhere above these ascending points."""
-    corners: list[tuple[int, float]] = []
-    for size, seconds in points:
-        if corners and corners[-1][0] == size:
-            continue
-        while len(corners) > 1:
-            (before, early), (after, late) = corners[-2:]
-            if (late - early) * (size - after) < (seconds - late) * (after - before):
-                break
-            corners.pop()
-        corners.append((size, seconds))
-    return corners
 
 
 def _interpolated(corners: Sequence[tuple[int, float]], size: float) -> float:

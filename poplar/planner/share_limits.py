@@ -33,14 +33,23 @@ Hull = tuple[Corner, ...]
 """By ascending samples, from 0; between two corners the share is at most the line through them."""
 
 
-def hull(corners: Iterable[Corner]) -> Hull:
+def convex_hull(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The corners of the largest convex function that is nowhere above these ascending points."""
+    corners: list[tuple[int, float]] = []
+    for at, value in points:
+        while len(corners) > 1:
+            (before, early), (after, late) = corners[-2:]
+            if (late - early) * (at - after) < (value - late) * (after - before):
+                break
+            corners.pop()
+        corners.append((at, value))
+    return corners
+
+
+def hull(corners: Iterable[tuple[int, float]]) -> Hull:
     """The least concave function that is nowhere below these shares; by ascending samples."""
-    kept: list[Corner] = []
-    for last in corners:
-        while len(kept) > 1 and _slope(*kept[-2:]) <= _slope(kept[-1], last):
-            kept.pop()
-        kept.append(last)
-    return tuple(kept)
+    mirrored = convex_hull((samples, -share) for samples, share in corners)
+    return tuple(Corner(samples, -share) for samples, share in mirrored)
 
 
 def hull_of_step(first: Sequence[float], later: Sequence[float], passes: int, at_most: int) -> Hull:
@@ -58,7 +67,7 @@ def hull_of_step(first: Sequence[float], later: Sequence[float], passes: int, at
         if min(_beside(first, share), _beside(later, share) if later else 0) >= 0:
             largest[min(samples, at_most)] = share
     largest[0] = max([*largest.values(), first[0] if not later else min(first[0], later[0])])
-    return hull(Corner(samples, largest[samples]) for samples in sorted(largest))
+    return hull(sorted(largest.items()))
 
 
 def _beside(limits: Sequence[float], share: float) -> int:
@@ -85,16 +94,10 @@ class ShareLimits:
         if _is_exact(self.by_rank, self._at_most):
             sums, _ = _core.largest_sum(self.by_rank, self._at_most)
             return max((size for size, total in enumerate(sums) if suffice([total])), default=-1)
-        left, held = self.spare + _ROUNDING, 0
-        if left < 0.0:
+        if self.spare + _ROUNDING < 0.0:
             return -1
-        for loss, _, samples in _edges(self.by_rank):
-            if loss * samples > left:
-                held += int(left / loss + _ROUNDING)
-                break
-            left -= loss * samples
-            held += samples
-        return min(held, self._at_most)
+        edges = ((loss, samples) for loss, _, samples in _edges(self.by_rank))
+        return min(samples_within(self.spare, edges), self._at_most)
 
     def samples_beside(self, shares: Sequence[float]) -> list[float]:
         """By rank, the most samples beside its share, with parts of samples."""
@@ -104,6 +107,22 @@ class ShareLimits:
     def losses(limits: tuple[float, ...]) -> list[float]:
         """What each sample takes of the largest share, by the hull; ascending."""
         return [loss for loss, _, samples in _edges([limits]) for _ in range(samples)]
+
+
+def samples_within(spare: float, losses: Iterable[tuple[float, int]]) -> int:
+    """The most samples that take no more than what is spare, if those that take the least come
+    first; rounded up if a part of one fits within rounding errors.
+
+    Args:
+        losses: what each sample takes, ascending, and how many samples take it.
+    """
+    left, held = spare + _ROUNDING, 0
+    for loss, samples in losses:
+        if loss * samples > left:
+            return held + int(left / loss + _ROUNDING)
+        left -= loss * samples
+        held += samples
+    return held
 
 
 def suffice(largest: Sequence[float]) -> bool:
@@ -138,7 +157,7 @@ def _is_exact(by_rank: Sequence[tuple[float, ...]], total: int) -> bool:
 
 @lru_cache(4096)
 def _hull_of(limits: tuple[float, ...]) -> Hull:
-    return hull(map(Corner, range(len(limits)), limits))
+    return hull(enumerate(limits))
 
 
 def _edges(by_rank: Sequence[tuple[float, ...]]) -> list[tuple[float, int, int]]:
