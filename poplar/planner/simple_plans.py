@@ -17,7 +17,7 @@ from poplar.planner.heuristic import Alternation, Candidate, with_smaller_passes
 from poplar.planner.memory_model import Caps
 from poplar.planner.memory_shortfall import Request, shortfall_of
 from poplar.planner.persistent_units import persistence_order, unit_plans
-from poplar.planner.recomputed_units import with_fewest_recomputed_units
+from poplar.planner.saved_memory import with_fewest_recomputed_units
 from poplar.values.plan import Plan, spread
 from poplar.values.profile import ClusterProfile
 

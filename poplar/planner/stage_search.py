@@ -20,10 +20,14 @@ from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
 from poplar.planner.cost_model import StageCosts, hosting, step_seconds_of
 from poplar.planner.factored_choice import with_factored_layers
-from poplar.planner.host_state import can_host, fastest_plan_with_host_state
 from poplar.planner.memory_shortfall import NoPlanFits, Request
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
-from poplar.planner.recomputed_units import fastest_plan_with_recomputation, memory_may_bind
+from poplar.planner.saved_memory import (
+    can_host,
+    fastest_plan_with_host_state,
+    fastest_plan_with_recomputation,
+    memory_may_bind,
+)
 from poplar.planner.simple_plans import simplified
 from poplar.planner.suggested_changes import request_shortfall, suggested_changes
 from poplar.planner.what_if import device_groups

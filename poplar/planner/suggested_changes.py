@@ -14,9 +14,8 @@ from functools import partial
 from poplar.planner import what_if
 from poplar.planner.baselines import policy_shortfall
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.host_state import with_all_on_host
 from poplar.planner.memory_shortfall import Request, Shortfall
-from poplar.planner.recomputed_units import shortfall_with_recomputation
+from poplar.planner.saved_memory import shortfall_with_recomputation, with_all_on_host
 from poplar.planner.what_if import Changed, DeviceGroup, device_groups, with_equal_devices
 from poplar.values.plan import STRATEGIES
 from poplar.values.profile import ClusterProfile

@@ -16,7 +16,7 @@ from planning_oracle import STAGES, Oracle
 from subset import choose
 from test_search import cluster_of, device, seconds_of, some_shares
 
-from poplar.planner import recomputed_units
+from poplar.planner import saved_memory
 from poplar.planner.calibration import refine
 from poplar.planner.explain import explain
 from poplar.planner.memory_shortfall import NoPlanFits
@@ -103,7 +103,7 @@ def without_unit(plan: Plan, name: str, rank: int) -> Plan:
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_is_recomputed_if_memory_does_not_bind(stage, monkeypatch):
     ample = with_recomputation(device(memory=4000 * MB, sample_bytes=MB), times=1)
-    monkeypatch.setattr(recomputed_units, "_with_fewest_units", None)  # no other search
+    monkeypatch.setattr(saved_memory, "_with_fewest_units", None)  # no other search
     plan = search(cluster_of(ample, ample, model=MODEL), global_batch=16, stages=(stage,))
     assert counts(plan) == [0, 0]
 
@@ -299,9 +299,9 @@ def every_recomputation(cluster: ClusterProfile) -> list[tuple[float, ...]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_recomputation_is_never_slower_and_searches_are_few(stage, monkeypatch):
     searches = []
-    inner = recomputed_units.fastest_plan_with_persistent_units
+    inner = saved_memory.fastest_plan_with_persistent_units
     monkeypatch.setattr(
-        recomputed_units,
+        saved_memory,
         "fastest_plan_with_persistent_units",
         lambda *given: searches.append(1) or inner(*given),
     )
