@@ -64,7 +64,7 @@ def measure_curves(session: Session, report: Report) -> tuple[list[BatchCurve], 
     """
     curves: list[BatchCurve] = []
     noise = 1.0
-    if session.memory.fits_unsharded:
+    if session.plain_passes_fit():
         curves, noise = _plain_curves(session, report)
         if curves and not _may_grow(session, curves):
             return _smoothed(curves), noise
@@ -251,8 +251,7 @@ def _timed(
 @contextmanager
 def _passes_for(session: Session, batches: Sequence[Sequence[int]]) -> Iterator[Passes]:
     """Plain passes if these batches, by rank, fit beside all parameters. Collective."""
-    largest = session.largest_unsharded
-    if largest is None or all(max(own) <= most for own, most in zip(batches, largest, strict=True)):
+    if session.plain_passes_fit(list(map(max, batches))):
         with session.as_in_training():
             yield session.passes(trained_units(session))
     else:

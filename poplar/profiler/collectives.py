@@ -90,8 +90,8 @@ class Collectives:
                 work.wait()
 
         def once() -> float:
-            self.exchange(0.0)
-            return max(self.exchange(seconds_of(run, self.session.device)))
+            self.session.exchange(None)
+            return max(self.session.exchange(seconds_of(run, self.session.device)))
 
         first, taken = once(), [once()]
         while len(taken) < REPETITIONS and first + sum(taken) + taken[-1] < budget:
@@ -144,12 +144,6 @@ class Collectives:
         small = replace(self, numels=[ranks * ALIGNMENT] * SMALL_BUFFERS)
         even = (1.0 / ranks,) * ranks
         return tuple(each / SMALL_BUFFERS for each in small.both_seconds(even, budget / 2))
-
-    def exchange(self, value: float) -> list[float]:
-        """The values of all ranks, after all ranks have called it."""
-        own = torch.tensor([value], dtype=torch.float64, device="cpu")
-        collect = self.session.control.exchange(own, what="timing collectives")
-        return [float(other) for other in collect()]
 
 
 Issue = Callable[[Collectives, Layout], Work]

@@ -43,7 +43,7 @@ def measure_overlap(session: Session, profile: ClusterProfile, budget: float) ->
     shortest = max(device.points[0].seconds for device in profile.devices)
     if session.asynchronous or len(find_hosts(session).members) == 1:
         return 0.0
-    if not all(session.largest_unsharded or ()) or whole < LEAST_PART * shortest:
+    if not session.plain_passes_fit() or whole < LEAST_PART * shortest:
         return 0.0
     collectives, _ = sampled_collectives(session)
     at_once = IN_FLIGHT * max(collectives.numels) / sum(collectives.numels)
@@ -68,8 +68,8 @@ def measure_overlap(session: Session, profile: ClusterProfile, budget: float) ->
             work.wait()
 
     def seconds(run: Callable[[], None]) -> float:
-        collectives.exchange(0.0)
-        return max(collectives.exchange(seconds_of(run, session.device, repeats)))
+        session.exchange(None)
+        return max(session.exchange(seconds_of(run, session.device, repeats)))
 
     def overlap() -> float:
         computing, reducing = seconds(compute), seconds(reduce)

@@ -61,16 +61,10 @@ def _may_lack_memory(device: DeviceProfile, model: ModelProfile, most: int) -> b
     return device.activation_bytes(largest) * max(1.0, most / largest) > room
 
 
-def _fits_unsharded(session: Session) -> bool:
-    """Whether every rank has run plain passes, beside all parameters."""
-    largest = session.largest_unsharded
-    return session.memory.fits_unsharded and (largest is None or min(largest) > 0)
-
-
 @contextmanager
 def _recomputing_passes(session: Session, blocks: Sequence[str]) -> Iterator[Passes]:
     """Passes that recompute these blocks, on the engine if plain ones do not fit. Collective."""
-    if not _fits_unsharded(session):
+    if not session.plain_passes_fit():
         with sharded_passes(session) as passes:
             passes.engine.recomputation.recompute(blocks)
             yield passes
@@ -89,7 +83,7 @@ def _measured(session: Session, passes: Passes, device: DeviceProfile) -> list[l
     if memory and time allow.
     """
     budget, own = session.job.profile_seconds, session.group.rank
-    sharded = not _fits_unsharded(session)
+    sharded = not session.plain_passes_fit()
     trying = (probe if sharded else climb)(passes, SizeLimits.of(session, sharded=sharded))
     by_rank = tried_sizes(session, passes, trying, "measuring memory with recomputation")
     chosen = session.exchange(_few(by_rank[own], device.max_batch))

@@ -6,6 +6,7 @@ or an error.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
@@ -108,6 +109,15 @@ class Session:
     def limit_plain_passes(self, largest: Sequence[int]) -> None:
         """Plain passes may have these batches, by rank, from now on."""
         self.largest_unsharded = largest
+
+    def plain_passes_fit(self, batches: Sequence[int] = ()) -> bool:
+        """Whether all ranks have memory for plain passes: of these batches by rank, or of one
+        sample.
+        """
+        largest, wanted = self.largest_unsharded, batches or [1] * self.group.size
+        return self.memory.fits_unsharded and (
+            largest is None or all(map(operator.le, wanted, largest))
+        )
 
     def passes(self, units: Sequence[TrainedUnit] = ()) -> Passes:
         """Plain passes of the model; memory is measured for these units, too."""

@@ -64,16 +64,13 @@ class Simulated:
             run()
         return (self.now - began) / repeats
 
-    def exchange(self, value: float) -> list[float]:
-        return [value, value]
-
 
 def measured(
     simulated: Simulated,
     *,
     hosts: int = 2,
     asynchronous: bool = False,
-    largest_unsharded: list[int] | None = None,
+    plain_passes_fit: bool = True,
     budget: float = BUDGET,
     memory: float = math.inf,
 ) -> float:
@@ -99,12 +96,13 @@ def measured(
         group=SimpleNamespace(rank=0, size=2),
         device=None,
         asynchronous=asynchronous,
-        largest_unsharded=[8, 8] if largest_unsharded is None else largest_unsharded,
+        plain_passes_fit=lambda: plain_passes_fit,
         memory=replace(PassMemory.unlimited(2), unsharded=(memory, memory)),
         passes=lambda: simulated,
         as_in_training=nullcontext,
         on_all_ranks=lambda work, doing: work(),
         from_first_rank=lambda value: value,
+        exchange=lambda value: [value, value],
     )
     members = ((0,), (1,)) if hosts == 2 else ((0, 1),)
     with pytest.MonkeyPatch.context() as patch:
@@ -142,7 +140,7 @@ def test_passes_beside_reductions_fit_in_memory(memory, batch):
 
 @pytest.mark.parametrize(
     "setting",
-    [{"hosts": 1}, {"asynchronous": True}, {"largest_unsharded": [8, 0]}],
+    [{"hosts": 1}, {"asynchronous": True}, {"plain_passes_fit": False}],
     ids=["one host", "a device that computes while the host goes on", "no plain passes"],
 )
 def test_overlap_is_not_measured(setting):
