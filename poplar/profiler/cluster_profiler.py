@@ -42,14 +42,17 @@ import torch
 
 from poplar.comm import Group
 from poplar.profiler import batch_curves, trial_runs
-from poplar.profiler.codec import measure_codec
 from poplar.profiler.collectives import measure_network
-from poplar.profiler.host_update import host_memory, measure_host_update
+from poplar.profiler.element_costs import (
+    host_memory,
+    measure_codec,
+    measure_host_update,
+    measure_update,
+)
 from poplar.profiler.job import Job
 from poplar.profiler.memory import model_bytes
 from poplar.profiler.memory_budget import MemoryBudget
 from poplar.profiler.model_profile import linear_layers, model_profile, pass_memory
-from poplar.profiler.optimizer_step import measure_update
 from poplar.profiler.overlap import measure_overlap
 from poplar.profiler.progress import Report
 from poplar.profiler.recomputed_passes import with_recomputed_curves

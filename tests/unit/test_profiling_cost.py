@@ -19,7 +19,7 @@ from torch import Tensor
 
 from poplar.comm.host_topology import Hosts
 from poplar.comm.shard_layout import ALIGNMENT, Layout
-from poplar.profiler import collectives, host_update, optimizer_step, trial_runs
+from poplar.profiler import collectives, element_costs, trial_runs
 from poplar.profiler.cluster_profiler import STEPS, Profiler
 from poplar.profiler.collectives import (
     MOST_ELEMENTS,
@@ -124,7 +124,6 @@ def network_cost(
         compute_dtype=torch.float32,
         memory=PassMemory.unlimited(size),
         job=SimpleNamespace(reduce_dtype=torch.float32),
-        control=SimpleNamespace(exchange=lambda own, what: lambda: exchange(own)),
         exchange=exchange,
         fits_on_all_ranks=fits_on_all_ranks,
     )
@@ -214,8 +213,8 @@ def test_optimizer_is_timed_on_a_bounded_part_of_the_state(monkeypatch, numels):
             stepped.append(sum(p.numel() for group in groups for p in group["params"]))
 
     most = 1 << 16  # of the real limit, so that this test needs no GiB
-    monkeypatch.setattr(optimizer_step, "MOST_ELEMENTS", most)
-    monkeypatch.setattr(optimizer_step, "flat_numels", lambda session: list(numels))
+    monkeypatch.setattr(element_costs, "MOST_STEPPED", most)
+    monkeypatch.setattr(element_costs, "flat_numels", lambda session: list(numels))
     options = {"lr": 0.1, "momentum": 0.9}
     cls = SimpleNamespace(shard_factory=Counted, options=options, granularity="elements")
     setup = SimpleNamespace(classes=[cls])
@@ -225,7 +224,7 @@ def test_optimizer_is_timed_on_a_bounded_part_of_the_state(monkeypatch, numels):
         group=SimpleNamespace(rank=0),
         memory=PassMemory.unlimited(1),
     )
-    cost = optimizer_step.measure_update(session)
+    cost = element_costs.measure_update(session)
     assert cost.state_bytes == 4.0
     assert max(stepped) <= most + len(numels)
     assert len(stepped) == 2
@@ -239,9 +238,9 @@ def test_update_in_host_memory_is_timed_on_a_bounded_part_of_the_state(monkeypat
             super().__init__(groups, **options)
             stepped.append(sum(p.numel() for group in groups for p in group["params"]))
 
-    monkeypatch.setattr(host_update, "MOST_ELEMENTS", 1 << 16)
-    monkeypatch.setattr(host_update, "flat_numels", lambda session: LLAMA_7B)
-    monkeypatch.setattr(host_update, "median_seconds", lambda step, device: (step(), 1.0)[1])
+    monkeypatch.setattr(element_costs, "MOST_ON_HOST", 1 << 16)
+    monkeypatch.setattr(element_costs, "flat_numels", lambda session: LLAMA_7B)
+    monkeypatch.setattr(element_costs, "median_seconds", lambda step, device: (step(), 1.0)[1])
     cls = SimpleNamespace(shard_factory=Counted, options={"lr": 0.1})
     session: Any = SimpleNamespace(
         device=torch.device("cpu"),
@@ -250,11 +249,11 @@ def test_update_in_host_memory_is_timed_on_a_bounded_part_of_the_state(monkeypat
         group=SimpleNamespace(rank=0),
         memory=PassMemory.unlimited(1),
     )
-    seconds = host_update.host_update_seconds(session)
+    seconds = element_costs.host_update_seconds(session)
     assert seconds == pytest.approx(sum(LLAMA_7B) / (1 << 16))
     assert stepped == [1 << 16]
     # Of a rank on the CPU, host memory is the memory that it has.
-    assert host_update.measure_host_update(session) == {}
+    assert element_costs.measure_host_update(session) == {}
 
 
 def test_an_update_that_runs_out_of_memory_is_freed_before_a_smaller_one(monkeypatch):
@@ -270,8 +269,8 @@ def test_an_update_that_runs_out_of_memory_is_freed_before_a_smaller_one(monkeyp
         failed.extend(weakref.ref(step.__self__) for step in steps)
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(optimizer_step, "medians_in_turns", out_of_memory_once)
-    monkeypatch.setattr(optimizer_step, "_shapes", lambda session: [(1 << 16,)])
+    monkeypatch.setattr(element_costs, "medians_in_turns", out_of_memory_once)
+    monkeypatch.setattr(element_costs, "_shapes", lambda session: [(1 << 16,)])
     cls = SimpleNamespace(granularity="elements", options={}, shard_factory=new_optimizer)
     session = SimpleNamespace(
         setup=SimpleNamespace(classes=[cls]),
@@ -279,5 +278,5 @@ def test_an_update_that_runs_out_of_memory_is_freed_before_a_smaller_one(monkeyp
         group=SimpleNamespace(rank=0),
         device=torch.device("cpu"),
     )
-    optimizer_step.measure_update(session)
+    element_costs.measure_update(session)
     assert len(failed) == 2

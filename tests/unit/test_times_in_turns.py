@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from poplar.profiler import codec, optimizer_step, timing
+from poplar.profiler import element_costs, timing
 from poplar.profiler.memory_budget import PassMemory
 
 CPU = torch.device("cpu")
@@ -52,16 +52,16 @@ def update(
     monkeypatch: pytest.MonkeyPatch,
     clock: Disturbed,
     seconds: Callable[[int], float] = seconds_of_step,
-) -> optimizer_step.UpdateCost:
+) -> element_costs.UpdateCost:
     class Timed(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             clock.work(seconds(sum(p.numel() for p in self.param_groups[0]["params"])))
 
     monkeypatch.setattr(timing, "time", clock)
-    monkeypatch.setattr(optimizer_step, "MOST_ELEMENTS", ELEMENTS)
-    monkeypatch.setattr(optimizer_step, "flat_numels", lambda session: [TOTAL])
+    monkeypatch.setattr(element_costs, "MOST_STEPPED", ELEMENTS)
+    monkeypatch.setattr(element_costs, "flat_numels", lambda session: [TOTAL])
     cls = SimpleNamespace(shard_factory=Timed, options={}, granularity="elements")
-    return optimizer_step.measure_update(session(setup=SimpleNamespace(classes=[cls])))
+    return element_costs.measure_update(session(setup=SimpleNamespace(classes=[cls])))
 
 
 @pytest.mark.parametrize("begin", [0.0, 0.11, 0.16, 0.27, 0.30, 0.35])
@@ -88,8 +88,8 @@ def test_the_codec_is_timed_where_nothing_disturbs_it(monkeypatch, begin):
         monkeypatch.setattr(f"poplar.ops.{name}", lambda *_, s=seconds, **__: clock.work(s))
     monkeypatch.setattr("poplar.ops.decode_sum_", lambda *_, **__: clock.work(0.004))
     monkeypatch.setattr(timing, "time", clock)
-    monkeypatch.setattr(codec, "MOST_ELEMENTS", ELEMENTS)
-    found = codec.measure_codec(session())
+    monkeypatch.setattr(element_costs, "MOST_PACKED", ELEMENTS)
+    found = element_costs.measure_codec(session())
     encode, decode = ([ELEMENTS * each for each in one] for one in found.values())
     assert encode == pytest.approx([0.001, 0.003, 0.003])
     assert decode == pytest.approx([0.001, 0.002, 0.002])
