@@ -276,6 +276,5 @@ def counting_rows(model: nn.Module) -> Iterator[Counter[str]]:
     with ExitStack() as stack:
         for name, layer in model.named_modules():
             if is_plain and type(layer) is nn.Linear:
-                handle = layer.register_forward_pre_hook(partial(count, name))
-                stack.callback(handle.remove)
+                stack.enter_context(layer.register_forward_pre_hook(partial(count, name)))
         yield rows

@@ -77,8 +77,7 @@ class UnitWindows:
             for number, unit in enumerate(self._units):
                 for parameter in unit.parameters:
                     complete = partial(self._complete, number, parameter.nbytes)
-                    hook = parameter.register_post_accumulate_grad_hook(complete)
-                    hooks.callback(hook.remove)
+                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(complete))
             yield
 
     def result(self, times: float = 1.0) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -162,12 +161,11 @@ class UnitClock:
         with ExitStack() as hooks:
             for number, unit in enumerate(self._units):
                 for module in unit.modules:
-                    hook = module.register_forward_pre_hook(partial(self._on_forward, number))
-                    hooks.callback(hook.remove)
+                    begins = partial(self._on_forward, number)
+                    hooks.enter_context(module.register_forward_pre_hook(begins))
                 for parameter in unit.parameters:
                     on_gradient = partial(self._on_gradient, number)
-                    hook = parameter.register_post_accumulate_grad_hook(on_gradient)
-                    hooks.callback(hook.remove)
+                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(on_gradient))
             yield
 
     def next_phase(self) -> None:
