@@ -40,7 +40,7 @@ BEFORE = {
     *(f"{_CHECKPOINT}.manager.CheckpointManager.{n}" for n in ("load_latest", "collective_calls")),
     *(f"{_CALLS}.{name}" for name in ("_raising", "_Nesting.enter")),
     *(f"{_CALLS}.CollectiveCalls.{name}" for name in ("call", "running")),
-    *(f"{_CALLS}.{name}.<locals>.collective_call" for name in ("collective", "begins_step")),
+    f"{_CALLS}.collective.<locals>.collective_call",
     *(f"{_OPTIMIZER}.micro_batches.<locals>.{name}" for name in ("begin", "running")),
     *(f"{_LOOP}.{name}" for name in ("__init__", "__enter__", "__exit__", "close", "is_running")),
     f"{_LOOP}._takes_part",

@@ -384,11 +384,16 @@ def stop_reason(
     return f"rank {rank} failed in {where}; {advice}. {type(error).__name__}: {error}"
 
 
-def collective(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def collective(
+    method: Callable[Concatenate[S, P], R], *, begins_step: bool = False
+) -> Callable[Concatenate[S, P], R]:
     """A method that all ranks call: it runs as one of the `collective_calls` of its object."""
     name = f"{method.__name__}()"
 
     def collective_call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if begins_step:
+            with self.collective_calls.running(name, left_out=True):
+                self._begin_step()
         calls: CollectiveCalls = self.collective_calls
         return calls.call(name, method, self, *args, **kwargs)
 
@@ -401,13 +406,4 @@ def begins_step(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[
     """As `collective`, of a method that begins a step: `_begin_step` of its object runs before it,
     and may change which ranks are left out.
     """
-    made = collective(method)
-    name = f"{method.__name__}()"
-
-    def collective_call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.collective_calls.running(name, left_out=True):
-            self._begin_step()
-        return made(self, *args, **kwargs)
-
-    functools.update_wrapper(collective_call, made)
-    return collective_call
+    return collective(method, begins_step=True)
