@@ -32,12 +32,13 @@ from poplar.zero.setup import (
     Request,
     assemble_engine,
     compare_kernels,
+    opaque_layout,
     place_opaque,
     place_state,
     strategy_of,
 )
 from poplar.zero.stages.strategy import Layouts, Strategy
-from poplar.zero.unit import Unit, shares_by_unit
+from poplar.zero.unit import Unit
 from poplar.zero.update import ShardedUpdate
 
 DOING = "apply_plan()"
@@ -58,11 +59,8 @@ def follow_plan(engine: Engine, update: ShardedUpdate, plan: Plan) -> None:
             _move(engine, update, flat, schemas, new)
         elif new != flat.layout:
             strategy.change_layout(flat, new, None)
-    shares, unit_shares = plan.shares, shares_by_unit(plan)
-    for unit in engine.units:
-        for opaque in unit.opaque:
-            layout = Layout.from_shares(opaque.numel, unit_shares.get(unit.name, shares))
-            strategy.change_opaque_layout(opaque, layout)
+    for opaque in (opaque for unit in engine.units for opaque in unit.opaque):
+        strategy.change_opaque_layout(opaque, opaque_layout(opaque, plan, engine.comm))
     compare_kernels(engine, update, DOING)
     engine.follow(plan)
 

@@ -56,7 +56,7 @@ def classes_of(parameter: nn.Parameter) -> tuple[type[nn.Parameter], type[nn.Par
     """The class of a parameter while its values are on this rank, and while they are absent."""
     cls = type(parameter)
     present = cls.__bases__[1] if issubclass(cls, AbsentValues) else cls
-    return present, _absent_class(present)
+    return present, absent_class(present)
 
 
 def mark_present(parameter: nn.Parameter) -> None:
@@ -66,8 +66,9 @@ def mark_present(parameter: nn.Parameter) -> None:
 
 
 @functools.cache
-def _absent_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
-    return type(cls.__name__, (AbsentValues, cls), {})
+def absent_class(cls: type[Any], kind: type[AbsentValues] = AbsentValues) -> type[Any]:
+    """The class of tensors of class `cls` while their values are absent."""
+    return type(cls.__name__, (kind, cls), {})
 
 
 _VIEWS_IF_CONTIGUOUS = {"contiguous", "ravel"}

@@ -52,7 +52,7 @@ class MicroBatchLoop(Iterator[Any]):
         self,
         passes: UserPasses,
         start: Callable[[], Sequence[MicroBatch]],
-        call: Callable[[], AbstractContextManager[None]] = nullcontext,
+        call: Callable[[], AbstractContextManager[None]],
         begin: Callable[[], UserPasses | None] | None = None,
     ) -> None:
         """

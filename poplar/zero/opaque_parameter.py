@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.system.storage import with_own_storage
-from poplar.zero.absent_parameter import AbsentValues, classes_of, direct_access
+from poplar.zero.absent_parameter import AbsentValues, absent_class, classes_of, direct_access
 from poplar.zero.flat_parameter import PACKABLE, UnshardedBuffer
 
 SMALL_BYTES = 1024
@@ -186,7 +186,9 @@ class OpaqueBytes(UnshardedBuffer):
         """The plain tensors that use this memory."""
         # A wrapper subclass has no memory of its own, but must not be read either.
         present = {id(tensor): tensor for tensor in (*self.holders, *self.parameters)}.values()
-        self._classes = [(tensor, type(tensor), _absent_class(type(tensor))) for tensor in present]
+        self._classes = [
+            (tensor, type(tensor), absent_class(type(tensor), AbsentBytes)) for tensor in present
+        ]
         self._placeholders = [
             torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
             for tensor in self.holders
@@ -260,7 +262,3 @@ class OpaqueBytes(UnshardedBuffer):
                 "but at stage 3 it is sharded and the new values are lost; use stage 2. (On some "
                 "CPUs bitsandbytes rewrites 4-bit weights in evaluation mode; use evaluate())"
             )
-
-
-def _absent_class(cls: type[Any]) -> type[Any]:
-    return type(cls.__name__, (AbsentBytes, cls) if cls is not Tensor else (AbsentBytes,), {})

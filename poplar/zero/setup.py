@@ -595,12 +595,17 @@ def place_opaque(
     opaque: OpaqueBytes, packed: Tensor, plan: Plan | None, comm: Communicator
 ) -> None:
     """Keep this rank's share of the opaque tensors of a unit, whose bytes are `packed`. Local."""
-    shares, own_shares = _shares(plan, comm)
-    layout = Layout.from_shares(opaque.numel, own_shares.get(opaque.name, shares))
+    layout = opaque_layout(opaque, plan, comm)
     low, high = layout.bounds(comm.group.rank)
     opaque.divide(layout, comm.share(packed[low:high].clone()))
     opaque.allocate()
     opaque.detach_parameters()
+
+
+def opaque_layout(opaque: OpaqueBytes, plan: Plan | None, comm: Communicator) -> Layout:
+    """How the opaque tensors of a unit are divided under a plan."""
+    shares, own_shares = _shares(plan, comm)
+    return Layout.from_shares(opaque.numel, own_shares.get(opaque.name, shares))
 
 
 def unmanaged_tensors(request: Request, units: Sequence[Unit]) -> dict[str, Tensor]:

@@ -27,14 +27,13 @@ from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.optimizers.optimizer_class import IMPLEMENTATIONS
 from poplar.zero.optimizers.state_values import StateLayout, taken_apart
 from poplar.zero.update import ParameterRun, ShardedUpdate, adjacent_runs
 
 Groups = Sequence[Mapping[str, Any]]
 
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""Options that choose how the update is computed: a load keeps those of the optimizer."""
-_OPTIONAL = {*_IMPLEMENTATION, "maximize", "decoupled_weight_decay"}
+_OPTIONAL = IMPLEMENTATIONS | {"maximize", "decoupled_weight_decay"}
 """Options that state dicts of older versions of torch may lack."""
 _NO_SETTINGS = {"params", "param_names"}
 
@@ -334,7 +333,7 @@ def _in_order(index: int, own: Sequence[str], by_name: Mapping[str, Any]) -> lis
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of the hyper-parameters of a saved param group, without those of this process."""
-    ignored = _NO_SETTINGS | _IMPLEMENTATION
+    ignored = _NO_SETTINGS | IMPLEMENTATIONS
     return {key: copy.deepcopy(value) for key, value in group.items() if key not in ignored}
 
 

@@ -25,7 +25,8 @@ from poplar.zero.steps.step_settings import settings_in
 Groups = Sequence[dict[str, Any]]
 _OF_POPLAR = ("optimizer_class", "granularity")
 """Keys of a param group with a class of its own that are no settings of the class."""
-_IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
+IMPLEMENTATIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Options that choose how the update is computed: a load keeps those of the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -172,6 +173,6 @@ def _parameters_of(factory: OptimizerFactory) -> Mapping[str, inspect.Parameter]
 def _fastest_options(factory: OptimizerFactory, options: Mapping[str, Any]) -> dict[str, Any]:
     """Add `fused=True` if the class supports it and the user chose no implementation."""
     known = _parameters_of(factory)
-    if "fused" not in known or any(options.get(choice) is not None for choice in _IMPLEMENTATIONS):
+    if "fused" not in known or any(options.get(choice) is not None for choice in IMPLEMENTATIONS):
         return dict(options)
     return {**options, "fused": True}
