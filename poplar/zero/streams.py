@@ -29,7 +29,7 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -44,17 +44,6 @@ class Streams:
 
     asynchronous: ClassVar[bool] = False
     """A wait for a collective blocks a stream and not the host."""
-
-    def reduction(self) -> AbstractContextManager[Any]:
-        """A context on the reduction stream, after all work issued on the compute stream so far."""
-        return nullcontext()
-
-    def record_reduction(self) -> Any:
-        """An event after all work issued on the reduction stream so far."""
-        return None
-
-    def wait_for_reduction(self, event: Any) -> None:
-        """Make the compute stream wait for an event of the reduction stream."""
 
     def timestamp(self) -> Any:
         """The time of the host, or an event on the compute stream that keeps that of the device."""
@@ -88,14 +77,17 @@ class DeviceStreams(Streams):
 
     @contextmanager
     def reduction(self) -> Iterator[None]:
+        """A context on the reduction stream, after all work issued on the compute stream so far."""
         self._reduction.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._reduction):
             yield
 
     def record_reduction(self) -> Any:
+        """An event after all work issued on the reduction stream so far."""
         return self._reduction.record_event()
 
     def wait_for_reduction(self, event: Any) -> None:
+        """Make the compute stream wait for an event of the reduction stream."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def timestamp(self) -> Any:

@@ -79,8 +79,8 @@ class Device:
         return self.issue("backend")
 
 
-class SimulatedStreams(Streams):
-    asynchronous = True
+class SimulatedStreams(DeviceStreams):
+    allocate_unsharded = Streams.allocate_unsharded  # there is no memory pool
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -468,7 +468,7 @@ def test_latest_wait_is_that_of_a_step_and_not_of_the_reset_after_it(
     streams: TimedStreams,
 ) -> None:
     timing = Timing(streams, Trace())
-    reductions = StreamReductions(timing, streams)
+    reductions = StreamReductions(timing, mock.MagicMock())
     strategy = mock.Mock(timing=timing, reductions=reductions)
     for _ in range(2):
         Strategy.begin_step(strategy)

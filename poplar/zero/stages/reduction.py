@@ -19,7 +19,7 @@ from torch import Tensor
 
 from poplar.comm import Work
 from poplar.system.out_of_memory import is_out_of_memory
-from poplar.zero.streams import Streams, Timing
+from poplar.zero.streams import DeviceStreams, Streams, Timing
 
 
 class Held(Protocol):
@@ -108,7 +108,7 @@ class StreamReductions(Reductions):
     runs out in the sum, it is repeated before the next one is issued; what was issued stays issued.
     """
 
-    def __init__(self, timing: Timing, streams: Streams) -> None:
+    def __init__(self, timing: Timing, streams: DeviceStreams) -> None:
         super().__init__(timing)
         self._streams = streams
         self._unsummed: deque[tuple[Work, Held | None]] = deque()
@@ -180,6 +180,6 @@ class StreamReductions(Reductions):
 
 def reductions_on(streams: Streams, timing: Timing) -> Reductions:
     """The reductions of a device and transport."""
-    if streams.asynchronous:
+    if isinstance(streams, DeviceStreams):
         return StreamReductions(timing, streams)
     return Reductions(timing)
