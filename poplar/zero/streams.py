@@ -49,10 +49,6 @@ class Streams:
         """The time of the host, or an event on the compute stream that keeps that of the device."""
         return time.perf_counter()
 
-    def copy_to_host(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy that the host may read once a later `timestamp` has passed: see `HostCopies`."""
-        return value.to("cpu")
-
     def allocate_unsharded(self, allocate: Callable[[], None]) -> None:
         """Call `allocate`, which allocates values of units, once or, if memory is short, twice."""
         allocate()
@@ -95,10 +91,6 @@ class DeviceStreams(Streams):
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def copy_to_host(self, value: torch.Tensor) -> torch.Tensor:
-        host = torch.empty_like(value, device="cpu", pin_memory=True)
-        return host.copy_(value, non_blocking=True)
-
     def allocate_unsharded(self, allocate: Callable[[], None]) -> None:
         pool = self._pool
         if pool is None:
@@ -122,7 +114,8 @@ class HostCopies:
     ) -> None:
         """Start to copy. Errors say that the host waits for `what`."""
         self._group, self._what = group, what
-        self._copies = list(map(streams.copy_to_host, values))
+        is_later = streams.asynchronous  # torch copies to pinned memory then
+        self._copies = [value.to("cpu", non_blocking=is_later) for value in values]
         self._event = streams.timestamp() if streams.asynchronous else None
 
     def wait(self) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from poplar.zero.checks import replica_check
 from poplar.zero.checks.replica_check import ReplicaCheck, checksum
+from poplar.zero.streams import Streams
 
 WORDS = (1 << 64) - 1
 
@@ -72,7 +73,8 @@ def test_tensors_in_another_order_have_another_checksum():
 def checked_updates(updates: int, ranks: int = 2) -> list[int]:
     flat = SimpleNamespace(master=torch.ones(64))
     control = SimpleNamespace(group=SimpleNamespace(size=ranks))
-    check = ReplicaCheck([flat], control, replicates_state=True)
+    strategy = SimpleNamespace(replicates_state=True, streams=Streams())
+    check = ReplicaCheck([flat], control, strategy)
     checked = []
     for update in range(1, updates + 1):
         check.record_update()

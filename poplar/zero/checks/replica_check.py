@@ -17,6 +17,8 @@ from poplar.system.storage import as_bytes
 from poplar.values.errors import ReplicasDiffer, agreed
 from poplar.zero.agreement import exchange_results
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.stages.strategy import Strategy
+from poplar.zero.streams import HostCopies, Streams
 
 FIRST_UPDATES = 2
 """Number of updates at the start that are checked: most mistakes show at once."""
@@ -34,24 +36,23 @@ class ReplicaCheck:
     """The checks of one optimizer. Ranks call the methods equally often and in the same order."""
 
     def __init__(
-        self, flats: Sequence[FlatParameter], control: Control, *, replicates_state: bool
+        self, flats: Sequence[FlatParameter], control: Control, strategy: Strategy | None
     ) -> None:
-        """With `replicates_state`, every rank updates all of these trained flat parameters, so
-        masters must be equal. Else the values must be that are sent as differences: see
-        [Note: differences] in `stages.strategy`.
+        """If the strategy replicates the state, every rank updates all of these trained flat
+        parameters, so masters must be equal. Else the values must be that are sent as differences:
+        see [Note: differences] in `stages.strategy`. None: there are no flat parameters.
         """
         self._all = flats if control.group.size > 1 else ()
-        self._replicates_state = replicates_state
+        self._replicates_state = strategy is not None and strategy.replicates_state
+        self._streams = Streams() if strategy is None else strategy.streams
         self._control = control
         self._updates = 0
         self._next = 1
         """The next update to check."""
         self._own: tuple[int, Tensor] | None = None
         """An update and this rank's checksum after it, until it has been sent."""
-        self._by_rank: tuple[int, Tensor] | None = None
-        """An update and all ranks' checksums on the host, until they have been compared."""
-        self._copied: torch.cuda.Event | None = None
-        """The end of the copy to the host."""
+        self._by_rank: tuple[int, HostCopies] | None = None
+        """An update and all ranks' checksums, until they have been compared."""
 
     def record_update(self) -> None:
         """Compute the checksum after an update, if it is one to check."""
@@ -69,19 +70,16 @@ class ReplicaCheck:
     def receive(self, by_rank: Tensor) -> None:
         """Start to copy what the ranks have sent to the host, for `raise_if_different`."""
         if self._own is not None:
-            self._by_rank = self._own[0], by_rank.to("cpu", non_blocking=True)
+            group, what = self._control.group, "the checksums of the replicas"
+            self._by_rank = self._own[0], HostCopies([by_rank], self._streams, group, what)
             self._own = None
-            if by_rank.is_cuda:
-                self._copied = torch.cuda.current_stream(by_rank.device).record_event()
 
     def raise_if_different(self) -> None:
         """Compare the checksums received in an earlier step. Collective if they differ."""
         if self._by_rank is None:
             return
-        if self._copied is not None:  # before the step that the device runs now
-            self._control.group.wait_for_event(self._copied, "the checksums of the replicas")
-        (update, by_rank), self._by_rank = self._by_rank, None
-        received = by_rank.tolist()
+        (update, copies), self._by_rank = self._by_rank, None
+        received = copies.wait()[0].tolist()  # from before the step that the device runs now
         if len(set(received)) > 1:
             self._next = self._updates + 1
             self._raise_differences(update, received)

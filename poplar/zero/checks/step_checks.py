@@ -57,8 +57,7 @@ class StepChecks:
         options: Any = {"flats": flats, "strategy": strategy, "allowed": self._allows_forward_state}
         self.forward_state = ForwardStateCheck(self._model, self._control, **options)
         trained = [flat for flat in flats if strategy is not None and flat.trained]
-        replicates = strategy is not None and strategy.replicates_state
-        self.replicas = ReplicaCheck(trained, self._control, replicates_state=replicates)
+        self.replicas = ReplicaCheck(trained, self._control, strategy)
 
     def expect_artificial_data(self) -> None:
         """Look at neither data, loss and state nor the mode of the model; for measurements."""
