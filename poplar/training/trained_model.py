@@ -26,7 +26,7 @@ from poplar.zero.absent_parameter import mark_present
 from poplar.zero.checks.model_checks import register_owner
 from poplar.zero.checks.model_structure import ModelStructure
 from poplar.zero.checks.step_checks import StepChecks
-from poplar.zero.collective_calls import CollectiveCalls, LeftOutCalls, agreed_failures
+from poplar.zero.collective_calls import CollectiveCalls, LeftOutCalls
 from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import smaller_batches_message
@@ -98,8 +98,7 @@ class TrainedModel:
             self.calls.announce(BUILDING)
         else:
             self._be_left_out()
-            with agreed_failures():
-                self.calls.call(BUILDING, do_nothing)
+            self.calls.call(BUILDING, do_nothing)
             ranks.prepare_model(request.model, request.device, request.cast_to)
             self._use_settings(new_update(request, []).outer_groups(request.groups))
 

@@ -309,15 +309,6 @@ class LeftOutCalls(CollectiveCalls):
         )
 
 
-@contextmanager
-def agreed_failures() -> Iterator[None]:
-    """A context in which `RankFailed` was raised on all ranks."""
-    try:
-        yield
-    except RankFailed as error:
-        raise agreed(error)  # noqa: B904 (it is the same error)
-
-
 def _announced(result: Any) -> Callable[[], Any]:
     """What ranks that are left out get of a result: values, but no parts of the state.
 
