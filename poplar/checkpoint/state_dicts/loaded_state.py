@@ -90,8 +90,7 @@ def load_state_dict(
 
 def send_values(engine: Engine, flats: Iterable[FlatParameter]) -> None:
     """Send the values that owners have loaded to the ranks that store all. Collective."""
-    strategy = engine.strategy
-    if not strategy.shards_parameters and not strategy.replicates_state:
+    if engine.strategy.sends_updates:
         for flat in flats:
             what = f"loading {flat.name}"
             engine.comm.all_gather(flat.values, flat.layout, what=what).wait()

@@ -22,7 +22,6 @@ class ShardedGradients(Strategy):
 
     shards_parameters = False
     reduces_every_pass = True
-    sends_updates = True
 
     def prepare(self, units: Sequence[Unit]) -> None:
         """Allow all reductions of a unit at once, overlapping with the next unit's backward."""

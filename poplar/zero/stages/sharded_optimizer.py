@@ -79,7 +79,6 @@ class ShardedOptimizer(LocalAccumulation):
     """
 
     allows_local = True
-    sends_updates = True
 
     def _new_gradient(self, flat: FlatParameter) -> Tensor:
         sums = self._allocate_sums(flat)

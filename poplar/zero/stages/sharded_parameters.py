@@ -42,7 +42,6 @@ class ShardedParameters(ShardedGradients):
     """
 
     shards_parameters = True
-    sends_updates = False
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(comm, reduce_dtype, device)

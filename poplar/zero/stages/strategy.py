@@ -56,8 +56,6 @@ class Strategy(ABC):
     """Parameters may be local: see [Note: local parameters]."""
     replicates_state: ClassVar[bool] = False
     """Every rank has the whole optimizer state and updates all parameters."""
-    sends_updates: ClassVar[bool] = False
-    """Each rank updates its share of the parameters, of which all ranks have all values."""
     shows_gradients: ClassVar[bool] = False
     """`.grad` is the mean gradient between the last pass and the update."""
 
@@ -103,6 +101,11 @@ class Strategy(ABC):
         """Set the precision of what is sent. Called between steps, equally on all ranks."""
         # A single rank sends nothing, so it adds no noise either.
         self.communication = communication if self.comm.group.size > 1 else EXACT
+
+    @property
+    def sends_updates(self) -> bool:
+        """Whether each rank updates its share of parameters of which all ranks have all values."""
+        return not (self.shards_parameters or self.replicates_state)
 
     @property
     def sends_differences(self) -> bool:
