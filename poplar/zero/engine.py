@@ -240,12 +240,12 @@ class Engine:
         """Wait until this rank's slice of the mean gradient is final. Collective."""
         if self.step.phase < Phase.REDUCED:
             try:
-                self.strategy.wait_for_reductions(self.units)
+                self.strategy.wait_for_reductions()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 free_frames(error)
-                self._complete(lambda: self.strategy.wait_for_reductions(self.units))
+                self._complete(self.strategy.wait_for_reductions)
             self.step.advance(Phase.REDUCED)
 
     def finish_gradients(self) -> None:

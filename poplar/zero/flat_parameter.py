@@ -84,8 +84,8 @@ class FlatParameter(UnshardedBuffer):
     [Note: differences] in `stages.strategy`."""
     gradient: Tensor
     """fp32 mean gradient of the owned part, once reduced; empty between steps."""
-    squares: Tensor
-    """Sums of squares, per block, of this rank's slice of the layout; computed by the reduction."""
+    squares: Tensor | None
+    """Sums of squares, per block, of this rank's slice of the layout, by the reduction; or None."""
 
     def __init__(
         self,
@@ -125,7 +125,6 @@ class FlatParameter(UnshardedBuffer):
         """The hooks of `watch` by their numbers."""
         self._no_gradient = torch.empty(0, device=self.device)
         self.drop_gradient()
-        self._squares_version: int | None = None
         self._versions: tuple[int, ...] = ()
         self._views = []
         self._placeholder = [absent_data(p.shape, dtype, self.device) for p in self.parameters]
@@ -245,17 +244,13 @@ class FlatParameter(UnshardedBuffer):
             for parameter in self.parameters:
                 parameter.grad = None
 
-    def mark_squares_valid(self) -> None:
-        """`squares` belong to the reduced gradient."""
-        self._squares_version = None if self.gradient.is_inference() else self.gradient._version
-
-    def invalidate_squares(self) -> None:
-        """`squares` may become stale: the user can write to the gradient through `.grad`."""
-        self._squares_version = None
+    def drop_squares(self) -> None:
+        """No reduction has computed `squares`, or the user may have changed the gradient since."""
+        self.squares = None
 
     def sums_of_squares(self, owned: slice) -> Tensor:
-        """Sums of squares per block of `gradient[owned]`, recomputed if it was written since."""
-        if self._squares_version is not None and self._squares_version == self.gradient._version:
+        """Sums of squares per block of `gradient[owned]`, computed now if there are none."""
+        if self.squares is not None:
             return self.squares
         return ops.block_sums_of_squares(self.gradient[owned])
 

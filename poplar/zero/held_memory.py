@@ -80,7 +80,8 @@ def held_memory(
     parameters = storages.add([*(buffer.shard for buffer in buffers), *others])
     cached = engine.comm.cached_bytes()
     hosted = [flat.master for flat in trained if flat.is_hosted]
-    gradients = [tensor for flat in trained for tensor in (flat.gradient, flat.squares)]
+    gradients = [flat.gradient for flat in trained]
+    gradients += [flat.squares for flat in trained if flat.squares is not None]
     found = [gradient for flat in trained for gradient in flat.held_gradients()]
     own = [grad for grad in found if not isinstance(grad, PlaceholderGradient)]
     in_flight = [bucket.data for bucket in engine.strategy.reductions.buckets()]

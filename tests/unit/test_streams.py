@@ -236,7 +236,7 @@ def test_buckets_are_freed_after_their_reduction_only(kind: type[Strategy]) -> N
             for flat in reversed(flats_of(units)):
                 backward(transport.device, flat)
                 strategy.reduce(flat, 0.5)
-            strategy.wait_for_reductions(units)
+            strategy.wait_for_reductions()
         compute = transport.device.clocks["compute"]
         assert all(is_over(transport.sums[f.gradient.data_ptr()], compute) for f in flats_of(units))
         for flat in flats_of(units):
@@ -251,7 +251,7 @@ def test_two_buckets_are_in_flight_at_most() -> None:
     for flat in reversed(flats_of(units)):
         backward(transport.device, flat)
         strategy.reduce(flat, 0.5)
-    strategy.wait_for_reductions(units)
+    strategy.wait_for_reductions()
     assert transport.most_alive == strategy.reductions.limit == 2
 
 
@@ -264,7 +264,7 @@ def test_backward_does_not_wait_for_the_latest_reduction() -> None:
         strategy.reduce(flat, 0.5)
         latest = transport.uses[number][0]
         assert not is_over(latest, transport.device.clocks["compute"])
-    strategy.wait_for_reductions(units)
+    strategy.wait_for_reductions()
 
 
 def test_accumulators_are_reduced_without_a_wait_of_the_backward() -> None:
@@ -275,7 +275,7 @@ def test_accumulators_are_reduced_without_a_wait_of_the_backward() -> None:
         backward(transport.device, flat)
         strategy.reduce(flat, 0.5)
     assert "backend" not in transport.device.clocks["compute"]
-    strategy.wait_for_reductions(units)
+    strategy.wait_for_reductions()
     assert transport.device.clocks["compute"]["backend"] == len(units)
 
 
@@ -304,7 +304,7 @@ def test_rows_are_sent_without_a_wait_of_the_backward(kind: type[Strategy]) -> N
             flat.reduce(strategy, 0.5)
     assert counts.call_count == 0
     assert transport.row_uses == []
-    strategy.wait_for_reductions(units)
+    strategy.wait_for_reductions()
     assert counts.call_count == len(units)
     assert freed == [True] * len(units)
     assert "backend" in transport.device.clocks["compute"]
@@ -317,7 +317,7 @@ def test_gathered_gradients_are_copied_on_the_stream_that_gathers_them() -> None
     for flat in flats_of(units):
         backward(transport.device, flat)
         strategy.reduce(flat, 0.5)
-    strategy.wait_for_reductions(units)
+    strategy.wait_for_reductions()
     strategy.finish_gradients(units)
     assert len(transport.copies) == len(units)
     assert all(is_over(copy, transport.device.clocks["compute"]) for copy in transport.copies)

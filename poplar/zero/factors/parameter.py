@@ -213,7 +213,7 @@ class RowReduction:
     def _sum_squares(self) -> None:
         flat = self._flat
         part_of_layout = flat.intersect_owned(*flat.layout.bounds(self._comm.group.rank))
-        if part_of_layout is not None:
+        if part_of_layout is not None and flat.squares is not None:
             flat.squares.copy_(ops.block_sums_of_squares(flat.gradient[part_of_layout]))
 
 

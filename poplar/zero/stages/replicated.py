@@ -86,7 +86,7 @@ class Replicated(LocalAccumulation):
             for flat in unit.trained:
                 if flat in self._allocated:  # not if the step was abandoned before this unit
                     _expose_gradients(flat)
-                flat.invalidate_squares()
+                flat.drop_squares()
 
     def _wait_for_all_gathers(self) -> None:
         pending, self._pending_all_gathers = self._pending_all_gathers, []

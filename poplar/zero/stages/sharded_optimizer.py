@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from poplar import ops
 from poplar.comm import Bucket, Codec, Communicator, Work
 from poplar.comm.communicator import own_slice
 from poplar.zero.flat_parameter import FlatParameter
@@ -40,7 +39,7 @@ class LocalAccumulation(Strategy):
     def reduce(self, flat: FlatParameter, weight: float) -> None:
         self.accumulate(flat, weight)
         if flat.is_local:
-            flat.squares.copy_(ops.block_sums_of_squares(flat.gradient))
+            flat.drop_squares()
             return
         codec = self.next_codec(flat, self.communication.gradients) or self.codec
         if codec.wire_dtype is not torch.float32 or self.comm.takes_memory:

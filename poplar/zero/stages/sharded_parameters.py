@@ -86,9 +86,9 @@ class ShardedParameters(ShardedGradients):
         self.reshard_persistent()
         super().begin_step()
 
-    def wait_for_reductions(self, units: Sequence[Unit]) -> None:
+    def wait_for_reductions(self) -> None:
         self.reshard_persistent()
-        super().wait_for_reductions(units)
+        super().wait_for_reductions()
 
     def unshard(self, unit: Unit, *, in_step: bool, lasting: bool = False) -> None:
         if unit in self._unsharded_persistent:

@@ -251,11 +251,9 @@ class Strategy(ABC):
         A rank without gradients contributes zeros.
         """
 
-    def wait_for_reductions(self, units: Sequence[Unit]) -> None:
+    def wait_for_reductions(self) -> None:
         """Wait until this rank's slice of the mean gradient is final. Collective."""
         self.reductions.finish()
-        for flat in (flat for unit in units for flat in unit.trained):
-            flat.mark_squares_valid()
 
     def finish_gradients(self, units: Sequence[Unit]) -> None:
         """After `wait_for_reductions`: wait until `flat.gradient` and `.grad` are final."""
