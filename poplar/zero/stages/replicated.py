@@ -16,9 +16,6 @@ from poplar.zero.stages.sharded_optimizer import LocalAccumulation
 from poplar.zero.stages.strategy import Layouts
 from poplar.zero.unit import Unit
 
-_GRADIENTS_HAVE_DTYPES = hasattr(Tensor, "grad_dtype")
-"""Newer versions of torch allow a gradient whose dtype differs from its parameter's."""
-
 
 class Replicated(LocalAccumulation):
     """All-gathers the reduced slices, so that every rank updates with the full mean gradient.
@@ -111,7 +108,7 @@ class Replicated(LocalAccumulation):
             if gradient is None:
                 flat.gradient[part].zero_()  # it has no part in the norm
                 removed.append(position)
-            elif _grad_is_view(flat) and gradient.data_ptr() != start + offset * step:
+            elif gradient.data_ptr() != start + offset * step:
                 flat.gradient[part].copy_(gradient.reshape(-1))
                 parameter.grad = flat.gradient[part].view(parameter.shape)
         return removed
@@ -137,20 +134,8 @@ class Replicated(LocalAccumulation):
 
 
 def _expose_gradients(flat: FlatParameter) -> None:
-    """Set `.grad` to the mean gradient: a view of the buffer, or a rounded copy."""
-    for parameter, view in zip(flat.parameters, _views(flat), strict=True):
-        if flat.dtype is not torch.float32 and _GRADIENTS_HAVE_DTYPES:
-            parameter.grad_dtype = None
-        parameter.grad = view if _grad_is_view(flat) else view.to(flat.dtype)
-
-
-def _grad_is_view(flat: FlatParameter) -> bool:
-    return flat.dtype is torch.float32 or _GRADIENTS_HAVE_DTYPES
-
-
-def _views(flat: FlatParameter) -> list[Tensor]:
-    """The gradient of each parameter, in its shape."""
-    return [
-        flat.gradient[offset : offset + parameter.numel()].view(parameter.shape)
-        for parameter, offset in zip(flat.parameters, flat.offsets, strict=True)
-    ]
+    """Set `.grad` to the mean gradient: a view of the buffer, in fp32."""
+    for parameter, offset in zip(flat.parameters, flat.offsets, strict=True):
+        if flat.dtype is not torch.float32:
+            parameter.grad_dtype = None  # of any dtype
+        parameter.grad = flat.gradient[offset : offset + parameter.numel()].view(parameter.shape)
