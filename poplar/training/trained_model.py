@@ -192,7 +192,6 @@ class TrainedModel:
     def _use_engine(self, engine: Engine) -> None:
         """Train by this engine, whose flat parameters the update and the checks have. Local."""
         self.engine, update = engine, self.update
-        engine.scale_loops_by(self.scaler if self._scales_loops else None)
         self.state = OptimizerState(engine, update)
         self.step = Step(engine, update, self.checks, self.request.on_nonfinite)
         self.step.follow_speeds(self._follower)
@@ -299,16 +298,20 @@ class TrainedModel:
         `clip_grad_norm_`, `full_gradients` and `step` of the optimizer unscale the gradient then.
         """
         self._scales_loops = True
-        self.engine.scale_loops_by(self.scaler)
+
+    @property
+    def step_scaler(self) -> GradScaler | None:
+        """By which Poplar scales the losses of this step; None: nothing does, or the user does."""
+        return self.engine.step.scaler or (self.scaler if self._scales_loops else None)
 
     def scaled_loss(self, loss: Tensor) -> Tensor:
         """The loss of a pass in the loop of an integration, scaled if the model has a scaler."""
-        scaler = self.engine.loop_scaler
+        scaler = self.step_scaler
         return loss if scaler is None else scaler.scale(loss)
 
     def unscale(self) -> None:
         """Unscale the gradient, once per step, if Poplar has scaled the losses. Collective."""
-        scaler, optimizer = self.engine.step.scaler, self.optimizer
+        scaler, optimizer = self.step_scaler, self.optimizer
         if scaler is None or self.engine.step.is_unscaled:
             return
         scaler.abandon(optimizer)  # an earlier step, if it failed after it had been unscaled
@@ -317,8 +320,8 @@ class TrainedModel:
 
     def check_scaled(self) -> None:
         """Check, before an update, that the gradient has been unscaled if it had to be scaled."""
-        state = self.engine.step
-        if self.scaler is not None and state.scaler is None and state.found_inf is None:
+        is_scaled = self.step_scaler is not None or self.engine.step.found_inf is not None
+        if self.scaler is not None and not is_scaled:
             raise agreed(RuntimeError(_NOT_SCALED))
 
     def check_model(self) -> None:

@@ -211,7 +211,7 @@ def apply_step(training: TrainedModel, changes: PlanChanges, closure: Any) -> fl
     if error is None:
         training.unscale()
         error = caught(training.check_scaled)
-    scaler = training.engine.step.scaler
+    scaler = training.step_scaler
     summary = training.step.apply(groups, training.settings(), error)
     if scaler is not None:
         scaler.update()

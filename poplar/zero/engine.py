@@ -15,7 +15,6 @@ from poplar.zero.absent_parameter import direct_access
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.engine_hooks import EngineHooks
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.model_hook import Removable
 from poplar.zero.passes.collective_pass import Mode, PassSettings
 from poplar.zero.passes.collective_scheduler import CollectiveScheduler
@@ -49,8 +48,6 @@ class Engine:
         strategy.prepare(self.units)
         self.scheduler = CollectiveScheduler(self.units, strategy, control)
         self.step = StepState()
-        self.loop_scaler: GradScaler | None = None
-        """As given to `scale_loops_by`."""
         self.values = UnshardedValues(model, self.units, strategy, self.scheduler, control)
         self.pass_is_explicit = False
         """The open pass was opened by `begin_pass`."""
@@ -77,10 +74,6 @@ class Engine:
         """Call `free_state` before a pass that cannot be completed otherwise stops all ranks."""
         self._free_state = free_state
 
-    def scale_loops_by(self, scaler: GradScaler | None) -> None:
-        """From the next step on, an integration scales the losses of its loop by this scaler."""
-        self.loop_scaler = scaler
-
     @property
     def flats(self) -> list[FlatParameter]:
         return [flat for unit in self.units for flat in unit.flats]
@@ -101,7 +94,7 @@ class Engine:
                 self.strategy.free_gradient(flat)
         if not keep_gradients:
             self.drop_parameter_gradients()
-        self.step = StepState(scaler=self.loop_scaler)
+        self.step = StepState()
 
     @property
     def has_gradients(self) -> bool:

@@ -73,9 +73,9 @@ class StepState:
     later: list[str] = field(default_factory=list)
     """Settings of this rank that came later, as text."""
     scaler: GradScaler | None = None
-    """By which Poplar scales the losses; None: nothing does, or a scaler of the user's own loop."""
+    """By which `train_step` scales the losses; None: nothing does, or the loop of the passes."""
     is_unscaled: bool = False
-    """The gradient has been divided by the scale of `scaler`."""
+    """The gradient has been divided by the scale of the losses."""
     scale: Tensor | None = None
     """Product of the factors for the reduced gradient (loss scale, clipping): one float64 on the
     device, so that the host does not synchronize; None for 1."""
