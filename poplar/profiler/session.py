@@ -29,7 +29,6 @@ from poplar.zero.preserved_state import (
     host_copies,
     model_preserved,
     parameters_preserved,
-    parameters_restored,
 )
 from poplar.zero.weights.materialization import is_on_meta
 
@@ -149,11 +148,9 @@ class Session:
         model = self.job.model
         if self.is_on_meta:
             return nullcontext()  # there are no values
-        if not self.asynchronous:
-            return parameters_preserved(model)
-        if self._copies is None:
+        if self.asynchronous and self._copies is None:
             self._copies = host_copies(model)
-        return parameters_restored(self._copies)
+        return parameters_preserved(model, self._copies)
 
     @contextmanager
     def as_in_training(self) -> Iterator[None]:

@@ -97,7 +97,7 @@ class Copies(NamedTuple):
     opaque: list[tuple[OpaqueBytes, Tensor, torch.device]]
     """The opaque tensors with all of their bytes and their device, if there are any."""
 
-    def restore(self, *, copy: bool = False) -> None:
+    def restore(self, *, copy: bool) -> None:
         """Give the parameters these values, or a `copy` of them, and no gradient."""
         for opaque, values, device in self.opaque:
             opaque.use_values(values.to(device, copy=copy), lasting=True)
@@ -109,44 +109,35 @@ class Copies(NamedTuple):
 
 
 def host_copies(model: nn.Module) -> Copies:
-    """The values of the parameters in host memory, for `parameters_restored`."""
-    found = _copies(model, to_host=True)
-    on_host = [(p, v.clone() if v is p.data else v, device) for p, v, device in found.plain]
-    return found._replace(plain=on_host)
+    """The values of the parameters in host memory, to leave device memory to the engine."""
+    return _copies(model, to_host=True)
 
 
 @contextmanager
-def parameters_restored(copies: Copies) -> Iterator[None]:
-    """Copy the values that `host_copies` returned into the parameters at the end."""
-    try:
-        yield
-    finally:
-        copies.restore(copy=True)
-
-
-@contextmanager
-def parameters_preserved(model: nn.Module, *, to_host: bool = False) -> Iterator[None]:
+def parameters_preserved(model: nn.Module, copies: Copies | None = None) -> Iterator[None]:
     """Restore the values and dtypes of the parameters at the end, bit by bit.
 
-    `to_host`: store CUDA values in host memory meanwhile, to leave device memory to the engine.
+    `copies`: of `host_copies`, which can be used again; default: they stay where they are.
     """
-    copies = _copies(model, to_host=to_host)
+    kept = _copies(model, to_host=False) if copies is None else copies
     # The engine copies trained values, but overwrites frozen ones with those of rank 0.
-    frozen = [(value, value.clone()) for p, value, _ in copies.plain if not p.requires_grad]
+    frozen = [(v, v.clone()) for p, v, _ in kept.plain if copies is None and not p.requires_grad]
     try:
         yield
     finally:
         for value, before in frozen:
             value.copy_(before)
-        copies.restore()
+        kept.restore(copy=copies is not None)
 
 
 def _copies(model: nn.Module, *, to_host: bool) -> Copies:
     """Only opaque tensors, and what moves to the host, are copied."""
     named = opaque_tensors(model)
     known = set(map(id, named.values()))
-    plain = [p for p in model.parameters() if id(p) not in known]
-    copies = Copies([(p, p.data.cpu() if to_host else p.data, p.device) for p in plain], [])
+    plain = [(p, p.data, p.device) for p in model.parameters() if id(p) not in known]
+    if to_host:
+        plain = [(p, value.to("cpu", copy=True), device) for p, value, device in plain]
+    copies = Copies(plain, [])
     if named:
         device = next(iter(named.values())).device
         place = torch.device("cpu") if to_host else device

@@ -20,7 +20,7 @@ from poplar.programmes.run.checked_export import are_close
 from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.system.devices import synchronize
-from poplar.zero.preserved_state import host_copies, model_preserved, parameters_restored
+from poplar.zero.preserved_state import host_copies, model_preserved, parameters_preserved
 
 TURNS = 3
 STEPS = range(3, 16)
@@ -85,7 +85,7 @@ def compare(
             for candidate in (first, second)[:: -1 if turn % 2 else 1]:
                 report(f"steps of the {candidate.name}")
                 run = partial(_Turn.of, job, candidate, steps)
-                with parameters_restored(copies):
+                with parameters_preserved(job.model, copies):
                     taken[candidate.name] = (
                         run_trial(run, f"a trial of the {first.name}", exchange, job.own_device)
                         if candidate is first

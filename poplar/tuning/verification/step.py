@@ -7,8 +7,7 @@ state of the model are restored afterwards.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -43,8 +42,7 @@ from poplar.zero.collective_calls import new_group
 from poplar.zero.input_cast import inputs_cast
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
-from poplar.zero.opaque_parameter import is_opaque
-from poplar.zero.preserved_state import model_preserved, parameters_preserved
+from poplar.zero.preserved_state import host_copies, model_preserved, parameters_preserved
 from poplar.zero.unit import resolve_units
 
 _DOING = "poplar.verify()"
@@ -110,11 +108,8 @@ def verify(
         with equal_on_all_ranks():
             _check_same_batch([digest for digest, _ in by_rank], plan)
         _, device = by_rank[group.rank]
-        with (
-            _preserve_frozen(model),
-            model_preserved(model, device),
-            parameters_preserved(model, to_host=True),
-        ):
+        copies = host_copies(model) if device.type == "cuda" else None
+        with model_preserved(model, device), parameters_preserved(model, copies):
             before = {parameter.dtype for parameter in model.parameters()}
 
             def optimizer_of(communication: Communication) -> HeteroZeroOptimizer:
@@ -272,19 +267,6 @@ class _Comparison:
             communication=self.plan.communication,
             gradient_noise=None if sent is None else noise(sent.gradients, planned.gradients),
         )
-
-
-@contextmanager
-def _preserve_frozen(model: nn.Module) -> Iterator[None]:
-    """A context that restores frozen parameters, which the optimizer overwrites in place."""
-    frozen = [p for p in model.parameters() if not (p.requires_grad or is_opaque(p))]
-    values = [(parameter, parameter.detach().clone()) for parameter in frozen]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in values:
-                parameter.copy_(value)
 
 
 def _heartbeat(control: Control, *, over: bool) -> list[bool]:

@@ -1,0 +1,39 @@
+"""Parameters are restored after measurements, whether or not the engine writes them in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from poplar.zero.preserved_state import host_copies, parameters_preserved
+
+
+def overwrite(model: nn.Module) -> None:
+    """As the engine: it replaces trained values, and writes frozen ones in place."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        else:
+            parameter.fill_(7.0)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_trained_and_frozen_parameters_get_their_values_back(on_host: bool) -> None:
+    model = nn.Linear(4, 2)
+    model.bias.requires_grad_(False)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    copies = host_copies(model) if on_host else None
+    for _ in range(2):
+        with parameters_preserved(model, copies):
+            overwrite(model)
+        torch.testing.assert_close([p.data for p in model.parameters()], before, rtol=0, atol=0)
+
+
+def test_values_that_were_not_copied_keep_their_memory() -> None:
+    model = nn.Linear(4, 2)
+    model.bias.requires_grad_(False)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    with parameters_preserved(model):
+        overwrite(model)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
