@@ -39,7 +39,7 @@ from poplar.zero.micro_batch_loss import LossFunction, MicroBatchLoss, PassLoss
 from poplar.zero.micro_batches import Loss, MicroBatch, OpenedStep, Weight
 from poplar.zero.optimizers.granularity import Granularity, OptimizerFactory
 from poplar.zero.optimizers.optimizer_class import check_option_names, check_overrides
-from poplar.zero.setup import BUILDING, Request, agree_on_request, check_request
+from poplar.zero.setup import BUILDING, Arguments, Request, agree_on_request, check_request
 from poplar.zero.steps.evaluation import Evaluation
 from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.steps.step import Step
@@ -202,6 +202,26 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         _local: Collection[str] = (),  # see [Note: local parameters] in `zero.stages.strategy`
         **optimizer_kwargs: Any,
     ) -> None:
+        arguments = Arguments(
+            model=model,
+            optimizer_class=optimizer_class,
+            options=optimizer_kwargs,
+            plan=plan,
+            stage=stage,
+            params=params,
+            units=units,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            communication=communication,
+            allow_forward_state=allow_forward_state,
+            weights=weights,
+            device=device,
+            on_out_of_memory=on_out_of_memory,
+            on_nonfinite=on_nonfinite,
+            granularity=granularity,
+            local=_local,
+        )
+
         def check() -> Request:
             if plan is not None:
                 check_class("plan", plan, Plan)
@@ -212,27 +232,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 )
             own = inspect.signature(HeteroZeroOptimizer).parameters
             check_option_names(optimizer_class, optimizer_kwargs, own)
-            request = check_request(
-                model,
-                optimizer_class,
-                optimizer_kwargs,
-                plan=plan,
-                stage=stage,
-                params=params,
-                units=units,
-                compute_dtype=compute_dtype,
-                reduce_dtype=reduce_dtype,
-                communication=communication,
-                world_size=group.size,
-                allow_forward_state=allow_forward_state,
-                default_device=group.default_device,
-                weights=weights,
-                device=device,
-                granularity=granularity,
-                local=_local,
-                on_out_of_memory=on_out_of_memory,
-                on_nonfinite=on_nonfinite,
-            )
+            request = check_request(arguments, group)
             check_overrides(request.classes, request.groups, model)
             return request
 

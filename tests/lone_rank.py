@@ -161,21 +161,17 @@ class LoneRank:
             on_abort={},
             is_on_host=lambda device: True,
             supports=lambda device: False,
+            default_device=torch.device("cpu"),
         )
         with self.live:
-            request = setup.check_request(
-                self._new_model(),
-                torch.optim.AdamW,
-                {"lr": 1e-3},
+            arguments = setup.Arguments(
+                model=self._new_model(),
+                optimizer_class=torch.optim.AdamW,
+                options={"lr": 1e-3},
                 plan=self._plan,
-                stage=None,
-                params=None,
-                units=None,
-                world_size=group.size,
-                allow_forward_state=False,
-                default_device=torch.device("cpu"),
-                **{"compute_dtype": torch.float32, "reduce_dtype": torch.float32, **self._options},
+                **{"compute_dtype": torch.float32, **self._options},
             )
+            request = setup.check_request(arguments, group)
             control = LoneControl(group, self._codes)
             control._read = 0
             with mock.patch.object(ProcessGroupCommunicator, "broadcast", _broadcast_nothing):

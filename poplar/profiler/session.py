@@ -55,17 +55,14 @@ class Session:
             job.check()
             options = job.engine_options
             del options["process_group"], options["timeout"]  # of the group
-            checked = setup.check_request(
-                job.model,
-                job.optimizer_class,
-                job.optimizer_options,
-                plan=None,
+            arguments = setup.Arguments(
+                model=job.model,
+                optimizer_class=job.optimizer_class,
+                options=job.optimizer_options,
                 stage=0,
-                params=None,
-                world_size=group.size,
-                default_device=group.default_device,
                 **options,
             )
+            checked = setup.check_request(arguments, group)
             for stage in job.stages:
                 setup.check_stage(checked.classes, stage, ())
             return checked, job.may_differ(checked.device)

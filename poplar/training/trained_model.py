@@ -186,7 +186,7 @@ class TrainedModel:
         self._use_engine(engine)
         groups = optimizer.param_groups
         trained = [parameter for group in groups for parameter in group["params"]]
-        given = model.parameters() if request.trains_whole_model else trained
+        given = model.parameters() if request.params is None else trained
         self._structure = ModelStructure(model, groups, set(map(id, given)))
 
     def _use_engine(self, engine: Engine) -> None:

@@ -7,7 +7,7 @@ unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar import ops
-from poplar.comm import Communicator, Control
+from poplar.comm import Communicator, Control, Group
 from poplar.comm.shard_layout import Layout
 from poplar.system.kernel_settings import precisions
 from poplar.values.communication import BITS, Communication, Precision
@@ -81,39 +81,51 @@ BUILDING = "building the optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """The user's arguments, checked on this rank."""
+class Arguments:
+    """The arguments of `HeteroZeroOptimizer`, which documents them."""
 
     model: nn.Module
-    classes: tuple[OptimizerClass, ...]
-    """The optimizer class of each param group."""
-    groups: Groups
+    optimizer_class: OptimizerFactory
+    options: Mapping[str, Any]
+    """Keyword arguments of the class."""
+    plan: Plan | None = None
+    stage: int | None = None
+    params: Iterable[Any] | None = None
+    units: Sequence[str | nn.Module | type[nn.Module]] | None = None
+    compute_dtype: torch.dtype | str = "auto"
+    reduce_dtype: torch.dtype = torch.float32
+    communication: Precision | Communication | None = None
+    allow_forward_state: bool = False
+    weights: Weights = None
+    device: torch.device | str | None = None
+    on_out_of_memory: OnOutOfMemory = "retry"
+    on_nonfinite: OnNonFinite = "raise"
+    granularity: Granularity | None = None
+    local: Collection[str] = ()
+    """Names of parameters of which each rank has a part of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Arguments):
+    """The user's arguments, checked on this rank, and what they lead to."""
+
     stage: int
-    plan: Plan | None
-    unit_names: Sequence[str]
-    units_are_named: bool
-    """The user named the units; otherwise they were found."""
-    compute_dtype: torch.dtype | str
-    reduce_dtype: torch.dtype
     communication: Communication
     """Of the plan, or without one."""
     device: torch.device
-    values: InitialValues
-    group_of: dict[int, int] = field(default_factory=dict)
+    classes: tuple[OptimizerClass, ...]
+    """The optimizer class of each param group."""
+    groups: Groups
+    group_of: dict[int, int]
     """Index of the param group of each trained parameter, by `id(parameter)`."""
-    factored: Mapping[str, nn.Linear] = field(default_factory=dict)
+    unit_names: Sequence[str]
+    values: InitialValues
+    factored: Mapping[str, nn.Linear]
     """The modules of `Plan.factored`, by name."""
-    local: frozenset[str] = frozenset()
-    """Names of parameters of which each rank has a part of its own."""
     cut: Cut | None = None
     """How the engine is cut, which ranks that join it later follow; None: as `units_of` finds."""
     cast_to: torch.dtype | None
     """The dtype that `compute_dtype` leads to on these ranks; None: that of each parameter."""
-    on_out_of_memory: OnOutOfMemory
-    on_nonfinite: OnNonFinite
-    allow_forward_state: bool
-    trains_whole_model: bool
-    """`params` was not given."""
 
     def identity(self) -> dict[str, Any]:
         """What must be equal on all ranks, as text for error messages."""
@@ -170,92 +182,63 @@ class Request:
         return "local" if name in self.local else tuple(parameter.shape)
 
 
-def check_request(
-    model: nn.Module,
-    factory: OptimizerFactory,
-    options: Mapping[str, Any],
-    *,
-    plan: Plan | None,
-    stage: int | None,
-    params: Iterable[Any] | None,
-    units: Sequence[str | nn.Module | type[nn.Module]] | None,
-    compute_dtype: torch.dtype | str,
-    reduce_dtype: torch.dtype,
-    communication: Precision | Communication | None = None,
-    world_size: int,
-    allow_forward_state: bool,
-    default_device: torch.device,
-    weights: Weights = None,
-    device: torch.device | str | None = None,
-    granularity: Granularity | None = None,
-    local: Collection[str] = (),
-    on_out_of_memory: OnOutOfMemory = "retry",
-    on_nonfinite: OnNonFinite = "raise",
-) -> Request:
-    """Check the arguments of `HeteroZeroOptimizer` on this rank alone.
+def check_request(given: Arguments, group: Group) -> Request:
+    """Check the arguments of this rank alone.
 
     Raises:
         ValueError, TypeError, RuntimeError: what is wrong and how to fix it.
     """
+    model, plan, communication = given.model, given.plan, given.communication
     check_class("model", model, nn.Module)
-    check_choice("on_out_of_memory", on_out_of_memory, OnOutOfMemory)
-    check_choice("on_nonfinite", on_nonfinite, OnNonFinite)
+    check_choice("on_out_of_memory", given.on_out_of_memory, OnOutOfMemory)
+    check_choice("on_nonfinite", given.on_nonfinite, OnNonFinite)
     model_checks.reject_wrapped(model)
-    if not allow_forward_state:
+    if not given.allow_forward_state:
         model_checks.reject_batch_norm(model_checks.batch_norms(model))
     model_checks.reject_sparse_embeddings(model)
     model_checks.reject_sparse_buffers(model)
-    chosen = _stage_of(plan, stage, world_size)
+    stage = _stage_of(plan, given.stage, group.size)
     if isinstance(communication, str) and communication not in BITS:
         raise ValueError(
             f"communication={communication!r}; use {' or '.join(map(repr, BITS))}, or a "
             "Communication. ('auto' is for poplar.autotune and poplar.search.)"
         )
     if communication is not None or plan is None:
-        sent = Communication.of(communication or "exact", chosen)
-        sent.check(chosen, host_state=plan is not None and bool(plan.host_state))
+        sent = Communication.of(communication or "exact", stage)
+        sent.check(stage, host_state=plan is not None and bool(plan.host_state))
         plan = None if plan is None else replace(plan, communication=sent)
     else:
         sent = plan.communication
-    groups = _param_groups(model, params)
+    groups = _param_groups(model, given.params)
     group_of = _group_indices(model, groups)
     found = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
-    target = _device_for(found, device, default_device)
-    _check_operators(target)
-    if found.type == "cpu" != target.type:
-        model_checks.check_movable(list(model.named_parameters()), target)
-    _check_dtype("compute_dtype", compute_dtype, allowed=("auto",))
-    _check_dtype("reduce_dtype", reduce_dtype)
+    device = _device_for(found, given.device, group.default_device)
+    _check_operators(device)
+    if found.type == "cpu" != device.type:
+        model_checks.check_movable(list(model.named_parameters()), device)
+    _check_dtype("compute_dtype", given.compute_dtype, allowed=("auto",))
+    _check_dtype("reduce_dtype", given.reduce_dtype)
     factored = factored_layers(model, plan.factored if plan is not None else (), set(group_of))
-    unknown = set(local).difference(name for name, _ in model.named_parameters())
+    unknown = set(given.local).difference(name for name, _ in model.named_parameters())
     if unknown:
         raise ValueError(f"local: the model has no parameters {sorted(unknown)}")
-    classes = optimizer_classes(factory, options, groups, target, granularity)
-    check_stage(classes, chosen, local)
+    classes = optimizer_classes(
+        given.optimizer_class, given.options, groups, device, given.granularity
+    )
+    check_stage(classes, stage, given.local)
     if plan is not None and plan.host_state:
         _check_on_host(classes)
-    unit_names = resolve_units(model, units)
+    unit_names = resolve_units(model, given.units)
+    checked = {"plan": plan, "stage": stage, "communication": sent, "device": device}
     return Request(
-        model=model,
+        **(vars(given) | checked),
         classes=classes,
         groups=groups,
-        stage=chosen,
-        plan=plan,
-        unit_names=unit_names,
-        units_are_named=units is not None,
-        compute_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
-        communication=sent,
-        device=target,
-        values=InitialValues.of(model, unit_names, weights),
         group_of=group_of,
+        unit_names=unit_names,
+        values=InitialValues.of(model, unit_names, given.weights),
         factored=factored,
-        local=frozenset(local),
-        cast_to=compute_dtype if isinstance(compute_dtype, torch.dtype) else None,
-        on_out_of_memory=on_out_of_memory,
-        on_nonfinite=on_nonfinite,
-        allow_forward_state=allow_forward_state,
-        trains_whole_model=params is None,
+        cast_to=given.compute_dtype if isinstance(given.compute_dtype, torch.dtype) else None,
     )
 
 
@@ -550,7 +533,7 @@ def _cut(
     request: Request, control: Control, members: Sequence[Member], shards_parameters: bool
 ) -> Cut:
     merge: Merge = "blocks" if shards_parameters else "all"
-    if shares_by_unit(request.plan) or (shards_parameters and request.units_are_named):
+    if shares_by_unit(request.plan) or (shards_parameters and request.units is not None):
         merge = "none"
     numel = sum(member.numel for member in members)
     return Cut(merge, control.max_flat_bytes(request.device, numel))

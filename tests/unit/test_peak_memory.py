@@ -111,19 +111,10 @@ def profile_of(subject: Subject) -> ClusterProfile:
     """The part of a profile that memory is predicted from, measured by plain passes."""
     model = subject.new_model()
     dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32, **subject.dtypes}
-    request = setup.check_request(
-        model,
-        torch.optim.AdamW,
-        {},
-        plan=None,
-        stage=0,
-        params=None,
-        units=None,
-        world_size=RANKS,
-        allow_forward_state=False,
-        default_device=CPU,
-        **dtypes,
+    given = setup.Arguments(
+        model=model, optimizer_class=torch.optim.AdamW, options={}, stage=0, **dtypes
     )
+    request = setup.check_request(given, SimpleNamespace(size=RANKS, default_device=CPU))
     session: Any = SimpleNamespace(
         job=SimpleNamespace(model=model, reduce_dtype=dtypes["reduce_dtype"]),
         setup=request,
