@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -90,6 +92,40 @@ class MicroBatches(pytree.SplitsItself):
         return self.map_tensors(torch.Tensor.pin_memory)
 
 
+class _Shared:
+    """A collate function that is pickled as its key, and found where the batch is unpickled.
+
+    So no function is sent with each batch of a `DataLoader` worker: it may be as large as a
+    vocabulary. If it could not be pickled, the main process would wait for the batch forever.
+    """
+
+    def __init__(self, collate: Collate, key: str) -> None:
+        self.collate, self.key = collate, key
+        _SHARED[key] = self
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.collate(samples)
+
+    def __reduce__(self) -> tuple[Callable[[str], Collate], tuple[str]]:
+        return _shared, (self.key,)
+
+
+_SHARED: WeakValueDictionary[str, _Shared] = WeakValueDictionary()
+"""By key, those of this process."""
+
+
+def _shared(key: str) -> Collate:
+    return _SHARED.get(key, _missing)
+
+
+def _missing(samples: list[Any]) -> Any:
+    raise RuntimeError(
+        "this batch was unpickled in a process without the CollateMicroBatches that made it, so "
+        "only the micro-batches of the plan are known, and none of other sizes can be collated; "
+        "keep the CollateMicroBatches while its batches are read, or pass it to this process"
+    )
+
+
 class CollateMicroBatches:
     """A `collate_fn` for `DataLoader` that collates the planned micro-batches one by one.
 
@@ -114,7 +150,16 @@ class CollateMicroBatches:
     """
 
     def __init__(self, collate: Collate, plan: Plan, rank: int | None = None) -> None:
-        self._collate, self._plan, self._rank = collate, plan, resolve_rank(plan, rank)
+        self._plan, self._rank = plan, resolve_rank(plan, rank)
+        self._collate = _Shared(collate, uuid4().hex)
+
+    def __getstate__(self) -> dict[str, Any]:
+        shared = self._collate
+        return {**self.__dict__, "_collate": (shared.collate, shared.key)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        collate, key = state["_collate"]
+        self.__dict__.update(state, _collate=_SHARED.get(key) or _Shared(collate, key))
 
     def __call__(self, samples: Sequence[Any]) -> MicroBatches:
         planned = self._plan.samples(self._rank)  # 0: the only sample is a placeholder

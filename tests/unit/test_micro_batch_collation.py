@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import warnings
@@ -98,7 +99,47 @@ def test_a_micro_batch_is_collated_once():
     pytree.split(batch, (2, 3))
     pytree.split(batch, (2, 3))
     assert collated == [2, 3]
-    assert len(pickle.loads(pickle.dumps(CollateMicroBatches(padded, PLAN, 0)(SAMPLES[:5])))) == 5
+
+
+def test_no_collate_function_leaves_a_worker():
+    batch = loaded(0, lambda samples: padded(samples), num_workers=1, timeout=20)
+    assert [len(part["ids"]) for part in pytree.split(batch, (4, 1))] == [4, 1]
+
+
+class CountsCopies:
+    """A collate function whose result says how often it has been pickled."""
+
+    pickled = 0
+
+    def __call__(self, samples):
+        return padded(samples) | {"pickled": torch.tensor(self.pickled)}
+
+    def __getstate__(self):
+        return {"pickled": self.pickled + 1}
+
+
+def test_a_spawned_worker_gets_the_collate_function_and_does_not_return_it():
+    options = {"num_workers": 1, "timeout": 60, "multiprocessing_context": "spawn"}
+    batch = loaded(0, CountsCopies(), **options)
+    planned, other = batch.split((2, 3)), batch.take([0])
+    assert [int(part["pickled"]) for part in planned] == [1, 1]
+    assert int(other["pickled"]) == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_batches_and_collators_collate_with_the_same_function(copied):
+    collate = CollateMicroBatches(padded, PLAN, 0)
+    other = copied(collate)
+    batch = copied(other(SAMPLES[:5]))
+    del collate
+    assert [len(part["ids"]) for part in pytree.split(batch, (4, 1))] == [4, 1]
+
+
+def test_an_unpickled_batch_without_its_collator_has_the_planned_micro_batches():
+    batch = pickle.loads(pickle.dumps(CollateMicroBatches(padded, PLAN, 0)(SAMPLES[:5])))
+    assert [len(part["ids"]) for part in pytree.split(batch, (2, 3))] == [2, 3]
+    with pytest.raises(RuntimeError, match="keep the CollateMicroBatches while"):
+        pytree.split(batch, (4, 1))
 
 
 def test_a_placeholder_is_not_collated():
