@@ -225,7 +225,7 @@ def _faster_plan(
                 other, seconds = fastest([*staying, *useless])
                 if seconds <= LEAST_USE * then:
                     found, then = other, seconds
-    except (DoesNotFit, NoPlanFits):
+    except ValueError:  # no plan fits, or the profile does not have what the plan of now runs
         return None
     gain = now / then - 1.0
     saved = steps_left * (now - then) - _moving_seconds(cluster, plan, found)

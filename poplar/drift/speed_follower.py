@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -175,11 +176,17 @@ class SpeedFollower:
             self._expected = plan, {}
         expected = self._expected[1].get(samples)
         if expected is None:
-            rank = self._current_optimizer().control.group.rank
-            costs = costs_of(*active_part(self._profile, plan))
-            expected = self._expected[1][samples] = costs.pass_seconds(rank, samples)
+            expected = self._expected[1][samples] = self._expected_seconds(plan, samples)
         elements = sum(tensor.numel() for tensor in pytree.tensors(micro_batch.batch))
         return PassWork(expected, float(micro_batch.samples), float(elements))
+
+    def _expected_seconds(self, plan: Plan, samples: int) -> float:
+        """Of a pass of this rank, by the profile; infinite if that does not have such passes."""
+        rank = self._current_optimizer().control.group.rank
+        try:
+            return costs_of(*active_part(self._profile, plan)).pass_seconds(rank, samples)
+        except ValueError:  # `apply_plan` takes plans that were not profiled
+            return math.inf
 
     def add(self, times: Sequence[RankTimes], *, step: int, agree: bool) -> None:
         """Add a step that has been applied. Collective if a rank has found a plan.

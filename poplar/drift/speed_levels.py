@@ -56,7 +56,7 @@ class Row(NamedTuple):
     compute_seconds: float
     """NaN if unknown."""
     expected_seconds: float
-    """By the profile, for the samples of the step; 0 without samples."""
+    """By the profile, for the samples of the step; 0 without samples, infinite if unknown."""
     length: float
     """Elements of the tensors of its batch per sample, above 0."""
 
@@ -76,7 +76,7 @@ class SpeedLevels:
     def add(self, rows: Sequence[Row]) -> None:
         """Add one step of all ranks."""
         for rank, row in enumerate(rows):
-            if not (row.compute_seconds > 0.0 and row.expected_seconds > 0.0):
+            if not (row.compute_seconds > 0.0 and 0.0 < row.expected_seconds < math.inf):
                 continue
             ratio = math.log(row.compute_seconds / row.expected_seconds)
             known, length = self._ranks[rank], math.log(row.length)

@@ -190,7 +190,7 @@ class PassWork(NamedTuple):
     """What passes compute, if a profile is followed."""
 
     expected_seconds: float = 0.0
-    """By the profile."""
+    """By the profile; infinite if it does not have such passes."""
     samples: float = 0.0
     elements: float = 0.0
     """Of the tensors of their micro-batches."""

@@ -28,6 +28,7 @@ from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan, split_stream
 from poplar.comm import announcements
 from poplar.drift import idle_speed
 from poplar.training.trained_model import TrainedModel
+from poplar.values.plan import UnitPlan
 from poplar.values.profile import BatchPoint, ClusterProfile, ModelProfile
 from poplar.zero.streams import RankTimes, StepTiming
 
@@ -283,6 +284,52 @@ def test_a_rank_that_fails_in_the_change_is_named_on_all_ranks(ranks: Pool, fail
     for rank, (caught, later) in enumerate(ranks.run(fail_in_a_change, failing, ranks=RANKS)):
         assert "planted" in caught[0].message, (rank, caught)
         assert later, "no rank goes on"
+
+
+def follow_plan_that_was_not_profiled(plan: Plan) -> tuple[list[str], Plan | None]:
+    """Messages and the last plan, if rank 1 becomes slower a while after `apply_plan`."""
+    model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
+    profiled = Plan.even(RANKS, GLOBAL_BATCH, 4, plan.stage)
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=profiled, process_group=group, lr=1e-2
+    )
+    measured = profile()
+    small = tuple(replace(device, points=POINTS) for device in measured.devices)
+    follower = optimizer.follow_drift(replace(measured, devices=small), replan="auto")
+    assert follower is not None
+    rank, times, slower = harness.rank(), StepTiming.times, 1.0
+
+    def seconds(timing: StepTiming) -> RankTimes:
+        return times(timing)._replace(compute_seconds=slower * SECONDS * 4)
+
+    batch = torch.ones(plan.samples(rank), 8, device=harness.device())
+    optimizer.apply_plan(plan)
+    with mock.patch.object(StepTiming, "times", seconds):
+        for step in range(SLOW.start + 20):
+            slower = FACTOR if rank == 1 and step >= SLOW.start else 1.0
+            optimizer.train_step(loss_fn, batch)
+    return follower.messages, optimizer.plan
+
+
+POINTS = tuple(
+    BatchPoint(batch=batch, seconds=SECONDS * batch, activation_bytes=1024 * batch)
+    for batch in (1, 4)
+)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan.manual("6,4,2", stage=1),
+        replace(
+            Plan.even(RANKS, GLOBAL_BATCH, 4, 1), units=(UnitPlan("root", shares=(0.5, 0.5, 0.0)),)
+        ),
+    ],
+    ids=["samples", "units"],
+)
+def test_training_goes_on_with_a_plan_that_was_not_profiled(ranks: Pool, plan: Plan) -> None:
+    outcomes = ranks.run(follow_plan_that_was_not_profiled, plan, ranks=RANKS)
+    assert outcomes == [([], plan)] * RANKS
 
 
 def evaluate_while_ranks_change(replan: str) -> tuple[list[float], list[str], list[Failure]]:

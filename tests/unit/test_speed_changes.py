@@ -20,7 +20,7 @@ from poplar.planner.cost_model import costs_of
 from poplar.planner.prediction import predict
 from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
-from poplar.values.plan import Plan
+from poplar.values.plan import Plan, UnitPlan
 
 JITTER = 0.1
 SPIKES = 0.02
@@ -147,6 +147,30 @@ def test_a_change_does_not_pay_in_the_last_steps():
         for ratios in steps(noise, [(40, 0, 2.0)], 80)
     ]
     assert not any(found)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan.manual(f"{2 * PROFILE.devices[0].max_batch},8,8,8", stage=1),
+        replace(
+            Plan.proportional(SPEEDS, 96, 1, 20), units=(UnitPlan("new", shares=(1, 0, 0, 0)),)
+        ),
+    ],
+    ids=["samples", "units"],
+)
+def test_no_plan_is_compared_with_one_that_was_not_profiled(plan):
+    replanner, noise = Replanner(PROFILE), random.Random(0)
+    for ratios in steps(noise, [(40, 0, 2.0)], 80):
+        assert replanner.add([[row(noise, r, 0.2) for r in ratios]], plan, steps_left=1000) is None
+
+
+def test_rows_of_passes_that_were_not_profiled_are_not_used():
+    levels, noise = SpeedLevels([0.0, 0.0]), random.Random(0)
+    for ratios in steps(noise, [], 40):
+        levels.add([row(noise, ratios[0], 0.2), Row(ratios[1], math.inf, 512.0)])
+    levels.look_for_changes()
+    assert [error < math.inf for error in levels.errors] == [True, False]
 
 
 SLOW_LINKS = replace(
