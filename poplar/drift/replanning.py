@@ -119,8 +119,8 @@ class Replanner:
         if max(certain) - min(certain) <= LEAST_CHANGE:
             return None
         levels = [
-            before + shared if error < math.inf and not change else level
-            for level, error, before, change in zip(now, errors, self.levels, certain, strict=True)
+            level if change else before + shared
+            for level, before, change in zip(now, self.levels, certain, strict=True)
         ]
         if max(map(abs, map(operator.sub, levels, self._searched))) < LEAST_CHANGE / 2:
             return None

@@ -138,6 +138,25 @@ def test_a_slowdown_that_all_ranks_share_changes_no_plan():
     assert replans(1, [(60, rank, 1.5) for rank in range(4)], 160, stage=1) == []
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_rank_whose_level_is_not_known_changes_as_the_others_do(measured):
+    """Rank 1 is slower; rank 2 has just had a few slow steps, or has no samples at all."""
+    noise, rows = random.Random(0), []
+    for step in range(80):
+        factors = [1.3, 1.3, 1.3, 1.3] if step >= WARM_UP else [1.0] * 4
+        factors[1] *= 1.5 if step >= 60 else 1.0
+        factors[2] *= 1.1 if step >= 76 else 1.0
+        seconds = [0.2 * factor * math.exp(noise.gauss(0.0, 0.03)) for factor in factors]
+        rows.append([Row(each, 0.2, 512.0) for each in seconds])
+        if not measured:
+            rows[-1][2] = Row(seconds[2], 0.0, 512.0)
+    replanner, plan = Replanner(PROFILE), Plan.proportional(SPEEDS, 96, 1, 20)
+    found = replanner.add(rows, plan, steps_left=1000)
+    assert replanner._speeds.errors[2] == math.inf
+    assert list(found.slowdowns) == [1]
+    assert replanner.levels[2] == replanner.levels[0] == pytest.approx(math.log(1.3), abs=0.03)
+
+
 def test_a_change_does_not_pay_in_the_last_steps():
     replanner = Replanner(PROFILE)
     plan = Plan.proportional(SPEEDS, 96, 1, 20)
