@@ -12,13 +12,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-
-import torch
 
 from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.files.savers import claim, release
@@ -34,7 +32,7 @@ from poplar.comm.point_to_point import Message
 from poplar.elastic.agent_folder import agent_folder, private_folder
 from poplar.elastic.memory_state import MemoryState, files_in, find, newest_whole, path_of
 from poplar.elastic.shard_file import START, Description, Mark, ShardFile, write_shard
-from poplar.zero.agreement import exchange_results
+from poplar.zero.agreement import exchange_results, run_on_all_ranks
 from poplar.zero.collective_calls import CollectiveCalls, collective
 
 _LOADING = "MemoryCheckpoints.load_latest()"
@@ -108,9 +106,13 @@ class MemoryCheckpoints:
         """
         parts = self._optimizer._training_parts()
         parts.reject_nonfinite(_SAVING)
-        check_idle(parts, _SAVING)
-        claim(self.folder, self, advice="give each of them another name=")
-        self._slots_of(parts).save(parts, checked_step(step), self._state)
+
+        def check() -> int:
+            check_idle(parts, _SAVING)
+            claim(self.folder, self, advice="give each of them another name=")
+            return checked_step(step)
+
+        self._slots_of(parts).save(parts, check, self._state)
 
     def _slots_of(self, parts: TrainingParts) -> _Slots:
         """Those of the ranks that train now. Collective."""
@@ -195,37 +197,55 @@ class _Slots:
             _remove(self._folder, but=f"{self._tag}-{(self._saves - 1) % 2}-")
 
     @no_garbage_collection()
-    def save(self, parts: TrainingParts, step: int, state: Mapping[str, Any]) -> None:
-        """Save a step into the slot that was not written last. Collective."""
+    def save(
+        self, parts: TrainingParts, check: Callable[[], int], state: Mapping[str, Any]
+    ) -> None:
+        """Save a step into the slot that was not written last. Collective.
+
+        If it fails on a rank, the next save writes the same slot on all ranks.
+
+        Args:
+            check: returns the step, or raises on this rank.
+        """
         rank, engine = self.control.group.rank, parts.engine
-        if self._saves == 1:  # once all ranks have saved a step, nothing older is needed
-            self.control.exchange(torch.zeros(1, device="cpu"), what=_SAVING)()
-            _remove(self._folder, but=self._tag)
-            self._has_older = False
         has_all = engine.strategy.replicates_state
         base = saves_base(engine.model, None)
         contents: dict[int, Content] = {}
         added: list[State] = []
 
-        def prepare() -> Mapping[str, int]:
+        def prepare() -> tuple[int, Mapping[str, int]]:
+            step = check()
             added.append(State.of(state))
             contents[rank] = content_of(parts, added[0], base, rank)
-            return added[0].digests
+            return step, added[0].digests
 
-        digests = exchange_results(self.control, prepare, what=_SAVING)
-        check_equal_state(self.control.group.by_name(digests))
+        prepared = exchange_results(self.control, prepare, what=_SAVING)
+        step = prepared[rank][0]
+        check_equal_state(self.control.group.by_name([digests for _, digests in prepared]))
+        if self._saves == 1:  # all ranks have saved a step, so nothing older is needed
+            _remove(self._folder, but=self._tag)
+            self._has_older = False
         contents[rank].own_buffers.update(contents[rank].buffers)
         by_rank = {rank: contents[rank].entries.values[f"{RANK}{rank}"]}
         if self._has_spares and has_all:
-            contents |= {owner: content_of(parts, added[0], base, owner) for owner in self._held}
             by_rank = dict(enumerate(self.control.exchange_objects(by_rank[rank], what=_SAVING)))
-        for owner, content in contents.items():
-            entries, manifest = content.entries, manifest_of(parts, content, step)
-            own = {**entries.values, f"{RANK}{owner}": by_rank[owner]}
-            described = Description({}, own, entries.paths, entries.aliases, manifest)
-            write_shard(self._reserved(owner), step, self.control.group.size, described)
+
+        def write() -> Mark:
+            """Returns the mark of this rank's own part."""
+            held = self._held if has_all else ()
+            spares = {owner: content_of(parts, added[0], base, owner) for owner in held}
+            written: dict[int, Mark] = {}
+            for owner, content in (contents | spares).items():
+                entries, manifest = content.entries, manifest_of(parts, content, step)
+                own = {**entries.values, f"{RANK}{owner}": by_rank[owner]}
+                described = Description({}, own, entries.paths, entries.aliases, manifest)
+                files, ranks = self._reserved(owner), self.control.group.size
+                written[owner] = write_shard(files, step, ranks, described)
+            return written[rank]
+
+        marks = exchange_results(self.control, write, what=_SAVING)
         if self._has_spares and not has_all:
-            self._send_spares()
+            self._send_spares(marks)
         self._saves += 1
 
     def _next_files(self, owner: int) -> tuple[ShardFile, ShardFile]:
@@ -241,25 +261,25 @@ class _Slots:
         """Those of `_next_files` that get memory now, so that too little of it shows early."""
         return self._next_files(owner)[: 1 if self._has_older else 2]
 
-    def _send_spares(self) -> None:
-        """Copy what this rank has written to its holders. Collective."""
-        own = self._next_files(self.control.group.rank)[0]
-        assert own.mark is not None
-        marks = self.control.exchange(torch.tensor(own.mark, device="cpu"), what=_SAVING)()
-        sent = own.bytes[START : own.mark.end]
+    def _send_spares(self, marks: Sequence[Mark]) -> None:
+        """Copy what this rank has written to its holders. `marks`: by rank. Collective."""
+
+        def reserve() -> None:
+            for owner in self._held:
+                for file in self._reserved(owner):
+                    file.reserve(marks[owner].end)
+
+        run_on_all_ranks(self.control, reserve, doing=_SAVING)
+        rank = self.control.group.rank
+        sent = self._next_files(rank)[0].bytes[START : marks[rank].end]
         messages = [Message(holder, sent, incoming=False) for holder in self._holders]
-        received = []
         for owner in self._held:
-            mark = Mark(*marks[owner].tolist())
-            files = self._reserved(owner)
-            for file in files:
-                file.reserve(mark.end)
-            files[0].begin()
-            messages.append(Message(owner, files[0].bytes[START : mark.end], incoming=True))
-            received.append((files[0], mark))
+            file = self._next_files(owner)[0]
+            file.begin()
+            messages.append(Message(owner, file.bytes[START : marks[owner].end], incoming=True))
         self.control.send_and_receive(messages, what=_SAVING)
-        for file, mark in received:
-            file.finish(mark)
+        for owner in self._held:
+            self._next_files(owner)[0].finish(marks[owner])
 
 
 def holders_of(hosts: Hosts, owner: int, spares: int) -> list[int]:

@@ -141,7 +141,7 @@ class ShardFile:
 
 def write_shard(
     files: Sequence[ShardFile], step: int, ranks: int, description: Description
-) -> None:
+) -> Mark:
     """Write a step into the first file; a second one gets room for the next step.
 
     Args:
@@ -178,3 +178,4 @@ def write_shard(
     for device in {part.device for _, part in copies if part.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     file.finish(mark)
+    return mark

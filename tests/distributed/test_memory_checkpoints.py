@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
-from ranks import Pool, RanksFailed
+from ranks import Failure, Pool, RanksFailed
 from test_checkpoints import (
     FOUR,
     THREE,
@@ -266,3 +268,50 @@ def tear_last_step(folder: str) -> None:
 
 def test_step_that_a_rank_has_not_saved_is_done_again(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(tear_last_step, str(tmp_path), ranks=3)
+
+
+def save_after_a_failed_save(stage: int, folder: str, failing: str) -> list[Failure]:
+    """What a save raises that fails on a rank; training and saves then go on.
+
+    Rank 1 cannot write, cannot reserve memory for a spare, or passes a wrong step.
+    """
+    plan = plan_of_three(stage)
+    model, optimizer = build(plan)
+    settings: dict[str, Any] = {"spare_shards": 1, "folder": f"{folder}/{harness.rank()}"}
+    memory = MemoryCheckpoints(optimizer, **settings)
+    for step in (1, 2):
+        train(optimizer, step - 1, 1)
+        memory.save(step)
+    train(optimizer, 2, 1)
+    with ExitStack() as stack:
+        if harness.rank() == 1 and failing != "step":
+            error = OSError(errno.ENOSPC, "planted")
+            stack.enter_context(mock.patch.object(ShardFile, failing, side_effect=error))
+        with harness.catching() as caught:
+            memory.save(-1 if harness.rank() == 1 and failing == "step" else 3)
+    dist.barrier(harness.group())
+    last = {mark.step for _, owner, mark in find(memory.folder) if owner == harness.rank()}
+    assert 2 in last
+    train(optimizer, 3, 1)
+    memory.save(4)
+    expected = values_of(model, optimizer)
+    model, optimizer = build(plan, seed=1)
+    assert MemoryCheckpoints(optimizer, **settings).load_latest() == 4
+    for name, value in values_of(model, optimizer).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+    return caught
+
+
+@pytest.mark.parametrize("failing", ["finish", "reserve", "step"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_training_goes_on_after_a_save_that_failed_on_a_rank(
+    ranks: Pool, stage: int, failing: str, tmp_path: Path
+) -> None:
+    outcomes = ranks.run(save_after_a_failed_save, stage, str(tmp_path), failing, ranks=3)
+    if stage == 0 and failing == "reserve":  # what is written there is written by each rank
+        assert outcomes == [[]] * 3
+        return
+    for rank, (caught,) in enumerate(outcomes):
+        own, message = ("ValueError", "at least 0") if failing == "step" else ("OSError", "planted")
+        assert caught.type == (own if rank == 1 else "RankFailed")
+        assert message in caught.message
