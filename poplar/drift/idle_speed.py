@@ -12,6 +12,8 @@ from collections import deque
 
 import torch
 
+from poplar.system.out_of_memory import is_out_of_memory
+
 WORK_SECONDS = 0.2
 """Of one measurement. A device under a quota runs at full speed for the first milliseconds."""
 REST_SECONDS = 20.0
@@ -48,8 +50,10 @@ class IdleSpeed:
             while len(self._first) < FIRST:
                 self._first.append(seconds_of_work(self._device))
             self._latest.append(seconds_of_work(self._device))
-        except torch.OutOfMemoryError:  # another job has the memory, so it is no rank to take back
-            self._latest.clear()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._latest.clear()  # another job has the memory, so it is no rank to take back
         self._next = time.monotonic() + REST_SECONDS
         if len(self._latest) < (self._latest.maxlen or 0):
             return None

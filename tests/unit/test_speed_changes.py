@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
+from unittest import mock
 
 import pytest
 import torch
@@ -251,6 +252,24 @@ def test_a_rank_that_is_left_out_again_must_be_fast_for_longer(monkeypatch):
         assert changes[: needed - 1] == [None] * (needed - 1)
         assert changes[needed - 1 : -1] == pytest.approx([math.log(2.0)] * needed)
         assert changes[-1] == pytest.approx(math.log(0.5))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+)
+def test_a_rank_whose_memory_another_job_has_reports_nothing(monkeypatch, error):
+    outcomes = [1.0] * 6
+    monkeypatch.setattr(
+        idle_speed, "seconds_of_work", mock.Mock(side_effect=[*outcomes, error, *outcomes])
+    )
+    monkeypatch.setattr(idle_speed, "REST_SECONDS", 0.0)
+    speed = idle_speed.IdleSpeed(torch.device("cpu"), 1)
+    assert [speed.change() for _ in range(7)] == [None, None, 0.0, None, None, None, 0.0]
 
 
 def test_a_rank_of_which_nothing_is_known_stays_left_out():
