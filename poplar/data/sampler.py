@@ -28,6 +28,7 @@ from poplar.data.global_batch import (
 )
 from poplar.data.lengths import checked_lengths, deal, digest_of, grouped_order
 from poplar.values.plan import Plan
+from poplar.values.schema import Count, checked
 
 
 class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
@@ -77,7 +78,7 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         group_by_length: bool = False,
     ) -> None:
         super().__init__(plan, resolve_rank(plan, rank))
-        self._length = length
+        self._length = length = checked(Count, length, "length")
         self._seed = seed
         self._shuffle = shuffle
         self._steps, tail = divmod(length, plan.global_batch)
@@ -171,11 +172,15 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`.
 
-        The current epoch keeps the position where it was resumed, so the usual
-        `for epoch in range(...): sampler.set_epoch(epoch)` also works after `load_state_dict`.
+        The current epoch keeps the position where it was resumed, until it has been trained from
+        there, so the usual `for epoch in range(...): sampler.set_epoch(epoch)` also works after
+        `load_state_dict`.
         """
-        if epoch != self._epoch or self._drawn == self._steps:
-            self._epoch, self._start, self._drawn, self._done = epoch, 0, 0, 0
+        # How far workers draw ahead differs between ranks; what an optimizer has taken does not.
+        is_over = self._done > self._start if self._taken else self._drawn == self._steps
+        if epoch != self._epoch or is_over:
+            self._start = 0
+        self._epoch, self._drawn, self._done = epoch, self._start, self._start
 
     def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
         """The position in the data, for `load_state_dict` with any plan of the same global batch.

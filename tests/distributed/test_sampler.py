@@ -195,6 +195,27 @@ def test_set_epoch_keeps_the_resumed_position():
     assert list(resumed) == whole
 
 
+def test_set_epoch_of_a_resumed_epoch_left_early_is_the_same_on_all_ranks():
+    """However many batches the workers of a rank have drawn ahead."""
+    for ahead in (1, 3):
+        whole, resumed = (HeteroBatchSampler(48, Plan.manual("12", stage=0)) for _ in range(2))
+        expected = list(whole)
+        resumed.load_state_dict({**whole.state_dict(), "epoch": 0, "step": 1})
+        assert list(islice(resumed, ahead)) == expected[1 : 1 + ahead]
+        resumed.take()
+        resumed.set_epoch(0)
+        assert list(resumed) == expected
+
+
+def test_a_look_at_the_data_keeps_the_resumed_position():
+    whole, resumed = (HeteroBatchSampler(48, Plan.manual("12", stage=0)) for _ in range(2))
+    expected = list(whole)
+    resumed.load_state_dict({**whole.state_dict(), "epoch": 0, "step": 1})
+    next(iter(resumed))
+    resumed.set_epoch(0)
+    assert list(resumed) == expected[1:]
+
+
 def test_resumed_epoch_left_early_restarts_where_it_was_resumed():
     plan = Plan.manual("12", stage=0)
     sampler = HeteroBatchSampler(48, plan)
@@ -262,6 +283,13 @@ def test_too_short_last_batch_raises_at_construction():
         with pytest.raises(ValueError, match=r"14 samples, .* has 2 .* 3 ranks .* by 1 samples"):
             HeteroBatchSampler(14, plan, rank=rank, drop_last=False)
         assert len(HeteroBatchSampler(14, plan, rank=rank)) == 2
+
+
+def test_length_is_checked():
+    with pytest.raises(ValueError, match="length must be at least 0, got -5"):
+        HeteroBatchSampler(-5, Plan.manual("12", stage=0))
+    with pytest.raises(TypeError, match="length must be a whole number, got 24"):
+        HeteroBatchSampler(24.0, Plan.manual("12", stage=0))
 
 
 @pytest.mark.parametrize("length", [0, 11])
