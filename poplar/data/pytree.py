@@ -221,6 +221,8 @@ def _without_rows(tree: Any, path: str) -> Iterator[str]:
     """Members of a pytree whose dim 0 is not the samples, or cannot be cut."""
     if isinstance(tree, PackedSequence):
         yield f"{path} is a PackedSequence"
+    elif isinstance(tree, SplitsItself):
+        yield f"{path} is a {type(tree).__name__} inside of another batch"
     elif not isinstance(tree, Tensor):
         for step, child in _children(tree):
             yield from _without_rows(child, path + step)

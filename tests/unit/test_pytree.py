@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from poplar.data import pytree
+from poplar.data.micro_batch_collation import MicroBatches
 
 Pair = namedtuple("Pair", "inputs targets")
 
@@ -243,6 +244,14 @@ def test_batches_that_are_not_split_along_dim_0_name_the_collation(name):
     with pytest.raises(ValueError, match=r"CollateMicroBatches\(collate, plan\)") as raised:
         pytree.samples_in(NOT_ROWS[name]())
     assert name in {"images", "graph", "an object"} or name.split()[-1] in str(raised.value)
+
+
+def test_micro_batches_inside_of_another_batch_are_refused():
+    """Each micro-batch would get all of them."""
+    collated = MicroBatches([torch.ones(1, 2), torch.ones(1, 2)], (2,), torch.cat)
+    for split in (lambda batch: pytree.split(batch, [1, 1]), lambda batch: pytree.take(batch, [0])):
+        with pytest.raises(ValueError, match=r"batch\[0\] is a MicroBatches inside of another"):
+            split((collated, torch.ones(2)))
 
 
 @pytest.mark.parametrize("batch", [{}, "text", [1, 2], torch.tensor(1.0), {"x": None}])
