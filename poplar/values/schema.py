@@ -349,10 +349,13 @@ _EXPECTED = {int: "a whole number", float: "a number", str: "a string", bool: "T
 def _scalar(kind: type, value: Any, path: str) -> Any:
     if isinstance(value, bool) == (kind is bool):
         if kind is float and isinstance(value, Real):
-            number = min(value, 2 * _LARGEST) if isinstance(value, int) else float(value)
+            number = 2 * _LARGEST  # if it is too large for a float
+            with suppress(OverflowError):
+                number = float(value)
             if math.isfinite(number) and abs(number) > _LARGEST:
-                raise ValueError(f"{path} must be at most {_LARGEST:g}, got {_shown(value)}")
-            return float(number) + 0.0  # turns -0.0 into 0.0: equal values must have equal digests
+                expected = f"at most {_LARGEST:g} in absolute value"
+                raise ValueError(f"{path} must be {expected}, got {_shown(value)}")
+            return number + 0.0  # turns -0.0 into 0.0: equal values must have equal digests
         if kind is int and hasattr(value, "__index__"):
             if abs(operator.index(value)) >= _INTEGERS:
                 raise ValueError(f"{path} must be below 2**63, got {_shown(value)}")

@@ -115,6 +115,7 @@ def test_documents_inside_a_document_keep_their_versions(tmp_path):
     ("field", "value", "message"),
     [
         ("shares", [1e308, 1e308], r"shares\[0\] must be at most 1e\+30"),
+        ("shares", [-(10**400), 1], r"shares\[0\] must be at most 1e\+30 in absolute value"),
         ("global_batch", 2**70, r"global_batch must be below 2\*\*63"),
         ("version", True, "plan format True"),
         ("prediction", {"step_seconds": 1e308}, r"prediction\.step_seconds must be at most"),
