@@ -395,6 +395,8 @@ for _name, _function in plain.FUNCTIONS.items():
 # The libraries are in the folder of `_core` (in an editable install, not in that of this file).
 
 _CHOICE = os.environ.get("POPLAR_OPS", "").lower()
+if _CHOICE not in ("", "off", "triton"):
+    raise ValueError(f"POPLAR_OPS must be off, triton or unset, got {_CHOICE!r}")
 _CPP, _TRITON, _PYTORCH, _NONE = "C++", "Triton", "plain PyTorch", "none"
 
 

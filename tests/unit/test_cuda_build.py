@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,15 @@ def test_a_device_that_the_library_has_no_kernels_for_is_refused(
         setup._check_operators(device)
     monkeypatch.setattr(ops, "_cuda_provider", ops.Provider("Triton", "POPLAR_OPS=triton"))
     setup._check_operators(device)
+
+
+def test_poplar_ops_refuses_other_words():
+    program, environment = "from poplar import ops", {**os.environ, "POPLAR_OPS": "of"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert "POPLAR_OPS must be off, triton or unset, got 'of'" in done.stderr
+    assert done.returncode == 1
 
 
 def cmake(*arguments: object) -> subprocess.CompletedProcess[str]:
