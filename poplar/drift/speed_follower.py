@@ -24,6 +24,7 @@ from poplar.values.errors import agreed, check_class
 from poplar.values.formatting import format_ranks, format_signed_percent
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
+from poplar.values.schema import Count, checked
 from poplar.zero.agreement import exchange_results
 from poplar.zero.micro_batches import MicroBatch
 from poplar.zero.setup import check_choice
@@ -52,18 +53,18 @@ def follow(
     """`HeteroZeroOptimizer.follow_drift`, which documents it. Collective over all ranks."""
     training, doing = optimizer._training, "follow_drift()"
 
-    def checked() -> tuple[ClusterProfile, str, int | None, str]:
+    def check() -> tuple[ClusterProfile, str, int | None, str]:
         check_choice("replan", replan, Literal["auto", "advise", "off"])
         check_choice("leave_out", leave_out, Choice)
         check_class("profile", profile, ClusterProfile)
         if optimizer.plan is None:
             raise ValueError("follow_drift() needs an optimizer that was built with a plan")
         predict(profile, optimizer.plan)  # raises if it is of other ranks or another model
-        return profile, replan, steps, leave_out
+        return profile, replan, checked(Count | None, steps, "steps"), leave_out
 
     if training.ranks.left_out:
         training.calls.let_all_run(doing if training.ranks.is_active else "")
-    arguments = exchange_results(training.ranks.whole_control, checked, what=doing)
+    arguments = exchange_results(training.ranks.whole_control, check, what=doing)
     if any(other != arguments[0] for other in arguments):
         raise agreed(
             ValueError(
@@ -71,6 +72,7 @@ def follow(
                 "the first rank, and the same replan, steps and leave_out, on all ranks"
             )
         )
+    _, _, steps, _ = arguments[0]
     follower = None
     if replan != "off":
         applies = replan == "auto"

@@ -432,6 +432,22 @@ def test_wrong_arguments_are_refused_on_all_ranks(
     assert all(message in failure.message for failure in failures)
 
 
+def follow_for(steps: Any) -> None:
+    plan, group = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1), harness.group()
+    model = nn.Linear(8, 1).to(harness.device())
+    optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, process_group=group, lr=1e-2)
+    optimizer.follow_drift(profile(), steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [("100", "a whole number, got '100'"), (99.5, "a whole number, got 99.5"), (-1, "at least 0")],
+)
+def test_a_wrong_number_of_steps_is_refused(ranks: Pool, steps: Any, message: str) -> None:
+    failures = ranks.run_expecting_errors(follow_for, steps, ranks=RANKS)
+    assert all(f"steps must be {message}" in failure.message for failure in failures)
+
+
 def train_on_data_that_cannot_follow(data: str, left_out: bool) -> tuple[int, list[str], Plan]:
     """Steps, messages and the last plan. Rank 1 becomes slower, much slower if it is left out."""
     torch.manual_seed(0)
