@@ -1,7 +1,7 @@
 """The folder in memory of the ranks of one agent of torchrun, which outlives the ranks.
 
 Its name has the process number and the start of the agent, so no other job reads it. The folder of
-an agent that has ended stays until other ranks of the same user start on the host.
+an agent that has ended stays until other ranks of the same user start in the same PID namespace.
 """
 
 from __future__ import annotations
