@@ -1,6 +1,5 @@
 #include "crc32c.h"
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -16,7 +15,6 @@ namespace {
 
 constexpr std::uint32_t kPolynomial = 0x82F63B78;  // reflected
 constexpr std::size_t kWord = sizeof(std::uint64_t);
-constexpr std::size_t kCopied = 4096;  // bytes; about as fast as three interleaved checksums
 
 using Tables = std::array<std::array<std::uint32_t, 256>, kWord>;
 
@@ -118,20 +116,6 @@ std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t crc) {
     return crc32c_portable(data, bytes, crc);
   }
   return ~by_instruction(static_cast<const unsigned char*>(data), bytes, ~crc);
-}
-
-std::uint32_t crc32c_copy(void* target, const void* source, std::size_t bytes, std::uint32_t crc) {
-  auto* to = static_cast<unsigned char*>(target);
-  const auto* from = static_cast<const unsigned char*>(source);
-  while (bytes > 0) {
-    const std::size_t count = std::min(bytes, kCopied);
-    crc = crc32c(from, count, crc);
-    std::memcpy(to, from, count);
-    to += count;
-    from += count;
-    bytes -= count;
-  }
-  return crc;
 }
 
 }  // namespace poplar

@@ -10,9 +10,6 @@ namespace poplar {
 // Continues `crc`, the checksum of the bytes before; 0 at the start.
 std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t crc);
 
-// Copies the bytes, too. They come from memory once: the copy finds them in the processor's cache.
-std::uint32_t crc32c_copy(void* target, const void* source, std::size_t bytes, std::uint32_t crc);
-
 // The same without special instructions.
 std::uint32_t crc32c_portable(const void* data, std::size_t bytes, std::uint32_t crc);
 
