@@ -31,10 +31,12 @@ _OPTIMIZER = "poplar.optimizer.HeteroZeroOptimizer"
 _FULL = "poplar.training.unsharded_model"
 _CHECKPOINT = "poplar.checkpoint"
 _CALLS = "poplar.zero.collective_calls"
+_STRATEGY = "poplar.zero.stages.strategy.Strategy"
 _LOOP = "poplar.zero.micro_batch_loop.MicroBatchLoop"
 BEFORE = {
     *(f"{_OPTIMIZER}.{name}" for name in ("micro_batches", "collective_calls", "full_parameters")),
     *(f"{_FULL}.full_parameters{part}" for part in ("", ".<locals>.running")),
+    *(f"{_STRATEGY}.{name}" for name in ("sends_differences", "sends_updates")),
     *(f"{_CHECKPOINT}.save.{name}" for name in ("save_checkpoint", "save_now")),
     *(f"{_CHECKPOINT}.load.{name}" for name in ("load_checkpoint", "load_as")),
     *(f"{_CHECKPOINT}.manager.CheckpointManager.{n}" for n in ("load_latest", "collective_calls")),
