@@ -95,7 +95,7 @@ class FailureReports:
         """
         self.rank, self.size = rank, size
         self._store, self.prefixes = store, (prefix, *outer)
-        self._is_watching = False
+        self._is_watching = self._is_cause = False
         self.seen = threading.Event()
         """Set once any rank has reported a failure, if `watch` was called."""
 
@@ -109,7 +109,13 @@ class FailureReports:
         return cls(store, prefix, process_group.rank(), process_group.size(), outer)
 
     def publish(self, reason: str, *, is_cause: bool = False) -> None:
-        """Report a failure of this rank, as far as the store answers; replaces earlier reports."""
+        """Report a failure of this rank, as far as the store answers.
+
+        It replaces an earlier report, but not a cause: what fails since then follows from it.
+        """
+        if self._is_cause and not is_cause:
+            return
+        self._is_cause = is_cause
         value = pickle.dumps(Report(reason, is_cause))
 
         def write(store: Any) -> None:

@@ -88,6 +88,15 @@ def test_a_cause_is_not_hidden_by_a_later_wait_in_another_group() -> None:
     assert found == [([1], "rank 1 failed inside")] * 3
 
 
+def test_a_cause_is_not_replaced_by_what_follows_from_it() -> None:
+    reports = reports_of(dist.HashStore())
+    reports[1].publish("rank 1 is out of memory", is_cause=True)
+    reports[1].publish("rank 1: an earlier collective did not finish")
+    assert reports[0].causes() == {1: "rank 1 is out of memory"}
+    reports[1].publish("rank 1 failed again", is_cause=True)
+    assert reports[0].causes() == {1: "rank 1 failed again"}
+
+
 def test_two_missing_ranks_of_64_are_named() -> None:
     alive = [rank for rank in range(64) if rank not in (5, 63)]
     reports = reports_of(dist.HashStore(), 64)
