@@ -18,7 +18,9 @@ from virtual_programme import loss_and_gradients, random_programme
 
 from poplar.programmes.graph.graph import LEAVES
 from poplar.programmes.graph.placement import REPLICATED
+from poplar.programmes.rules.local_call import LocalCall
 from poplar.programmes.rules.registry import without_rules
+from poplar.programmes.run import exported_graph, local_execution
 from poplar.programmes.run.exported_graph import export_loss
 from poplar.programmes.search.composition import data_parallel
 from poplar.values.errors import NotExportable
@@ -229,3 +231,27 @@ def test_tied_parameters_are_one_leaf():
     model, *_, found = exported("tied", 2)
     names = [name for name, _ in model.named_parameters()]
     assert sorted(found.graph.parameters) == sorted(names)
+
+
+def call_on(device):
+    """The node of a call on a device, which this machine may not have."""
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten.arange.default, (4,), {"device": device})
+    node.meta["val"] = torch.arange(4, device="meta")
+    return exported_graph._call(node, {})
+
+
+def test_ranks_on_several_gpus_have_equal_graphs():
+    first, second = (call_on(torch.device("cuda", index)) for index in range(2))
+    assert repr(first) == repr(second)
+    assert repr(first) != repr(call_on(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(("given", "used"), [("cuda", "cuda:1"), ("cpu", "cpu")])
+def test_tensors_are_made_on_the_own_device_of_a_rank(monkeypatch, given, used):
+    monkeypatch.setitem(local_execution._OWN, "made", lambda *devices, **named: (devices, named))
+    device = torch.device(given)
+    call = LocalCall(operator="made", arguments=(device,), keywords={"device": device}, outputs=())
+    own = torch.device(used)
+    made = local_execution.run_local(call, {}.__getitem__, torch.device("cuda", 1))
+    assert made == ((own,), {"device": own})

@@ -73,7 +73,8 @@ class Node:
     outputs: tuple[TensorType, ...]
     """One, but for operators that return several tensors."""
     arguments: tuple[Any, ...] = ()
-    """Tensors are `Reference`s, also inside lists. Other values are as torch wants them."""
+    """Tensors are `Reference`s, also inside lists. Devices have no index: each rank uses its own of
+    the type. Other values are as torch wants them."""
     keywords: Mapping[str, Any] = field(default_factory=dict)
     returns_list: bool = False
     """The operator returns a list or tuple, of which `GET_ITEM` takes one."""

@@ -327,6 +327,8 @@ def _call(node: fx.Node, known: Mapping[str, str]) -> Node:
             return Reference(known[argument.name])
         if isinstance(argument, list | tuple):
             return [converted(element) for element in argument]
+        if isinstance(argument, torch.device):  # each rank has its own
+            return torch.device(argument.type)
         return argument
 
     value = node.meta.get("val")

@@ -38,9 +38,9 @@ def bound(
     Args:
         register: the number of the tensor that is read, given the name of its node. Called in the
             order of the arguments, keywords last.
-        device: of tensors without inputs.
+        device: of this rank; the call has its type.
     """
-    arguments, reads = _bound_values(dict(enumerate(call.arguments)), register)
+    arguments, reads = _bound_values(dict(enumerate(call.arguments)), register, device)
     if call.operator == ZEROS:
 
         def run_zeros(values: Registers) -> Any:
@@ -48,7 +48,7 @@ def bound(
             return made if call.returns_list else made[0]
 
         return run_zeros
-    keywords, keyword_reads = _bound_values(call.keywords, register)
+    keywords, keyword_reads = _bound_values(call.keywords, register, device)
     called, constant = function(call.operator), list(arguments.values())
     pairs, scale = tuple(reads.items()), call.scale
 
@@ -70,7 +70,7 @@ def run_local(call: LocalCall, value: Callable[[str], Any], device: torch.device
     Args:
         value: the rank's part of a node's output by the node's name, in the placement in which
             this call reads it.
-        device: of tensors without inputs.
+        device: as in `bound`.
     """
     values: Registers = []
 
@@ -85,11 +85,17 @@ _Key = TypeVar("_Key")
 
 
 def _bound_values(
-    given: Mapping[_Key, Any], register: Callable[[str], int]
+    given: Mapping[_Key, Any], register: Callable[[str], int], device: torch.device
 ) -> tuple[dict[_Key, Any], dict[_Key, _Read]]:
     """Arguments that are the same in every step, and how the others are read."""
     reads = {key: read for key, value in given.items() if (read := _bound(value, register))}
-    return dict(given), reads
+    return {key: _on_device(value, device) for key, value in given.items()}, reads
+
+
+def _on_device(argument: Any, device: torch.device) -> Any:
+    """The rank's device, if the argument is a device of its type."""
+    is_own = isinstance(argument, torch.device) and argument.type == device.type
+    return device if is_own else argument
 
 
 def _bound(argument: Any, register: Callable[[str], int]) -> _Read | None:
