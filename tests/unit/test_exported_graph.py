@@ -191,17 +191,54 @@ def test_attention_with_dropout_is_refused():
 
 
 def test_detached_values_have_no_gradient():
-    model, loss_fn = loss_of(lambda model, x: model.linear(x).detach() * model.linear(x))
-    model, x = model.double(), torch.randn(3, 4, dtype=torch.float64)
+    check_forward(lambda model, x: model.linear(x).detach() * model.linear(x), (3, 4))
+
+
+def check_forward(forward, shape):
+    """Compare data parallelism and random programmes with the model in float64."""
+    model, loss_fn = loss_of(forward)
+    model, x = model.double(), torch.randn(shape, dtype=torch.float64)
     found = export_loss(model, loss_fn, x)
+    given = {**found.constants, **dict(model.named_parameters())}
     leaves = {
-        n.name: dict(model.named_parameters()).get(n.source, x)
+        n.name: given.get(n.name, given.get(n.source, x))
         for n in found.graph.nodes.values()
         if n.operator in LEAVES
     }
-    _, gradients = loss_and_gradients(found.graph, data_parallel(found.graph, (2, 1)), leaves)
-    loss_fn(model, x).backward()
-    torch.testing.assert_close(gradients["linear.weight"], model.linear.weight.grad)
+    expected = loss_fn(model, x)
+    expected.backward()
+    draws = random.Random(0)
+    drawn = [random_programme(found.graph, (2, 1), draws) for _ in range(8)]
+    for programme in (data_parallel(found.graph, (2, 1)), *drawn):
+        loss, gradients = loss_and_gradients(found.graph, programme, leaves)
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(gradients["linear.weight"], model.linear.weight.grad)
+
+
+OTHER_CALLS = {
+    "a linear layer with a vector": lambda model, x: F.linear(x, model.linear.weight[0]).mean(),
+    "a view as another dtype": lambda model, x: (
+        model.linear(x) * x.view(torch.int32).bitwise_and(3).sum(-1, keepdim=True)
+    ),
+    "a view as another dtype of equal size": lambda model, x: (
+        model.linear(x) * x.view(torch.int64).bitwise_and(3)
+    ),
+    "repetitions by a tensor": lambda model, x: torch.repeat_interleave(
+        model.linear(x), torch.tensor([1, 3, 2]), dim=1, output_size=6
+    ),
+}
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS)
+def test_calls_that_a_rule_does_not_fit_are_computed_by_all_ranks(call):
+    """Rules are for names of operators, whose overloads and arguments may be others."""
+    check_forward(OTHER_CALLS[call], (5, 3, 4))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_rules_fit_all_calls_of_the_examples(task):
+    *_, found = exported(task, 4)
+    assert not any(node.is_whole for node in found.graph.nodes.values())
 
 
 def test_dropout_that_keeps_everything_is_exported():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from poplar.programmes.graph.graph import INPUT, Graph, Node, Reference, TensorType
-from poplar.programmes.run.local_execution import passed_inputs
+from poplar.programmes.run.meta_execution import passed_inputs
 
 FLOATS = TensorType((3, 4), "float32", 4)
 INDICES = TensorType((3, 4), "int64", 8)

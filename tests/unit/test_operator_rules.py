@@ -7,7 +7,7 @@ ratios that leave ranks without any part.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Sharded, loca
 from poplar.programmes.rules.registry import RULES, base_name, local_call, pattern_of
 from poplar.programmes.rules.strategy import Strategy, strategies
 from poplar.programmes.run.local_execution import function, run_local
+from poplar.programmes.run.meta_execution import with_fitting_rules
 
 CPU = torch.device("cpu")
 RATIOS = ((1,), (2, 1), (0, 1, 0), (1, 3, 2), (5, 0, 1, 1))
@@ -364,6 +365,20 @@ def close(actual, expected, message, computed=torch.float64):
 def test_number_of_axes_along_which_an_operator_is_divided(case):
     call = called(case, torch.Generator().manual_seed(0))
     assert len(list(pattern_of(call.graph, call.node).divisible_axes())) == case.axes
+
+
+# On meta, as in an export, rows are aligned.
+ALIGNED = F((6, 8), dtype=torch.bfloat16), F((3, 8, 16), dtype=torch.bfloat16), ENDS
+ON_META = [
+    replace(case, arguments=ALIGNED, keywords={}) if "_grouped_mm" in case.operator else case
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize("case", ON_META, ids=str)
+def test_rules_fit_all_cases(case):
+    call = called(case, torch.Generator().manual_seed(0))
+    assert not with_fitting_rules(call.graph).nodes["node"].is_whole
 
 
 def test_every_rule_has_a_case():

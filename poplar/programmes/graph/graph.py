@@ -82,6 +82,8 @@ class Node:
     """A leaf's name in the model, or its path in the batch."""
     is_trained: bool = False
     """A parameter with a gradient and optimizer state."""
+    is_whole: bool = False
+    """Every rank computes all of it, because the rule of the operator does not fit this call."""
 
     @property
     def inputs(self) -> tuple[str, ...]:

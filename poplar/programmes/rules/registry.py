@@ -31,7 +31,9 @@ def base_name(operator: str) -> str:
 
 
 def rule_of(node: Node) -> Rule:
-    """The rule of a node's operator; `COMPUTED_BY_ALL` if there is none."""
+    """The rule of a node's operator; `COMPUTED_BY_ALL` if there is none, or it does not fit."""
+    if node.is_whole:
+        return COMPUTED_BY_ALL
     return RULES.get(base_name(node.operator), COMPUTED_BY_ALL)
 
 
@@ -121,6 +123,12 @@ def local_call(
         arguments = tuple(Reference(name) for name in node.inputs)
         return replace(call, operator=ZEROS, arguments=arguments, keywords={})
     return rule_of(node).localize(call, part)
+
+
+def whole_call(graph: Graph, node: Node) -> LocalCall:
+    """What one process calls for a node."""
+    by_all = next(strategies_of(graph, node))
+    return local_call(graph, node, by_all.inputs, by_all.output, (1,), 0)
 
 
 def without_rules(graph: Graph) -> Iterator[Node]:

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 
 from poplar.data import pytree
 from poplar.programmes.graph.graph import BUFFER, CONSTANT, INPUT, PARAMETER
-from poplar.programmes.rules.registry import local_call, strategies_of
+from poplar.programmes.rules.registry import whole_call
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
 from poplar.programmes.run.function_modes import HooksRefused
 from poplar.programmes.run.local_execution import run_local
@@ -162,8 +162,7 @@ class CheckedExport:
                 is_known = node.operator == BUFFER and node.source in buffers
                 values[name] = buffers[node.source] if is_known else exported.constants[name]
             else:
-                by_all = next(strategies_of(exported.graph, node))
-                call = local_call(exported.graph, node, by_all.inputs, by_all.output, (1,), 0)
+                call = whole_call(exported.graph, node)
                 values[name] = run_local(call, values.__getitem__, self._device)
         loss: Tensor = values[exported.graph.output]
         return loss

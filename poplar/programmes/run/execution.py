@@ -27,7 +27,8 @@ from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.local_call import ZEROS
 from poplar.programmes.rules.registry import local_call
 from poplar.programmes.run.collectives import convert, own_part
-from poplar.programmes.run.local_execution import Registers, bound, passed_inputs, zeros_of
+from poplar.programmes.run.local_execution import Registers, bound, zeros_of
+from poplar.programmes.run.meta_execution import passed_inputs
 from poplar.values.errors import CollectiveTimeout
 
 _PARAMETERS, _BATCH, _BUFFERS = 0, 1, 2

@@ -34,6 +34,7 @@ from poplar.programmes.graph.graph import (
     TensorType,
 )
 from poplar.programmes.run.function_modes import Exported
+from poplar.programmes.run.meta_execution import with_fitting_rules
 from poplar.values.errors import NotExportable
 
 _ROOT = "model."
@@ -225,7 +226,7 @@ def _converted(
         raise NotExportable(
             f"loss_fn must return a float tensor of no dimensions, got {loss.output}"
         )
-    graph = _needed(Graph(nodes, loss.name))
+    graph = with_fitting_rules(_needed(Graph(nodes, loss.name)))
     return graph, {k: v for k, v in constants.items() if k in graph.nodes}
 
 

@@ -1,21 +1,21 @@
 """Runs a rank's calls (`rules.local_call`) with torch.
 
 A rank with an empty part of a node computes zeros in its place. Autograd must reach an input from
-an output there exactly if it does on the other ranks (`passed_inputs`); otherwise the ranks issue
-different collectives in the backward pass.
+an output there exactly if it does on the other ranks (`meta_execution.passed_inputs`); otherwise
+the ranks issue different collectives in the backward pass.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from poplar.programmes.graph.graph import GET_ITEM, Graph, Node, Reference, TensorType
+from poplar.programmes.graph.graph import GET_ITEM, Reference
 from poplar.programmes.rules.local_call import (
     EMBEDDING_PART,
     GROUPED_MM_PART,
@@ -93,8 +93,8 @@ def _bound_values(
 
 
 def _on_device(argument: Any, device: torch.device) -> Any:
-    """The rank's device, if the argument is a device of its type."""
-    is_own = isinstance(argument, torch.device) and argument.type == device.type
+    """The rank's device, if the argument is a device of its type; on meta, whatever its type."""
+    is_own = isinstance(argument, torch.device) and device.type in (argument.type, "meta")
     return device if is_own else argument
 
 
@@ -135,7 +135,7 @@ def _check_indices(indices: Tensor, first: int, size: int) -> None:
     On CUDA, it is an assertion on the device that fails, as those in torch's kernels.
     """
     are_inside = ((indices >= first) & (indices < size)).all()
-    if indices.is_cuda:
+    if not indices.is_cpu:
         torch._assert_async(are_inside, f"index out of range of {size} entries")
     elif not are_inside:
         raise IndexError(
@@ -253,7 +253,7 @@ def _connected_zeros(
 
     Collectives in the backward pass then run on every rank.
     """
-    if not _is_differentiable(dtype):
+    if not is_differentiable(dtype):
         return torch.zeros(shape, dtype=dtype, device=device)
     result: Tensor = _ConnectedZeros.apply(  # type: ignore[no-untyped-call]
         shape, dtype, device, *inputs
@@ -261,7 +261,8 @@ def _connected_zeros(
     return result
 
 
-def _is_differentiable(dtype: torch.dtype) -> bool:
+def is_differentiable(dtype: torch.dtype) -> bool:
+    """Whether tensors can have a gradient."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -274,7 +275,7 @@ class _ConnectedZeros(torch.autograd.Function):
         device: torch.device,
         *inputs: Tensor,
     ) -> Tensor:
-        ctx.inputs = [(x.shape, x.dtype, x.device, _is_differentiable(x.dtype)) for x in inputs]
+        ctx.inputs = [(x.shape, x.dtype, x.device, is_differentiable(x.dtype)) for x in inputs]
         return torch.zeros(shape, dtype=dtype, device=device)
 
     @staticmethod
@@ -285,41 +286,3 @@ class _ConnectedZeros(torch.autograd.Function):
             for shape, dtype, device, is_differentiable in ctx.inputs
         )
         return (None, None, None, *zeros)
-
-
-def passed_inputs(graph: Graph, node: Node) -> tuple[tuple[int, ...], ...]:
-    """The positions of the inputs that the gradient of each output of an operator reaches.
-
-    It runs the operator on tensors without values, once for each input.
-    """
-    by_input = [_have_gradient(graph, node, trained) for trained in range(len(node.inputs))]
-    return tuple(
-        tuple(trained for trained, outputs in enumerate(by_input) if outputs[output])
-        for output in range(len(node.outputs))
-    )
-
-
-def _have_gradient(graph: Graph, node: Node, trained: int) -> list[bool]:
-    """Whether each output has a gradient, if only one of the inputs has one."""
-    kinds = enumerate(graph.types(node))
-    arguments = [_converted(argument, kinds, trained) for argument in node.arguments]
-    keywords = {key: _converted(value, kinds, trained) for key, value in node.keywords.items()}
-    with torch.enable_grad():
-        results = function(node.operator)(*arguments, **keywords)
-    results = results if isinstance(results, list | tuple) else [results]
-    return [result.requires_grad for result in results]
-
-
-def _converted(argument: Any, kinds: Iterator[tuple[int, TensorType]], trained: int) -> Any:
-    if isinstance(argument, Reference):
-        position, kind = next(kinds)
-        return _without_values(kind, has_gradient=position == trained)
-    if isinstance(argument, list | tuple):
-        return [_converted(element, kinds, trained) for element in argument]
-    return torch.device("meta") if isinstance(argument, torch.device) else argument
-
-
-def _without_values(kind: TensorType, *, has_gradient: bool) -> Tensor:
-    dtype = getattr(torch, kind.dtype)
-    requires_grad = has_gradient and _is_differentiable(dtype)
-    return torch.empty(kind.shape, dtype=dtype, device="meta", requires_grad=requires_grad)

@@ -1,0 +1,98 @@
+"""Runs operators on tensors without values: for which inputs autograd runs, and which rules fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from poplar.programmes.graph.graph import GET_ITEM, LEAVES, Graph, Node, TensorType
+from poplar.programmes.graph.placement import local_shape
+from poplar.programmes.rules.local_call import LocalCall
+from poplar.programmes.rules.registry import (
+    COMPUTED_BY_ALL,
+    local_call,
+    rule_of,
+    strategies_of,
+    whole_call,
+)
+from poplar.programmes.rules.strategy import Strategy
+from poplar.programmes.run.local_execution import is_differentiable, run_local
+
+_META = torch.device("meta")
+_RATIOS, _RANK = (1, 2), 1
+"""A rank whose part of a dimension is neither the first, nor empty, nor, with several indices, all
+of them."""
+
+
+def passed_inputs(graph: Graph, node: Node) -> tuple[tuple[int, ...], ...]:
+    """The positions of the inputs that the gradient of each output of an operator reaches.
+
+    It runs the operator once for each input.
+    """
+    by_input = [_have_gradient(graph, node, trained) for trained in range(len(node.inputs))]
+    return tuple(
+        tuple(trained for trained, outputs in enumerate(by_input) if outputs[output])
+        for output in range(len(node.outputs))
+    )
+
+
+def _have_gradient(graph: Graph, node: Node, trained: int) -> list[bool]:
+    """Whether each output has a gradient, if only one of the inputs has one."""
+    kinds = enumerate(graph.types(node))
+
+    def value(name: str) -> Tensor:
+        position, kind = next(kinds)
+        tensor = _without_values(kind)
+        return tensor.requires_grad_(position == trained and is_differentiable(tensor.dtype))
+
+    with torch.enable_grad():
+        return [result.requires_grad for result in _run(whole_call(graph, node), value)]
+
+
+def with_fitting_rules(graph: Graph) -> Graph:
+    """The graph with calls marked (`Node.is_whole`) whose rule does not fit.
+
+    Rules are for names of operators. Overloads of these names and unusual arguments may do
+    something else: a rule fits if the outputs of a rank have the shapes and dtypes that it says.
+    """
+    nodes = {
+        name: node if _rule_fits(graph, node) else replace(node, is_whole=True)
+        for name, node in graph.nodes.items()
+    }
+    return Graph(nodes, graph.output)
+
+
+def _rule_fits(graph: Graph, node: Node) -> bool:
+    if node.operator in (*LEAVES, GET_ITEM) or rule_of(node) is COMPUTED_BY_ALL:
+        return True
+    try:
+        return all(_is_as_claimed(graph, node, one) for one in strategies_of(graph, node))
+    except Exception:  # of the rule or the operator, which take arguments for something else
+        return False
+
+
+def _is_as_claimed(graph: Graph, node: Node, strategy: Strategy) -> bool:
+    call = local_call(graph, node, strategy.inputs, strategy.output, _RATIOS, _RANK)
+    kinds = {
+        name: kind
+        if placement is None
+        else replace(kind, shape=local_shape(placement, kind.shape, _RATIOS, _RANK))
+        for name, kind, placement in zip(
+            node.inputs, graph.types(node), strategy.inputs, strict=True
+        )
+    }
+    made = _run(call, lambda name: _without_values(kinds[name]))
+    claimed = map(_without_values, call.outputs)
+    return [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in claimed]
+
+
+def _run(call: LocalCall, value: Callable[[str], Tensor]) -> list[Tensor]:
+    results = run_local(call, value, _META)
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def _without_values(kind: TensorType) -> Tensor:
+    return torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device=_META)
