@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from functools import cache
@@ -191,13 +192,20 @@ def test_attention_with_dropout_is_refused():
 
 
 def test_detached_values_have_no_gradient():
-    check_forward(lambda model, x: model.linear(x).detach() * model.linear(x), (3, 4))
+    check_in_float64(lambda model, x: model.linear(x).detach() * model.linear(x), (3, 4))
 
 
-def check_forward(forward, shape):
-    """Compare data parallelism and random programmes with the model in float64."""
+def check_in_float64(forward, shape):
+    """Compare data parallelism and random programmes with one process."""
     model, loss_fn = loss_of(forward)
-    model, x = model.double(), torch.randn(shape, dtype=torch.float64)
+    draws = random.Random(0)
+    drawn = [lambda graph, ratios: random_programme(graph, ratios, draws)] * 8
+    x = torch.randn(shape, dtype=torch.float64)
+    check_forward(model.double(), loss_fn, x, [data_parallel, *drawn])
+
+
+def check_forward(model, loss_fn, x, programmes, **tolerances):
+    """Compare with one process, which computes in float64."""
     found = export_loss(model, loss_fn, x)
     given = {**found.constants, **dict(model.named_parameters())}
     leaves = {
@@ -205,14 +213,36 @@ def check_forward(forward, shape):
         for n in found.graph.nodes.values()
         if n.operator in LEAVES
     }
-    expected = loss_fn(model, x)
+    exact = copy.deepcopy(model).double()
+    expected = loss_fn(exact, x.double())
     expected.backward()
-    draws = random.Random(0)
-    drawn = [random_programme(found.graph, (2, 1), draws) for _ in range(8)]
-    for programme in (data_parallel(found.graph, (2, 1)), *drawn):
-        loss, gradients = loss_and_gradients(found.graph, programme, leaves)
-        torch.testing.assert_close(loss, expected.detach())
-        torch.testing.assert_close(gradients["linear.weight"], model.linear.weight.grad)
+    for programme in programmes:
+        loss, gradients = loss_and_gradients(found.graph, programme(found.graph, (2, 1)), leaves)
+        gradient = gradients["linear.weight"]
+        assert loss.dtype is gradient.dtype is x.dtype
+        torch.testing.assert_close(loss.double(), expected.detach(), **tolerances)
+        torch.testing.assert_close(gradient.double(), exact.linear.weight.grad, **tolerances)
+
+
+MEANS = {
+    "mse_loss": lambda model, x: F.mse_loss(model.linear(x), torch.zeros_like(x)),
+    "mean": lambda model, x: model.linear(x).square().mean(),
+    "mean of a dimension": lambda model, x: model.linear(x).square().mean(0).sum() / x.shape[1],
+    "cross_entropy": lambda model, x: F.cross_entropy(
+        model.linear(x), torch.zeros(len(x), dtype=torch.int64)
+    ),
+}
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_means_in_fp16_are_finite_where_sums_are_not(mean):
+    """Of 20,000 samples with losses of about 10."""
+    model, loss_fn = loss_of(MEANS[mean])
+    with torch.no_grad():
+        model.linear.weight.copy_(torch.eye(4))
+        model.linear.bias.zero_()
+    x = torch.tensor([-4.0, 3.0, 6.0, 1.0]).half().expand(20_000, 4)
+    check_forward(model.half(), loss_fn, x, [data_parallel], rtol=1e-2, atol=1e-2)
 
 
 OTHER_CALLS = {
@@ -232,7 +262,7 @@ OTHER_CALLS = {
 @pytest.mark.parametrize("call", OTHER_CALLS)
 def test_calls_that_a_rule_does_not_fit_are_computed_by_all_ranks(call):
     """Rules are for names of operators, whose overloads and arguments may be others."""
-    check_forward(OTHER_CALLS[call], (5, 3, 4))
+    check_in_float64(OTHER_CALLS[call], (5, 3, 4))
 
 
 @pytest.mark.parametrize("task", TASKS)

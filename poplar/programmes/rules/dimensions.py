@@ -14,8 +14,8 @@ from poplar.programmes.rules.local_call import (
     Part,
     Rule,
     argument,
-    mean_as_sum,
     unchanged,
+    weighted_mean,
     with_output_shape,
 )
 from poplar.programmes.rules.pattern import Label, Pattern, Types, computed_by_all, mapped
@@ -311,7 +311,7 @@ def _elementwise_loss(position: int) -> Rule:
         dims = range(len(types[0].shape))
         return [dims] * len(types), [] if argument(node, position, "reduction", 1) else dims
 
-    return labelled(labels, localize=mean_as_sum(position))
+    return labelled(labels, localize=weighted_mean(position))
 
 
 def _broadcast(node: Node, types: Types) -> Labels:
@@ -326,7 +326,7 @@ def _moving(labels: Callable[[Node, Types], Labels], **options: Any) -> Rule:
 
 DIMENSIONS: dict[str, Rule] = {
     "sum": keeping(by_argument(1, ALL), is_sum=True),
-    "mean": keeping(by_argument(1, ALL), is_sum=True, localize=mean_as_sum(0)),
+    "mean": keeping(by_argument(1, ALL), is_sum=True, localize=weighted_mean(0)),
     "amax amin argmax argmin any all var std logsumexp prod max min": keeping(by_argument(1, ALL)),
     "linalg_vector_norm norm": keeping(by_argument(2, ALL)),
     "cosine_similarity": keeping(by_argument(2, 1)),

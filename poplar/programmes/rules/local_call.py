@@ -127,25 +127,20 @@ def with_output_shape(position: int, operator: str = "") -> Localize:
     return localized
 
 
-def mean_as_sum(position: int) -> Localize:
-    """A partial mean is the sum, divided by the number of elements on all ranks.
+def weighted_mean(position: int) -> Localize:
+    """A partial mean is the mean of the rank's part, times its part of the axis.
 
     Args:
         position: of the argument `reduction`; 0: the operator is `mean`.
     """
-    mean, sum_ = 1, 2
+    mean = 1
 
     def localized(call: LocalCall, part: Part) -> LocalCall:
         if not part.is_summed:
             return call
-        scale = part.node.output.numel / part.types[0].numel
-        if not position:
-            overload = "dim_IntList" if call.operator.endswith("dim") else "default"
-            return replace(call, operator=f"aten.sum.{overload}", scale=scale)
-        if argument(part.node, position, "reduction", mean) != mean:
+        if position and argument(part.node, position, "reduction", mean) != mean:
             return call
-        if len(call.arguments) > position:
-            return replace(call.with_argument(position, sum_), scale=scale)
-        return replace(call, keywords={**call.keywords, "reduction": sum_}, scale=scale)
+        start, stop = part.bounds
+        return replace(call, scale=(stop - start) / part.pattern.sizes[part.strategy.axis])
 
     return localized

@@ -72,8 +72,11 @@ def _class_loss(
     is_mean = is_known and options.get("reduction", "mean") == "mean"
     if not is_mean or weight is not None or target.is_floating_point():
         return func(input, target, weight, *others, **options)
-    total = func(input, target, **{**options, "reduction": "sum"})
-    return total / (target != options.get("ignore_index", -100)).sum()
+    losses = func(input, target, **{**options, "reduction": "none"})
+    # The sum of many targets may be above the largest number of fp16.
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+    mean = total / (target != options.get("ignore_index", -100)).sum()
+    return mean.to(losses.dtype)
 
 
 def _is_attribute(func: Callable[..., Any]) -> bool:
