@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 INPUT = "input"
@@ -104,7 +105,7 @@ def _references(value: Any) -> Iterator[str]:
             yield from _references(element)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Graph:
     """Nodes in an order in which they can be computed."""
 
@@ -129,12 +130,12 @@ class Graph:
             return (self.nodes[node.inputs[0]].outputs[node.arguments[1]],)
         return tuple(self.nodes[name].output for name in node.inputs)
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, Node]:
         """Nodes of parameters by the parameter's name in the model."""
         return {n.source: n for n in self.nodes.values() if n.operator == PARAMETER}
 
-    @property
+    @cached_property
     def batch(self) -> dict[str, Node]:
         """Nodes of the batch's tensors by their paths."""
         return {n.source: n for n in self.nodes.values() if n.operator == INPUT}
