@@ -45,7 +45,6 @@ def programme_of(
     return Programme(
         ratios=tuple(ratios),
         placements=placements,
-        parameters={source: placements[node.name] for source, node in graph.parameters.items()},
         inputs=inputs,
     )
 

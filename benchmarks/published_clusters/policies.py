@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.programmes.graph.graph import Graph
+from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from published_clusters import data_parallel, hap, heterog, poplar_plan
 from published_clusters.costs import Costs
@@ -118,11 +119,12 @@ def _of_programme(costs: Costs, case: Case, graph: Graph, programme: Programme) 
     from published_clusters import programme_search
 
     model = (graph, programme, case.layers, case.global_batch)
-    divided = programme_search.divided_parameters(programme)
+    placements = programme.parameters(graph).values()
+    divided = sum(isinstance(placement, Sharded) for placement in placements)
     return fitting(
         lambda outlook: programme_search.programme_step(outlook, *model),
         programme_search.missing_bytes(costs, *model),
-        f"{divided} of {len(programme.parameters)} parameters divided in computation",
+        f"{divided} of {len(placements)} parameters divided in computation",
     )
 
 

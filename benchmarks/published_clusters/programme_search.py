@@ -158,11 +158,6 @@ def missing_bytes(
     )
 
 
-def divided_parameters(programme: Programme) -> int:
-    """How many parameters are divided in computation."""
-    return sum(isinstance(placement, Sharded) for placement in programme.parameters.values())
-
-
 def _transfer(
     costs: Costs, kind: TensorType, source: Placement, target: Placement, ratios: Sequence[int]
 ) -> Transfer:

@@ -131,7 +131,7 @@ def run_programme(
     execution = Execution(comm, graph, programme, exported.constants, CPU)
     parameters = {
         name: own_part(whole["parameters"][name], placement, ratios, rank).clone().requires_grad_()
-        for name, placement in programme.parameters.items()
+        for name, placement in programme.parameters(graph).items()
     }
     batch = {
         path: own_part(whole["batch"][path[2:-2]], programme.placements[node.name], ratios, rank)
@@ -160,7 +160,7 @@ def check(
     for programme, of_ranks in zip(programmes, zip(*by_rank, strict=True), strict=True):
         losses, gradients = zip(*of_ranks, strict=True)
         close(sum(losses), whole["loss"], "the loss", programme, rtol)
-        for name, placement in programme.parameters.items():
+        for name, placement in programme.parameters(exported.graph).items():
             gradient = assembled([own[name] for own in gradients], adjoint(placement))
             close(gradient, whole["gradients"][name], name, programme, rtol)
 

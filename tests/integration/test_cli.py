@@ -235,7 +235,7 @@ def test_plan_divides_the_tensors_of_a_workload(slow_network, wide):
     assert "sharded on dimension 0" in shown.stdout
     document = json.loads(run("plan", slow_network, *arguments, "--json").stdout)
     programme = Programme.from_dict(document["programme"]["programme"])
-    assert programme.parameters["0.weight"] == Sharded(0)
+    assert programme.placements["p_model_0_weight"] == Sharded(0)
     assert Plan.from_dict(document["plan"]).global_batch == 8
 
 

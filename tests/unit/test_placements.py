@@ -16,6 +16,7 @@ from poplar.programmes.graph.placement import (
     local_shape,
 )
 from poplar.programmes.graph.programme import Programme
+from poplar.values.schema import to_json_types
 
 RATIOS = st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any)
 
@@ -62,8 +63,7 @@ def test_parts_have_the_shape_of_the_tensor_except_in_one_dimension():
 def test_programmes_are_read_as_they_were_written():
     programme = Programme(
         ratios=(2, 1),
-        placements={"linear": PARTIAL, "relu": REPLICATED},
-        parameters={"first.weight": Sharded(1, unit=4)},
+        placements={"weight": Sharded(1, unit=4), "linear": PARTIAL, "relu": REPLICATED},
         inputs={"linear": (Sharded(2), Sharded(1, unit=4), None)},
         shares=(0.25, 0.75),
     )
@@ -73,11 +73,20 @@ def test_programmes_are_read_as_they_were_written():
 @pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.4), (1.5, -0.5), (0.4, 0.3, 0.3)])
 def test_shares_of_a_programme_are_parts_of_one(shares):
     with pytest.raises(ValueError, match=r"Programme\.shares must have one entry for each of 2"):
-        Programme(ratios=(2, 1), placements={}, parameters={}, inputs={}, shares=shares)
+        Programme(ratios=(2, 1), placements={}, inputs={}, shares=shares)
 
 
 @pytest.mark.parametrize("content", ["whole", None, {"dim": "0", "unit": 1}, {"dim": -1}, 3])
 def test_other_json_is_no_placement(content):
-    programme = Programme(ratios=(1,), placements={"x": PARTIAL}, parameters={}, inputs={})
-    with pytest.raises(ValueError, match=r"not a programme of format 2: .*placements\['x'\]"):
+    programme = Programme(ratios=(1,), placements={"x": PARTIAL}, inputs={})
+    with pytest.raises(ValueError, match=r"not a programme of format 3: .*placements\['x'\]"):
         Programme.from_dict({**programme.to_dict(), "placements": {"x": content}})
+
+
+def test_files_with_two_placements_of_a_parameter_are_refused():
+    content = Programme(ratios=(1,), placements={"weight": REPLICATED}, inputs={}).to_dict()
+    older = {**content, "version": 2, "parameters": {"weight": to_json_types(Sharded(0))}}
+    with pytest.raises(ValueError, match="format 2, but this version of Poplar reads format 3"):
+        Programme.from_dict(older)
+    with pytest.raises(ValueError, match="parameters is unknown"):
+        Programme.from_dict({**older, "version": 3})

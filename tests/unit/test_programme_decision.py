@@ -185,7 +185,7 @@ def test_sharded_parameters_have_no_gradient_communication():
     graph = graph_of("pair", 4)
     model = StepModel(cluster_of(graph), graph, plan_of((3, 1)))
     found = fastest_in(SearchSpace.of(graph), model.costs((3, 1)))
-    assert Sharded(0) in found.programme.parameters.values()
+    assert Sharded(0) in found.programme.parameters(graph).values()
     terms = StepTerms.of(graph, found.programme)
     assert terms.replicated_fraction < 0.1
     alone, all_of_it = model.step(terms, (3, 1)), model.step(model.data_parallel, (3, 1))
@@ -354,7 +354,7 @@ def test_many_experts_on_a_slow_network_are_sharded():
     graph = graph_of("mixture", 12)
     found = plan_programme(graph, cluster_of(graph, bytes_per_second=1e8), plan_of((8, 4)))
     assert found.programme is not None
-    experts = {n: p for n, p in found.programme.parameters.items() if ".experts.up" in n}
+    experts = {n: p for n, p in found.programme.parameters(graph).items() if ".experts.up" in n}
     assert set(experts.values()) == {Sharded(0)}
     assert "blocks.*.mixture.experts.up (" in explain_programme(found, graph)
     numel = sum(graph.nodes[graph.parameters[name].name].output.numel for name in experts)

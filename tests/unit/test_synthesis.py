@@ -202,20 +202,20 @@ def test_wide_layers_and_few_samples_are_sharded_by_columns_and_rows():
     model = Pair(width=64, hidden=256)
     graph = export_loss(model, lambda model, x: model(x), torch.rand(4, 64)).graph
     found = fastest_programme(graph, COSTS["bytes"])
-    assert found.programme.parameters == {"up.weight": Sharded(0), "down.weight": Sharded(1)}
+    assert found.programme.parameters(graph) == {"up.weight": Sharded(0), "down.weight": Sharded(1)}
 
 
 def test_wide_experts_are_on_the_ranks_that_compute_them():
     model = Experts(width=64, hidden=128)
     graph = export_loss(model, lambda model, x: model(x), torch.rand(4, 64)).graph
     found = fastest_programme(graph, COSTS["bytes"])
-    assert found.programme.parameters == {"weight": Sharded(0)}
+    assert found.programme.parameters(graph) == {"weight": Sharded(0)}
 
 
 def test_many_samples_of_narrow_layers_are_data_parallel():
     graph = export_loss(Pair(), lambda model, x: model(x), torch.rand(4096, 4)).graph
     found = fastest_programme(graph, COSTS["bytes"])
-    assert set(found.programme.parameters.values()) == {REPLICATED}
+    assert set(found.programme.parameters(graph).values()) == {REPLICATED}
     assert found.programme.collectives(graph) == ()
     expected = programme_seconds(graph, data_parallel(graph, (2, 1)), COSTS["bytes"])
     assert found.seconds == pytest.approx(expected)

@@ -27,15 +27,13 @@ class Programme(Document):
     """How the ranks compute one forward and backward pass together."""
 
     _noun = "programme"
-    _version = 2
+    _version = 3
     _remedy = "write one with Programme.to_json"
 
     ratios: tuple[int, ...]
     """Part of each rank of every dimension that is sharded; see `cut`."""
     placements: Mapping[str, Placement]
     """The placement of the output of each node, by its name, as the node computes it."""
-    parameters: Mapping[str, Placement]
-    """The placement of each parameter, by its name in the model."""
     inputs: Mapping[str, tuple[Placement | None, ...]]
     """For each node: the placements in which it reads its tensors, in the order of the arguments;
     None for one that it does not read."""
@@ -61,6 +59,10 @@ class Programme(Document):
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.ratios)
+
+    def parameters(self, graph: Graph) -> dict[str, Placement]:
+        """The placement of each parameter of a graph, by its name in the model."""
+        return {source: self.placements[node.name] for source, node in graph.parameters.items()}
 
     def collectives(self, graph: Graph) -> tuple[Collective, ...]:
         """The collectives between the nodes of a graph, in the order of the first reads.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.comm.communicator import Communicator
+from poplar.programmes.graph.graph import Graph
 from poplar.programmes.graph.placement import REPLICATED, Placement, Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.collectives import convert, own_part
@@ -25,24 +26,19 @@ class DividedModel:
         comm: the transport; its ranks are those of the programme.
         model: with the same values on all ranks.
         programme: its placements of parameters.
-
-    Raises:
-        ValueError: the programme places a parameter that the model does not have.
+        graph: of the loss of this model.
     """
 
-    def __init__(self, comm: Communicator, model: nn.Module, programme: Programme) -> None:
+    def __init__(
+        self, comm: Communicator, model: nn.Module, programme: Programme, graph: Graph
+    ) -> None:
         self._comm, self.model, self._ratios = comm, model, programme.ratios
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
-        unknown = programme.parameters.keys() - self.parameters.keys()
-        if unknown:
-            raise ValueError(
-                f"the programme places parameters that the model does not have: {sorted(unknown)}"
-            )
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         """Of the whole parameters."""
         self._placements = {
             name: placement
-            for name, placement in programme.parameters.items()
+            for name, placement in programme.parameters(graph).items()
             if isinstance(placement, Sharded)
         }
         for name in self._placements:

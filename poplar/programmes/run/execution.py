@@ -106,7 +106,7 @@ class Execution:
         """This rank's contribution to the loss, which is the sum over ranks. Collective.
 
         Args:
-            parameters: by name in the model, what this rank has in `Programme.parameters`.
+            parameters: by name in the model, what this rank has by `Programme.parameters`.
             batch: by path, what this rank has in `Programme.placements` of the batch's nodes.
             buffers: by name in the model, whole; others have the values in `constants`.
             errors: receives errors of operators, whose results are zeros then, so that this rank

@@ -86,7 +86,7 @@ class ProgrammeTraining(DistributedTraining):
             self._execution = Execution(
                 comm, exported.graph, programme, exported.constants, self._device
             )
-            self._divided = DividedModel(comm, model, programme)
+            self._divided = DividedModel(comm, model, programme, exported.graph)
         read = {node.source for node in exported.graph.nodes.values() if node.operator == BUFFER}
         self._buffers = [
             (source, model.get_submodule(source.rpartition(".")[0]))

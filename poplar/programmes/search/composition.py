@@ -26,7 +26,6 @@ def composed(
     return Programme(
         ratios=tuple(ratios),
         placements=placements,
-        parameters={source: placements[node.name] for source, node in graph.parameters.items()},
         inputs={name: strategy.inputs for name, strategy in strategies.items()},
     )
 

@@ -40,7 +40,7 @@ def _lines(decision: ProgrammeDecision, graph: Graph) -> Iterator[str]:
         )
         samples = ", ".join(map(str, programme.ratios))
         yield f"samples per rank, and ratios of what is sharded: {samples}"
-        if not all(isinstance(placed, Sharded) for placed in programme.parameters.values()):
+        if not all(isinstance(placed, Sharded) for placed in programme.parameters(graph).values()):
             shares = ", ".join(map(format_percent, programme.shares))
             yield f"shares of the gradients and the state of replicated parameters: {shares}"
         yield (
