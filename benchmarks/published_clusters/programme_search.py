@@ -15,7 +15,7 @@ from poplar.programmes.search.composition import data_parallel
 from poplar.programmes.search.costs import ClusterCosts, Links, RankSeconds
 from poplar.programmes.search.search import fastest_in
 from poplar.programmes.search.space import SearchSpace
-from poplar.programmes.search.step_terms import StepTerms
+from poplar.programmes.search.step_terms import StepTerms, divided_units, parts_of
 from published_clusters.costs import BACKWARD, Costs, Transfer, seconds_of
 from published_clusters.data_parallel import speeds
 from published_clusters.layer import Layer
@@ -98,11 +98,8 @@ def programme_step(
     parts = []
     for name, pattern in patterns.items():
         strategy = strategy_of(pattern, programme.inputs[name], programme.placements[name])
-        part = pattern.flops / total
-        forward = tuple(
-            part * strategy.flops_share(pattern, programme.ratios, rank) * whole[rank]
-            for rank in ranks
-        )
+        own = parts_of(divided_units(pattern, strategy), programme.ratios)
+        forward = tuple(pattern.flops / total * own[rank] * whole[rank] for rank in ranks)
         new = [p for p in dict.fromkeys(graph.nodes[name].inputs) if p not in read]
         read.update(new)
         parameters = [graph.nodes[p] for p in new if graph.nodes[p].operator == PARAMETER]

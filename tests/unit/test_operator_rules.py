@@ -21,6 +21,7 @@ from poplar.programmes.rules.registry import RULES, base_name, local_call, patte
 from poplar.programmes.rules.strategy import Strategy, strategies
 from poplar.programmes.run.local_execution import function, run_local
 from poplar.programmes.run.meta_execution import with_fitting_rules
+from poplar.programmes.search.step_terms import divided_units, parts_of
 
 CPU = torch.device("cpu")
 RATIOS = ((1,), (2, 1), (0, 1, 0), (1, 3, 2), (5, 0, 1, 1))
@@ -425,7 +426,7 @@ def test_flops_of_the_ranks_are_those_of_the_whole_operator():
     pattern = pattern_of(call.graph, call.node)
     assert pattern.flops == 2 * 3 * 5 * 6 * 8
     for strategy in strategies_of(call):
-        shares = [strategy.flops_share(pattern, (2, 0, 1), rank) for rank in range(3)]
+        shares = parts_of(divided_units(pattern, strategy), (2, 0, 1))
         assert sum(shares) == pytest.approx(1.0 if strategy.axis else 3.0)
 
 

@@ -26,13 +26,6 @@ class Strategy:
         bounds = cut(pattern.sizes[self.axis], ratios, self.unit)
         return bounds[rank], bounds[rank + 1]
 
-    def flops_share(self, pattern: Pattern, ratios: Sequence[int], rank: int) -> float:
-        """Part of the operator's FLOPs that a rank computes."""
-        if not self.axis:
-            return 1.0
-        start, stop = self.part(pattern, ratios, rank)
-        return (stop - start) / max(1, pattern.sizes[self.axis])
-
 
 def strategies(
     pattern: Pattern, units: Callable[[str], Iterable[int]] = lambda axis: (1,)

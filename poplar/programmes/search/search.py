@@ -111,17 +111,12 @@ class _Visit(NamedTuple):
     strategy: Strategy | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundProgramme:
+class FoundProgramme(NamedTuple):
     """The fastest programme."""
 
     programme: Programme
     seconds: float
     """Seconds by the costs of the search."""
-    states: int
-    """Number of states that the search visited."""
-    is_complete: bool = True
-    """Whether no state was left out because of the width."""
 
 
 def fastest_in(
@@ -246,19 +241,16 @@ class _Search:
         queue = [(self.bounds[0], next(order), _Visit(0.0, 0, start, None, None))]
         visited: list[dict[State, list[State]]] = [{} for _ in range(len(self.nodes) + 1)]
         continued = [0] * (len(self.nodes) + 1)
-        is_complete, states = True, 0
         while queue:
             _, _, visit = heapq.heappop(queue)
             if self.width is not None and continued[visit.placed] >= self.width:
-                is_complete = False
                 continue
             if _is_dominated(visit.state, visited[visit.placed]):
                 continue
             continued[visit.placed] += 1
-            states += 1
             if visit.placed == len(self.nodes):
                 if visit.state[0].placement == loss:
-                    return self._found(visit, states, is_complete=is_complete)
+                    return self._found(visit)
                 continue
             remaining = self.bounds[visit.placed + 1]
             for following in self._following(visit):
@@ -301,7 +293,7 @@ class _Search:
                 )
         return self.moves[key]
 
-    def _found(self, visit: _Visit, states: int, *, is_complete: bool) -> FoundProgramme:
+    def _found(self, visit: _Visit) -> FoundProgramme:
         strategies: dict[str, Strategy] = {}
         step: _Visit | None = visit
         while step is not None and step.strategy is not None:
@@ -309,12 +301,8 @@ class _Search:
             step = step.before
         chosen = dict(reversed(strategies.items()))
         leaves = _leaves(self.graph, chosen)
-        return FoundProgramme(
-            programme=composed(self.graph, self.costs.ratios, leaves, chosen),
-            seconds=visit.seconds,
-            states=states,
-            is_complete=is_complete,
-        )
+        programme = composed(self.graph, self.costs.ratios, leaves, chosen)
+        return FoundProgramme(programme, visit.seconds)
 
 
 def _is_dominated(state: State, known: dict[State, list[State]]) -> bool:
