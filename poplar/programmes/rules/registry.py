@@ -132,7 +132,7 @@ def whole_call(graph: Graph, node: Node) -> LocalCall:
 
 
 def without_rules(graph: Graph) -> Iterator[Node]:
-    """Nodes that every rank computes whole, because their operators have no rule."""
+    """Nodes that every rank computes whole, because no rule fits them."""
     for node in graph.nodes.values():
         if node.operator not in LEAVES and rule_of(node) is COMPUTED_BY_ALL:
             yield node

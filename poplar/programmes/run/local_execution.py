@@ -132,10 +132,11 @@ def function(name: str) -> Callable[..., Any]:
 def _check_indices(indices: Tensor, first: int, size: int) -> None:
     """Raise as torch does if not all indices are from `first` on and smaller than `size`.
 
-    On CUDA, it is an assertion on the device that fails, as those in torch's kernels.
+    On CUDA, it is an assertion on the device that fails, as those in torch's kernels. On meta,
+    there are no values.
     """
     are_inside = ((indices >= first) & (indices < size)).all()
-    if not indices.is_cpu:
+    if indices.is_cuda or indices.is_meta:
         torch._assert_async(are_inside, f"index out of range of {size} entries")
     elif not are_inside:
         raise IndexError(

@@ -44,12 +44,15 @@ def batch_placements(graph: Graph) -> dict[str, Placement]:
     }
 
 
+def leaf_placements(graph: Graph) -> dict[str, Placement]:
+    """The placements of leaves under data parallelism."""
+    leaves = [name for name, node in graph.nodes.items() if node.operator in LEAVES]
+    return dict.fromkeys(leaves, REPLICATED) | batch_placements(graph)
+
+
 def data_parallel(graph: Graph, ratios: Sequence[int]) -> Programme:
     """Every operator is divided by samples; where it mixes them, all ranks compute all of it."""
-    leaves: dict[str, Placement] = {
-        name: REPLICATED for name, node in graph.nodes.items() if node.operator in LEAVES
-    }
-    leaves |= batch_placements(graph)
+    leaves = leaf_placements(graph)
     placements = dict(leaves)
     chosen: dict[str, Strategy] = {}
     for name, node in graph.nodes.items():

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, Node
+from poplar.programmes.graph.graph import PARAMETER, Graph, Node
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.strategy import Strategy
-from poplar.programmes.search.composition import batch_placements, composed, data_parallel
+from poplar.programmes.search.composition import composed, data_parallel, leaf_placements
 from poplar.programmes.search.costs import ClusterCosts
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_terms import StepTerms
@@ -320,13 +320,9 @@ def _is_dominated(state: State, known: dict[State, list[State]]) -> bool:
 
 def _leaves(graph: Graph, chosen: Mapping[str, Strategy]) -> dict[str, Placement]:
     """Placements of the leaves: parameters as their first reader needs them."""
-    leaves: dict[str, Placement] = {
-        name: REPLICATED for name, node in graph.nodes.items() if node.operator in LEAVES
-    }
-    leaves |= batch_placements(graph)
     first: dict[str, Placement] = {}
     for name, strategy in chosen.items():
         for source, target in zip(graph.nodes[name].inputs, strategy.inputs, strict=True):
             if graph.nodes[source].operator == PARAMETER and target is not None:
                 first.setdefault(source, target)
-    return leaves | first
+    return leaf_placements(graph) | first
