@@ -61,15 +61,20 @@ Placement: TypeAlias = Whole | Sharded
 
 
 def cut(size: int, ratios: Sequence[int], unit: int = 1) -> tuple[int, ...]:
-    """Cut a dimension into one consecutive part per rank.
+    """`len(ratios) + 1` bounds, first 0, last `size`, of the parts that `part_sizes` gives."""
+    return tuple(accumulate(part_sizes(size, ratios, unit), initial=0))
+
+
+def part_sizes(size: int, ratios: Sequence[int], unit: int = 1) -> tuple[int, ...]:
+    """Divide a dimension into one consecutive part per rank.
 
     Args:
         size: of the dimension; a multiple of `unit`.
         ratios: part of each rank, relative to the others; 0 gives an empty part.
-        unit: bounds are multiples of this.
+        unit: sizes are multiples of this.
 
     Returns:
-        `len(ratios) + 1` bounds, first 0, last `size`. Parts may be empty.
+        The size of each rank's part, which may be 0.
 
     Raises:
         ValueError: a negative ratio, no positive one, or a size that `unit` does not divide.
@@ -81,8 +86,7 @@ def cut(size: int, ratios: Sequence[int], unit: int = 1) -> tuple[int, ...]:
         raise ValueError(f"ratios must be at least 0 and one of them above 0, got {tuple(ratios)}")
     if unit < 1 or size < 0 or size % unit:
         raise ValueError(f"a dimension of size {size} cannot be cut at multiples of {unit}")
-    parts = _core.apportion(size // unit, ratios)
-    return tuple(unit * bound for bound in accumulate(parts, initial=0))
+    return tuple(unit * count for count in _core.apportion(size // unit, ratios))
 
 
 def local_shape(
@@ -91,6 +95,6 @@ def local_shape(
     """The shape of a rank's part of a tensor."""
     if not isinstance(placement, Sharded):
         return tuple(shape)
-    bounds = placement.bounds(shape, ratios)
-    dim, size = placement.dim, bounds[rank + 1] - bounds[rank]
+    dim = placement.dim
+    size = part_sizes(shape[dim], ratios, placement.unit)[rank]
     return (*shape[:dim], size, *shape[dim + 1 :])

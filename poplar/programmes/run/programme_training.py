@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from poplar.checkpoint.saved_model import save_model
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Communicator
 from poplar.programmes.graph.graph import BUFFER, Graph
-from poplar.programmes.graph.placement import Sharded, cut
+from poplar.programmes.graph.placement import Sharded, part_sizes
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.checked_export import CheckedExport
 from poplar.programmes.run.distributed_job import DistributedJob
@@ -47,12 +47,12 @@ _MORE_MEMORY = (
 
 def sampling_plan(programme: Programme, global_batch: int) -> Plan:
     """The samples and shares of the ranks under a programme: one pass, at stage 1."""
-    bounds = cut(global_batch, programme.ratios)
+    samples = part_sizes(global_batch, programme.ratios)
     even = (1.0 / programme.world_size,) * programme.world_size
     return Plan(
         stage=1,
         global_batch=global_batch,
-        micro_batches=tuple((stop - start,) for start, stop in pairwise(bounds)),
+        micro_batches=tuple((own,) for own in samples),
         shares=programme.shares or even,
     )
 

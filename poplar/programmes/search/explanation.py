@@ -32,28 +32,28 @@ def _lines(decision: ProgrammeDecision, graph: Graph) -> Iterator[str]:
     programme = decision.programme
     if programme is None:
         yield f"data parallelism, {known} per step: {decision.reason}"
-    else:
-        faster = decision.data_parallel_seconds / decision.step_seconds
-        yield (
-            f"programme, {format_seconds(decision.step_seconds)} per step: {faster:.2f} times as "
-            f"fast as data parallelism ({known})"
-        )
-        samples = ", ".join(map(str, programme.ratios))
-        yield f"samples per rank, and ratios of what is sharded: {samples}"
-        if not all(isinstance(placed, Sharded) for placed in programme.parameters(graph).values()):
-            shares = ", ".join(map(format_percent, programme.shares))
-            yield f"shares of the gradients and the state of replicated parameters: {shares}"
-        yield (
-            f"collectives on activations: {decision.collectives}, which send "
-            f"{format_bytes(decision.activation_bytes)} per step"
-        )
-        parts = (
-            f"{format_seconds(seconds)} {name} ({format_percent(seconds / decision.step_seconds)})"
-            for name, seconds in decision.seconds.items()
-        )
-        yield "predicted: " + ", ".join(parts)
-        yield "memory by rank: " + ", ".join(map(format_bytes, decision.memory_bytes))
-        yield from _parameter_lines(programme, graph)
+        return
+    faster = decision.data_parallel_seconds / decision.step_seconds
+    yield (
+        f"programme, {format_seconds(decision.step_seconds)} per step: {faster:.2f} times as "
+        f"fast as data parallelism ({known})"
+    )
+    samples = ", ".join(map(str, programme.ratios))
+    yield f"samples per rank, and ratios of what is sharded: {samples}"
+    if not all(isinstance(placed, Sharded) for placed in programme.parameters(graph).values()):
+        shares = ", ".join(map(format_percent, programme.shares))
+        yield f"shares of the gradients and the state of replicated parameters: {shares}"
+    yield (
+        f"collectives on activations: {decision.collectives}, which send "
+        f"{format_bytes(decision.activation_bytes)} per step"
+    )
+    parts = (
+        f"{format_seconds(seconds)} {name} ({format_percent(seconds / decision.step_seconds)})"
+        for name, seconds in decision.seconds.items()
+    )
+    yield "predicted: " + ", ".join(parts)
+    yield "memory by rank: " + ", ".join(map(format_bytes, decision.memory_bytes))
+    yield from _parameter_lines(programme, graph)
 
 
 def _parameter_lines(programme: Programme, graph: Graph) -> Iterator[str]:

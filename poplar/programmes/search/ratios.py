@@ -7,10 +7,10 @@ start found nothing that is faster.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, permutations
+from itertools import permutations
 
 from poplar.planner.what_if import device_groups
-from poplar.programmes.graph.placement import cut
+from poplar.programmes.graph.placement import part_sizes
 from poplar.programmes.search.step_model import StepModel
 from poplar.programmes.search.step_terms import StepTerms
 
@@ -45,7 +45,7 @@ def samples_within(
     total: int, ratios: Sequence[int], most: Sequence[int]
 ) -> tuple[int, ...] | None:
     """Samples in these ratios, moved to other ranks where there are too many; None: too many."""
-    samples = [stop - start for start, stop in pairwise(cut(total, ratios))]
+    samples = part_sizes(total, ratios)
     kept = [max(0, min(own, bound)) for own, bound in zip(samples, most, strict=True)]
     for rank, bound in enumerate(most):
         kept[rank] += max(0, min(total - sum(kept), bound - kept[rank]))
@@ -113,7 +113,7 @@ def _moved(
     moved = list(ratios)
     for source in sources:
         moved[source] -= size
-    received = pairwise(cut(size * len(sources), (1,) * len(targets)))
-    for target, (start, stop) in zip(targets, received, strict=True):
-        moved[target] += stop - start
+    received = part_sizes(size * len(sources), (1,) * len(targets))
+    for target, samples in zip(targets, received, strict=True):
+        moved[target] += samples
     return tuple(moved)

@@ -19,14 +19,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 from poplar.planner.communication_schedule import CommunicationSeconds, Synchronization
 from poplar.planner.cost_model import StageCosts, residual_of
 from poplar.planner.memory_model import SLACK_BYTES, Caps
 from poplar.programmes.graph.graph import Graph
-from poplar.programmes.graph.placement import cut
+from poplar.programmes.graph.placement import part_sizes
 from poplar.programmes.search.composition import data_parallel
 from poplar.programmes.search.costs import ClusterCosts, RankSeconds, measured_links
 from poplar.programmes.search.step_terms import StepTerms, parts_of
@@ -83,8 +82,7 @@ class StepModel:
 
     def samples(self, ratios: tuple[int, ...]) -> tuple[int, ...]:
         """Samples of each rank."""
-        bounds = cut(self.global_batch, ratios)
-        return tuple(after - before for before, after in pairwise(bounds))
+        return part_sizes(self.global_batch, ratios)
 
     def costs(self, ratios: tuple[int, ...], replicated: float = 1.0) -> ClusterCosts:
         """Costs for the search.

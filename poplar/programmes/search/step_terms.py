@@ -11,10 +11,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 
 from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, TensorType
-from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded, cut
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded, part_sizes
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.pattern import Pattern
 from poplar.programmes.rules.registry import pattern_of
@@ -38,8 +37,7 @@ def parts_of(units: int, ratios: tuple[int, ...]) -> tuple[float, ...]:
         return (1.0,) * len(ratios)
     if units == EVEN:
         return (1.0 / len(ratios),) * len(ratios)
-    bounds = cut(units, ratios)
-    return tuple((after - before) / units for before, after in pairwise(bounds))
+    return tuple(size / units for size in part_sizes(units, ratios))
 
 
 def trained_nodes(graph: Graph) -> frozenset[str]:
