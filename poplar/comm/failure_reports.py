@@ -111,7 +111,7 @@ class FailureReports:
     def publish(self, reason: str, *, is_cause: bool = False) -> None:
         """Report a failure of this rank, as far as the store answers.
 
-        It replaces an earlier report, but not a cause: what fails since then follows from it.
+        It replaces an earlier report, but a wait does not replace a cause, from which it follows.
         """
         if self._is_cause and not is_cause:
             return

@@ -172,15 +172,11 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`.
 
-        The current epoch keeps the position where it was resumed, until it has been trained from
-        there, so the usual `for epoch in range(...): sampler.set_epoch(epoch)` also works after
-        `load_state_dict`.
+        The current epoch keeps the position where it was resumed, so the usual
+        `for epoch in range(...): sampler.set_epoch(epoch)` also works after `load_state_dict`.
         """
-        # How far workers draw ahead differs between ranks; what an optimizer has taken does not.
-        is_over = self._done > self._start if self._taken else self._drawn == self._steps
-        if epoch != self._epoch or is_over:
-            self._start = 0
-        self._epoch, self._drawn, self._done = epoch, self._start, self._start
+        if epoch != self._epoch or self._drawn == self._steps:
+            self._epoch, self._start, self._drawn, self._done = epoch, 0, 0, 0
 
     def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
         """The position in the data, for `load_state_dict` with any plan of the same global batch.

@@ -94,7 +94,8 @@ def prepare(
     data. Prepare loaders for evaluation with `accelerator.prepare`, as usual.
 
     Args:
-        accelerator: without DeepSpeed, FSDP, fp16 autocast and torch.compile; one for each model.
+        accelerator: without DeepSpeed, FSDP, fp16 autocast and torch.compile; one for each model,
+            made after `prepare` of the one before.
         model: as for `HeteroZeroOptimizer`, not prepared.
         optimizer_class: as for `HeteroZeroOptimizer`.
         loader: of a map-style dataset, shuffled or not, not prepared. Its dataset, batch size,
@@ -241,7 +242,8 @@ def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) 
     if "backward" in vars(accelerator):
         raise ValueError(
             "prepare() was called with this Accelerator before, and its backward() and save_state "
-            "are for that model; make an Accelerator for each model"
+            "are for that model; make another Accelerator for each further model, after this call "
+            "(Accelerate shares gradient_accumulation_steps among all that there are)"
         )
     if accelerator.num_processes != dist.get_world_size():
         raise ValueError(

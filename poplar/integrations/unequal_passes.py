@@ -24,6 +24,7 @@ from poplar.comm.point_to_point import close_when_aborted
 from poplar.data import pytree
 from poplar.integrations.user_step import LOOP, UserStep, outside_of_the_loop
 from poplar.tuning.autotune import autotune
+from poplar.values.communication import EXACT
 from poplar.values.errors import CollectiveTimeout, agreed, check_class, is_agreed
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, exchange_results
@@ -341,7 +342,7 @@ def autotune_for(
             f"stage must be one of {list(passes.stages)} for {passes.engine}, got {stage!r}"
         )
     for name, only in _ONLY_WITH.items():
-        if options.setdefault(name, only) != only:
+        if options.setdefault(name, only) not in (only, EXACT):
             raise ValueError(
                 f"{name} must be {only!r} for {passes.engine}, got {options[name]!r}; leave it "
                 "out, or plan with poplar.autotune and train with poplar.HeteroZeroOptimizer"

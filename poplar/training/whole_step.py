@@ -35,8 +35,7 @@ def check_before_step(training: TrainedModel) -> None:
     if training.step.leave_user_loop(_STEP_INSIDE_LOOP) or engine.scheduler.active:
         raise RuntimeError(_STEP_INSIDE_LOOP)
     training.checks.check_mode()
-    is_dropped = Phase.ACCUMULATED <= engine.step.phase <= Phase.FINAL
-    if is_dropped and training.ranks.group.rank == 0:
+    if engine.has_gradients and training.ranks.group.rank == 0:
         warnings.warn(
             "a step begins, and the gradients of the last one are dropped, because they were "
             "not applied; call optimizer.step() after the micro_batches loop, or "

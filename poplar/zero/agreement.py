@@ -290,7 +290,7 @@ def reject_different_settings(control: Control, mine: Mapping[str, str]) -> None
     if any(UPDATES in text for text in texts):
         advice = "a rank has left out an update of its part; load a checkpoint on all ranks"
     elif any(LATER in text for text in texts):
-        advice = "the last update has already done so; load a checkpoint on all ranks"
+        advice = "the last update, if none was skipped, has done so; load a checkpoint on all ranks"
     raise agreed(
         ValueError(
             f"the ranks differ in a step, so no rank applied it: {'; '.join(texts)}. Each would "

@@ -51,14 +51,18 @@ DIFFERENT: dict[str, tuple[Callable[[HeteroZeroOptimizer], dict], str]] = {
         lambda _: {"scaler": own(None, poplar.GradScaler("cpu"))},
         "loss scaler is False on rank(s) [0, 2], True on rank(s) [1]",
     ),
-    "scale": (scaled, "the loss scale is 8.0 on rank(s) [0, 2], 16.0 on rank(s) [1]"),
+    "scale": (scaled, "scale is tensor(8.0) on rank(s) [0, 2], tensor(16.0) on rank(s) [1]"),
     "lr": (
         set_group("lr", np.float32(0.5), np.float32(0.25)),
         "lr of param group 0 is 0.5 on rank(s) [0, 2], 0.25 on rank(s) [1]",
     ),
     "tensor lr": (
         lambda optimizer: set_group("lr", torch.tensor(0.5), torch.tensor(0.25))(optimizer),
-        "lr of param group 0 is 0.5 on rank(s) [0, 2], 0.25 on rank(s) [1]",
+        "lr of param group 0 is tensor(0.5) on rank(s) [0, 2], tensor(0.25) on rank(s) [1]",
+    ),
+    "tensor lr of one rank": (
+        lambda optimizer: set_group("lr", 0.5, torch.tensor(0.5))(optimizer),
+        "lr of param group 0 is 0.5 on rank(s) [0, 2], tensor(0.5) on rank(s) [1]",
     ),
     "betas": (set_group("betas", (0.9, 0.99), (0.9, 0.98)), "(0.9, 0.98) on rank(s) [1]"),
     "flag": (set_group("maximize", False, True), "maximize of param group 0 is False"),
@@ -208,6 +212,23 @@ def test_settings_that_come_later_are_compared_in_the_next_step(
 def test_equal_settings_may_come_later(ranks: Pool) -> None:
     for take in SET_LATER:
         assert ranks.run(set_later, run_of(2), take, differs=False, ranks=3) == [[None, None]] * 3
+
+
+def set_lr_to_nan_after_clipping(run: Run) -> None:
+    model, optimizer = training.prepare(run)
+    set_lr_after_clipping(run, model, optimizer, float("nan"))
+
+
+def test_nan_that_comes_later_is_refused(ranks: Pool) -> None:
+    failures = ranks.run_expecting_errors(set_lr_to_nan_after_clipping, run_of(2), ranks=3)
+    training.assert_raised(failures, "lr of param group 0: nan")
+
+
+def test_flags_and_missing_settings_that_come_later_are_told_apart() -> None:
+    closed = StepSettings([{"maximize": True, "clip": 1.0}], updates=0, max_norm=1.0)
+    later = StepSettings([{"maximize": False, "clip": None}], updates=0)
+    expected = "maximize of param group 0=False, clip of param group 0=None"
+    assert later.later_than(closed) == expected
 
 
 @pytest.mark.parametrize(("one", "other"), [(-1, -2), (0, 1), (1.0, 1.5), ((1, -1), (1, -2))])

@@ -195,18 +195,6 @@ def test_set_epoch_keeps_the_resumed_position():
     assert list(resumed) == whole
 
 
-def test_set_epoch_of_a_resumed_epoch_left_early_is_the_same_on_all_ranks():
-    """However many batches the workers of a rank have drawn ahead."""
-    for ahead in (1, 3):
-        whole, resumed = (HeteroBatchSampler(48, Plan.manual("12", stage=0)) for _ in range(2))
-        expected = list(whole)
-        resumed.load_state_dict({**whole.state_dict(), "epoch": 0, "step": 1})
-        assert list(islice(resumed, ahead)) == expected[1 : 1 + ahead]
-        resumed.take()
-        resumed.set_epoch(0)
-        assert list(resumed) == expected
-
-
 def test_a_look_at_the_data_keeps_the_resumed_position():
     whole, resumed = (HeteroBatchSampler(48, Plan.manual("12", stage=0)) for _ in range(2))
     expected = list(whole)

@@ -208,7 +208,8 @@ def _fail_if_unreported() -> None:
     for save in _UNREPORTED:
         _core.fail_at_exit()
         if save.job.rank == 0:
-            shutil.rmtree(save.job.aside, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                discard(save.job.aside)
 
 
 def publish(job: SaveJob, is_stopped: Callable[[], bool]) -> None:

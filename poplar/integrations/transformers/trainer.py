@@ -517,7 +517,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log values; with a loss, also speeds and waits since the last log or change of plan."""
+        """Log values; with a loss, also the latest speeds and waits of the monitor."""
         if self._progress is not None and "loss" in logs:
             logs |= {name: v for name, v in self._progress.scalars().items() if name not in logs}
             self._progress = None

@@ -20,11 +20,11 @@ def explain_programme(decision: ProgrammeDecision, graph: Graph) -> str:
 
 
 def _lines_without_rules(graph: Graph) -> Iterator[str]:
-    """Operators that no programme divides; tables of constants do not matter."""
+    """Calls that no programme divides; tables of constants do not matter."""
     counts = Counter(node.operator for node in without_rules(graph) if node.inputs)
     if counts:
         listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
-        yield f"operators without a rule, which every rank computes whole: {listed}"
+        yield f"operators that no rule fits, which every rank computes whole: {listed}"
 
 
 def _lines(decision: ProgrammeDecision, graph: Graph) -> Iterator[str]:

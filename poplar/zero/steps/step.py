@@ -484,14 +484,8 @@ class Step:
         if summary is None:
             # The norm shows losses that are not known; the reductions compute sums of squares.
             summary = self.agree(settings, error)
-        elif summary.has_hooks:
-            try:
-                raise_on_any_error(self._engine.control, error, doing="a step")
-            except BaseException:
-                self._engine.begin_step()
-                raise
-        elif error is not None:
-            raise error
+        else:
+            self._raise_any(error or caught(settings.check), among_all=summary.has_hooks)
         state = self._engine.step
         state.use(settings)
         scaled = state.found_inf is not None
@@ -510,6 +504,18 @@ class Step:
         self._engine.begin_step()
         self.nonfinite.raise_if_read()
         return summary
+
+    def _raise_any(self, error: Exception | None, *, among_all: bool) -> None:
+        """Raise an error of a closed step. Collective if hooks of any rank may have raised it."""
+        if not among_all:
+            if error is not None:
+                raise error
+            return
+        try:
+            raise_on_any_error(self._engine.control, error, doing="a step")
+        except BaseException:
+            self._engine.begin_step()
+            raise
 
     def _update_parameters(
         self,

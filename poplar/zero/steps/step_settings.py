@@ -74,12 +74,15 @@ class StepSettings:
             raise ValueError(f"{', '.join(names)}: nan, which the step would make of parameters")
 
     def later_than(self, closed: StepSettings) -> str:
-        """As text, the settings that are given here and are not those of `closed`."""
+        """As text, the settings that are given here and are not those of `closed`.
+
+        Tensors that were changed in place are not among them.
+        """
         changed = (
             f"{_name(key)}={_plain(value)!r}"
             for key, value in self._given.items()
             if self._numbers[key] != closed._numbers.get(key)
-            if value is not None and value is not False
+            if isinstance(key, tuple) or not (value is None or value is False)  # not given
         )
         return ", ".join(changed)
 
@@ -94,8 +97,8 @@ class StepSettings:
     def by_name(self) -> dict[str, str]:
         """All settings as text, for messages. Synchronizes with the device."""
         comparable = {k: n for k, n in self._numbers.items() if n not in (_OTHER, _TENSOR)}
-        named = [(_name(key), self._given[key]) for key in comparable]
-        return {name: repr(_plain(value)) for name, value in [*named, *self.tensors]}
+        named = {_name(key): repr(_plain(self._given[key])) for key in comparable}
+        return named | {name: f"tensor({_plain(value)!r})" for name, value in self.tensors}
 
 
 def _name(key: _Key) -> str:
