@@ -441,7 +441,7 @@ def use_wrongly(way: str) -> None:
         ("no plan", "needs loss_fn= to make a plan"),
         ("tuning", "is for planning, but plan= was given"),
         ("no profile", "compares steps with a profile"),
-        ("second model", "make an Accelerator for each model"),
+        ("second model", "make another Accelerator for each further model"),
         ("accumulate", "use `for micro_batch in optimizer.micro_batches"),
         ("accumulation set later", "leave it at 1"),
         ("clip value", "use accelerator.clip_grad_norm_"),
