@@ -217,15 +217,18 @@ def _faster_plan(
         return found, predict(cluster, found).step_seconds
 
     try:
-        found, then = fastest(staying)
         now = predict(cluster, plan).step_seconds
+    except ValueError:  # the profile does not have what the plan of now runs
+        return None
+    try:
+        found, then = fastest(staying)
         useless = [rank for rank in found.active_ranks if not found.samples(rank)]
         if useless and leave_out == "auto":
             with suppress(DoesNotFit, NoPlanFits):
                 other, seconds = fastest([*staying, *useless])
                 if seconds <= LEAST_USE * then:
                     found, then = other, seconds
-    except ValueError:  # no plan fits, or the profile does not have what the plan of now runs
+    except (DoesNotFit, NoPlanFits):
         return None
     gain = now / then - 1.0
     saved = steps_left * (now - then) - _moving_seconds(cluster, plan, found)

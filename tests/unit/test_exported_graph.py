@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -265,10 +266,24 @@ def test_calls_that_a_rule_does_not_fit_are_computed_by_all_ranks(call):
     check_in_float64(OTHER_CALLS[call], (5, 3, 4))
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("a linear layer with a vector", r"a part of it returns \['float32\[.*\], and not \["),
+        ("repetitions by a tensor", "TypeError: "),
+    ],
+)
+def test_a_call_that_a_rule_does_not_fit_says_why(call, says):
+    model, loss_fn = loss_of(OTHER_CALLS[call])
+    graph = export_loss(model, loss_fn, torch.randn(5, 3, 4)).graph
+    (why,) = (node.misfit for node in graph.nodes.values() if node.misfit)
+    assert re.match(says, why)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_rules_fit_all_calls_of_the_examples(task):
     *_, found = exported(task, 4)
-    assert not any(node.is_whole for node in found.graph.nodes.values())
+    assert not any(node.misfit for node in found.graph.nodes.values())
 
 
 def test_dropout_that_keeps_everything_is_exported():

@@ -379,7 +379,7 @@ ON_META = [
 @pytest.mark.parametrize("case", ON_META, ids=str)
 def test_rules_fit_all_cases(case):
     call = called(case, torch.Generator().manual_seed(0))
-    assert not with_fitting_rules(call.graph).nodes["node"].is_whole
+    assert not with_fitting_rules(call.graph).nodes["node"].misfit
 
 
 def test_every_rule_has_a_case():

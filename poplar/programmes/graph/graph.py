@@ -83,8 +83,8 @@ class Node:
     """A leaf's name in the model, or its path in the batch."""
     is_trained: bool = False
     """A parameter with a gradient and optimizer state."""
-    is_whole: bool = False
-    """Every rank computes all of it, because the rule of the operator does not fit this call."""
+    misfit: str = ""
+    """Why the rule of the operator does not fit this call, which every rank computes whole then."""
 
     @property
     def inputs(self) -> tuple[str, ...]:

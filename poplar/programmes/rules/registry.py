@@ -32,7 +32,7 @@ def base_name(operator: str) -> str:
 
 def rule_of(node: Node) -> Rule:
     """The rule of a node's operator; `COMPUTED_BY_ALL` if there is none, or it does not fit."""
-    if node.is_whole:
+    if node.misfit:
         return COMPUTED_BY_ALL
     return RULES.get(base_name(node.operator), COMPUTED_BY_ALL)
 

@@ -53,28 +53,30 @@ def _have_gradient(graph: Graph, node: Node, trained: int) -> list[bool]:
 
 
 def with_fitting_rules(graph: Graph) -> Graph:
-    """The graph with calls marked (`Node.is_whole`) whose rule does not fit.
+    """The graph with a `Node.misfit` in calls whose rule does not fit.
 
     Rules are for names of operators. Overloads of these names and unusual arguments may do
     something else: a rule fits if the outputs of a rank have the shapes and dtypes that it says.
     """
-    nodes = {
-        name: node if _rule_fits(graph, node) else replace(node, is_whole=True)
-        for name, node in graph.nodes.items()
-    }
+    nodes = {name: replace(node, misfit=_misfit(graph, node)) for name, node in graph.nodes.items()}
     return Graph(nodes, graph.output)
 
 
-def _rule_fits(graph: Graph, node: Node) -> bool:
+def _misfit(graph: Graph, node: Node) -> str:
     if node.operator in (*LEAVES, GET_ITEM) or rule_of(node) is COMPUTED_BY_ALL:
-        return True
+        return ""
     try:
-        return all(_is_as_claimed(graph, node, one) for one in strategies_of(graph, node))
-    except Exception:  # of the rule or the operator, which take arguments for something else
-        return False
+        for strategy in strategies_of(graph, node):
+            made, claimed = _outputs(graph, node, strategy)
+            if made != claimed:
+                return f"a part of it returns {made}, and not {claimed}"
+    except Exception as error:  # of the rule or the operator; `explain` shows it
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return ""
 
 
-def _is_as_claimed(graph: Graph, node: Node, strategy: Strategy) -> bool:
+def _outputs(graph: Graph, node: Node, strategy: Strategy) -> tuple[list[str], list[str]]:
+    """The dtypes and shapes that a rank's part of a call returns, and those that its rule says."""
     call = local_call(graph, node, strategy.inputs, strategy.output, _RATIOS, _RANK)
     kinds = {
         name: kind
@@ -85,8 +87,11 @@ def _is_as_claimed(graph: Graph, node: Node, strategy: Strategy) -> bool:
         )
     }
     made = _run(call, lambda name: _without_values(kinds[name]))
-    claimed = map(_without_values, call.outputs)
-    return [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in claimed]
+    return list(map(_described, made)), [_described(_without_values(kind)) for kind in call.outputs]
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _run(call: LocalCall, value: Callable[[str], Tensor]) -> list[Tensor]:

@@ -25,6 +25,9 @@ def _lines_without_rules(graph: Graph) -> Iterator[str]:
     if counts:
         listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
         yield f"operators that no rule fits, which every rank computes whole: {listed}"
+    misfits = {node.operator: node.misfit for node in graph.nodes.values() if node.misfit}
+    for operator, why in misfits.items():
+        yield f"the rule of {operator} does not fit a call: {why}"
 
 
 def _lines(decision: ProgrammeDecision, graph: Graph) -> Iterator[str]:

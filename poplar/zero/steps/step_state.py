@@ -73,7 +73,7 @@ class StepState:
     later: list[str] = field(default_factory=list)
     """Settings of this rank that came later, as text."""
     scaler: GradScaler | None = None
-    """By which `train_step` scales the losses; None: nothing does, or the loop of the passes."""
+    """By which `train_step` scales the losses; None: it does not, or a loop runs the passes."""
     is_unscaled: bool = False
     """The gradient has been divided by the scale of the losses."""
     scale: Tensor | None = None
