@@ -214,6 +214,22 @@ def noise_of_speeds(
     return math.sqrt(math.fsum(a * a for a in away) / free) if free else 0.0
 
 
+def change_of_speeds(
+    cluster: ClusterProfile, plan: Plan, observations: Sequence[Observation]
+) -> float:
+    """How much longer or shorter a plan's step is at the speeds that ranks had in these steps.
+
+    The steps ran some time after the curves were measured, so the speeds may change as much again.
+
+    Args:
+        cluster: as measured, not at the speeds of the observations.
+        plan: whose step is predicted.
+        observations: of the plan.
+    """
+    present = _at_observed_speeds(cluster, observations)
+    return abs(step_seconds_of(present, plan) / step_seconds_of(cluster, plan) - 1.0)
+
+
 def at_profiled_speed(cluster: ClusterProfile, observation: Observation) -> Observation:
     """The observation that devices as fast as their profiled curves would have given.
 

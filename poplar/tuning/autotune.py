@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from poplar.comm import Group
-from poplar.planner.calibration import noise_of_speeds, refine
+from poplar.planner.calibration import change_of_speeds, noise_of_speeds, refine
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import describe, fits, predict, unmeasured_batches
 from poplar.planner.search import CHOICES, Choice, Sends, alternatives, check_choices, search
@@ -410,12 +410,14 @@ class Tuner:
                 )
             )
         best, observations = _simplest(trials, running), trials.observations()
-        profile = self._refined(profile, observations)
-        profile = self._refined(profile, [seen for seen in observations if seen.plan == best])
+        of_best = [seen for seen in observations if seen.plan == best]
+        measured, profile = profile, self._refined(profile, observations)
+        profile = self._refined(profile, of_best)
         profile = _with_less_memory_beside(profile, lacked, best)
         spread = trials.noise(best)
         if not self.session.asynchronous:  # else the seconds of passes are not known
             spread = max(spread, noise_of_speeds(profile, best, trials.each()))
+            spread = math.hypot(spread, change_of_speeds(measured, best, of_best))
         plan = describe(profile, best, self.job.policy, noise=spread)
         tuned = Tuned(plan, profile, observations)
         return self.session.on_first_rank(lambda: tuned, "the choice of a plan")

@@ -21,6 +21,7 @@ from poplar import ClusterProfile, Plan, simulate
 from poplar.planner.calibration import (
     LARGEST_SLOWDOWN,
     at_profiled_speed,
+    change_of_speeds,
     fit,
     noise_of_speeds,
     plans_to_observe,
@@ -197,6 +198,18 @@ def test_plans_that_a_curve_predicts_differently_do_not_make_a_step_noisy():
     one, other = two_plans(0)
     seen = [observed(plain(), one), observed(slow, other)] * 2
     assert noise_of_speeds(plain(), one, seen) == pytest.approx(0.0)
+
+
+def test_change_of_speeds_is_that_of_the_ranks_a_step_waits_for():
+    plan, *_ = two_plans(0)
+    compute = predict(plain(), plan).compute_seconds
+    factors = tuple(1.2 if seconds == max(compute) else 1.0 for seconds in compute)
+    assert change_of_speeds(plain(), plan, [observed(plain(), plan)]) == pytest.approx(0.0)
+    for change in (factors, (1 / 1.2,) * 4):
+        slow = with_slower_devices(plain(), change)
+        step, other = (predict(each, plan).step_seconds for each in (plain(), slow))
+        found = change_of_speeds(plain(), plan, [observed(slow, plan)])
+        assert found == pytest.approx(abs(other / step - 1.0))
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)
