@@ -56,14 +56,15 @@ class MemoryCheckpoints:
         spare_shards: on how many other hosts each rank's part is saved, too, so that as many hosts
             may be lost; at most as many as there are. At stage 0 only random states are sent.
         folder: in memory, for the ranks of this host; it must outlive them. Ranks with different
-            folders count as ranks of different hosts. Only this user may be able to write to it.
-            Default: in `/dev/shm`.
+            folders count as ranks of different hosts. Only this user may be able to write to it;
+            with a name, a folder as `/dev/shm` serves, too. Default: in `/dev/shm`.
         name: letters, digits, `_` and `-`. If a program saves several optimizers, as those of a
             GAN, each needs another name, under which its files are kept.
 
     Raises:
         ValueError: `spare_shards` is less than 0, or `name` has other characters.
-        PermissionError: another user may have written to the folder, from which objects are loaded.
+        PermissionError: another user may have written to the folder, from which objects are loaded,
+            or can replace it.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class MemoryCheckpoints:
         if not re.fullmatch(r"[\w-]*", name):
             raise ValueError(f"name must consist of letters, digits, _ and -, got {name!r}")
         root = agent_folder() if folder is None else Path(os.path.abspath(folder))
-        self.folder = private_folder(root / name)
+        self.folder = private_folder(root, name)
         self._optimizer, self._state = optimizer, state if state is not None else {}
         self._spares = spare_shards
         self._slots: _Slots | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -127,12 +129,53 @@ def test_folder_to_which_others_may_write_is_refused(tmp_path: Path):
         agent_folder.private_folder(made)
 
 
+def test_folder_that_others_may_replace_is_refused(tmp_path: Path):
+    umask = os.umask(0o002)
+    try:
+        named = MemoryCheckpoints(mock.Mock(), folder=tmp_path / "new", name="named").folder
+    finally:
+        os.umask(umask)
+    folder = named.parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for mode in (0o770, 0o707):
+        folder.chmod(mode)
+        with pytest.raises(
+            PermissionError, match=rf"new can be written .* \(mode {mode:o}\), .*ed "
+        ):
+            MemoryCheckpoints(mock.Mock(), folder=folder, name="named")
+    folder.chmod(0o1777)  # as /dev/shm
+    assert MemoryCheckpoints(mock.Mock(), folder=folder, name="named").folder == named
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("mode", [0o755, 0o1777])
+def test_folder_that_its_owner_may_replace_is_refused(tmp_path: Path, mode: int):
+    agent_folder.private_folder(tmp_path / "named")
+    tmp_path.chmod(mode)
+    os.chown(tmp_path, 1, -1)
+    with pytest.raises(PermissionError, match=f"{tmp_path} belongs to another user"):
+        MemoryCheckpoints(mock.Mock(), folder=tmp_path, name="named")
+
+
 def test_folders_of_agents_that_have_ended_are_removed(tmp_path: Path):
     with mock.patch.object(agent_folder, "_ROOT", tmp_path):
         own = agent_folder.agent_folder()
         ended = own.with_name(own.name + "9")  # the same process number, started at another time
         ended.mkdir()
-        other = tmp_path / "poplar-of-another-namespace"
-        other.mkdir()
+        prefix = own.name.removesuffix(f"{os.getppid()}-{own.name.rpartition('-')[2]}")
+        others = [tmp_path / name for name in ("poplar-of-another-namespace", f"{prefix}x", prefix)]
+        for other in others:
+            other.mkdir()
         assert agent_folder.agent_folder() == own
-    assert sorted(tmp_path.iterdir()) == sorted([own, other])
+    assert sorted(tmp_path.iterdir()) == sorted([own, *others])
+
+
+def test_names_of_processes_may_be_any_bytes(tmp_path: Path):
+    program = os.fsencode(tmp_path) + b"/\xff) ("
+    os.symlink(os.fsencode(shutil.which("sleep")), program)
+    process = subprocess.Popen([program, "60"])  # returns after the program has started
+    try:
+        assert agent_folder._start_of(process.pid).isdecimal()
+    finally:
+        process.kill()
+        process.wait()
