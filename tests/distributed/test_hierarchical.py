@@ -8,6 +8,7 @@ import sys
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from native_calls import all_to_all_of_parts
 from network import EmulatedNetwork, EmulationUnavailable, Hosts
 
 from poplar.comm import Bucket, Codec, Communicator, Group, connect, host_topology
+from poplar.comm.host_memory.rendezvous import Rendezvous
 from poplar.comm.shard_layout import Layout
 from poplar.values.errors import CollectiveTimeout
 
@@ -147,3 +149,31 @@ def test_killed_or_stopped_rank_of_another_host_is_found(operation, how):
     for rank in (0, 1):
         names = [f"waiting for rank(s) {lost}" for lost in ("2", "3", "2, 3")]
         assert any(text in answers[rank] for text in names), answers[rank]
+
+
+def run_out_of_memory_on_a_rank(host: str) -> str:
+    """Rank 2 gets no shared memory for its bucket; all return their error."""
+    host_topology.host_id = lambda: (host[harness.rank()],)
+    group = Group.of(harness.group(), timedelta(seconds=2))
+    comm = connect(group, "hierarchical")
+    layout = Layout.even(64 * 4, 4)
+    bucket = Bucket(torch.ones(layout.numel), layout, Codec())
+    if group.rank == 2:
+        Rendezvous.allocate = mock.Mock(side_effect=MemoryError("no memory"))
+    out = torch.empty(layout.size(group.rank))
+    try:
+        comm.reduce_scatter(bucket, out, accumulate=False, what="it").wait()
+    except (CollectiveTimeout, MemoryError) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_another_host_get_the_reason_of_a_rank_that_failed_itself():
+    answers = harness.one_off(4, run_out_of_memory_on_a_rank, "aabb")
+    reason = "rank 2: a collective failed: MemoryError('no memory')"
+    assert answers[2] == "no memory"
+    assert "waiting for rank(s) 2 " in answers[3]
+    assert answers[3].endswith(f"Cause: it aborted: {reason}")
+    for answer in answers[:2]:  # rank 1 waits for a part from rank 3
+        assert "waiting for rank(s) 2 " in answer
+        assert answer.endswith(f"Cause: {reason}")

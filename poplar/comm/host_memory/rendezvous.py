@@ -324,16 +324,19 @@ class Rendezvous:
             self._abort(str(failure))
             raise
         except BaseException as error:  # also an interrupt: a partial sum cannot be resumed
-            self._abort(f"rank {self.group.name}: {what} failed: {error!r}")
+            self._abort(f"rank {self.group.name}: {what} failed: {error!r}", is_cause=True)
             raise
 
-    def _abort(self, reason: str) -> None:
-        """Refuse all later collectives, for this reason, and notify the peers."""
+    def _abort(self, reason: str, *, is_cause: bool = False) -> None:
+        """Refuse all later collectives, for this reason, and notify the peers.
+
+        `is_cause`: this rank has failed itself, as in a `Report`.
+        """
         if os.getpid() != self._process:
             return
         if not self.group.failures:
             self.group.note_failure(CollectiveTimeout(reason))
-            self.group.report(reason)
+            self.group.report(reason, is_cause=is_cause)
         self._stop()
 
     def _stop(self) -> None:
