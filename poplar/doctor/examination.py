@@ -69,6 +69,7 @@ class Report:
                 "operators": facts.operators,
                 "transport": facts.transport,
                 "links": ", ".join(facts.device.links),
+                "notes": "; ".join(facts.device.notes),
             }
             for facts in self.ranks
         ]

@@ -318,6 +318,13 @@ def test_problems_come_first_and_make_the_report_not_ok():
     assert "problem: ranks 0-1: NCCL differs" in str(report)
 
 
+def test_notes_on_devices_are_shown_with_their_ranks():
+    limited = gpu(uuid="GPU-1", notes=("the power cap is reached", "fixed clocks"))
+    shown = str(Report(ranks=(facts(0), facts(1, limited)), findings=()))
+    assert "\nnotes: none (rank 0), the power cap is reached; fixed clocks (rank 1)\n" in shown
+    assert "notes" not in str(Report(ranks=(facts(0), facts(1)), findings=()))
+
+
 def test_facts_survive_json():
     mine = facts(3)
     assert from_fields(RankFacts, json.loads(json.dumps(to_json_types(mine)))) == mine
