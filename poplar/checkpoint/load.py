@@ -181,9 +181,9 @@ class Load:
         self.optimizer_state = self._loaded_state(keys)
         self._values = dict(self._value_targets())
         self._sent = dict(self._sent_targets())
-        opened.check_complete(self._values)
-        opened.check_complete(self._sent)
-        opened.check_complete(self._to_read)
+        for name, target in self.targets.items():
+            self._check_shape(name, target.shape)
+        opened.check_complete(self.targets)
         self._read_further_values(wanted, stored.keys() - self._model.keys())
 
     def _read_further_values(self, wanted: Mapping[str, Any], extra_states: Iterable[str]) -> None:
@@ -351,7 +351,6 @@ class Load:
                     continue
                 shape, example = layout[key]
                 if shape is not None:
-                    self._check_shape(stored, shape)
                     first, end = place.entries(shape)
                     own = torch.empty(end - first, dtype=example.dtype, device=place.flat.device)
                     values[key] = ShardTensor(own, shape, first)
@@ -369,7 +368,11 @@ class Load:
     def _check_shape(self, stored: str, shape: torch.Size) -> None:
         described = self.opened.tensor(stored)
         if described is None or described.size != shape:
-            raise ValueError(f"{stored} has no shape {tuple(shape)}")
+            found = None if described is None else tuple(described.size)
+            raise ValueError(
+                f"{self.opened.folder} does not fit this optimizer: {stored!r} has shape {found} "
+                f"there, but {tuple(shape)} here"
+            )
 
     def _value_targets(self) -> Iterator[tuple[str, Tensor]]:
         places = {id(place.parameter): place for place in places_of(self.parts.engine.flats)}

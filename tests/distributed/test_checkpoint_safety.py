@@ -26,12 +26,14 @@ import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import Pool
 from safetensors.torch import load_file
 from subset import choose
 from test_checkpoints import build, content, train
 from test_materialization import values_of
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from training import assert_raised, whole_parameters
 
 import poplar
@@ -45,6 +47,7 @@ from poplar.checkpoint.save import save_now
 from poplar.checkpoint.save_plan import Agreement
 from poplar.checkpoint.saved_model import Writer
 from poplar.checkpoint.state_dicts.loaded_state import LoadedState
+from poplar.values.communication import Communication
 
 TWO = Plan(stage=3, global_batch=8, micro_batches=((2, 2), (2, 2)), shares=(0.7, 0.3))
 
@@ -204,6 +207,39 @@ def test_checkpoint_of_another_model_or_optimizer_is_refused(ranks: Pool, saved:
     )
     for number, patterns in enumerate(expected):
         assert_raised([failures[number] for failures in by_rank], *patterns)
+
+
+MATRIX, KINDS = "embedding.weight", ("master", "exp_avg", "sent")
+
+
+def load_wider_tensors(folder: str) -> list[harness.Failure]:
+    """Load what torch saved of a matrix, each kind once with a column more than the model's."""
+    plan = replace(TWO, stage=1, communication=Communication.of("int8", 1))
+    model, optimizer = build(plan, compute_dtype=torch.bfloat16)
+    train(optimizer, 0, 1)
+    wider = torch.zeros(37, 27, device=harness.device())
+    failures = []
+    for kind in KINDS:
+        values, state = get_state_dict(model, optimizer)
+        assert values[MATRIX].shape == (37, 26)
+        saved = {"model": values, "optim": state}
+        if kind == "sent":
+            saved["communication"] = {"sent": {MATRIX: wider}}
+        else:
+            state["state"][MATRIX] |= {kind: wider}
+        dcp.save(saved, checkpoint_id=f"{folder}/{kind}", process_group=harness.group())
+        with harness.catching() as caught:
+            poplar.load_checkpoint(f"{folder}/{kind}", optimizer)
+        failures += caught
+    return failures
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_of_other_shapes_are_refused(ranks: Pool, tmp_path: Path) -> None:
+    by_rank = ranks.run(load_wider_tensors, str(tmp_path), ranks=2)
+    for number, kind in enumerate(KINDS):
+        found = [failures[number] for failures in by_rank]
+        assert_raised(found, f"{kind} does not fit", MATRIX, "has shape (37, 27) there, but")
 
 
 def fail_to_apply(folder: str) -> list[harness.Failure]:
