@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
-from poplar.checkpoint.state_dicts.place import Elements, Place, canonical, names_of, places_of
+from poplar.checkpoint.state_dicts.place import Place, canonical, elements_of, names_of, places_of
 from poplar.comm import Control
 from poplar.values.errors import agreed
 from poplar.values.formatting import format_names
@@ -113,8 +113,8 @@ def _agreed_steps(control: Control, steps: int | None) -> int | None:
 class ParameterState:
     """What a state dict holds of one parameter's state, on this rank."""
 
-    elements: Mapping[str, Elements]
-    """State that is cut with the parameter, and `master`."""
+    elements: Mapping[str, Tensor]
+    """The owned entries of state that is cut with the parameter, and of `master`."""
     others: Mapping[str, Any]
     """All other state, such as a step counter: numbers, or lists of them for tensors."""
 
@@ -160,9 +160,9 @@ class LoadedState:
         """Check the state of one parameter."""
         name = place.name
         values = {key: value for key, value in taken_apart(values).items() if value is not None}
-        start, stop = place.owned
         if _is_absent(values.values()):
-            Elements.none().part(start, stop, f"the state of {name!r}")
+            nothing = torch.empty(0, device="cpu")
+            elements_of(nothing, nothing.shape, place.owned, f"the state of {name!r}")
             return ParameterState({}, {})
         keys = values.keys() - {MASTER}
         if keys and keys != layout.keys():
@@ -175,9 +175,7 @@ class LoadedState:
             what = f"{key!r} of {name!r}"
             shape = place.parameter.shape if key == MASTER else layout[key].shape
             if shape is not None:
-                found = Elements.of(value, shape, what)
-                found.part(*place.entries(shape), what)
-                elements[key] = found
+                elements[key] = elements_of(value, shape, place.entries(shape), what)
             else:
                 others[key] = value.tolist() if isinstance(value, Tensor) else value
         if others.get("step") == 0:  # as if there was none; see `ShardedUpdate.create_state`
@@ -276,8 +274,7 @@ class LoadedState:
         """Copy the owned entries of a parameter to a flat tensor that begins at `first`."""
         elements = self._states[place].elements.get(key)
         if elements is not None:
-            target = place.shard(to, first, shape)
-            target.local.copy_(elements.part(target.start, target.stop, key))
+            place.shard(to, first, shape).local.copy_(elements)
 
 
 def _is_absent(values: Iterable[Any]) -> bool:

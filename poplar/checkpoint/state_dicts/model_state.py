@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from poplar.checkpoint.state_dicts.place import Elements, Place, places_of
+from poplar.checkpoint.state_dicts.place import Place, elements_of, places_of
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import ModelHook
@@ -82,17 +82,18 @@ class ModelState:
     ) -> None:
         """Load sharded parameters, and the masters of all."""
         for name, parameter in module._parameters.items():
-            place, value = self._places.get(id(parameter)), state.get(prefix + name)
+            key = prefix + name
+            place, value = self._places.get(id(parameter)), state.get(key)
             if place is None or parameter is None or not isinstance(value, Tensor):
                 continue
             if value.shape != parameter.shape:
                 continue  # `load_state_dict` reports it
             if self._is_sharded(place):
                 try:
-                    self._load_shard(place, Elements.of(value, value.shape, prefix + name))
+                    self._load_shard(place, elements_of(value, value.shape, place.owned, key))
                 except (TypeError, ValueError) as error:
                     errors.append(str(error))
-                state[prefix + name] = parameter  # which `load_state_dict` copies to itself
+                state[key] = parameter  # which `load_state_dict` copies to itself
                 continue
             if not self._engine.values.may_write(module):
                 raise RuntimeError(
@@ -100,18 +101,17 @@ class ModelState:
                     "3; use full_parameters(writeback=True), or load outside"
                 )
             if _is_wider(value, place.flat):
-                self._load_master(place, Elements.of(value, value.shape, prefix + name))
+                self._load_master(place, elements_of(value, value.shape, place.owned, key))
 
-    def _load_shard(self, place: Place, elements: Elements) -> None:
+    def _load_shard(self, place: Place, part: Tensor) -> None:
         flat = place.flat
-        part = elements.part(*place.owned, place.name)
         self._engine.strategy.wait_for_readers(flat)
         place.part(flat.shard).copy_(part)
         if _is_wider(part, flat):
-            self._load_master(place, elements)
+            self._load_master(place, part)
 
-    def _load_master(self, place: Place, elements: Elements) -> None:
-        place.part(place.flat.master).copy_(elements.part(*place.owned, place.name))
+    def _load_master(self, place: Place, part: Tensor) -> None:
+        place.part(place.flat.master).copy_(part)
 
     def _after_loading(self, module: nn.Module, *_: Any) -> None:
         """Update the masters of the module's own parameters, each once."""

@@ -1,7 +1,7 @@
 """`Place`: which elements of a parameter this rank has, and where they are in its flat tensors.
 
 Saving, loading and state dicts cut flat tensors here and nowhere else. `Owners` knows the ranks
-that have the other elements, and `Elements` are those that a value of a state dict has.
+that have the other elements.
 """
 
 from __future__ import annotations
@@ -136,64 +136,45 @@ def places_of(flats: Iterable[FlatParameter]) -> Iterator[Place]:
     return (Place(flat, position) for flat in flats for position in range(len(flat.parameters)))
 
 
-@dataclass(frozen=True)
-class Elements:
-    """Elements `[start, start + len(values))` of a tensor, in row-major order."""
+def elements_of(value: object, shape: Sequence[int], bounds: tuple[int, int], name: str) -> Tensor:
+    """Elements `[start, stop)` of a tensor of this shape, in row-major order, from a state dict.
 
-    values: Tensor
-    """1-D."""
-    start: int
+    Args:
+        value: the whole tensor, or a `ShardTensor` with a part of it.
+        bounds: `start` and `stop`.
 
-    @classmethod
-    def of(cls, value: object, shape: Sequence[int], name: str) -> Elements:
-        """What a value of a state dict holds of a tensor of this shape.
+    Raises:
+        TypeError: it is another kind of tensor, or none.
+        ValueError: it has another shape, or not all of these elements.
+    """
+    from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
-        Args:
-            value: the whole tensor, or a `ShardTensor` with a part of it.
-
-        Raises:
-            TypeError: it is another kind of tensor, or none.
-            ValueError: it has another shape.
-        """
-        from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
-
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__}, but should be a tensor")
-        if tuple(value.shape) != tuple(shape):
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, but here it has shape {tuple(shape)}; "
-                "the state is of another model"
-            )
-        if isinstance(value, ShardTensor):
-            return cls(value.local, value.start)
-        if type(value) not in (Tensor, nn.Parameter):
-            raise TypeError(
-                f"{name} is a {type(value).__name__}; load it with torch.distributed.checkpoint, "
-                "or make it a whole tensor first"
-            )
-        return cls(value.detach().reshape(-1), 0)
-
-    @classmethod
-    def none(cls) -> Elements:
-        """No elements."""
-        return cls(torch.empty(0, device="cpu"), 0)
-
-    def part(self, start: int, stop: int, name: str) -> Tensor:
-        """Elements `[start, stop)`, counted from the tensor's first.
-
-        Raises:
-            ValueError: some of them are not held.
-        """
-        end = self.start + self.values.numel()
-        if start >= stop:
-            return self.values[:0]
-        if not self.start <= start <= stop <= end:
-            raise ValueError(
-                f"{name} holds elements [{self.start}, {end}), but this rank owns [{start}, "
-                f"{stop}): it was saved by another rank or under another plan; load it with "
-                "torch.distributed.checkpoint, or save full_state_dict()"
-            )
-        return self.values[start - self.start : stop - self.start]
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}, but should be a tensor")
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, but here it has shape {tuple(shape)}; "
+            "the state is of another model"
+        )
+    if isinstance(value, ShardTensor):
+        values, first = value.local, value.start
+    elif type(value) in (Tensor, nn.Parameter):
+        values, first = value.detach().reshape(-1), 0
+    else:
+        raise TypeError(
+            f"{name} is a {type(value).__name__}; load it with torch.distributed.checkpoint, "
+            "or make it a whole tensor first"
+        )
+    (start, stop), end = bounds, first + values.numel()
+    if start >= stop:
+        return values[:0]
+    if not first <= start <= stop <= end:
+        raise ValueError(
+            f"{name} holds elements [{first}, {end}), but this rank owns [{start}, {stop}): it was "
+            "saved by another rank or under another plan; load it with "
+            "torch.distributed.checkpoint, or save full_state_dict()"
+        )
+    return values[start - first : stop - first]
 
 
 class Owners:
