@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from poplar.pair.cards import OwnCard
+from poplar.doctor.facts import collect_facts
+from poplar.pair.cards import card_of, peer_to_peer, versions
 from poplar.pair.comparison import Case, Comparison
 from poplar.pair.llama import CPU_SIZES, TRAININGS, chosen_sizes
 from poplar.pair.ranks import Ranks
@@ -37,13 +38,13 @@ def measure(
         )
     ends = time.monotonic() + 60.0 * minutes
     ranks = Ranks()
-    own = OwnCard.of(device)
-    cards = ranks.gather(own)
+    own = collect_facts(device)
+    facts = ranks.gather(own)
     dtype = torch.float32
     if device.type == "cuda":
-        has_bf16 = all(card.info.has_bf16 for card in cards)
+        has_bf16 = all(one.device.has_bf16 for one in facts)
         dtype = torch.bfloat16 if has_bf16 else torch.float16
-    memory = min(card.free_bytes for card in cards)
+    memory = min(one.memory_bytes for one in facts)
     cases = [
         Case(size=size, training=training, dtype=dtype, device=device)
         for training in TRAININGS
@@ -55,12 +56,11 @@ def measure(
         seconds = max(left, 1.0) / (len(cases) - number)
         report(f"{case.size.name}, {case.training}: {seconds:.0f} s")
         results.append(Comparison(case, ranks, seconds, report).result())
-    reach = [card.reaches_others for card in cards]
     return PairRow(
-        cards=tuple(card.public for card in cards),
-        peer_to_peer=None if None in reach else all(reach),
-        hosts=len({card.info.host for card in cards}),
+        cards=tuple(map(card_of, facts)),
+        peer_to_peer=peer_to_peer(facts),
+        hosts=len({one.device.host for one in facts}),
         emulated=emulated,
-        versions=own.versions(),
+        versions=versions(own),
         cases=tuple(results),
     )

@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import pairs
 from typer.testing import CliRunner
 
 from poplar.cli.app import app
+from poplar.pair.cards import peer_to_peer
 from poplar.pair.llama import SIZES, Llama, chosen_sizes
 from poplar.pair.row import EVEN, NAMES, PLANNED, Card, CaseResult, PairRow
 
@@ -145,6 +147,22 @@ def test_saved_rows_are_public_and_the_page_is_made_of_them():
         check_is_public(PairRow.from_json(path).to_dict())
     page = Path(__file__).parents[2] / "docs" / "pairs.md"
     assert page.read_text("utf-8") == "\n".join(pairs.page(pairs.read())).rstrip() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("access", "expected"),
+    [
+        (({"b": True}, {"a": True}), True),
+        (({"b": True}, {"a": False}), False),
+        (({"b": True}, {}), None),  # on another host, which the first rank does not see either
+    ],
+)
+def test_peer_to_peer_is_between_all_cards(access, expected):
+    ranks = [
+        SimpleNamespace(device=SimpleNamespace(uuid=uuid), peer_access=own)
+        for uuid, own in zip("ab", access, strict=True)
+    ]
+    assert peer_to_peer(ranks) is expected
 
 
 def test_page_and_picture_of_cards(tmp_path):
