@@ -26,11 +26,6 @@ class Codec:
 
     wire_dtype: torch.dtype = torch.float32
 
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """The dtype of the result of a reduction."""
-        return torch.float32
-
     def wire_numel(self, numel: int) -> int:
         """Elements of `wire_dtype` for `numel` elements, a multiple of `ALIGNMENT`."""
         return numel
@@ -157,36 +152,6 @@ def _encoded_layout(layout: Layout, bits: int) -> Layout:
     if any(offset % ALIGNMENT for offset in layout.offsets):
         raise ValueError(f"values are encoded in groups of {ALIGNMENT}, but cut at {layout}")
     return Layout(tuple(encoded_bytes(offset, bits) for offset in layout.offsets))
-
-
-@dataclass(frozen=True)
-class WideCodec(Codec):
-    """float64 or integers, and sums of the same dtype, in rank order.
-
-    Plain PyTorch: such values are few, or compared exactly in tests. Callers copy into the bucket's
-    data; it is not packed with weights.
-    """
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        return self.wire_dtype
-
-    @torch.no_grad()
-    def reduce(
-        self,
-        out: Tensor,
-        received: Sequence[Tensor],
-        accumulate: bool,
-        squares: Tensor | None = None,
-    ) -> None:
-        assert squares is None  # only norms of gradients need them
-        total = received[0].clone()
-        for part in received[1:]:
-            total += part
-        if accumulate:
-            out += total
-        else:
-            out.copy_(total)
 
 
 @dataclass(frozen=True, eq=False)

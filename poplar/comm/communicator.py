@@ -102,8 +102,8 @@ class Communicator(ABC):
 
         Args:
             bucket: packed; must stay unchanged until the wait returns.
-            out: in the codec's `sum_dtype` (fp32), `bucket.layout.size(rank)` elements; may be that
-                very slice of `bucket.data`.
+            out: fp32, `bucket.layout.size(rank)` elements; may be that very slice of
+                `bucket.data`.
             squares: receives `ops.block_sums_of_squares(out)` of the result, without another read
                 of `out`.
         """

@@ -109,10 +109,10 @@ class SharedHostMemory(WithinHost):
                 start, stop = own_parts[number]
                 if start < stop:
                     values = self.comm.slices(collective, bucket.data, start, stop - start)
-                    sent, codec = sums[number], bucket.codec
-                    is_wide = sent.dtype is codec.sum_dtype
-                    out = sent if is_wide else sent.new_empty(sent.numel(), dtype=codec.sum_dtype)
-                    codec.reduce(out, values, accumulate=False)
+                    sent = sums[number]
+                    is_wide = sent.dtype is torch.float32
+                    out = sent if is_wide else sent.new_empty(sent.numel(), dtype=torch.float32)
+                    bucket.codec.reduce(out, values, accumulate=False)
                     if not is_wide:
                         sent.copy_(out)
 
@@ -181,8 +181,8 @@ class ProcessGroupOfHost(WithinHost):
         if len(route.parts) > 1:
             taken.append(between.take(route.host_layout.numel, data))
             data = torch.cat([data[start:stop] for start, stop in route.parts], out=taken[-1])
-        if total.dtype is not bucket.codec.sum_dtype:
-            sums = between.take(total.numel(), total, bucket.codec.sum_dtype)
+        if total.dtype is not torch.float32:
+            sums = between.take(total.numel(), total, torch.float32)
             taken.append(sums)
         ordered = Bucket(data, route.host_layout, bucket.codec)
         work = self.comm.reduce_scatter(ordered, sums, accumulate=False, what=reduction.what)

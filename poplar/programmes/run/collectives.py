@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from poplar.comm.bucket import Codec, WideCodec
+from poplar.comm.bucket import Codec
 from poplar.comm.communicator import Communicator, Splits
 from poplar.comm.shard_layout import Layout
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded, cut
@@ -214,13 +215,19 @@ def _reduce_scatter(
     first = parts[0]
     if first.dtype is torch.bool:
         raise ValueError(f"rank {comm.group.name}: {what}: a sum of bool tensors has no dtype")
-    codec = Codec(first.dtype) if first.dtype in _ADDED_IN_FP32 else WideCodec(first.dtype)
-    bucket = comm.buffer(layout, first.dtype, first.device, codec)
+    own, ranks = layout.size(comm.group.rank), comm.group.size
+    if first.dtype not in _ADDED_IN_FP32:  # few values, which kernels do not add
+        sizes = Splits(received=[own] * ranks, sent=list(layout.sizes))
+        received = torch.empty(ranks * own, dtype=first.dtype, device=first.device)
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        comm.all_to_all(received, flat, sizes, what=what).wait()
+        exact: Tensor = reduce(torch.add, received.view(ranks, own))
+        return exact
+    bucket = comm.buffer(layout, first.dtype, first.device, Codec(first.dtype))
     bucket.wait_until_writable()
     for target, part in zip(bucket.data.split(layout.sizes), parts, strict=True):
         target.view(part.shape).copy_(part)
-    own = layout.size(comm.group.rank)
-    total = torch.empty(own, dtype=codec.sum_dtype, device=first.device)
+    total = torch.empty(own, dtype=torch.float32, device=first.device)
     comm.reduce_scatter(bucket, total, accumulate=False, what=what).wait()
     return total
 
