@@ -404,9 +404,17 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the full gradient so that its norm is at most `max_norm`. Collective.
 
+        Args:
+            max_norm: at least 0.
+            norm_type: more than 0; infinity: the largest absolute value.
+
         Returns:
             The norm over all parameters before clipping, as one fp32 on the device. For `norm_type`
             2 and infinity its bits do not depend on the shares.
+
+        Raises:
+            ValueError: arguments of this rank are wrong, or ranks differ.
+            RankFailed: arguments of another rank are wrong, or it could not finish its passes.
         """
         self._training.unscale()
         settings = self._training.settings(max_norm=max_norm, norm_type=float(norm_type))
@@ -451,8 +459,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def full_gradients(self) -> dict[str, Tensor]:
         """The full mean gradient of every trained parameter, by name. Collective.
 
-        Call it between the last backward and `step()`. Every rank gets all gradients, in fp32 and
-        in the shape of the parameters, so it needs memory for all of them.
+        Call it between the last backward and `step()`. Every active rank gets all gradients, in
+        fp32 and in the shape of the parameters, so it needs memory for all of them. A rank that the
+        plan leaves out gets none: an empty dict.
         """
         engine, step = self._training.engine, self._training.step
         step.reject_open_loop()

@@ -101,17 +101,6 @@ class ActiveRanks:
         by_rank = self.group.by_name(values)
         return tuple(by_rank.get(rank, absent) for rank in range(self.whole.size))
 
-    def prepare_model(
-        self, model: nn.Module, device: torch.device, dtype: torch.dtype | None
-    ) -> None:
-        """Give a model, on a rank that is left out, the device and dtype of the active ranks."""
-        if self._has_values:
-            for parameter in model.parameters():
-                computing = parameter.dtype if dtype is None else dtype
-                parameter.data = parameter.data.to(device, computing or parameter.dtype)
-            for buffer in model.buffers():
-                buffer.data = buffer.data.to(device)
-
     @torch.no_grad()
     def share_values(self, model: nn.Module, names: Sequence[str]) -> None:
         """Copy parameters and buffers of the first active rank to the ranks that are left out.
@@ -137,6 +126,8 @@ def share_tensors(group: Group, tensors: Mapping[str, Tensor], doing: str) -> No
 
     Their names must be the same on all ranks.
     """
+    if not tensors:
+        return
     device = next(iter(tensors.values())).device
     comm = connect(group, "process_group" if group.supports(device) else "auto", device)
     replicate(tensors, comm, Control(group), doing=doing)

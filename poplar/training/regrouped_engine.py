@@ -63,7 +63,7 @@ def regroup_engine(
     with request.values.real_tensors(request.device):
         if old is None and request.values.on_meta and not strategy.shards_parameters:
             for parameter in request.model.parameters():
-                dtype = request.cast_to or parameter.dtype
+                dtype = request.computing_dtype(parameter)
                 parameter.data = torch.empty(parameter.shape, dtype=dtype, device=request.device)
         units = units_of(request, control, shards_parameters=strategy.shards_parameters)
         flats = [flat for unit in units for flat in unit.flats]
@@ -93,7 +93,7 @@ def regroup_engine(
         members = [sender, *joining]
         others = [rank for rank in range(comm.group.size) if rank not in members]
         group = comm.group.split([members, others] if others else [members])
-        if comm.group.rank in members and tensors:
+        if comm.group.rank in members:
             share_tensors(group, tensors, DOING)
     _take_runs(update, flats, control, sender, joins=old is None)
     engine = assemble_engine(request, units, strategy, control, check_step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +38,7 @@ from poplar.zero.setup import (
     Request,
     build_engine,
     new_update,
+    prepare_without_engine,
     with_cut,
 )
 from poplar.zero.steps.step import SpeedFollower, Step
@@ -99,7 +99,7 @@ class TrainedModel:
         else:
             self._be_left_out()
             self.calls.call(BUILDING, do_nothing)
-            ranks.prepare_model(request.model, request.device, request.cast_to)
+            prepare_without_engine(request)
             self._use_settings(new_update(request, []).outer_groups(request.groups))
 
     # What belongs to a plan.
@@ -214,7 +214,8 @@ class TrainedModel:
         hooks = list(self.left_out_model.register())
         self._unregister = register_owner([], self.optimizer, hooks)
         assert self.ranks.announcements is not None
-        checks, ends = {"evaluate()": self._check_no_batches}, {"release()": self.detach}
+        checks = {"evaluate()": self._check_no_batches}
+        ends: dict[str, Callable[[], Any]] = {"release()": self.detach, "full_gradients()": dict}
         self._has_dropped_batches = False
         given = whole, self.ranks.announcements, checks, ends
         self.calls = LeftOutCalls(*given, run=self._obey, idle=self._measure)
@@ -244,9 +245,8 @@ class TrainedModel:
         )
 
     def _have_no_engine(self, why: str) -> Any:
-        self.state = defaultdict(dict)
         missing: Any = _NoEngine(why)
-        self.engine = self.update = self.step = self.checks = missing
+        self.state = self.engine = self.update = self.step = self.checks = missing
         self._unregister = do_nothing
         return missing
 
@@ -430,6 +430,15 @@ class _NoEngine:
         self.__dict__["why"] = why
 
     def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(self.why)
+
+    def __len__(self) -> int:  # `if optimizer.state:` in torch, which else would call `step`
+        raise RuntimeError(self.why)
+
+    def __iter__(self) -> Any:
+        raise RuntimeError(self.why)
+
+    def __getitem__(self, key: object) -> Any:
         raise RuntimeError(self.why)
 
 

@@ -248,7 +248,7 @@ class LeftOutCalls(CollectiveCalls):
         group: Group,
         announcements: Announcements,
         checks: Mapping[str, Callable[..., None]],
-        ends: Mapping[str, Callable[[], object]],
+        ends: Mapping[str, Callable[[], Any]],
         run: Callable[[Any], object],
         idle: Callable[[], object],
     ) -> None:
@@ -257,7 +257,7 @@ class LeftOutCalls(CollectiveCalls):
             group: all ranks.
             announcements: of the active ranks.
             checks: by name of a call, a function that checks its arguments on this rank.
-            ends: by name of a call, what this rank does once the others have made it.
+            ends: by name of a call, what this rank does and returns once the others have made it.
             run: runs the last part of a call, by the order of `end_by`.
             idle: what the rank does in each call, while the others run it.
         """
@@ -293,7 +293,7 @@ class LeftOutCalls(CollectiveCalls):
                 self.let_all_run()
                 self._run(order)
         if name in self._ends:
-            self._ends[name]()
+            return self._ends[name]()  # type: ignore[no-any-return]
         return result  # type: ignore[no-any-return]
 
     @contextmanager

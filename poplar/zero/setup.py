@@ -167,6 +167,12 @@ class Request(Arguments):
             _MULTIPLICATION: self._multiplication(),
         }
 
+    def computing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """In which all ranks compute with a parameter; [Note: opaque tensors] are never cast."""
+        if self.cast_to is None or (id(parameter) not in self.group_of and is_opaque(parameter)):
+            return parameter.dtype
+        return self.cast_to
+
     def opaque_tensors(self) -> dict[str, Tensor]:
         """The frozen tensors of [Note: opaque tensors] that have values, by name."""
         return opaque_tensors(self.model, self.group_of)
@@ -391,7 +397,7 @@ def build_engine(
 ) -> tuple[Engine, ShardedUpdate]:
     """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
     strategy = strategy_of(request, comm)
-    _move_to_device(request, strategy)
+    _move_to_device(request, shards_parameters=strategy.shards_parameters)
     with request.values.real_tensors(request.device):
         sharded = strategy.shards_parameters
         units = units_of(request, control, shards_parameters=sharded)
@@ -405,13 +411,24 @@ def build_engine(
             replicate(what, comm, control, doing=BUILDING)
             place_opaque(opaque, packed, request.plan, comm)
     replicate(unmanaged_tensors(request, units), comm, control, doing=BUILDING)
-    for _, parameter in _unmanaged(request, units):
-        if not is_opaque(parameter):
-            parameter.data = parameter.data.to(request.cast_to or parameter.dtype)
+    _cast(request, [parameter for _, parameter in _unmanaged(request, units)])
     engine = assemble_engine(request, units, strategy, control, check_step)
     update = new_update(request, engine.trained)
     compare_kernels(engine, update, BUILDING)
     return engine, update
+
+
+def prepare_without_engine(request: Request) -> None:
+    """Give the model of a rank that is left out the device and dtypes of the others. Local."""
+    if not request.values.on_meta:
+        _move_to_device(request, shards_parameters=False)
+        _cast(request, request.model.parameters())
+
+
+def _cast(request: Request, parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if (dtype := request.computing_dtype(parameter)) != parameter.dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def new_update(request: Request, flats: Sequence[FlatParameter]) -> ShardedUpdate:
@@ -494,7 +511,7 @@ def compare_kernels(engine: Engine, update: ShardedUpdate, doing: str) -> None:
         engine.strategy.gather_updates()
 
 
-def _move_to_device(request: Request, strategy: Strategy) -> None:
+def _move_to_device(request: Request, *, shards_parameters: bool) -> None:
     """Move a model from the CPU to this rank's device, except opaque tensors that are sharded.
 
     What is sharded moves in shares, so that no device needs memory for all of it.
@@ -507,7 +524,7 @@ def _move_to_device(request: Request, strategy: Strategy) -> None:
     for tensor, memories in zip(opaque, memories_of(request.model, opaque), strict=True):
         tensors.pop(id(tensor))
         tensors.update({id(part): part for part in component_tensors(tensor)})
-        if strategy.shards_parameters:
+        if shards_parameters:
             kept.update(id(part) for memory in memories for part in memory)
     for tensor in (tensor for number, tensor in tensors.items() if number not in kept):
         if tensor.device.type == "cpu":
@@ -556,7 +573,7 @@ def _members(request: Request, control: Control, shards_parameters: bool) -> lis
         trained = id(parameter) in request.group_of
         if trained or (shards_parameters and not is_opaque(parameter)):
             group = request.group_of.get(id(parameter), -1)
-            dtype = request.cast_to or parameter.dtype
+            dtype = request.computing_dtype(parameter)
             kind = factored.get(id(parameter))
             step = None
             if trained:

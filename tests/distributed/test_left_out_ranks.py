@@ -20,8 +20,10 @@ import pytest
 import ranks as harness
 import torch
 import training
+from models import ModelSpec
 from ranks import Failure, Pool, one_off
 from reference import Recipe, Trajectory
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from training import STAGES, Run, assert_exact, assert_raised, train_many
 
 import poplar
@@ -180,6 +182,51 @@ def test_all_ranks_make_the_same_calls(ranks: Pool, stage: int, tmp_path: Path) 
     other = [(plan_of(stage, left_out=0), rank > 0) for rank in range(4)]
     assert [found["other plan"] for found in by_rank] == other
     assert_raised([found["no state"] for found in by_rank], "rank 1 is left out")
+
+
+def read_gradients(stage: int) -> tuple[int, float]:
+    """The number of gradients, and the norm that a later call has."""
+    run = Run(RECIPE, plan_of(stage))
+    model, optimizer = training.prepare(run)
+    for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
+        training.loss_of(RECIPE)(model, micro_batch).backward()
+    return len(optimizer.full_gradients()), float(optimizer.clip_grad_norm_(1.0))
+
+
+def test_a_rank_that_is_left_out_gets_no_gradients(ranks: Pool) -> None:
+    numbers, norms = zip(*ranks.run(read_gradients, 1), strict=True)
+    assert [number > 0 for number in numbers] == [True, False, True, True]
+    assert len(set(norms)) == 1
+
+
+def save_by_torch() -> tuple[str, float, float]:
+    """The error of torch's own functions, the learning rate then, and the loss of a later step."""
+    run = Run(RECIPE, plan_of(1))
+    model, optimizer = training.prepare(run)
+    why = saved(lambda: get_optimizer_state_dict(model, optimizer))
+    loss, _ = training.take_step(run, model, optimizer, 0)
+    return why, optimizer.param_groups[0]["lr"], loss
+
+
+def test_torch_saves_no_state_of_a_rank_that_is_left_out(ranks: Pool) -> None:
+    messages, rates, losses = zip(*ranks.run(save_by_torch), strict=True)
+    assert "rank 1 is left out" in messages[1]
+    assert not messages[0] + messages[2] + messages[3]
+    assert len(set(rates)) == len(set(losses)) == 1
+    assert rates[0] > 0
+
+
+def unshard_a_module_without_parameters(stage: int) -> float:
+    run = Run(Recipe(spec=ModelSpec(kind="mlp")), plan_of(stage))
+    model, optimizer = training.prepare(run)
+    with optimizer.full_parameters(modules=[model.norm]):  # an nn.Identity
+        pass
+    return training.take_step(run, model, optimizer, 0)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_without_parameters_is_unsharded(ranks: Pool, stage: int) -> None:
+    assert len(set(ranks.run(unshard_a_module_without_parameters, stage))) == 1
 
 
 class Kept:

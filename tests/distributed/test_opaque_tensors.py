@@ -82,7 +82,7 @@ class Layer(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.frozen().T / WIDTH + self.up(self.down(x)))
+        return torch.tanh(x @ self.frozen().to(x.dtype).T / WIDTH + self.up(self.down(x)))
 
 
 class WithAttributes(Layer):
@@ -242,6 +242,34 @@ def test_frozen_tensors_keep_their_bits_through_stages(ranks: Pool, kind: int) -
     expected = reference(LAYERS[kind], steps=4)
     for losses, unchanged in ranks.run(change_stages, kind, ranks=3):
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-7)
+        assert all(unchanged)
+
+
+def frozen_parts(model: nn.Module) -> list[Tensor]:
+    """Copies of what the frozen tensors consist of."""
+    frozen = [t for t in (*model.parameters(), *model.buffers()) if not t.requires_grad]
+    return [part.clone() for tensor in frozen for part in component_tensors(tensor)]
+
+
+def leave_out_and_take_back(kind: int) -> list[bool]:
+    """Whether frozen tensors are unchanged while rank 1 is left out, and after it is back."""
+    model = build(LAYERS[kind])
+    before, plan = frozen_parts(model), plan_of(1).beside((1,))
+    optimizer = optimizer_of(model, plan, compute_dtype=torch.bfloat16)
+    unchanged = []
+    for left_out in (1, 2):
+        plan = plan_of(1).beside((left_out,))
+        optimizer.apply_plan(plan)
+        optimizer.train_step(loss_of, own_part(plan))
+        with optimizer.full_parameters():
+            parts = zip(before, frozen_parts(model), strict=True)
+            unchanged += [a.dtype is b.dtype and torch.equal(a, b) for a, b in parts]
+    return unchanged
+
+
+@pytest.mark.parametrize("kind", range(len(LAYERS)))
+def test_a_rank_that_is_left_out_does_not_cast_frozen_tensors(ranks: Pool, kind: int) -> None:
+    for unchanged in ranks.run(leave_out_and_take_back, kind):
         assert all(unchanged)
 
 
