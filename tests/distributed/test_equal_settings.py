@@ -112,6 +112,30 @@ def test_a_negative_norm_is_refused_after_unscaling(ranks: Pool) -> None:
     training.assert_raised(failures, "would reverse the gradient")
 
 
+def clip_by_no_norm(run: Run) -> tuple[list[Failure | None], dict[str, Tensor]]:
+    """Clip a step by each of these, on one rank or on all, and take a good step."""
+    model, optimizer = training.prepare(run)
+    failures = []
+    for norm_type in (0, own(2.0, -1.0), float("-inf"), float("nan")):
+        for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
+            training.loss_of(run.recipe)(model, micro_batch).backward()
+        with harness.catching() as caught:
+            optimizer.clip_grad_norm_(1.0, norm_type)
+        failures.append((caught or [None])[0])
+    training.take_step(run, model, optimizer, 2)
+    return failures, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_no_norm_is_refused_and_training_continues(ranks: Pool, stage: int) -> None:
+    answers = ranks.run(clip_by_no_norm, run_of(stage), ranks=3)
+    messages = ["norm_type=0.0 is no norm", "norm_type=-1.0 is", "norm_type=-inf is", "type: nan"]
+    for failures, message in zip(zip(*[f for f, _ in answers], strict=True), messages, strict=True):
+        training.assert_raised(failures, message)
+    for _, parameters in answers:
+        training.assert_same(parameters, answers[0][1])
+
+
 def leave_out_an_update(run: Run) -> tuple[Failure | None, Failure | None]:
     """One rank does not call `step()`; the next step tells. A load mends it."""
     model, optimizer = training.prepare(run)

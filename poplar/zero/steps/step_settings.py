@@ -66,10 +66,12 @@ class StepSettings:
         """Equal on ranks whose settings are equal, apart from the values of tensors."""
 
     def check(self) -> None:
-        """Raise ValueError for a setting with which the step would spoil the parameters."""
+        """Raise ValueError for a setting that is no setting, or would spoil the parameters."""
         max_norm = self._given["max_norm"]
         if max_norm is not None and max_norm < 0:
             raise ValueError(f"max_norm={max_norm} would reverse the gradient; give at least 0")
+        if self.norm_type <= 0:
+            raise ValueError(f"norm_type={self.norm_type} is no norm; give more than 0, or inf")
         if names := [_name(key) for key, number in self._numbers.items() if number == _NAN]:
             raise ValueError(f"{', '.join(names)}: nan, which the step would make of parameters")
 
