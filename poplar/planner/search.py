@@ -22,6 +22,7 @@ from poplar.values.communication import BITS, Communication, Precision
 from poplar.values.errors import check_class
 from poplar.values.plan import ALL_STAGES, Plan, checked_stages
 from poplar.values.profile import ClusterProfile
+from poplar.values.schema import positive_count
 
 __all__ = ["POLICIES", "NoPlanFits", "alternatives", "search"]
 
@@ -138,9 +139,9 @@ def alternatives(
             and `optimality_gap` says what the search left open.
     """
     check_class("cluster", cluster, ClusterProfile)
-    _check_at_least_one("global_batch", global_batch)
+    global_batch = _at_least_one("global_batch", global_batch)
     if max_micro_batch is not None:
-        _check_at_least_one("max_micro_batch", max_micro_batch)
+        max_micro_batch = _at_least_one("max_micro_batch", max_micro_batch)
     given = (policy, recompute, factored, host_state, leave_out, communication)
     check_choices(dict(zip(CHOICES, given, strict=True)))
     if not (math.isfinite(preference) and preference >= 0.0):
@@ -205,6 +206,7 @@ def _sort_key(preference: float, plan: Plan) -> tuple[float, int, int]:
     return seconds, sum(memory), plan.stage
 
 
-def _check_at_least_one(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _at_least_one(name: str, value: int) -> int:
+    if (count := positive_count(value)) is None:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return count

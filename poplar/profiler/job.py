@@ -27,6 +27,7 @@ from poplar.profiler.model_settings import settings_by_module
 from poplar.system import devices, host_limits, kernel_settings
 from poplar.values.errors import check_class
 from poplar.values.plan import ALL_STAGES, FIRST_STAGE_SHARDING_PARAMETERS, checked_stages
+from poplar.values.schema import positive_count
 from poplar.zero import setup
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.optimizers.granularity import (
@@ -93,6 +94,8 @@ class Job:
         known = {each.name for each in fields(cls)}
         own = {name: value for name, value in options.items() if name in known}
         others = {name: value for name, value in options.items() if name not in known}
+        counts = {name: positive_count(own.get(name)) for name in ("max_batch", "global_batch")}
+        own |= {name: count for name, count in counts.items() if count is not None}
         needs = own.get("granularity") or known_granularity(
             own.get("optimizer_class", torch.optim.AdamW), others
         )
@@ -129,7 +132,7 @@ class Job:
             TypeError: neither this call nor the optimizer has an argument.
         """
         check_class("model", self.model, nn.Module)
-        if self.max_batch is not None and not is_count(self.max_batch):
+        if self.max_batch is not None and positive_count(self.max_batch) is None:
             raise ValueError(
                 f"max_batch must be an integer above 0, got {self.max_batch!r}; it is the largest "
                 "micro-batch to try on this rank"
@@ -235,11 +238,6 @@ class Job:
             values = [own[key] for own in by_rank]
             identity[key] = str(values[0] if len(set(values)) == 1 else values)
         return identity
-
-
-def is_count(value: Any) -> bool:
-    """Whether the value is an integer above 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def digest(content: Any) -> str:

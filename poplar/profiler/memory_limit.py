@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poplar.values.formatting import format_ranks, parse_bytes
+from poplar.values.schema import positive_count
 
 Size = int | str
 """Bytes, or text such as "10GiB"."""
@@ -42,12 +43,12 @@ def in_bytes(size: Any, name: str) -> int:
             return parse_bytes(size)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if (count := positive_count(size)) is None:
         raise ValueError(
             f"{name} must be an integer above 0, got {size!r}; it is the bytes that a rank may "
             "use, or text such as '10GiB'; default: what is free"
         )
-    return size
+    return count
 
 
 def by_rank(limits: Sequence[MemoryLimit], devices: Sequence[str]) -> list[int | None]:

@@ -26,7 +26,7 @@ from poplar.planner.simple_plans import simplified
 from poplar.planner.what_if import at_worst
 from poplar.profiler.batch_curves import with_measured
 from poplar.profiler.cluster_profiler import Profiler
-from poplar.profiler.job import Job, digest, is_count
+from poplar.profiler.job import Job, digest
 from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.session import Session
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
@@ -35,6 +35,7 @@ from poplar.values.errors import agreed, equal_on_all_ranks
 from poplar.values.observation import Observation, Trials
 from poplar.values.plan import Plan
 from poplar.values.profile import BatchPoint, ClusterProfile
+from poplar.values.schema import positive_count
 from poplar.zero.checks.loss_mean import wrong_weight
 from poplar.zero.collective_calls import new_group
 from poplar.zero.micro_batch_loss import LossFunction
@@ -118,7 +119,7 @@ class TuningJob(Job):
     loss: Loss = "mean"
 
     def check(self) -> None:
-        if not is_count(self.global_batch):
+        if positive_count(self.global_batch) is None:
             raise ValueError(f"global_batch must be an integer above 0, got {self.global_batch!r}")
         check_choices(self.choices)
         super().check()
@@ -226,7 +227,7 @@ def tune(
 
 def tune_job(job: TuningJob, group: Group) -> Tuned:
     """The plan of a job, with the profile and the trial runs behind it. Collective."""
-    if job.max_batch is None and is_count(job.global_batch):
+    if job.max_batch is None and positive_count(job.global_batch):
         # The next power of two: global batches that differ a little share a profile in the cache.
         job = replace(job, max_batch=1 << (job.global_batch - 1).bit_length())
     tuner = Tuner(CachedProfile(Profiler(job, group)), job)

@@ -177,6 +177,15 @@ def checked(annotation: Any, value: Any, path: str) -> Any:
     return _converter(annotation)(value, path)
 
 
+def positive_count(value: Any) -> int | None:
+    """An integer above 0, of Python or of NumPy, as Python's; None: the value is none."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        return None
+    return count if count > 0 and not isinstance(value, bool) else None
+
+
 def check_fields(instance: Any) -> None:
     """Check and convert every field of a frozen dataclass, in its `__post_init__`."""
     kind = type(instance)

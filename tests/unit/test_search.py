@@ -312,6 +312,7 @@ def test_the_error_says_that_no_rank_can_hold_a_sample():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"global_batch": True}, "global_batch must be an integer of at least 1, got True"),
         ({"global_batch": 0}, "global_batch must be an integer of at least 1, got 0"),
         ({"global_batch": 2.0}, r"global_batch must be an integer of at least 1, got 2\.0"),
         ({"max_micro_batch": 0}, "max_micro_batch must be an integer of at least 1, got 0"),
