@@ -21,7 +21,7 @@ from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import agreed, equal_on_all_ranks
 from poplar.zero import setup
-from poplar.zero.agreement import run_on_all_ranks
+from poplar.zero.agreement import exchange_results, run_on_all_ranks
 from poplar.zero.preserved_state import (
     Copies,
     computing_in,
@@ -167,7 +167,7 @@ class Session:
             Exception: whatever `work` raised on this rank.
             RankFailed: it failed on another rank.
         """
-        return self.exchange(run_on_all_ranks(self.control, work, doing=doing))
+        return exchange_results(self.control, work, what=doing)
 
     def fits_on_all_ranks(self, work: Callable[[], object], doing: str) -> bool:
         """Whether `work` ran out of memory on no rank.
