@@ -121,7 +121,7 @@ def plan_of(blocks: int, width: int, limits: Sequence[int], host_state: Choice) 
 
 def keep_host_memory_apart() -> None:
     """Put what is in host memory into shared memory, which `RLIMIT_DATA` does not count."""
-    divide, state_of = FlatParameter.divide, FlatAdamW._state_of
+    divide, state_of = FlatParameter.divide, FlatAdamW.state_of
 
     def divided(flat: FlatParameter, *args: Any) -> None:
         divide(flat, *args)
@@ -134,7 +134,7 @@ def keep_host_memory_apart() -> None:
             state[name].share_memory_()
         return state
 
-    FlatParameter.divide, FlatAdamW._state_of = divided, shared_state_of  # type: ignore[method-assign]
+    FlatParameter.divide, FlatAdamW.state_of = divided, shared_state_of  # type: ignore[method-assign]
 
 
 def train_poplar(blocks: int, width: int, plan: Plan) -> None:

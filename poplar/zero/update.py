@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -34,10 +34,6 @@ from poplar.zero.optimizers.optimizer_class import OptimizerClass
 from poplar.zero.optimizers.state_values import StateLayouts, copy_value, fill_state, taken_apart
 from poplar.zero.steps.step_settings import settings_in
 from poplar.zero.streams import HostCopies
-
-if TYPE_CHECKING:
-    from poplar.zero.steps.nonfinite import DeviceFlag
-
 
 _PIECE = 1 << 22
 """Elements that `refresh` compares at once, which limits its temporary memory."""
@@ -131,7 +127,7 @@ class ShardedUpdate:
         """Updates that have been applied, or skipped on all ranks, since state was loaded."""
         self.later_settings = ""
         """As `StepSettings.later_than`, of the last update."""
-        self._undecided: DeviceFlag | None = None
+        self._undecided: HostCopies | None = None
         """Whether the device has skipped the last step, until that is read."""
         self._layouts: StateLayouts | None = None
         """Until the settings may have changed."""
@@ -283,7 +279,7 @@ class ShardedUpdate:
             if run.tensor is None or not _has_exact_kernel(inner) or inner.state.get(run.tensor):
                 continue
             if run.flat.used.issuperset(range(run.first, run.last)):
-                inner.allocate_state(run.tensor)
+                inner.state_of(run.tensor)
 
     @property
     def has_exact_kernel(self) -> bool:
@@ -310,7 +306,7 @@ class ShardedUpdate:
         """Keep the whole state that was collected on this rank, until it changes."""
         self.collected = state
 
-    def undo_if(self, skipped: DeviceFlag) -> None:
+    def undo_if(self, skipped: HostCopies) -> None:
         """The last step does not count if the flag is set. It is read before the state is."""
         self._undecided = skipped
 
@@ -321,7 +317,7 @@ class ShardedUpdate:
     def settle(self) -> None:
         """Read whether the last step was skipped, if the device has decided it. Local."""
         flag, self._undecided = self._undecided, None
-        skipped = flag is not None and flag.read()
+        skipped = flag is not None and bool(flag.wait()[0])
         for inner in self.inners:
             if isinstance(inner, FlatAdamW):
                 inner.settle_step_count(skipped=skipped)

@@ -57,7 +57,7 @@ class Host:
     def settle_update(self) -> None:
         """As `ShardedUpdate.settle`, before state is read."""
         while self.undecided:
-            if self.undecided.pop().read():
+            if self.undecided.pop().wait()[0]:
                 self.did.append("undo")
 
     def _wait(self, event: str, what: str) -> None:

@@ -35,7 +35,7 @@ class FlatAdamW(torch.optim.AdamW):
             rounded: by parameter, the low-precision tensor that gets its new values.
         """
         steps = [
-            (values, group, self._state_of(values))
+            (values, group, self.state_of(values))
             for group in self.param_groups
             for values in group["params"]
             if values.grad is not None
@@ -86,11 +86,8 @@ class FlatAdamW(torch.optim.AdamW):
             for group in self.param_groups
         )
 
-    def allocate_state(self, values: Tensor) -> None:
-        """Allocate the state that the first step of `values` would allocate."""
-        self._state_of(values)
-
-    def _state_of(self, values: Tensor) -> dict[str, Any]:
+    def state_of(self, values: Tensor) -> dict[str, Any]:
+        """The state of `values`, allocated as their first step would."""
         state: dict[str, Any] = self.state[values]
         if not state:
             state.update(  # at once, so that no part is left if memory runs out
@@ -114,17 +111,3 @@ def _rule(group: Mapping[str, Any], step: float) -> ops.AdamWRule:
         step=step,
         maximize=group["maximize"],
     )
-
-
-def flat_class(
-    factory: Callable[..., torch.optim.Optimizer],
-    options: Mapping[str, Any],
-    device: torch.device,
-) -> Callable[..., torch.optim.Optimizer]:
-    """The fastest class with the results of the user's class on flat shards.
-
-    It is the same on all ranks.
-    """
-    if factory is torch.optim.AdamW and options.get("fused") and device.type in ("cpu", "cuda"):
-        return FlatAdamW
-    return factory

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poplar.zero.optimizers.flat_adamw import flat_class
+from poplar.zero.optimizers.flat_adamw import FlatAdamW
 from poplar.zero.optimizers.granularity import (
     Granularity,
     OptimizerFactory,
@@ -39,7 +39,8 @@ class OptimizerClass:
     """Keyword arguments of the class."""
     granularity: Granularity
     shard_factory: OptimizerFactory
-    """The class that updates the shards: the fastest one with the user's results."""
+    """The class that updates the shards: the fastest one with the user's results; the same on all
+    ranks."""
     chose_fused: bool
     """Poplar has added `fused=True`, so it is no setting of the user's."""
 
@@ -71,11 +72,12 @@ class OptimizerClass:
         chosen = _fastest_options(factory, options)
         needs = granularity_of(factory, chosen, device, granularity)
         factory([dict(group) for group in groups], **chosen)  # it raises what the class rejects
+        is_adamw = factory is torch.optim.AdamW and device.type in ("cpu", "cuda")
         return cls(
             factory=factory,
             options=chosen,
             granularity=needs,
-            shard_factory=flat_class(factory, chosen, device),
+            shard_factory=FlatAdamW if is_adamw and chosen.get("fused") else factory,
             chose_fused="fused" in chosen and options.get("fused") is None,
         )
 

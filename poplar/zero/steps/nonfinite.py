@@ -39,17 +39,6 @@ _RESTART = (
 )
 
 
-class DeviceFlag:
-    """A flag that the device computes. The host reads it without waiting for later work."""
-
-    def __init__(self, flag: Tensor, streams: Streams, control: Control) -> None:
-        self._copies = HostCopies([flag], streams, control.group, "the end of a step")
-
-    def read(self) -> bool:
-        """Wait until the device has computed it."""
-        return bool(self._copies.wait()[0])
-
-
 @dataclass(frozen=True, eq=False)
 class IssuedStep:
     """A step whose update has been issued."""
@@ -87,7 +76,7 @@ class NonFiniteSteps:
     ) -> None:
         self._choice = choice
         self._update, self._streams, self._control = update, streams, control
-        self._unread: tuple[DeviceFlag, IssuedStep] | None = None
+        self._unread: tuple[HostCopies, IssuedStep] | None = None
         self._found: IssuedStep | None = None
 
     def flag(self, summary: StepSummary) -> Tensor:
@@ -106,9 +95,9 @@ class NonFiniteSteps:
         waits = self._streams.asynchronous and not self._update.skips_on_device
         return self._choice == "skip" or not waits
 
-    def record(self, flag: Tensor, step: IssuedStep) -> DeviceFlag:
+    def record(self, flag: Tensor, step: IssuedStep) -> HostCopies:
         """The update of a step has been issued. The caller may read the flag later."""
-        found = DeviceFlag(flag, self._streams, self._control)
+        found = HostCopies([flag], self._streams, self._control.group, "the end of a step")
         self._unread = found, step
         if not step.applied:
             self._update.undo_if(found)
@@ -120,7 +109,7 @@ class NonFiniteSteps:
         """Read the flag of the last step. Local."""
         unread, self._unread = self._unread, None
         self._update.settle()
-        if unread is not None and unread[0].read():
+        if unread is not None and unread[0].wait()[0]:
             self._found = unread[1]
 
     def raise_if_found(self) -> None:

@@ -11,11 +11,10 @@ from torch import Tensor
 from poplar.zero.agreement import StepSizes, StepSummary
 from poplar.zero.micro_batches import MicroBatch
 from poplar.zero.steps.step_settings import StepSettings
-from poplar.zero.streams import ComputeSpan
+from poplar.zero.streams import ComputeSpan, HostCopies
 
 if TYPE_CHECKING:
     from poplar.zero.grad_scaler import GradScaler
-    from poplar.zero.steps.nonfinite import DeviceFlag
 
 
 class Phase(IntEnum):
@@ -83,7 +82,7 @@ class StepState:
     """The part of `scale` that the update still has to apply; None if there is none."""
     found_inf: Tensor | None = None
     """As in `torch.amp`: not 0 if the step is to be skipped."""
-    skips: DeviceFlag | None = None
+    skips: HostCopies | None = None
     """Whether the device has skipped the step; None: it was not issued."""
     is_updating: bool = False
     """The update has begun, so an error would leave parts of the parameters behind."""
@@ -159,9 +158,9 @@ class StepState:
     def begin_update(self) -> None:
         self.is_updating = True
 
-    def skip_by(self, flag: DeviceFlag) -> None:
+    def skip_by(self, flag: HostCopies) -> None:
         self.skips = flag
 
     def was_skipped(self) -> bool:
         """Wait until the device has decided it."""
-        return self.skips is not None and self.skips.read()
+        return self.skips is not None and bool(self.skips.wait()[0])
