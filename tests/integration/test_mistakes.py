@@ -655,6 +655,7 @@ MISTAKES = [
     Mistake(with_class(RowWise), "not one floating-point number per", (2,), name="state per row"),
     Mistake(with_class(torch.optim.Adafactor), "use stage 2", stages=(3,), name="Adafactor"),
     Mistake(with_class(torch.optim.LBFGS), "needs a closure", stages=(2,), name="LBFGS"),
+    Mistake(with_class(torch.optim.SparseAdam), "elementwise", stages=(2,), name="SparseAdam"),
     Mistake(parameters_for_a_model, "model must be a torch.nn.Module", stages=(2,)),
     Mistake(state_with_fewer_names, "1 'param_names'", stages=(0, 3)),
     Mistake(with_an_instance, "pass the class AdamW", stages=(2,)),
