@@ -11,6 +11,7 @@ import pytest
 import torch
 import torchrun
 import typer
+from clusters import cluster_of, device
 from torch import nn
 from typer.testing import CliRunner
 
@@ -25,13 +26,7 @@ from poplar.planner.search import CHOICES, POLICIES, plan_or_error
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.values.plan import Plan
-from poplar.values.profile import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    ModelProfile,
-    NetworkProfile,
-)
+from poplar.values.profile import ClusterProfile, ModelProfile, NetworkProfile
 
 ROOT = Path(poplar.__file__).parent.parent
 GIB = 1 << 30
@@ -69,25 +64,15 @@ def train(tmp_path):
     return path
 
 
-def device(seconds_per_sample, **more):
-    points = tuple(
-        BatchPoint(batch=b, seconds=0.01 + seconds_per_sample * b, activation_bytes=b << 20)
-        for b in (1, 4, 16)
-    )
-    values = {"name": "NVIDIA A100", "memory_bytes": 8 * GIB, "peak_flops": 3e14, **more}
-    return DeviceProfile(points=points, optimizer_seconds=0.001, **values)
-
-
 def cluster(**more):
-    return ClusterProfile(
-        devices=(device(0.01, **more), device(0.02, name="Tesla T4", **more)),
-        model=ModelProfile(unit_numels=(1000, 2000)),
-        network=NetworkProfile(
-            reduce_scatter_seconds=0.002,
-            all_gather_seconds=0.001,
-            send_seconds_per_byte=(1e-9, 1e-9),
-            receive_seconds_per_byte=(1e-9, 1e-9),
-        ),
+    one = {"memory": 8 * GIB, "latency": 0.01, "batches": (1, 4, 16), "sample_bytes": 1 << 20}
+    one |= {"optimizer_seconds": 0.001, "peak_flops": 3e14, **more}
+    return cluster_of(
+        device(name="NVIDIA A100", **one),
+        device(name="Tesla T4", sample=0.02, **one),
+        units=(1000, 2000),
+        communication=0.002,
+        gather=0.001,
         notes=("rank 1 was throttled",),
     )
 
@@ -275,7 +260,7 @@ def test_a_policy_without_a_plan_is_listed_with_its_reason(tmp_path):
 
 def test_a_plan_that_does_not_fit_is_a_one_line_error(tmp_path):
     path = tmp_path / "cluster.json"
-    cluster(memory_bytes=1 << 10).to_json(path)
+    cluster(memory=1 << 10).to_json(path)
     shown = run("plan", path, "--global-batch", 24)
     assert shown.exit_code == 1
     assert shown.stdout == ""

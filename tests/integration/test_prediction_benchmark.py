@@ -10,6 +10,7 @@ from unittest import mock
 import hypothesis.strategies as st
 import pytest
 import torch
+from clusters import cluster_of, device
 from hypothesis import given
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -23,13 +24,7 @@ from rows import Row
 
 from poplar import Plan, predict, search
 from poplar.profiler.passes import Passes
-from poplar.values.profile import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    ModelProfile,
-    NetworkProfile,
-)
+from poplar.values.profile import ClusterProfile
 
 POINTS = (1, 2, 4, 8, 16)
 MOST = prediction.parse_options([]).global_batch
@@ -37,29 +32,18 @@ MOST = prediction.parse_options([]).global_batch
 
 def profile(*speeds: float) -> ClusterProfile:
     """Ranks whose passes take 1 ms plus 10 ms per sample, divided by their speed."""
-    devices = tuple(
-        DeviceProfile(
-            name=f"rank of speed {speed:g}",
-            memory_bytes=2**34,
-            points=tuple(
-                BatchPoint(batch=b, seconds=(0.001 + 0.01 * b) / speed, activation_bytes=b << 20)
-                for b in POINTS
-            ),
+    devices = (
+        device(
+            speed,
+            memory=2**34,
+            latency=0.001,
+            batches=POINTS,
+            sample_bytes=1 << 20,
             optimizer_seconds=0.001 / speed,
         )
         for speed in speeds
     )
-    return ClusterProfile(
-        devices=devices,
-        model=ModelProfile(unit_numels=(100_000,) * 4),
-        network=NetworkProfile(
-            reduce_scatter_seconds=0.002,
-            all_gather_seconds=0.001,
-            send_seconds_per_byte=(1e-9,) * len(speeds),
-            receive_seconds_per_byte=(1e-9,) * len(speeds),
-        ),
-        overlap=0.0,
-    )
+    return cluster_of(*devices, communication=0.002, gather=0.001, units=(100_000,) * 4)
 
 
 CLUSTERS = {"2:1": profile(2, 1), "4:2:1": profile(4, 2, 1), "3:3:1:1": profile(3, 3, 1, 1)}

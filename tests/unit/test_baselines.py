@@ -8,9 +8,10 @@ import random
 import planning_oracle
 import pytest
 from all_ranks import alternatives, search
+from clusters import cluster_of, device
 from planning_oracle import STAGES, Oracle
 from subset import choose
-from test_search import cluster_of, device, seconds_of
+from test_search import seconds_of
 
 from poplar.planner.search import POLICIES, NoPlanFits
 from poplar.values.plan import Plan

@@ -6,9 +6,11 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import clusters
 import planning_oracle
 import pytest
 from all_ranks import alternatives, search
+from clusters import cluster_of, network_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES
@@ -26,13 +28,7 @@ from poplar.planner.search import WORTH_NOISE
 from poplar.planner.simple_plans import PREFERENCE, simplified
 from poplar.planner.what_if import with_slower_devices
 from poplar.values.communication import BITS, EXACT, Communication, encoded_bytes
-from poplar.values.profile import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    ModelProfile,
-    NetworkProfile,
-)
+from poplar.values.profile import ClusterProfile, DeviceProfile, ModelProfile
 
 GIGABIT = 1.25e8
 """Bytes per second."""
@@ -56,30 +52,28 @@ def cluster(
     param_bytes: float = 4.0,
 ) -> ClusterProfile:
     """Equal ranks that compute a sample in `sample` seconds, each on a link of this rate."""
-    device = DeviceProfile(
-        name="CPU",
-        memory_bytes=8 << 30,
-        points=tuple(
-            BatchPoint(batch=b, seconds=2e-3 + sample * b, activation_bytes=1000 * b)
-            for b in (1, 2, 4, 8, 16, 32, 64)
-        ),
+    one = clusters.device(
+        memory=8 << 30,
+        latency=2e-3,
+        sample=sample,
+        largest=64,
+        sample_bytes=1000,
         optimizer_seconds=0.005,
         encode_seconds=ENCODE if known else (),
         decode_seconds=DECODE if known else (),
     )
     moved = NUMEL * (ranks - 1) / ranks / rate + 4 * latency
-    network = NetworkProfile(
-        reduce_scatter_seconds=4 * moved + (within[0] if hosts else 0.0),
-        all_gather_seconds=param_bytes * moved + (within[1] if hosts else 0.0),
-        send_seconds_per_byte=(1 / rate,) * ranks,
-        receive_seconds_per_byte=(1 / rate,) * ranks,
+    network = network_of(
+        (1 / rate,) * ranks,
+        reduce=4 * moved + (within[0] if hosts else 0.0),
+        gather=param_bytes * moved + (within[1] if hosts else 0.0),
         collective_latency_seconds=(latency,) * 2,
         hosts=hosts,
         within_host_seconds=within if hosts else (),
         transport=transport,
     )
     model = ModelProfile(unit_numels=(NUMEL // 4,) * 4, param_bytes=param_bytes)
-    return ClusterProfile(devices=(device,) * ranks, model=model, network=network)
+    return cluster_of(*[one] * ranks, model=model, network=network)
 
 
 def compressed(profile: ClusterProfile, precision: str, **changes: Any) -> ClusterProfile:

@@ -9,6 +9,7 @@ import random
 
 import planning_oracle
 import pytest
+from clusters import cluster_of, device
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES, Oracle
@@ -19,45 +20,33 @@ from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import describe, memory_needed, predict
 from poplar.values.plan import Plan, UnitPlan
-from poplar.values.profile import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    ModelProfile,
-    NetworkProfile,
-)
+from poplar.values.profile import BatchPoint, ClusterProfile, ModelProfile, NetworkProfile
 
 MIB = 2**20
 
 
 def a_cluster(**changes) -> ClusterProfile:
     """Two ranks, the second of half the speed, whose numbers are easy to add up by hand."""
-    fast = DeviceProfile(
-        name="fast",
-        memory_bytes=1000 * MIB,
-        points=tuple(
-            BatchPoint(batch=b, seconds=0.1 * b, activation_bytes=10 * MIB * b) for b in (1, 8)
-        ),
-        optimizer_seconds=0.08,
+    speeds = {"fast": 1.0, "slow": 0.5}
+    devices = (
+        device(
+            speed,
+            name=name,
+            memory=1000 * MIB,
+            latency=0.0,
+            sample=0.1,
+            batches=(1, 8),
+            sample_bytes=10 * MIB,
+            optimizer_seconds=0.08,
+        )
+        for name, speed in speeds.items()
     )
-    slow = dataclasses.replace(
-        fast,
-        name="slow",
-        points=tuple(dataclasses.replace(p, seconds=2 * p.seconds) for p in fast.points),
-    )
-    return ClusterProfile(
-        **{
-            "devices": (fast, slow),
-            "model": ModelProfile(unit_numels=(MIB, 2 * MIB, MIB, MIB)),
-            "network": NetworkProfile(
-                reduce_scatter_seconds=0.06,
-                all_gather_seconds=0.04,
-                send_seconds_per_byte=(1e-9, 1e-9),
-                receive_seconds_per_byte=(1e-9, 1e-9),
-            ),
-            "memory_reserve": 0.0,
-            **changes,
-        }
+    return cluster_of(
+        *devices,
+        units=(MIB, 2 * MIB, MIB, MIB),
+        communication=0.06,
+        gather=0.04,
+        **{"memory_reserve": 0.0, **changes},
     )
 
 

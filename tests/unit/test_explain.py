@@ -9,9 +9,10 @@ import random
 import planning_oracle
 import pytest
 from all_ranks import search
+from clusters import cluster_of, device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_search import cluster_of, device, seconds_of
+from test_search import seconds_of
 
 import poplar
 from poplar.planner import what_if

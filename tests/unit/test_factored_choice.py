@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from all_ranks import search
+from clusters import cluster_of, device, network_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -20,14 +21,7 @@ from poplar.planner.factored_costs import Exchange, factored_traffic, seconds_of
 from poplar.profiler.passes import counting_rows
 from poplar.simulator.step_simulation import simulate
 from poplar.values.observation import Observation
-from poplar.values.profile import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    LinearLayer,
-    ModelProfile,
-    NetworkProfile,
-)
+from poplar.values.profile import ClusterProfile, LinearLayer, ModelProfile
 from poplar.zero.factors.layers import factorable_layers
 
 GIGABIT = 1e9 / 8
@@ -54,28 +48,25 @@ def cluster(
 ) -> ClusterProfile:
     """Ranks that compute a sample in 4 ms / speed, each on a link of its own."""
     ranks = len(speeds)
-    devices = tuple(
-        DeviceProfile(
+    devices = (
+        device(
+            speed,
             name=name,
-            memory_bytes=8 << 30,
-            points=tuple(
-                BatchPoint(batch=b, seconds=(0.002 + 0.004 * b) / speed, activation_bytes=1000 * b)
-                for b in (1, 2, 4, 8, 16, 32, 64)
-            ),
+            memory=8 << 30,
+            latency=0.002,
+            sample=0.004,
+            largest=64,
+            sample_bytes=1000,
             optimizer_seconds=0.02 / speed,
             peak_flops=peak_flops and peak_flops * speed,
         )
         for name, speed in zip(names or ("CPU",) * ranks, speeds, strict=True)
     )
     whole = 4 * model.numel * (ranks - 1) / ranks / bytes_per_second
-    network = NetworkProfile(
-        reduce_scatter_seconds=whole,
-        all_gather_seconds=whole,
-        send_seconds_per_byte=(1 / bytes_per_second,) * ranks,
-        receive_seconds_per_byte=(1 / bytes_per_second,) * ranks,
-        collective_latency_seconds=(latency,) * 2,
+    network = network_of(
+        (1 / bytes_per_second,) * ranks, whole, whole, collective_latency_seconds=(latency,) * 2
     )
-    return ClusterProfile(devices=devices, model=model, network=network, backward_fraction=0.67)
+    return cluster_of(*devices, model=model, network=network, backward_fraction=0.67)
 
 
 def step_seconds(profile: ClusterProfile, plan: Plan) -> float:

@@ -8,8 +8,9 @@ import random
 
 import pytest
 from all_ranks import search
+from clusters import cluster_of, device
 from planning_oracle import STAGES, Oracle, random_cluster, share_grid
-from test_search import cluster_of, device, seconds_of
+from test_search import seconds_of
 
 from poplar.planner.calibration import plans_to_observe
 from poplar.planner.explain import explain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from all_ranks import search
-from test_search import cluster_of, device
+from clusters import cluster_of, device
 
 from poplar.planner.search import POLICIES
 

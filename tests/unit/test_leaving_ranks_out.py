@@ -8,8 +8,11 @@ import itertools
 import math
 import random
 from functools import partial
+from typing import Any
 
+import clusters
 import pytest
+from clusters import cluster_of, network_of
 from subset import choose
 
 from poplar.hardware.cluster_file import HostEntry
@@ -28,38 +31,24 @@ from poplar.values.profile import (
     DeviceProfile,
     LinearLayer,
     ModelProfile,
-    NetworkProfile,
 )
 
 MODEL = ModelProfile(unit_numels=(1_000_000,) * 4, unit_names=("a", "b", "c", "d"), param_bytes=2.0)
 
 
-def device(speed: float, *, memory: int = 10**10, largest: int = 16, host: str = ""):
+def device(speed: float, **changes: Any) -> DeviceProfile:
     """Memory of 10 GB holds everything."""
-    batches = [batch for batch in (1, 2, 4, 8, 16) if batch <= largest]
-    return DeviceProfile(
-        name=f"{speed:g}",
-        memory_bytes=memory,
-        points=tuple(
-            BatchPoint(batch=b, seconds=(0.3 + b) / speed, activation_bytes=b * 10**6)
-            for b in batches
-        ),
-        optimizer_seconds=0.01 / speed,
-        host=host,
-    )
+    own = {"name": f"{speed:g}", "memory": 10**10, "optimizer_seconds": 0.01 / speed, **changes}
+    return clusters.device(speed, latency=0.3, sample=1.0, **own)
 
 
 def flat_cluster(speeds, rates, seconds_per_rate: float = 1.0) -> ClusterProfile:
     """Ranks whose links take so many seconds for the whole model."""
     n = len(speeds)
     measured = seconds_per_rate * max(rates) * (n - 1) / n
-    network = NetworkProfile(
-        reduce_scatter_seconds=measured,
-        all_gather_seconds=measured,
-        send_seconds_per_byte=tuple(rates),
-        receive_seconds_per_byte=tuple(rates),
+    return cluster_of(
+        *map(device, speeds), model=MODEL, network=network_of(rates, measured, measured)
     )
-    return ClusterProfile(devices=tuple(map(device, speeds)), model=MODEL, network=network)
 
 
 def random_flat_cluster(draw: random.Random) -> ClusterProfile:

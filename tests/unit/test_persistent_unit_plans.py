@@ -8,9 +8,10 @@ import random
 import planning_oracle
 import pytest
 from all_ranks import search
+from clusters import cluster_of, device
 from planning_oracle import Oracle
 from subset import choose
-from test_search import cluster_of, device, seconds_of, some_shares
+from test_search import seconds_of, some_shares
 
 from poplar.planner.persistent_units import persistence_order
 from poplar.planner.prediction import predict

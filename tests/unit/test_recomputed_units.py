@@ -12,9 +12,10 @@ import re
 import planning_oracle
 import pytest
 from all_ranks import search
+from clusters import cluster_of, device
 from planning_oracle import STAGES, Oracle
 from subset import choose
-from test_search import cluster_of, device, seconds_of, some_shares
+from test_search import seconds_of, some_shares
 
 from poplar.planner import saved_memory
 from poplar.planner.calibration import refine

@@ -9,6 +9,7 @@ import random
 import planning_oracle
 import pytest
 from all_ranks import alternatives, search
+from clusters import cluster_of, device, network_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES, Oracle
@@ -21,13 +22,7 @@ from poplar.planner.prediction import predict
 from poplar.planner.search import NoPlanFits
 from poplar.planner.shard_allocation import normalized
 from poplar.values.errors import PoplarError
-from poplar.values.profile import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    ModelProfile,
-    NetworkProfile,
-)
+from poplar.values.profile import ModelProfile
 
 LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}
 SHARE_STEPS = {1: 1, 2: 12, 3: 5}
@@ -105,45 +100,6 @@ def test_no_plan_is_faster_with_more_ranks_and_samples(stage):
         if plan is not None and oracle.fits(plan.micro_batches, plan.shares):  # to the last byte
             assert least <= own * (1 + 1e-9), f"seed {seed}: the reference missed a plan"
     assert fitting > LARGER_CLUSTERS / 2
-
-
-def device(speed=1.0, *, memory=10**9, latency=0.02, largest=16, sample_bytes=10**6, **changes):
-    """A device whose passes take a latency and time in proportion to the batch."""
-    batches = [2**power for power in range(largest.bit_length())]
-    return DeviceProfile(
-        **{
-            "name": f"device of speed {speed}",
-            "memory_bytes": memory,
-            "points": tuple(
-                BatchPoint(
-                    batch=batch,
-                    seconds=(latency + 0.01 * batch) / speed,
-                    activation_bytes=sample_bytes * batch,
-                )
-                for batch in batches
-            ),
-            "optimizer_seconds": 0.01,
-            **changes,
-        }
-    )
-
-
-def cluster_of(*devices, overlap=0.0, communication=0.01, **changes):
-    rates = (1e-9,) * len(devices)
-    return ClusterProfile(
-        **{
-            "devices": devices,
-            "model": ModelProfile(unit_numels=(10**6,) * 4),
-            "network": NetworkProfile(
-                reduce_scatter_seconds=communication,
-                all_gather_seconds=communication,
-                send_seconds_per_byte=rates,
-                receive_seconds_per_byte=rates,
-            ),
-            "overlap": overlap,
-            **changes,
-        }
-    )
 
 
 # Expected behaviour
@@ -566,26 +522,23 @@ def test_a_hundred_slightly_different_ranks_are_planned():
     """Measured profiles look like this: the linear programs have hundreds of rows."""
     draw, ranks = random.Random(0), 96
     devices = tuple(
-        DeviceProfile(
-            name="device",
-            memory_bytes=int(30e9 * (1 + 0.01 * draw.random())),
-            points=tuple(
-                BatchPoint(batch=b, seconds=0.01 * b * pace, activation_bytes=b << 28)
-                for b in (1, 4, 16, 64)
-            ),
+        device(
+            memory=int(30e9 * (1 + 0.01 * draw.random())),
+            latency=0.0,
+            sample=0.01 * pace,
+            batches=(1, 4, 16, 64),
+            sample_bytes=1 << 28,
             optimizer_seconds=0.05,
             optimizer_latency_seconds=0.0005,
         )
         for pace in ((1 + rank % 3) * (1 + 0.02 * draw.random()) for rank in range(ranks))
     )
-    network = NetworkProfile(
-        reduce_scatter_seconds=0.1,
-        all_gather_seconds=0.05,
-        send_seconds_per_byte=tuple(1e-10 * (1 + 0.05 * draw.random()) for _ in range(ranks)),
-        receive_seconds_per_byte=tuple(1e-10 * (1 + 0.05 * draw.random()) for _ in range(ranks)),
+    sent, received = (
+        tuple(1e-10 * (1 + 0.05 * draw.random()) for _ in range(ranks)) for _ in range(2)
     )
+    network = network_of(sent, reduce=0.1, gather=0.05, receive_seconds_per_byte=received)
     model = ModelProfile(unit_numels=(50_000_000,) * 22, param_bytes=2, optimizer_bytes=12)
-    cluster = ClusterProfile(devices=devices, model=model, network=network, overlap=0.5)
+    cluster = cluster_of(*devices, model=model, network=network, overlap=0.5)
     plan = search(cluster, global_batch=8 * ranks, stages=(3,))
     assert plan.prediction["optimality_gap"] < 0.01
 
@@ -595,21 +548,19 @@ def test_a_plan_may_fit_because_the_base_is_quantised(stage):
     """Adapters on 8 billion weights, on four ranks of 9 GiB, or of 3 GiB at stage 3."""
     numel, units = 8 * 10**9, 32
     memory = (9 if stage == 0 else 3) << 30
-    points = (BatchPoint(batch=1, seconds=1.0, activation_bytes=1 << 30),)
-    device = DeviceProfile(
-        name="small", memory_bytes=memory, points=points, optimizer_seconds=0.001
-    )
-    network = NetworkProfile(
-        reduce_scatter_seconds=0.1,
-        all_gather_seconds=0.1,
-        send_seconds_per_byte=(1e-9,) * 4,
-        receive_seconds_per_byte=(1e-9,) * 4,
+    small = device(
+        memory=memory,
+        latency=0.0,
+        sample=1.0,
+        batches=(1,),
+        sample_bytes=1 << 30,
+        optimizer_seconds=0.001,
     )
 
     def plan_on(bytes_each):
         frozen = (int(bytes_each * numel / units),) * units
         model = ModelProfile(unit_numels=(1_000_000,) * units, unit_frozen_bytes=frozen)
-        cluster = ClusterProfile(devices=(device,) * 4, model=model, network=network)
+        cluster = cluster_of(*[small] * 4, model=model, communication=0.1)
         return search(cluster, global_batch=4, stages=(stage,))
 
     assert plan_on(0.55).samples(0) == 1

@@ -8,7 +8,7 @@ import random
 
 import pytest
 from all_ranks import search
-from test_search import cluster_of, device
+from clusters import cluster_of, device
 
 from poplar import _core
 from poplar.planner import share_limits

@@ -8,9 +8,9 @@ import random
 import planning_oracle
 import pytest
 from all_ranks import search
+from clusters import cluster_of, device
 from planning_oracle import STAGES
 from test_persistent_unit_plans import named, small_memory
-from test_search import cluster_of, device
 
 from poplar.planner.prediction import predict
 from poplar.planner.search import NoPlanFits

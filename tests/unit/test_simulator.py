@@ -16,6 +16,7 @@ from collections.abc import Callable
 import planning_oracle
 import pytest
 from all_ranks import search
+from clusters import cluster_of, device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES
@@ -27,46 +28,31 @@ from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.simulator.timeline import Timeline
 from poplar.step.actions import RANK_ACTIONS
 from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, UnitPlan
-from poplar.values.profile import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    ModelProfile,
-    NetworkProfile,
-)
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
 
 FULL = 2**23
 """Elements of a full buffer: such a unit is communicated alone at every stage."""
 
 
-def a_device(name="device", *, sample=0.1, optimizer=0.08, latency=0.0) -> DeviceProfile:
-    return DeviceProfile(
+def a_device(name="device", *, sample=0.1) -> DeviceProfile:
+    return device(
         name=name,
-        memory_bytes=2**50,
-        points=tuple(
-            BatchPoint(batch=b, seconds=latency + sample * b, activation_bytes=0) for b in (1, 16)
-        ),
-        optimizer_seconds=optimizer,
+        memory=2**50,
+        latency=0.0,
+        sample=sample,
+        batches=(1, 16),
+        sample_bytes=0,
+        optimizer_seconds=0.08,
     )
 
 
 def a_cluster(*devices, units=(FULL, FULL), reduce=0.12, gather=0.04, **changes) -> ClusterProfile:
-    devices = devices or (a_device(), a_device())
-    rates = (1e-9,) * len(devices)
-    return ClusterProfile(
-        **{
-            "devices": devices,
-            "model": ModelProfile(unit_numels=units),
-            "network": NetworkProfile(
-                reduce_scatter_seconds=reduce,
-                all_gather_seconds=gather,
-                send_seconds_per_byte=rates,
-                receive_seconds_per_byte=rates,
-            ),
-            "overlap": 1.0,
-            "backward_fraction": 0.5,
-            **changes,
-        }
+    return cluster_of(
+        *(devices or (a_device(), a_device())),
+        units=units,
+        communication=reduce,
+        gather=gather,
+        **{"overlap": 1.0, "backward_fraction": 0.5, **changes},
     )
 
 

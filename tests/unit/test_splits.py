@@ -6,7 +6,7 @@ import math
 import random
 from itertools import islice
 
-from test_search import cluster_of, device
+from clusters import cluster_of, device
 
 from poplar.planner.batch_allocation import BatchAllocator, kth_smallest
 from poplar.planner.communication_schedule import CommunicationSeconds

@@ -11,9 +11,9 @@ import re
 import planning_oracle
 import pytest
 from all_ranks import search
+from clusters import cluster_of, device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_search import cluster_of, device
 
 from poplar.planner import suggested_changes, what_if
 from poplar.planner.prediction import memory_needed

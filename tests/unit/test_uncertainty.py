@@ -9,23 +9,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import clusters
 import pytest
 from all_ranks import search
+from clusters import cluster_of
 
 from poplar.planner.prediction import predict, unmeasured_batches
 from poplar.planner.what_if import at_worst
 from poplar.profiler.batch_curves import with_measured
 from poplar.tuning.autotune import ROUNDS
 from poplar.values.plan import Plan
-from poplar.values.profile import (
-    BatchPoint,
-    ClusterProfile,
-    DeviceProfile,
-    ModelProfile,
-    NetworkProfile,
-)
+from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile
 
 NOISE = 0.004
 """Relative standard error of a median."""
@@ -47,24 +44,11 @@ def point(batch: int, seconds: float, spread: float = 0.0) -> BatchPoint:
     )
 
 
-def device(name: str, points: Sequence[BatchPoint]) -> DeviceProfile:
-    return DeviceProfile(
-        name=name, memory_bytes=2**40, points=tuple(points), optimizer_seconds=0.01
-    )
+def device_of(name: str, points: Sequence[BatchPoint]) -> DeviceProfile:
+    return clusters.device(name=name, memory=2**40, points=tuple(points))
 
 
-def cluster(devices: Sequence[DeviceProfile]) -> ClusterProfile:
-    rates = (1e-9,) * len(devices)
-    return ClusterProfile(
-        devices=tuple(devices),
-        model=ModelProfile(unit_numels=(1000,) * 4),
-        network=NetworkProfile(
-            reduce_scatter_seconds=0.01,
-            all_gather_seconds=0.01,
-            send_seconds_per_byte=rates,
-            receive_seconds_per_byte=rates,
-        ),
-    )
+cluster = partial(cluster_of, units=(1000,) * 4)
 
 
 class Ranks(NamedTuple):
@@ -77,19 +61,19 @@ class Ranks(NamedTuple):
 
     def known(self) -> ClusterProfile:
         return cluster(
-            [
-                device(name, [point(b, own(b)) for b in range(1, self.most(rank) + 1)])
+            *(
+                device_of(name, [point(b, own(b)) for b in range(1, self.most(rank) + 1)])
                 for rank, (own, name) in enumerate(zip(self.seconds, self.names, strict=True))
-            ]
+            )
         )
 
     def measured(self, draw: random.Random | None = None) -> ClusterProfile:
         """What a profile has: powers of two and the largest batch."""
         return cluster(
-            [
-                device(name, [self.point(rank, batch, draw) for batch in self.sizes(rank)])
+            *(
+                device_of(name, [self.point(rank, batch, draw) for batch in self.sizes(rank)])
                 for rank, name in enumerate(self.names)
-            ]
+            )
         )
 
     def most(self, rank: int) -> int:
@@ -169,7 +153,7 @@ def test_best_plan_of_the_worst_case_takes_no_longer_than_predicted():
 
 
 def test_cluster_with_one_point_per_rank_has_a_worst_case():
-    single = cluster([device("a card", [point(8, 0.1)]) for _ in range(2)])
+    single = cluster(*[device_of("a card", [point(8, 0.1)])] * 2)
     worst = at_worst(single)
     assert [worst.devices[0].seconds(batch) for batch in (1, 4, 8)] == [0.1, 0.1, 0.1]
     assert best_plan(worst, 10).global_batch == 10
