@@ -23,6 +23,12 @@ from poplar.zero.absent_parameter import AbsentValues
 
 STAGES = (0, 1, 2, 3)
 
+TWO_PASSES = ((1, 1), (0, 1), (1, 2), (3, 3))
+IDLE_RANK = ((2, 3), (0, 0), (1, 2), (2, 2))
+"""Rank 1 has no samples."""
+UNEVEN = (0.55, 0.25, 0.0, 0.2)
+"""Shares; rank 2 owns nothing."""
+
 RELATIVE = 1e-5
 """Largest error of a parameter, relative to the largest element of its tensor, in fp32."""
 
@@ -39,23 +45,35 @@ class Run:
     """Further keyword arguments of the optimizer."""
 
 
+def uneven(
+    stage: int, micro_batches: tuple = TWO_PASSES, shares: tuple[float, ...] = UNEVEN, **more: Any
+) -> Plan:
+    """A plan of 12 samples on four ranks."""
+    return Plan(stage=stage, global_batch=12, micro_batches=micro_batches, shares=shares, **more)
+
+
 # On ranks
+
+
+def optimizer_of(model: nn.Module, run: Run, **changes: Any) -> HeteroZeroOptimizer:
+    """The optimizer of a run for this model, with other keyword arguments."""
+    arguments = {
+        "plan": run.plan,
+        "params": models.parameter_groups(run.recipe.spec, model),
+        "process_group": ranks.group(),
+        **dict(run.recipe.options),
+        # Not "auto", which computes in bf16 on a GPU; the reference does not.
+        "compute_dtype": run.recipe.spec.dtype,
+        **run.engine,
+        **changes,
+    }
+    return HeteroZeroOptimizer(model, run.recipe.optimizer_class, **arguments)
 
 
 def prepare(run: Run) -> tuple[nn.Module, HeteroZeroOptimizer]:
     """The model and its optimizer, on this rank."""
     model = models.build(run.recipe.spec).to(ranks.device())
-    optimizer = HeteroZeroOptimizer(
-        model,
-        run.recipe.optimizer_class,
-        plan=run.plan,
-        params=models.parameter_groups(run.recipe.spec, model),
-        process_group=ranks.group(),
-        **dict(run.recipe.options),
-        # Not "auto", which computes in bf16 on a GPU; the reference does not.
-        **{"compute_dtype": run.recipe.spec.dtype, **run.engine},
-    )
-    return model, optimizer
+    return model, optimizer_of(model, run)
 
 
 def batch_of(run: Run, step: int) -> dict[str, Any] | None:
@@ -114,6 +132,27 @@ def take_step(
     optimizer.step()
     optimizer.zero_grad()
     return None, norm
+
+
+Answer = tuple[Failure | None, list[str], dict[str, Tensor]]
+"""An error, the parameters that it changed, and all parameters after a further step."""
+
+
+def between_good_steps(
+    run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, act: Callable[[], object]
+) -> Answer:
+    """Run a correct step, `act` and a correct step."""
+    take_step(run, model, optimizer, 0)
+    before = whole_parameters(model, optimizer)
+    ranks.note("making a mistake")
+    with ranks.catching() as caught:
+        act()
+    ranks.note("looking at the parameters after it")
+    after = whole_parameters(model, optimizer)
+    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    ranks.note("taking a good step after it")
+    take_step(run, model, optimizer, 1)
+    return (caught or [None])[0], changed, whole_parameters(model, optimizer)
 
 
 def whole_parameters(model: nn.Module, optimizer: HeteroZeroOptimizer) -> dict[str, Tensor]:
@@ -187,6 +226,14 @@ def assert_close(
         if not error <= RELATIVE:
             wrong.append(f"{name}: relative error {error:.2e}")
     assert not wrong, f"{what}\n" + "\n".join(wrong)
+
+
+def assert_unchanged(answers: Sequence[Answer], recipe: Recipe) -> list[Failure | None]:
+    """What was done between good steps changed nothing; returns the error of each rank."""
+    for rank, (failure, changed, left) in enumerate(answers):
+        assert not changed, f"rank {rank}: {changed} changed"
+        assert_close(left, reference.train(recipe).parameters, f"rank {rank}, after {failure}")
+    return [failure for failure, _, _ in answers]
 
 
 def assert_same(parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

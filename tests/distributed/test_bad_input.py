@@ -10,6 +10,7 @@ import contextlib
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import models
@@ -22,16 +23,22 @@ from models import ModelSpec
 from ranks import Failure, Pool
 from reference import Recipe
 from torch import Tensor, nn
-from training import STAGES, Run, assert_close, assert_raised
+from training import (
+    IDLE_RANK,
+    STAGES,
+    Answer,
+    Run,
+    assert_close,
+    assert_raised,
+    assert_unchanged,
+    uneven,
+)
 
 import poplar
-from poplar import HeteroZeroOptimizer, Plan, PoplarError, RankFailed
+from poplar import HeteroZeroOptimizer, PoplarError, RankFailed
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
 RECIPE = Recipe(batches=(12, 12))
-MICRO_BATCHES = ((1, 1), (0, 1), (1, 2), (3, 3))
-IDLE_RANK = ((2, 3), (0, 0), (1, 2), (2, 2))
-SHARES = (0.55, 0.25, 0.0, 0.2)
 BAD_RANK = 2
 """The rank that makes the mistake, if only one does."""
 
@@ -42,32 +49,10 @@ class LossError(Exception):
     """An exception in a user's loss function."""
 
 
-def plan_of(stage: int, micro_batches: tuple = MICRO_BATCHES) -> Plan:
-    return Plan(stage=stage, global_batch=12, micro_batches=micro_batches, shares=SHARES)
-
-
-def between_good_steps(run: Run, mistake: Mistake) -> tuple[Failure | None, list[str], dict]:
-    """Run a correct step, the mistake and a correct step; returns failure, changes, parameters."""
+def make(run: Run, mistake: Mistake) -> Answer:
     model, optimizer = training.prepare(run)
-    training.take_step(run, model, optimizer, 0)
-    before = training.whole_parameters(model, optimizer)
-    harness.note(f"making the mistake {mistake.__name__}")
-    with harness.catching() as caught:
-        mistake(run, model, optimizer)
-    harness.note("looking at the parameters after it")
-    after = training.whole_parameters(model, optimizer)
-    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
-    harness.note("taking a good step after it")
-    training.take_step(run, model, optimizer, 1)
-    return (caught or [None])[0], changed, training.whole_parameters(model, optimizer)
-
-
-def assert_state_is_unchanged(results: list) -> list[Failure | None]:
-    expected = reference.train(RECIPE).parameters
-    for rank, (failure, changed, left) in enumerate(results):
-        assert not changed, f"rank {rank}: the mistake changed {changed}"
-        training.assert_close(left, expected, f"rank {rank}, after {failure}")
-    return [failure for failure, _, _ in results]
+    act = partial(mistake, run, model, optimizer)
+    return training.between_good_steps(run, model, optimizer, act)
 
 
 # Batches
@@ -127,8 +112,8 @@ def extra_sample_in_the_loop(run: Run, model: nn.Module, optimizer: HeteroZeroOp
 def test_batch_that_does_not_match_the_plan_raises(
     ranks: Pool, mistake: Mistake, expected: str, stage: int
 ) -> None:
-    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
-    failures = assert_state_is_unchanged(results)
+    results = ranks.run(make, Run(RECIPE, uneven(stage)), mistake)
+    failures = assert_unchanged(results, RECIPE)
     assert expected in failures[BAD_RANK].message
     for rank, failure in enumerate(failures):
         assert failure is not None, f"rank {rank} raised nothing"
@@ -142,8 +127,8 @@ def batch_for_idle_rank(run: Run, model: nn.Module, optimizer: HeteroZeroOptimiz
 
 
 def test_batch_on_rank_without_samples_raises(ranks: Pool) -> None:
-    run = Run(RECIPE, plan_of(0, ((2, 3), (), (1, 2), (2, 2))))
-    failures = assert_state_is_unchanged(ranks.run(between_good_steps, run, batch_for_idle_rank))
+    run = Run(RECIPE, uneven(0, ((2, 3), (), (1, 2), (2, 2))))
+    failures = assert_unchanged(ranks.run(make, run, batch_for_idle_rank), RECIPE)
     assert_raised(failures, "rank 1")
     assert "2 samples" in failures[1].message
 
@@ -160,7 +145,7 @@ def train_with_placeholders(run: Run) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_placeholder_sample_is_dropped(ranks: Pool, stage: int) -> None:
-    for parameters in ranks.run(train_with_placeholders, Run(RECIPE, plan_of(stage, IDLE_RANK))):
+    for parameters in ranks.run(train_with_placeholders, Run(RECIPE, uneven(stage, IDLE_RANK))):
         training.assert_close(parameters, reference.train(RECIPE).parameters)
 
 
@@ -204,8 +189,8 @@ def fail_in_backward(run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mistake", [fail_in_second_pass, fail_in_backward])
 def test_exception_in_loss_of_one_rank(ranks: Pool, mistake: Mistake, stage: int) -> None:
-    results = ranks.run(between_good_steps, Run(RECIPE, plan_of(stage)), mistake)
-    failures = assert_state_is_unchanged(results)
+    results = ranks.run(make, Run(RECIPE, uneven(stage)), mistake)
+    failures = assert_unchanged(results, RECIPE)
     assert_raised(failures)
     for rank, failure in enumerate(failures):
         if rank == BAD_RANK:
@@ -235,7 +220,7 @@ def fail_on_the_first_rank_at_once(run: Run) -> list[Failure]:
 def test_an_exception_of_the_first_rank_in_the_first_step_is_named_on_all(
     ranks: Pool, stage: int
 ) -> None:
-    results = ranks.run(fail_on_the_first_rank_at_once, Run(RECIPE, plan_of(stage)))
+    results = ranks.run(fail_on_the_first_rank_at_once, Run(RECIPE, uneven(stage)))
     first, *others = (failure for (failure,) in results)
     assert first.is_a(LossError), first
     for failure in others:
@@ -263,7 +248,7 @@ def leave_first_step(run: Run, affected: int) -> tuple[Failure | None, dict[str,
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("affected", [0, 2])
 def test_one_rank_leaves_the_first_step(ranks: Pool, affected: int, stage: int) -> None:
-    for failure, left in ranks.run(leave_first_step, Run(RECIPE, plan_of(stage)), affected):
+    for failure, left in ranks.run(leave_first_step, Run(RECIPE, uneven(stage)), affected):
         assert failure is not None
         assert f"rank {affected}" in failure.message
         assert_close(left, reference.train(RECIPE).parameters)
@@ -292,7 +277,7 @@ def save_after_leaving(run: Run, folder: Path, leaving: tuple[int, ...]) -> list
 def test_a_checkpoint_may_be_saved_after_a_loop_that_was_left(
     ranks: Pool, tmp_path: Path, leaving: tuple[int, ...], stage: int
 ) -> None:
-    run = Run(RECIPE, plan_of(stage))
+    run = Run(RECIPE, uneven(stage))
     for before, saved in ranks.run(save_after_leaving, run, tmp_path / "saved", leaving):
         training.assert_same(before, saved)
 
@@ -300,18 +285,12 @@ def test_a_checkpoint_may_be_saved_after_a_loop_that_was_left(
 # Construction
 
 
-def construct_then_train(run: Run, construct: Callable[[Run, nn.Module], object]) -> tuple:
+def construct_then_train(run: Run, construct: Callable[[Run, nn.Module], object]) -> Answer:
     """Construct with a mistake; then correctly, on the same model, and train."""
     model = models.build(run.recipe.spec).to(harness.device())
     with harness.catching() as caught:
         construct(run, model)
-    optimizer = HeteroZeroOptimizer(
-        model,
-        run.recipe.optimizer_class,
-        plan=run.plan,
-        process_group=harness.group(),
-        **dict(run.recipe.options),
-    )
+    optimizer = training.optimizer_of(model, run)
     for step in range(2):
         training.take_step(run, model, optimizer, step)
     return (caught or [None])[0], [], training.whole_parameters(model, optimizer)
@@ -330,7 +309,7 @@ def with_different_plan(run: Run, model: nn.Module) -> None:
 
 def with_different_stage(run: Run, model: nn.Module) -> None:
     stage = 3 - run.plan.stage if harness.rank() == BAD_RANK else run.plan.stage
-    construct_with(run, model, plan=plan_of(stage))
+    construct_with(run, model, plan=uneven(stage))
 
 
 def with_different_model(run: Run, model: nn.Module) -> None:
@@ -358,22 +337,22 @@ def with_different_frozen_parameters(run: Run, model: nn.Module) -> None:
 def test_mismatched_plans_and_models_raise(
     ranks: Pool, construct: Callable, pattern: str, stage: int
 ) -> None:
-    results = ranks.run(construct_then_train, Run(RECIPE, plan_of(stage)), construct)
-    failures = assert_state_is_unchanged(results)
+    results = ranks.run(construct_then_train, Run(RECIPE, uneven(stage)), construct)
+    failures = assert_unchanged(results, RECIPE)
     assert_raised(failures, pattern)
     assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
 
 
 def test_ranks_with_different_arguments_are_named(ranks: Pool) -> None:
     for construct in (with_different_plan, with_different_model):
-        results = ranks.run(construct_then_train, Run(RECIPE, plan_of(0)), construct)
+        results = ranks.run(construct_then_train, Run(RECIPE, uneven(0)), construct)
         assert_raised([failure for failure, _, _ in results], str(BAD_RANK))
 
 
 def train_with_batch_norm(stage: int, engine: dict, mode: bool) -> bool:
     """Run one step in training or evaluation mode; returns whether a parameter changed."""
     spec = ModelSpec(kind="batch_norm")
-    run = Run(Recipe(spec=spec, batches=(12,)), plan_of(stage), engine=engine)
+    run = Run(Recipe(spec=spec, batches=(12,)), uneven(stage), engine=engine)
     model, optimizer = training.prepare(run)
     model.train(mode)
     before = training.whole_parameters(model, optimizer)
@@ -406,7 +385,7 @@ def shards(state: dict) -> list[tuple[str, ShardTensor]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_model_state_dict_has_the_values_that_a_rank_stores(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, spec=ModelSpec(tied=True))
-    answers = ranks.run(read_model_state, Run(recipe, plan_of(stage)))
+    answers = ranks.run(read_model_state, Run(recipe, uneven(stage)))
     for name, value in answers[0][1].items():
         found = torch.full((value.numel(),), float("nan"))
         for held, _, _ in answers:

@@ -22,24 +22,14 @@ from ranks import Pool
 from reference import Recipe
 from test_nonfinite_gradients import take_poisoned_step
 from torch import Tensor
-from training import STAGES, Run, assert_exact, assert_same, train_many
+from training import STAGES, Run, assert_exact, assert_same, train_many, uneven
 
 import poplar
-from poplar import HeteroZeroOptimizer, Plan
+from poplar import HeteroZeroOptimizer
 
 UNITS = {"units": ["blocks.0", "blocks.1", "blocks.2"]}
 PARTS = (0.0, 0.3, 1.0, 1.0)
 """Rank 2 owns nothing."""
-
-
-def plan_of(stage: int, *parts: float) -> Plan:
-    return Plan(
-        stage=stage,
-        global_batch=12,
-        micro_batches=((1, 1), (0, 1), (1, 2), (3, 3)),
-        shares=(0.55, 0.25, 0.0, 0.2),
-        host_state=parts,
-    )
 
 
 MOMENTUM = (("lr", 0.1), ("momentum", 0.9))
@@ -63,7 +53,7 @@ def has_same_bits(recipe: Recipe) -> bool:
 @pytest.mark.parametrize("stage", STAGES)
 def test_steps_are_exact_and_host_state_changes_no_bit(ranks: Pool, stage: int) -> None:
     for name, recipe in RECIPES.items():
-        plans = [plan_of(stage), plan_of(stage, *PARTS)]
+        plans = [uneven(stage), uneven(stage, host_state=PARTS)]
         trained = ranks.run(train_many, [Run(recipe, plan, engine=UNITS) for plan in plans])
         assert_exact([by_run[1] for by_run in trained], recipe, name)
         for plain, hosted in trained if has_same_bits(recipe) else ():
@@ -78,7 +68,7 @@ def train(optimizer: HeteroZeroOptimizer, run: Run, first: int, stop: int) -> No
 
 def start(stage: int, dtype: torch.dtype, *parts: float) -> tuple[HeteroZeroOptimizer, Run]:
     recipe = Recipe(spec=ModelSpec(dtype=dtype), batches=(12,) * 4)
-    run = Run(recipe, plan_of(stage, *parts), engine=UNITS)
+    run = Run(recipe, uneven(stage, host_state=parts), engine=UNITS)
     return training.prepare(run)[1], run
 
 
@@ -175,7 +165,7 @@ def skip(runs: Sequence[Run]) -> list[dict[str, Tensor]]:
 
 def test_a_skipped_step_does_not_count_on_the_host(ranks: Pool) -> None:
     engine = {**UNITS, "on_nonfinite": "skip"}
-    plans = [plan_of(2), plan_of(2, *PARTS)]
+    plans = [uneven(2), uneven(2, host_state=PARTS)]
     for recipe in filter(has_same_bits, (RECIPES["clipping"], RECIPES["momentum"])):
         recipe = replace(recipe, batches=(12,) * 3)
         runs = [Run(recipe, plan, engine=engine) for plan in plans]

@@ -24,7 +24,16 @@ from models import ModelSpec
 from ranks import Failure, Pool
 from reference import Recipe, Steering
 from torch import Tensor, nn
-from training import Run, assert_close, assert_exact, assert_raised, assert_same, train_many
+from training import (
+    TWO_PASSES,
+    UNEVEN,
+    Run,
+    assert_close,
+    assert_exact,
+    assert_raised,
+    assert_same,
+    train_many,
+)
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
@@ -38,9 +47,6 @@ from poplar.zero.passes.collective_pass import Mode
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 ALL = ("root", *BLOCKS)
 EVEN = (0.25,) * 4
-UNEVEN = (0.55, 0.25, 0.0, 0.2)
-"""Rank 2 owns nothing."""
-TWO_PASSES = ((1, 1), (0, 1), (1, 2), (3, 3))
 AN_IDLE_RANK = ((0, 1, 2), (0, 0, 0), (1, 1, 2), (2, 1, 2))
 BAD = 2
 """The rank that fails, if only one does."""
@@ -50,9 +56,7 @@ RAISE = {"on_out_of_memory": "raise"}
 
 
 def plan_of(*persistent: str, micro_batches: tuple = TWO_PASSES, shares: tuple = UNEVEN) -> Plan:
-    return with_persistent(
-        Plan(stage=3, global_batch=12, micro_batches=micro_batches, shares=shares), *persistent
-    )
+    return with_persistent(training.uneven(3, micro_batches, shares), *persistent)
 
 
 def with_persistent(plan: Plan, *names: str) -> Plan:

@@ -25,28 +25,17 @@ BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 UNMERGED = {"units": list(BLOCKS)}
 MERGED = "blocks.0..blocks.2"
 """The default unit at stage 3: the blocks of the test model are small."""
-MICRO_BATCHES = ((1, 1), (0, 1), (1, 2), (3, 3))
-UNEVEN = (0.55, 0.25, 0.0, 0.2)
 RECOMPUTED = {"blocks.0": (1, 3), "blocks.1": (3,)}
 """Rank 1 recomputes one unit, rank 3 two, ranks 0 and 2 none."""
 
 
 def plan_of(stage: int, recomputed: dict[str, tuple[int, ...]], *persistent: str) -> Plan:
     names = dict.fromkeys((*recomputed, *persistent))
-    return Plan(
-        stage=stage,
-        global_batch=12,
-        micro_batches=MICRO_BATCHES,
-        shares=UNEVEN,
-        units=tuple(
-            UnitPlan(
-                name,
-                persistent=name in persistent,
-                recomputed_on=recomputed.get(name, ()),
-            )
-            for name in names
-        ),
+    units = (
+        UnitPlan(name, persistent=name in persistent, recomputed_on=recomputed.get(name, ()))
+        for name in names
     )
+    return training.uneven(stage, units=tuple(units))
 
 
 CASES: dict[str, tuple[Recipe, dict[str, Any], dict[str, tuple[int, ...]]]] = {
@@ -150,7 +139,7 @@ def test_only_the_ranks_and_units_that_the_plan_names_run_again(ranks: Pool, sta
     other = {"blocks.1": (1,), "blocks.2": (0, 1, 2, 3)}
     plans = [plan_of(stage, RECOMPUTED), plan_of(stage, other), plan_of(stage, {})]
     for rank, counts in enumerate(ranks.run(count_forwards, plans)):
-        passes = sum(size > 0 for size in MICRO_BATCHES[rank])
+        passes = sum(size > 0 for size in training.TWO_PASSES[rank])
         for recomputed, count in zip((RECOMPUTED, other, {}), counts, strict=False):
             assert count == {
                 name: passes * (2 if rank in recomputed.get(name, ()) else 1) for name in BLOCKS

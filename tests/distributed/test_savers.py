@@ -25,18 +25,11 @@ from reference import Recipe
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from training import STAGES, Run, assert_same
-
-from poplar import Plan
+from training import STAGES, Run, assert_same, uneven
 
 SPEC = ModelSpec(two_groups=True, tied=True, frozen=True)
 RECIPE = Recipe(batches=(12,) * 3, spec=SPEC)
 BF16 = replace(RECIPE, spec=ModelSpec(dtype=torch.bfloat16))
-
-
-def plan_of(stage: int) -> Plan:
-    batches = ((1, 1), (0, 1), (1, 2), (3, 3))
-    return Plan(stage=stage, global_batch=12, micro_batches=batches, shares=(0.55, 0.25, 0.0, 0.2))
 
 
 def with_torch(model: nn.Module, folder: Path) -> dict[str, Tensor]:
@@ -112,7 +105,7 @@ def save_in_every_way(run: Run, folder: str) -> None:
 def test_every_saver_writes_every_value(
     ranks: Pool, stage: int, recipe: Recipe, tmp_path: Path
 ) -> None:
-    ranks.run(save_in_every_way, Run(recipe, plan_of(stage)), str(tmp_path))
+    ranks.run(save_in_every_way, Run(recipe, uneven(stage)), str(tmp_path))
 
 
 def keep_what_full_parameters_gives(run: Run) -> None:
@@ -149,7 +142,7 @@ def keep_what_full_parameters_gives(run: Run) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_values_that_outlive_full_parameters_stay(ranks: Pool, stage: int) -> None:
-    ranks.run(keep_what_full_parameters_gives, Run(RECIPE, plan_of(stage)))
+    ranks.run(keep_what_full_parameters_gives, Run(RECIPE, uneven(stage)))
 
 
 def write_through_the_state_dict(run: Run) -> None:
@@ -170,4 +163,4 @@ def write_through_the_state_dict(run: Run) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_writes_into_a_state_dict_reach_the_model(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, spec=ModelSpec(two_groups=True))
-    ranks.run(write_through_the_state_dict, Run(recipe, plan_of(stage)))
+    ranks.run(write_through_the_state_dict, Run(recipe, uneven(stage)))

@@ -34,20 +34,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from training import STAGES, Run, assert_close, assert_raised, assert_same
+from training import STAGES, Run, assert_close, assert_raised, assert_same, uneven
 
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.zero.update import ShardedUpdate
 
-SHARES = (0.55, 0.25, 0.0, 0.2)
 RECIPE = Recipe(batches=(12,) * 4, spec=ModelSpec(two_groups=True, tied=True, frozen=True))
 BF16 = replace(RECIPE, spec=ModelSpec(dtype=torch.bfloat16))
-
-
-def plan_of(stage: int) -> Plan:
-    batches = ((1, 1), (0, 1), (1, 2), (3, 3))
-    return Plan(stage=stage, global_batch=12, micro_batches=batches, shares=SHARES)
 
 
 def moved(state: Any) -> Any:
@@ -99,7 +93,7 @@ def state_places(optimizer: HeteroZeroOptimizer) -> list[int]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_loading_its_own_state_changes_nothing(ranks: Pool, stage: int) -> None:
-    for parameters in ranks.run(train_as_trainers_do, Run(RECIPE, plan_of(stage))):
+    for parameters in ranks.run(train_as_trainers_do, Run(RECIPE, uneven(stage))):
         assert_close(parameters, reference.train(RECIPE).parameters)
 
 
@@ -128,7 +122,7 @@ def test_state_that_is_created_to_be_read_is_not_used(
     ranks: Pool, optimizer: str, options: dict[str, Any]
 ) -> None:
     recipe = Recipe(optimizer=optimizer, options=(("lr", 1e-3), *options.items()))
-    for parameters in ranks.run(read_state_before_the_first_step, Run(recipe, plan_of(2))):
+    for parameters in ranks.run(read_state_before_the_first_step, Run(recipe, uneven(2))):
         assert_close(parameters, reference.train(recipe).parameters)
 
 
@@ -159,7 +153,7 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_consolidated_state_is_the_state_dict_until_the_next_step(ranks: Pool, stage: int) -> None:
-    states = ranks.run(consolidate_as_lightning_does, Run(RECIPE, plan_of(stage)), 1)
+    states = ranks.run(consolidate_as_lightning_does, Run(RECIPE, uneven(stage)), 1)
     assert [bool(state) for state in states] == [False, True, False, False]
     assert all(value.device.type == "cpu" for value in _flat(states[1]).values())
 
@@ -187,7 +181,7 @@ def add_a_setting(run: Run) -> None:
 
 
 def test_settings_that_the_class_adds_are_in_the_param_groups(ranks: Pool) -> None:
-    ranks.run(add_a_setting, Run(RECIPE, plan_of(1)))
+    ranks.run(add_a_setting, Run(RECIPE, uneven(1)))
 
 
 # Plain optimizers
@@ -223,7 +217,7 @@ def test_poplar_continues_from_a_plain_optimizer(ranks: Pool, stage: int, named:
         optimizer.zero_grad()
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     state = optimizer.state_dict()
-    results = ranks.run(continue_from, Run(RECIPE, plan_of(stage)), parameters, state, range(2, 4))
+    results = ranks.run(continue_from, Run(RECIPE, uneven(stage)), parameters, state, range(2, 4))
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     held = {f"{order[i]}.{k}": v for i, values in state["state"].items() for k, v in values.items()}
     for loaded, left in results:
@@ -257,7 +251,7 @@ def load_whole_tensors(run: Run) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_whole_state_loads_through_torchs_helpers(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, spec=ModelSpec(two_groups=True))
-    ranks.run(load_whole_tensors, Run(recipe, plan_of(stage)))
+    ranks.run(load_whole_tensors, Run(recipe, uneven(stage)))
 
 
 # The model's state
@@ -293,7 +287,7 @@ def load_model(run: Run) -> tuple[dict[str, int], bool]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_loading_a_model_reaches_the_values_that_it_computes_with(ranks: Pool, stage: int) -> None:
     """And every element of the masters is compared with the loaded values once."""
-    for _, same in ranks.run(load_model, Run(BF16, plan_of(stage))):
+    for _, same in ranks.run(load_model, Run(BF16, uneven(stage))):
         assert same
 
 
@@ -311,7 +305,7 @@ def load_wide_values(run: Run) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp32_values_are_loaded_exactly_into_masters(ranks: Pool, stage: int) -> None:
-    ranks.run(load_wide_values, Run(BF16, plan_of(stage)))
+    ranks.run(load_wide_values, Run(BF16, uneven(stage)))
 
 
 def use_sharded_model_state(run: Run, folder: str) -> None:
@@ -351,7 +345,7 @@ def _parameters_in(values: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
 
 def test_sharded_model_state_is_loaded_and_refused_elsewhere(ranks: Pool, tmp_path: Path) -> None:
     recipe = replace(RECIPE, spec=ModelSpec())
-    ranks.run(use_sharded_model_state, Run(recipe, plan_of(3)), str(tmp_path))
+    ranks.run(use_sharded_model_state, Run(recipe, uneven(3)), str(tmp_path))
 
 
 # Bad input
@@ -447,7 +441,7 @@ def load_bad_state(run: Run, mistakes: list[Mistake], local: bool) -> list[list[
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_wrong_state_on_one_rank_raises_on_all_and_changes_nothing(ranks: Pool, stage: int) -> None:
-    by_rank = ranks.run(load_bad_state, Run(RECIPE, plan_of(stage)), list(MISTAKES), False)
+    by_rank = ranks.run(load_bad_state, Run(RECIPE, uneven(stage)), list(MISTAKES), False)
     for index, pattern in enumerate(MISTAKES.values()):
         failures = [found[index][0] if found[index] else None for found in by_rank]
         assert_raised(failures, pattern)
@@ -457,7 +451,7 @@ def test_wrong_state_on_one_rank_raises_on_all_and_changes_nothing(ranks: Pool, 
 
 @pytest.mark.parametrize("local", [False, True])
 def test_states_of_different_steps_raise(ranks: Pool, local: bool) -> None:
-    by_rank = ranks.run(load_bad_state, Run(RECIPE, plan_of(1)), [other_step], local)
+    by_rank = ranks.run(load_bad_state, Run(RECIPE, uneven(1)), [other_step], local)
     assert_raised([found[0][0] for found in by_rank], "different states of", kind=ValueError)
 
 

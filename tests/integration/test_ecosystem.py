@@ -23,19 +23,22 @@ from ranks import Pool
 from reference import Recipe, Trajectory
 from subset import choose
 from torch import Tensor, nn
-from training import STAGES, Run, assert_close, assert_exact, assert_raised, assert_same
+from training import (
+    STAGES,
+    UNEVEN,
+    Run,
+    assert_close,
+    assert_exact,
+    assert_raised,
+    assert_same,
+    uneven,
+)
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
 
-SHARES = (0.55, 0.25, 0.0, 0.2)
 OTHER_SHARES = (0.0, 0.3, 0.6, 0.1)
-MICRO_BATCHES = ((1, 1), (0, 1), (1, 2), (3, 3))
 RECIPE = Recipe(batches=(12,) * 3)
-
-
-def plan_of(stage: int, shares: tuple[float, ...] = SHARES) -> Plan:
-    return Plan(stage=stage, global_batch=12, micro_batches=MICRO_BATCHES, shares=shares)
 
 
 # The torch.optim.Optimizer interface
@@ -66,7 +69,7 @@ def interface_errors(run: Run) -> list[str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_optimizer_interface_with_the_users_parameters(ranks: Pool, stage: int) -> None:
     recipe = Recipe(spec=ModelSpec(two_groups=True), batches=(12,))
-    assert ranks.run(interface_errors, Run(recipe, plan_of(stage))) == [[]] * 4
+    assert ranks.run(interface_errors, Run(recipe, uneven(stage))) == [[]] * 4
 
 
 OPTIMIZERS = {
@@ -89,7 +92,7 @@ def test_every_elementwise_optimizer_is_exact(ranks: Pool, stage: int) -> None:
         name: replace(RECIPE, optimizer=name.split()[0], options=OPTIMIZERS[name])
         for name in SOME_OPTIMIZERS
     }
-    runs = [Run(recipe, plan_of(stage)) for recipe in recipes.values()]
+    runs = [Run(recipe, uneven(stage)) for recipe in recipes.values()]
     trained = ranks.run(training.train_many, runs)
     for index, (name, recipe) in enumerate(recipes.items()):
         assert_exact([by_run[index] for by_run in trained], recipe, name)
@@ -98,7 +101,7 @@ def test_every_elementwise_optimizer_is_exact(ranks: Pool, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_schedulers_change_the_learning_rate(ranks: Pool, stage: int) -> None:
     recipe = Recipe(decaying=True, spec=ModelSpec(two_groups=True))
-    runs = [Run(recipe, plan_of(stage), open_form) for open_form in (False, True)]
+    runs = [Run(recipe, uneven(stage), open_form) for open_form in (False, True)]
     trained = ranks.run(training.train_many, runs)
     for index in range(len(runs)):
         assert_exact([by_run[index] for by_run in trained], recipe)
@@ -107,16 +110,14 @@ def test_schedulers_change_the_learning_rate(ranks: Pool, stage: int) -> None:
 def train_on_default_group(run: Run) -> Trajectory:
     """Train without a process_group argument."""
     model = models.build(run.recipe.spec).to(harness.device())
-    optimizer = HeteroZeroOptimizer(
-        model, run.recipe.optimizer_class, plan=run.plan, **dict(run.recipe.options)
-    )
+    optimizer = training.optimizer_of(model, run, process_group=None)
     for step in range(len(run.recipe.batches)):
         training.take_step(run, model, optimizer, step)
     return training.whole_parameters(model, optimizer)
 
 
 def test_default_process_group_is_the_world(ranks: Pool) -> None:
-    for parameters in ranks.run(train_on_default_group, Run(RECIPE, plan_of(3))):
+    for parameters in ranks.run(train_on_default_group, Run(RECIPE, uneven(3))):
         assert_close(parameters, reference.train(RECIPE).parameters)
 
 
@@ -136,7 +137,7 @@ def train_in_plain_loop(run: Run) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_plain_loop_averages_over_ranks(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, max_norm=0.1)
-    plan = Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
+    plan = Plan.manual("3,3,3,3", stage=stage, shares=UNEVEN)
     for parameters in ranks.run(train_in_plain_loop, Run(recipe, plan)):
         assert_close(parameters, reference.train(recipe).parameters)
 
@@ -185,7 +186,7 @@ def test_backward_without_gradient_sync_accumulates(
     ranks: Pool, stage: int, accumulate: Callable[[Run], dict[str, Tensor]]
 ) -> None:
     recipe = Recipe(batches=(12,) * 4, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)))
-    plan = Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
+    plan = Plan.manual("3,3,3,3", stage=stage, shares=UNEVEN)
     for parameters in ranks.run(accumulate, Run(recipe, plan)):
         assert_close(parameters, accumulate_alone(recipe))
 
@@ -201,7 +202,7 @@ def test_stage_0_grad_is_the_mean_over_the_global_batch(ranks: Pool) -> None:
     model = models.build(RECIPE.spec)
     models.mean_over_samples(model, RECIPE.batch(0)).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
-    for gradients in ranks.run(gradients_before_the_step, Run(RECIPE, plan_of(0))):
+    for gradients in ranks.run(gradients_before_the_step, Run(RECIPE, uneven(0))):
         assert_close(gradients, expected)
 
 
@@ -224,7 +225,7 @@ def test_norms_of_other_types(ranks: Pool, stage: int) -> None:
         float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type))
         for norm_type in (1.0, 2.0, 3.0, math.inf)
     ]
-    for norms in ranks.run(norms_of_other_types, Run(RECIPE, plan_of(stage))):
+    for norms in ranks.run(norms_of_other_types, Run(RECIPE, uneven(stage))):
         assert norms == pytest.approx(expected, rel=1e-5)
 
 
@@ -285,7 +286,7 @@ def train_with_scaler(run: Run) -> tuple[dict[str, Tensor], list[float]]:
 @pytest.mark.parametrize("open_form", [False, True], ids=["train_step", "own loop"])
 def test_scaled_gradients_are_exact(ranks: Pool, open_form: bool, stage: int) -> None:
     recipe = replace(RECIPE, max_norm=0.1)
-    results = ranks.run(train_with_scaler, Run(recipe, plan_of(stage), open_form))
+    results = ranks.run(train_with_scaler, Run(recipe, uneven(stage), open_form))
     for parameters, scales in results:
         assert scales == [1024.0] * 3
         assert_close(parameters, reference.train(recipe).parameters)
@@ -321,7 +322,7 @@ def test_small_gradients_in_fp16_are_not_lost(ranks: Pool, dtype: torch.dtype) -
     options = (("lr", 1e-2), ("eps", 1e-12), ("weight_decay", 0.0))
     recipe = Recipe(spec=ModelSpec(kind="mlp", dtype=dtype), options=options, batches=(12,) * 2)
     engine = {"compute_dtype": "auto" if dtype is torch.float16 else torch.float16}
-    run = Run(recipe, plan_of(1), engine=engine)
+    run = Run(recipe, uneven(1), engine=engine)
     expected, _ = ranks.run(train_on_a_small_loss, run, "train_step")[0]
     for way in ("train_step", "disabled scaler", "own loop"):
         for parameters, changed in ranks.run(train_on_a_small_loss, run, way):
@@ -371,7 +372,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(
     ranks: Pool, optimizer: str, options: tuple, good_steps: int, stage: int
 ) -> None:
     recipe = replace(RECIPE, batches=(12, 12), optimizer=optimizer, options=options)
-    run = Run(recipe, plan_of(stage))
+    run = Run(recipe, uneven(stage))
     for answer in ranks.run(overflow_on_one_rank, run, 2, good_steps):
         skipped, changed, scale, left = answer
         assert skipped
@@ -410,7 +411,7 @@ def train_with_custom_step(run: Run) -> tuple[bool, dict[str, Tensor]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_custom_step_gets_scaled_and_clipped_gradients(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, max_norm=0.1, optimizer="SGD", options=(("lr", 0.5),))
-    for skipped, parameters in ranks.run(train_with_custom_step, Run(recipe, plan_of(stage))):
+    for skipped, parameters in ranks.run(train_with_custom_step, Run(recipe, uneven(stage))):
         assert skipped
         assert_close(parameters, reference.train(recipe).parameters)
 
@@ -432,7 +433,7 @@ def read_state_on_one_rank(run: Run) -> tuple[bool, dict[str, Tensor]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_state_dict_on_one_rank_needs_no_other(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, batches=(12,))
-    for good, parameters in ranks.run(read_state_on_one_rank, Run(recipe, plan_of(stage))):
+    for good, parameters in ranks.run(read_state_on_one_rank, Run(recipe, uneven(stage))):
         assert good
         assert_close(parameters, reference.train(recipe).parameters)
 
@@ -455,14 +456,7 @@ def save_and_continue(run: Run, folder: str) -> tuple[dict[str, Tensor], dict[st
         for name, parameter in model.named_parameters():
             parameter.copy_(whole[name])
     model.to(harness.device())
-    optimizer = HeteroZeroOptimizer(
-        model,
-        run.recipe.optimizer_class,
-        plan=run.plan,
-        params=models.parameter_groups(run.recipe.spec, model),
-        process_group=harness.group(),
-        **dict(run.recipe.options),
-    )
+    optimizer = training.optimizer_of(model, run)
     optimizer.load_state_dict(torch.load(path, weights_only=False))
     for step in range(half, len(run.recipe.batches)):
         training.take_step(run, model, optimizer, step)
@@ -472,7 +466,7 @@ def save_and_continue(run: Run, folder: str) -> tuple[dict[str, Tensor], dict[st
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_resumes_with_the_same_bits(ranks: Pool, stage: int, tmp_path: Path) -> None:
     recipe = Recipe(batches=(12,) * 4, spec=ModelSpec(two_groups=True, unused=True))
-    run = Run(recipe, plan_of(stage))
+    run = Run(recipe, uneven(stage))
     for straight, resumed in ranks.run(save_and_continue, run, str(tmp_path)):
         assert_close(straight, reference.train(recipe).parameters)
         assert_same(resumed, straight)
@@ -486,7 +480,7 @@ def load_mismatched_state(run: Run, what: str) -> None:
         dist.all_gather_object(states, state, group=harness.group())
         state = states[(harness.rank() + 1) % harness.size()]
     else:
-        other = replace(run, plan=plan_of(run.plan.stage, OTHER_SHARES))
+        other = replace(run, plan=uneven(run.plan.stage, shares=OTHER_SHARES))
         _, optimizer = training.prepare(other)
     optimizer.load_state_dict(state)
 
@@ -494,7 +488,7 @@ def load_mismatched_state(run: Run, what: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("what", ["rank", "plan"])
 def test_mismatched_state_raises(ranks: Pool, what: str, stage: int) -> None:
-    failures = ranks.run_expecting_errors(load_mismatched_state, Run(RECIPE, plan_of(stage)), what)
+    failures = ranks.run_expecting_errors(load_mismatched_state, Run(RECIPE, uneven(stage)), what)
     assert_raised(failures, what)
     assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
 
@@ -522,7 +516,7 @@ def train_after_empty_step(run: Run) -> tuple[list[str], dict[str, Tensor]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero_step_of_checkpointing_changes_nothing(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, batches=(12,), optimizer="SGD", options=(("lr", 0.1),))
-    for changed, left in ranks.run(train_after_empty_step, Run(recipe, plan_of(stage))):
+    for changed, left in ranks.run(train_after_empty_step, Run(recipe, uneven(stage))):
         assert not changed
         assert_close(left, reference.train(recipe).parameters)
 
@@ -543,7 +537,7 @@ def test_consolidated_state_continues_in_plain_pytorch(
     ranks: Pool, spec: ModelSpec, stage: int
 ) -> None:
     recipe = Recipe(batches=(12,) * 4, spec=spec)
-    results = ranks.run(consolidate_half_way, Run(recipe, plan_of(stage)), 1)
+    results = ranks.run(consolidate_half_way, Run(recipe, uneven(stage)), 1)
     assert [state is not None for state, _ in results] == [False, True, False, False]
     state, parameters = results[1]
     model = models.build(spec)
@@ -580,7 +574,7 @@ def test_plan_change_during_training_is_exact(ranks: Pool, stage: int) -> None:
         micro_batches=((2, 2), (1, 1), (1, 1), (0, 4)),
         shares=OTHER_SHARES,
     )
-    for parameters in ranks.run(change_plans, Run(recipe, plan_of(stage)), later):
+    for parameters in ranks.run(change_plans, Run(recipe, uneven(stage)), later):
         assert_close(parameters, reference.train(recipe).parameters)
 
 
@@ -628,7 +622,7 @@ def test_evaluation_is_the_mean_over_all_batches(
         for name, parameter in model.named_parameters():
             parameter.copy_(after_one[name])
     expected.append(mean(model))
-    run = Run(recipe, plan_of(stage))
+    run = Run(recipe, uneven(stage))
     for first, second, parameters, training_mode in ranks.run(
         evaluate_between_steps, run, counts, weight, loss
     ):
@@ -657,7 +651,7 @@ def test_writeback_keeps_changes_of_full_parameters(ranks: Pool, stage: int) -> 
         for name, parameter in model.named_parameters():
             parameter.copy_(expected[name])
         logits = model(recipe.batch(1)["tokens"])
-    for parameters, computed in ranks.run(double_a_parameter, Run(recipe, plan_of(stage)), True):
+    for parameters, computed in ranks.run(double_a_parameter, Run(recipe, uneven(stage)), True):
         assert_close(parameters, expected)
         torch.testing.assert_close(computed, logits, rtol=1e-4, atol=1e-5)
 
@@ -665,7 +659,7 @@ def test_writeback_keeps_changes_of_full_parameters(ranks: Pool, stage: int) -> 
 def test_stage_3_drops_changes_without_writeback(ranks: Pool) -> None:
     recipe = replace(RECIPE, batches=(12,))
     for parameters, _ in ranks.run(
-        double_a_parameter, Run(replace(RECIPE, batches=(12, 12)), plan_of(3)), False
+        double_a_parameter, Run(replace(RECIPE, batches=(12, 12)), uneven(3)), False
     ):
         assert_close(parameters, reference.train(recipe).parameters)
 
@@ -688,7 +682,7 @@ def test_step_result(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, batches=(12,))
     expected = reference.train(recipe)
     for loss, norm, samples, seconds, waiting, skipped in ranks.run(
-        result_of_step, Run(recipe, plan_of(stage))
+        result_of_step, Run(recipe, uneven(stage))
     ):
         assert loss == pytest.approx(expected.losses[0], rel=1e-5)
         assert norm is None or math.isfinite(norm)
@@ -703,13 +697,7 @@ def train_with_second_optimizer(run: Run) -> tuple[dict[str, Tensor] | None, str
     del first
     gc.collect()
     try:
-        optimizer = HeteroZeroOptimizer(
-            model,
-            run.recipe.optimizer_class,
-            plan=run.plan,
-            process_group=harness.group(),
-            **dict(run.recipe.options),
-        )
+        optimizer = training.optimizer_of(model, run)
     except ValueError as error:
         return None, str(error)
     for step in range(len(run.recipe.batches)):
@@ -719,7 +707,7 @@ def train_with_second_optimizer(run: Run) -> tuple[dict[str, Tensor] | None, str
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_deleted_optimizer_leaves_no_hooks(ranks: Pool, stage: int) -> None:
-    for parameters, message in ranks.run(train_with_second_optimizer, Run(RECIPE, plan_of(stage))):
+    for parameters, message in ranks.run(train_with_second_optimizer, Run(RECIPE, uneven(stage))):
         if stage == 3:
             assert "sharded by an optimizer that no longer exists" in message
         else:

@@ -31,7 +31,7 @@ from reference import Recipe
 from subset import choose
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from training import STAGES, Run
+from training import STAGES, Answer, Run
 
 import poplar
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
@@ -671,37 +671,19 @@ MISTAKES = [
 ]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One mistake on one rank."""
-
-    failure: Failure | None
-    warned: list[str]
-    changed: list[str]
-    """Parameters that differ after the mistake."""
-    left: dict[str, Tensor]
-    """The parameters after a further correct step."""
-
-
-def make_mistake(number: int, stage: int) -> Outcome:
-    """Run a correct step, a mistake and a correct step."""
-    run = Run(RECIPE, plan_of(stage))
+def make_mistake(number: int, stage: int) -> tuple[list[str], Answer]:
+    """What was warned of, and the mistake between two correct steps."""
+    run, warned = Run(RECIPE, plan_of(stage)), list[str]()
     model, optimizer = training.prepare(run)
-    training.take_step(run, model, optimizer, 0)
-    before = training.whole_parameters(model, optimizer)
-    made = Made(run, model, optimizer, training.batch_of(run, 1))
-    mistake = MISTAKES[number]
-    harness.note(f"making the mistake {mistake}")
-    with warnings.catch_warnings(record=True) as warned, harness.catching() as caught:
-        warnings.simplefilter("always")
-        mistake.make(made)
-    del made
-    after = training.whole_parameters(model, optimizer)
-    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
-    training.take_step(run, model, optimizer, 1)
-    left = training.whole_parameters(model, optimizer)
-    messages = [str(warning.message) for warning in warned]
-    return Outcome(caught[0] if caught else None, messages, changed, left)
+
+    def act() -> None:
+        harness.note(f"making the mistake {MISTAKES[number]}")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            MISTAKES[number].make(Made(run, model, optimizer, training.batch_of(run, 1)))
+        warned.extend(str(warning.message) for warning in caught)
+
+    return warned, training.between_good_steps(run, model, optimizer, act)
 
 
 def cases() -> Iterator[Any]:
@@ -716,17 +698,14 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("number", "stage"), list(cases()))
 def test_mistake_names_its_fix(ranks: Pool, number: int, stage: int) -> None:
     mistake = MISTAKES[number]
-    outcomes = ranks.run(make_mistake, number, stage, ranks=2)
-    failures = [outcome.failure for outcome in outcomes]
+    answers = ranks.run(make_mistake, number, stage, ranks=2)
+    failures = training.assert_unchanged([answer for _, answer in answers], RECIPE)
     if mistake.warns:
         assert failures == [None, None]
-        assert any(mistake.says in text for outcome in outcomes for text in outcome.warned)
+        assert any(mistake.says in text for warned, _ in answers for text in warned)
     else:
         training.assert_raised(failures)
         assert any(mistake.says in failure.message for failure in failures), failures
-    for outcome in outcomes:
-        assert outcome.changed == []
-        training.assert_close(outcome.left, reference.train(RECIPE).parameters, str(mistake))
 
 
 def step_with_a_closure() -> str:

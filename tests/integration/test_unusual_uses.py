@@ -27,15 +27,25 @@ from ranks import Failure, Pool
 from reference import Recipe, Trajectory
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import STAGES, Run, assert_close, assert_exact, assert_raised, assert_same
+from training import (
+    IDLE_RANK,
+    STAGES,
+    TWO_PASSES,
+    UNEVEN,
+    Answer,
+    Run,
+    assert_close,
+    assert_exact,
+    assert_raised,
+    assert_same,
+    assert_unchanged,
+    optimizer_of,
+    uneven,
+)
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan, RankFailed, UnitPlan
 
-SHARES = (0.55, 0.25, 0.0, 0.2)
-MICRO_BATCHES = ((1, 1), (0, 1), (1, 2), (3, 3))
-IDLE_RANK = ((2, 3), (0, 0), (1, 2), (2, 2))
-"""Rank 1 has no samples."""
 RECIPE = Recipe(batches=(12, 12))
 BAD = 2
 """The rank that differs, if only one does."""
@@ -43,22 +53,8 @@ BAD = 2
 Parameters = dict[str, Tensor]
 
 
-def plan_of(stage: int, micro_batches: tuple = MICRO_BATCHES) -> Plan:
-    return Plan(stage=stage, global_batch=12, micro_batches=micro_batches, shares=SHARES)
-
-
 def one_pass_each(stage: int) -> Plan:
-    return Plan.manual("3,3,3,3", stage=stage, shares=SHARES)
-
-
-def optimizer_of(model: nn.Module, run: Run, **options: Any) -> HeteroZeroOptimizer:
-    return HeteroZeroOptimizer(
-        model,
-        run.recipe.optimizer_class,
-        plan=run.plan,
-        process_group=harness.group(),
-        **{**dict(run.recipe.options), **options},
-    )
+    return Plan.manual("3,3,3,3", stage=stage, shares=UNEVEN)
 
 
 def train_alone(
@@ -73,27 +69,6 @@ def train_alone(
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def between_good_steps(
-    run: Run, model: nn.Module, optimizer: HeteroZeroOptimizer, act: Callable[[], None]
-) -> tuple[Failure | None, list[str], Parameters]:
-    """Run a correct step, `act` and a correct step; returns failure, changes and parameters."""
-    training.take_step(run, model, optimizer, 0)
-    before = training.whole_parameters(model, optimizer)
-    with harness.catching() as caught:
-        act()
-    after = training.whole_parameters(model, optimizer)
-    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
-    training.take_step(run, model, optimizer, 1)
-    return (caught or [None])[0], changed, training.whole_parameters(model, optimizer)
-
-
-def assert_state_is_unchanged(answers: list) -> list[Failure | None]:
-    for rank, (failure, changed, left) in enumerate(answers):
-        assert not changed, f"rank {rank}: {changed} changed"
-        assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}, after {failure}")
-    return [failure for failure, _, _ in answers]
-
-
 # Models
 
 
@@ -106,9 +81,7 @@ class StoresLoss(models.Block):
         return out
 
 
-def add_stored_losses(
-    run: Run, affected: tuple[int, ...]
-) -> tuple[Failure | None, list[str], Parameters]:
+def add_stored_losses(run: Run, affected: tuple[int, ...]) -> Answer:
     model = models.build(run.recipe.spec).to(harness.device())
     for block in model.blocks:
         block.__class__ = StoresLoss
@@ -123,15 +96,15 @@ def add_stored_losses(
     def act() -> None:
         optimizer.train_step(loss, training.batch_of(run, 1))
 
-    return between_good_steps(run, model, optimizer, act)
+    return training.between_good_steps(run, model, optimizer, act)
 
 
 @pytest.mark.parametrize("affected", [(0, 1, 2, 3), (BAD,)], ids=["all ranks", "one rank"])
 def test_stage_3_stored_loss_raises_before_the_update(
     ranks: Pool, affected: tuple[int, ...]
 ) -> None:
-    failures = assert_state_is_unchanged(
-        ranks.run(add_stored_losses, Run(RECIPE, plan_of(3)), affected)
+    failures = assert_unchanged(
+        ranks.run(add_stored_losses, Run(RECIPE, uneven(3)), affected), RECIPE
     )
     assert_raised(failures, kind=RuntimeError)
     for rank, failure in enumerate(failures):
@@ -183,7 +156,7 @@ def train_with_a_shared_bias(run: Run) -> Parameters:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_output_returned_by_all_blocks_is_exact(ranks: Pool, stage: int) -> None:
     expected = train_alone(seeded(Biased), RECIPE, models.mean_over_samples)
-    for parameters in ranks.run(train_with_a_shared_bias, Run(RECIPE, plan_of(stage))):
+    for parameters in ranks.run(train_with_a_shared_bias, Run(RECIPE, uneven(stage))):
         assert_close(parameters, expected)
 
 
@@ -201,7 +174,7 @@ def train_with_different_seeds(run: Run) -> tuple[Parameters, Parameters]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen_parameters_and_buffers_come_from_rank_0(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, spec=ModelSpec(frozen=True))
-    answers = ranks.run(train_with_different_seeds, Run(recipe, plan_of(stage)))
+    answers = ranks.run(train_with_different_seeds, Run(recipe, uneven(stage)))
     start = dict(models.build(recipe.spec).named_parameters())
     for parameters, buffers in answers:
         assert_close(parameters, reference.train(recipe).parameters)
@@ -227,7 +200,7 @@ def build_twice(run: Run) -> tuple[Failure | None, Parameters, Parameters]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_failed_constructor_leaves_the_model_unchanged(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(build_twice, Run(RECIPE, plan_of(stage)))
+    answers = ranks.run(build_twice, Run(RECIPE, uneven(stage)))
     assert_raised([failure for failure, _, _ in answers], kind=ValueError)
     for _, left, trained in answers:
         assert_same(left, dict(models.build(RECIPE.spec).named_parameters()))
@@ -317,7 +290,7 @@ def train_scaled(run: Run) -> tuple[list[float], Parameters]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_scaler_on_rank_without_samples(ranks: Pool, stage: int) -> None:
-    for scales, parameters in ranks.run(train_scaled, Run(RECIPE, plan_of(stage, IDLE_RANK))):
+    for scales, parameters in ranks.run(train_scaled, Run(RECIPE, uneven(stage, IDLE_RANK))):
         assert scales == [1024.0, 1024.0]
         assert_close(parameters, reference.train(RECIPE).parameters)
 
@@ -335,7 +308,7 @@ def train_in_fp16(run: Run) -> tuple[list[float], list[bool], Parameters]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_fp16_on_rank_without_samples(ranks: Pool, stage: int) -> None:
     recipe = replace(RECIPE, batches=(12,) * 4)
-    run = Run(recipe, plan_of(stage, IDLE_RANK), engine={"compute_dtype": torch.float16})
+    run = Run(recipe, uneven(stage, IDLE_RANK), engine={"compute_dtype": torch.float16})
     answers = ranks.run(train_in_fp16, run)
     start = dict(models.build(recipe.spec).half().named_parameters())
     for losses, skipped, parameters in answers:
@@ -382,12 +355,12 @@ def test_micro_batch_without_counted_tokens(ranks: Pool, open_form: bool, stage:
         recipe,
         lambda model, batch: models.mean_over_tokens(model, all_ignored(batch, 6, 9)),
     )
-    run = Run(recipe, plan_of(stage), open_form)
+    run = Run(recipe, uneven(stage), open_form)
     for parameters in ranks.run(train_with_empty_micro_batch, run):
         assert_close(parameters, expected)
 
 
-def weight_raises_json_error(run: Run) -> tuple[Failure | None, list[str], Parameters]:
+def weight_raises_json_error(run: Run) -> Answer:
     model, optimizer = training.prepare(run)
 
     def weight(batch: Any) -> float:
@@ -396,13 +369,11 @@ def weight_raises_json_error(run: Run) -> tuple[Failure | None, list[str], Param
     def act() -> None:
         optimizer.train_step(models.mean_over_samples, training.batch_of(run, 1), weight=weight)
 
-    return between_good_steps(run, model, optimizer, act)
+    return training.between_good_steps(run, model, optimizer, act)
 
 
 def test_error_with_custom_constructor_in_weight(ranks: Pool) -> None:
-    failures = assert_state_is_unchanged(
-        ranks.run(weight_raises_json_error, Run(RECIPE, plan_of(2)))
-    )
+    failures = assert_unchanged(ranks.run(weight_raises_json_error, Run(RECIPE, uneven(2))), RECIPE)
     for rank, failure in enumerate(failures):
         assert failure.is_a(json.JSONDecodeError if rank == BAD else RankFailed), failure
         assert rank == BAD or f"rank {BAD}" in failure.message, failure
@@ -451,7 +422,7 @@ def test_evaluate_and_save_inside_full_parameters(
     ranks: Pool, writeback: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.safetensors"
-    answers = ranks.run(use_full_parameters, Run(RECIPE, plan_of(3)), str(path), writeback)
+    answers = ranks.run(use_full_parameters, Run(RECIPE, uneven(3)), str(path), writeback)
     expected = reference.train(replace(RECIPE, batches=(12,))).parameters
     doubled = {**expected, "blocks.1.up.weight": expected["blocks.1.up.weight"] * 2}
     for means, seen, left in answers:
@@ -463,19 +434,19 @@ def test_evaluate_and_save_inside_full_parameters(
     assert_close(safetensors.torch.load_file(path), expected)
 
 
-def step_inside_full_parameters(run: Run) -> tuple[Failure | None, list[str], Parameters]:
+def step_inside_full_parameters(run: Run) -> Answer:
     model, optimizer = training.prepare(run)
 
     def act() -> None:
         with optimizer.full_parameters():
             optimizer.train_step(models.mean_over_samples, training.batch_of(run, 1))
 
-    return between_good_steps(run, model, optimizer, act)
+    return training.between_good_steps(run, model, optimizer, act)
 
 
 def test_stage_3_step_inside_full_parameters_raises(ranks: Pool) -> None:
-    answers = ranks.run(step_inside_full_parameters, Run(RECIPE, plan_of(3)))
-    assert_raised(assert_state_is_unchanged(answers), "full_parameters()", kind=RuntimeError)
+    answers = ranks.run(step_inside_full_parameters, Run(RECIPE, uneven(3)))
+    assert_raised(assert_unchanged(answers, RECIPE), "full_parameters()", kind=RuntimeError)
 
 
 def step_in_the_last_iteration(run: Run) -> Parameters:
@@ -496,11 +467,11 @@ def step_in_the_last_iteration(run: Run) -> Parameters:
 
 @pytest.mark.parametrize(
     ("stage", "micro_batches"),
-    [(0, ((2, 3), (), (1, 2), (4,))), (0, MICRO_BATCHES), (2, MICRO_BATCHES)],
+    [(0, ((2, 3), (), (1, 2), (4,))), (0, TWO_PASSES), (2, TWO_PASSES)],
     ids=["an idle rank", "stage 0", "stage 2"],
 )
 def test_step_inside_the_last_iteration(ranks: Pool, stage: int, micro_batches: tuple) -> None:
-    run = Run(RECIPE, plan_of(stage, micro_batches))
+    run = Run(RECIPE, uneven(stage, micro_batches))
     for parameters in ranks.run(step_in_the_last_iteration, run):
         assert_close(parameters, reference.train(RECIPE).parameters)
 
@@ -549,7 +520,7 @@ def swap_in_average(run: Run) -> tuple[float, float, Parameters]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_parameter_data_may_be_swapped_and_restored(ranks: Pool, stage: int) -> None:
-    for averaged, evaluated, parameters in ranks.run(swap_in_average, Run(RECIPE, plan_of(stage))):
+    for averaged, evaluated, parameters in ranks.run(swap_in_average, Run(RECIPE, uneven(stage))):
         assert evaluated == pytest.approx(averaged, rel=1e-6)
         assert_close(parameters, reference.train(RECIPE).parameters)
 
@@ -563,7 +534,7 @@ def swap_data_and_step(run: Run) -> None:
 
 
 def test_stage_3_swapped_data_raises(ranks: Pool) -> None:
-    failures = ranks.run_expecting_errors(swap_data_and_step, Run(RECIPE, plan_of(3)))
+    failures = ranks.run_expecting_errors(swap_data_and_step, Run(RECIPE, uneven(3)))
     assert_raised(failures, "was replaced", "full_parameters", kind=RuntimeError)
 
 
@@ -586,7 +557,7 @@ def clip_with_torch(run: Run) -> tuple[list[float], Parameters]:
 def test_stage_0_torch_may_clip(ranks: Pool) -> None:
     recipe = replace(RECIPE, max_norm=0.1, optimizer="SGD", options=(("lr", 0.5),))
     expected = reference.train(recipe)
-    for norms, parameters in ranks.run(clip_with_torch, Run(recipe, plan_of(0))):
+    for norms, parameters in ranks.run(clip_with_torch, Run(recipe, uneven(0))):
         assert norms == pytest.approx(expected.norms, rel=1e-5)
         assert_close(parameters, expected.parameters)
 
@@ -610,7 +581,7 @@ def keep_gradients(run: Run, cache: str) -> list[str]:
 @pytest.mark.parametrize("cache", ["on", "off"])
 def test_stage_0_gradients_kept_by_the_user_do_not_change(ranks: Pool, cache: str) -> None:
     recipe = replace(RECIPE, batches=(12, 12, 12))
-    for changed in ranks.run(keep_gradients, Run(recipe, plan_of(0)), cache):
+    for changed in ranks.run(keep_gradients, Run(recipe, uneven(0)), cache):
         assert changed == []
 
 
@@ -631,7 +602,7 @@ def train_without_a_cache(run: Run) -> Trajectory:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_without_memory_cache(ranks: Pool, stage: int) -> None:
-    run = Run(replace(RECIPE, batches=(12, 12, 12)), plan_of(stage))
+    run = Run(replace(RECIPE, batches=(12, 12, 12)), uneven(stage))
     assert_exact(ranks.run(train_without_a_cache, run), run.recipe)
 
 
@@ -648,7 +619,7 @@ def step_with_replaced_gradients(run: Run) -> tuple[Parameters, Parameters]:
 
 def test_stage_0_replaced_gradient_is_applied(ranks: Pool) -> None:
     recipe = replace(RECIPE, optimizer="SGD", options=(("lr", 0.5),))
-    for before, after in ranks.run(step_with_replaced_gradients, Run(recipe, plan_of(0))):
+    for before, after in ranks.run(step_with_replaced_gradients, Run(recipe, uneven(0))):
         assert_close(after, {name: value - 0.5 for name, value in before.items()})
 
 
@@ -677,7 +648,7 @@ def clip_replaced_gradients(run: Run) -> tuple[float, float, float, float]:
 def test_stage_0_replaced_gradients_are_clipped(ranks: Pool) -> None:
     recipe = replace(RECIPE, optimizer="SGD", options=(("lr", 1.0),))
     numel = next(models.build(recipe.spec).parameters()).numel()
-    for found in ranks.run(clip_replaced_gradients, Run(recipe, plan_of(0))):
+    for found in ranks.run(clip_replaced_gradients, Run(recipe, uneven(0))):
         assert found == pytest.approx((3.0 * numel**0.5, 3.0 * numel**0.5, 0.5, 0.5), rel=1e-4)
 
 
@@ -693,7 +664,7 @@ def apply_replaced_nan(run: Run) -> tuple[str, bool]:
 
 
 def test_stage_0_replaced_gradients_are_checked(ranks: Pool) -> None:
-    for message, is_finite in ranks.run(apply_replaced_nan, Run(RECIPE, plan_of(0))):
+    for message, is_finite in ranks.run(apply_replaced_nan, Run(RECIPE, uneven(0))):
         assert "finite" in message
         assert is_finite
 
@@ -805,7 +776,7 @@ def create_state_like_checkpointing(run: Run) -> tuple[dict | None, dict | None,
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_zero_step_during_training_keeps_the_state(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(create_state_like_checkpointing, Run(RECIPE, plan_of(stage)))
+    answers = ranks.run(create_state_like_checkpointing, Run(RECIPE, uneven(stage)))
     before, after, _ = answers[0]
     assert before["state"].keys() == after["state"].keys() != set()
     for key, state in before["state"].items():
