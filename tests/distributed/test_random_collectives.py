@@ -8,22 +8,36 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
+from native_calls import native_calls
 from ranks import Pool
 from subset import choose
 from torch import Tensor
 
 from poplar import ops
-from poplar.comm import Bucket, Codec, Communicator, Group, Work, connect, host_topology
+from poplar.comm import (
+    Bucket,
+    Codec,
+    Communicator,
+    Group,
+    Work,
+    connect,
+    host_topology,
+    process_group,
+)
 from poplar.comm.shard_layout import Layout
 
 WORLD = 4
+BLOCKS = (0, 1, 3, 20, 200, 2000, 2000, 9000)
+"""Of 64 elements: sizes of a buffer."""
 TIMES = int(os.environ.get("POPLAR_COLLECTIVES", choose(quick=60, full=400)))
 MAX_IN_FLIGHT = 4
 RANK_ORDER = ("shared_memory", "process_group", "staged")
@@ -47,12 +61,15 @@ class Case:
     """Tensors are in the transport's memory; otherwise they are ordinary tensors."""
 
     @classmethod
-    def draw(cls, number: int, generator: random.Random) -> Case:
-        numel = 64 * generator.choice((0, 1, 3, 20, 200, 2000, 2000, 9000))
+    def draw(cls, number: int, generator: random.Random, blocks: Sequence[int]) -> Case:
+        numel = 64 * generator.choice(blocks)
         cuts = sorted(64 * generator.randint(0, numel // 64) for _ in range(WORLD - 1))
-        if generator.random() < 0.2:  # one rank has it all
+        kind = generator.random()
+        if kind < 0.2:  # one rank has it all
             cuts = [0] * generator.randint(0, WORLD - 1)
             cuts += [numel] * (WORLD - 1 - len(cuts))
+        elif kind < 0.4:  # all have as much, if that is possible
+            cuts = list(Layout.even(numel, WORLD).offsets[1:-1])
         return cls(
             number=number,
             operation=generator.choice(OPERATIONS),
@@ -80,6 +97,15 @@ class Case:
                 [self.values(r)[slice(*b)].to(self.dtype) for r, b in enumerate(bounds)]
             )
         total = sum((self.packed(r).double() for r in range(WORLD)), torch.zeros(()).double())
+        return total[slice(*self.layout.bounds(rank))] + float(self.accumulate)
+
+    def in_rank_order(self, rank: int) -> Tensor:
+        """The bits of one host: fp32 sums in rank order, to which the result is added last."""
+        if self.operation == "all_gather":
+            return self.expected(rank)
+        total = self.packed(0).float()
+        for other in range(1, WORLD):
+            total = total + self.packed(other).float()
         return total[slice(*self.layout.bounds(rank))] + float(self.accumulate)
 
     def bound(self, rank: int, hosts: int) -> Tensor:
@@ -134,6 +160,7 @@ def run(
     times: int,
     choices: tuple[str, ...] = RANK_ORDER,
     hosts: int = 1,
+    blocks: Sequence[int] = BLOCKS,
 ) -> list[str]:
     """Draw, issue and wait, in a different order on every rank; returns the wrong results.
 
@@ -146,7 +173,7 @@ def run(
     wrong: list[str] = []
     in_flight = []
     for number in range(times):
-        case = Case.draw(number, draw)
+        case = Case.draw(number, draw, blocks)
         in_flight.append((case, [issue(case, comm) for comm in transports]))
         if len(in_flight) > draw.randint(0, MAX_IN_FLIGHT - 1) or number == times - 1:
             own_order.shuffle(in_flight)
@@ -157,6 +184,7 @@ def run(
                 first, *others = (result() for _, result in started)
                 off = (first.double() - case.expected(group.rank).double()).abs()
                 is_right = not (off > case.bound(group.rank, hosts)).any()
+                is_right &= hosts > 1 or torch.equal(first, case.in_rank_order(group.rank))
                 if not is_right or not all(torch.equal(first, other) for other in others):
                     wrong.append(f"rank {group.rank}: {case}")
             in_flight = []
@@ -167,6 +195,19 @@ def test_all_transports_give_the_same_correct_bits(ranks: Pool) -> None:
     for seed in range(max(1, TIMES // 400)):  # each call has a deadline
         for wrong in ranks.run(run, 1 + 10 * seed, min(TIMES, 400)):
             assert wrong == []
+
+
+def run_natively(seed: int, received_bytes: int) -> list[str]:
+    """As on devices; a bucket of more bytes is sent in several calls."""
+    with native_calls(), mock.patch.object(process_group, "RECEIVED_BYTES", received_bytes):
+        return run(seed, 60, ("process_group",), blocks=range(60))
+
+
+@pytest.mark.parametrize("received_bytes", [process_group.RECEIVED_BYTES, 1, 3000, 20_000])
+@pytest.mark.every_combination
+def test_native_calls_add_in_rank_order(ranks: Pool, received_bytes: int) -> None:
+    for wrong in ranks.run(run_natively, 7, received_bytes):
+        assert wrong == []
 
 
 def run_without_a_cache(seed: int, times: int) -> list[str]:
@@ -230,20 +271,22 @@ def broadcast_and_reshard(choice: str, names: str) -> list[bool]:
     """Broadcasts from every rank, and reshards between several layouts."""
     real = host_topology.host_id
     host_topology.host_id = lambda: (names[harness.rank()],)
+    native = choice == "native"
     try:
         group = Group.of(harness.group(), None)
-        comm = connect(group, choice)
+        comm = connect(group, "process_group" if native else choice)
         right = []
-        for source in range(WORLD):
-            data = torch.full((5, 3), float(group.rank))
-            comm.broadcast(data, source, what="a broadcast")
-            right.append(bool((data == source).all()))
-        whole = torch.arange(64.0 * 20)
-        cuts = ((0, 320, 320, 640, 1280), (0, 64, 128, 1216, 1280), (0, 0, 0, 0, 1280))
-        for old, new in itertools.permutations(map(Layout, cuts), 2):
-            shard = whole[slice(*old.bounds(group.rank))].clone()
-            own = comm.reshard(shard, old, new, what="a move")
-            right.append(torch.equal(own, whole[slice(*new.bounds(group.rank))]))
+        with native_calls() if native else nullcontext():
+            for source in range(WORLD):
+                data = torch.full((5, 3), float(group.rank))
+                comm.broadcast(data, source, what="a broadcast")
+                right.append(bool((data == source).all()))
+            whole = torch.arange(64.0 * 20)
+            cuts = ((0, 320, 320, 640, 1280), (0, 64, 128, 1216, 1280), (0, 0, 0, 0, 1280))
+            for old, new in itertools.permutations(map(Layout, cuts), 2):
+                shard = whole[slice(*old.bounds(group.rank))].clone()
+                own = comm.reshard(shard, old, new, what="a move")
+                right.append(torch.equal(own, whole[slice(*new.bounds(group.rank))]))
         return right
     finally:
         host_topology.host_id = real
@@ -253,6 +296,7 @@ def broadcast_and_reshard(choice: str, names: str) -> list[bool]:
     ("choice", "names"),
     [
         ("process_group", "aaaa"),
+        ("native", "aaaa"),
         ("shared_memory", "aaaa"),
         ("staged", "aaaa"),
         ("staged", "abba"),
