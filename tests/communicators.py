@@ -1,22 +1,35 @@
-"""Communicators for tests.
+"""Communicators for tests, and where they are connected.
 
 One records what is issued, one sends as late as possible, one issues the calls of NCCL on gloo.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from poplar.comm import Bucket, Group, Work
+from poplar.comm import Bucket, Group, Work, host_topology
 from poplar.comm.hierarchy.transport import HierarchicalCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shard_layout import Layout
+
+
+def on_host(name: object) -> AbstractContextManager[Any]:
+    """A context in which this rank reports that it is on this host."""
+    return mock.patch.object(host_topology, "host_id", return_value=(name,))
+
+
+def memory_cache(setting: str) -> AbstractContextManager[Any]:
+    """Engines built inside keep idle shared memory ("on"), or free it at once ("off")."""
+    return mock.patch.dict(os.environ, {"POPLAR_MEMORY_CACHE": setting})
 
 
 class RecordingCommunicator(ProcessGroupCommunicator):

@@ -24,7 +24,9 @@ from reference import Recipe, Trajectory
 from subset import choose
 from torch import Tensor, nn
 from training import (
+    IDLE_RANK,
     STAGES,
+    TWO_PASSES,
     UNEVEN,
     Run,
     assert_close,
@@ -284,9 +286,12 @@ def train_with_scaler(run: Run) -> tuple[dict[str, Tensor], list[float]]:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("open_form", [False, True], ids=["train_step", "own loop"])
-def test_scaled_gradients_are_exact(ranks: Pool, open_form: bool, stage: int) -> None:
+@pytest.mark.parametrize("micro_batches", [TWO_PASSES, IDLE_RANK])
+def test_scaled_gradients_are_exact(
+    ranks: Pool, micro_batches: tuple, open_form: bool, stage: int
+) -> None:
     recipe = replace(RECIPE, max_norm=0.1)
-    results = ranks.run(train_with_scaler, Run(recipe, uneven(stage), open_form))
+    results = ranks.run(train_with_scaler, Run(recipe, uneven(stage, micro_batches), open_form))
     for parameters, scales in results:
         assert scales == [1024.0] * 3
         assert_close(parameters, reference.train(recipe).parameters)
@@ -493,34 +498,6 @@ def test_mismatched_state_raises(ranks: Pool, what: str, stage: int) -> None:
     assert all(f.is_a(ValueError) or f.is_a(RuntimeError) for f in failures)
 
 
-def train_after_empty_step(run: Run) -> tuple[list[str], dict[str, Tensor]]:
-    """What torch.distributed.checkpoint does to make an optimizer create its state."""
-    model, optimizer = training.prepare(run)
-    before = training.whole_parameters(model, optimizer)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.step(closure=None)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-    after = training.whole_parameters(model, optimizer)
-    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
-    training.take_step(run, model, optimizer, 0)
-    return changed, training.whole_parameters(model, optimizer)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_zero_step_of_checkpointing_changes_nothing(ranks: Pool, stage: int) -> None:
-    recipe = replace(RECIPE, batches=(12,), optimizer="SGD", options=(("lr", 0.1),))
-    for changed, left in ranks.run(train_after_empty_step, Run(recipe, uneven(stage))):
-        assert not changed
-        assert_close(left, reference.train(recipe).parameters)
-
-
 def consolidate_half_way(run: Run, to: int) -> tuple[dict | None, dict[str, Tensor]]:
     model, optimizer = training.prepare(run)
     for step in range(2):
@@ -552,30 +529,6 @@ def test_consolidated_state_continues_in_plain_pytorch(
         optimizer.step()
         optimizer.zero_grad()
     assert_close(dict(model.named_parameters()), reference.train(recipe).parameters)
-
-
-def change_plans(run: Run, later: Plan) -> dict[str, Tensor]:
-    model, optimizer = training.prepare(run)
-    for step in range(2):
-        training.take_step(run, model, optimizer, step)
-    optimizer.apply_plan(later)
-    run = replace(run, plan=later)
-    for step in range(2, len(run.recipe.batches)):
-        training.take_step(run, model, optimizer, step)
-    return training.whole_parameters(model, optimizer)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_plan_change_during_training_is_exact(ranks: Pool, stage: int) -> None:
-    recipe = Recipe(batches=(12,) * 4, max_norm=0.2)
-    later = Plan(
-        stage=stage,
-        global_batch=12,
-        micro_batches=((2, 2), (1, 1), (1, 1), (0, 4)),
-        shares=OTHER_SHARES,
-    )
-    for parameters in ranks.run(change_plans, Run(recipe, uneven(stage)), later):
-        assert_close(parameters, reference.train(recipe).parameters)
 
 
 # Parameters and evaluation

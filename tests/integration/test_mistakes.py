@@ -200,6 +200,11 @@ def trained_discriminator(made: Made) -> None:
     own.step()
 
 
+def step_inside_full_parameters(made: Made) -> None:
+    with made.optimizer.full_parameters():
+        made.optimizer.train_step(loss_fn, made.batch)
+
+
 def loss_per_sample(made: Made) -> None:
     made.optimizer.train_step(lambda model, batch: model(batch["tokens"]).sum((1, 2)), made.batch)
 
@@ -645,6 +650,7 @@ MISTAKES = [
     Mistake(two_optimizers_on_one_model, "call release() on that optimizer", stages=(0, 3)),
     Mistake(parameter_written, "full_parameters(writeback=True)", stages=(3,), local=True),
     Mistake(penalty_on_parameters, "needs stage 2", stages=(3,)),
+    Mistake(step_inside_full_parameters, "full_parameters()", stages=(3,)),
     Mistake(model_copied, "optimizer.full_parameters()", stages=(3,), local=True),
     Mistake(model_pickled, "optimizer.save_model(path)", stages=(3,), local=True),
     Mistake(state_dict_pickled, "full_parameters()", stages=(3,), local=True),

@@ -8,9 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import reference
 import safetensors.torch
 import torch
 import training
+from communicators import memory_cache
 from models import ModelSpec
 from ranks import Failure, Pool
 from reference import Recipe, Trajectory
@@ -278,23 +277,6 @@ def test_two_optimizers_with_one_backward(ranks: Pool, stage: int) -> None:
 # Batches and scales
 
 
-def train_scaled(run: Run) -> tuple[list[float], Parameters]:
-    model, optimizer = training.prepare(run)
-    scaler = poplar.GradScaler(harness.device().type, init_scale=1024.0, growth_interval=1000)
-    loss, scales = training.loss_of(run.recipe), []
-    for step in range(len(run.recipe.batches)):
-        optimizer.train_step(loss, training.batch_of(run, step), scaler=scaler)
-        scales.append(scaler.get_scale())
-    return scales, training.whole_parameters(model, optimizer)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_scaler_on_rank_without_samples(ranks: Pool, stage: int) -> None:
-    for scales, parameters in ranks.run(train_scaled, Run(RECIPE, uneven(stage, IDLE_RANK))):
-        assert scales == [1024.0, 1024.0]
-        assert_close(parameters, reference.train(RECIPE).parameters)
-
-
 def train_in_fp16(run: Run) -> tuple[list[float], list[bool], Parameters]:
     model, optimizer = training.prepare(run)
     results = [
@@ -434,21 +416,6 @@ def test_evaluate_and_save_inside_full_parameters(
     assert_close(safetensors.torch.load_file(path), expected)
 
 
-def step_inside_full_parameters(run: Run) -> Answer:
-    model, optimizer = training.prepare(run)
-
-    def act() -> None:
-        with optimizer.full_parameters():
-            optimizer.train_step(models.mean_over_samples, training.batch_of(run, 1))
-
-    return training.between_good_steps(run, model, optimizer, act)
-
-
-def test_stage_3_step_inside_full_parameters_raises(ranks: Pool) -> None:
-    answers = ranks.run(step_inside_full_parameters, Run(RECIPE, uneven(3)))
-    assert_raised(assert_unchanged(answers, RECIPE), "full_parameters()", kind=RuntimeError)
-
-
 def step_in_the_last_iteration(run: Run) -> Parameters:
     model, optimizer = training.prepare(run)
     passes = sum(size > 0 for size in run.plan.micro_batches[harness.rank()])
@@ -583,16 +550,6 @@ def test_stage_0_gradients_kept_by_the_user_do_not_change(ranks: Pool, cache: st
     recipe = replace(RECIPE, batches=(12, 12, 12))
     for changed in ranks.run(keep_gradients, Run(recipe, uneven(0)), cache):
         assert changed == []
-
-
-@contextmanager
-def memory_cache(setting: str) -> Iterator[None]:
-    """Engines built inside keep idle shared memory, or free it at once."""
-    os.environ["POPLAR_MEMORY_CACHE"] = setting
-    try:
-        yield
-    finally:
-        del os.environ["POPLAR_MEMORY_CACHE"]
 
 
 def train_without_a_cache(run: Run) -> Trajectory:
@@ -755,11 +712,15 @@ def test_calling_a_block_between_backwards_keeps_gradients(
         assert_close(parameters, dict(model.named_parameters()))
 
 
-def create_state_like_checkpointing(run: Run) -> tuple[dict | None, dict | None, Parameters]:
-    """Zero gradients and a step at learning rate 0 during training."""
+def create_state_like_checkpointing(
+    run: Run, steps_before: int
+) -> tuple[list[Parameters], list[dict], Parameters]:
+    """Zero gradients and a step at learning rate 0, as `torch.distributed.checkpoint` takes."""
     model, optimizer = training.prepare(run)
-    training.take_step(run, model, optimizer, 0)
-    before = copy.deepcopy(optimizer.full_state_dict())
+    for step in range(steps_before):
+        training.take_step(run, model, optimizer, step)
+    parameters = [training.whole_parameters(model, optimizer)]
+    states = [copy.deepcopy(optimizer.full_state_dict())]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -769,17 +730,24 @@ def create_state_like_checkpointing(run: Run) -> tuple[dict | None, dict | None,
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    after = optimizer.full_state_dict()
-    training.take_step(run, model, optimizer, 1)
-    return before, after, training.whole_parameters(model, optimizer)
+    parameters.append(training.whole_parameters(model, optimizer))
+    states.append(optimizer.full_state_dict())
+    for step in range(steps_before, len(run.recipe.batches)):
+        training.take_step(run, model, optimizer, step)
+    return parameters, states, training.whole_parameters(model, optimizer)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_zero_step_during_training_keeps_the_state(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(create_state_like_checkpointing, Run(RECIPE, uneven(stage)))
-    before, after, _ = answers[0]
-    assert before["state"].keys() == after["state"].keys() != set()
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_zero_step_of_checkpointing_changes_nothing(
+    ranks: Pool, steps_before: int, stage: int
+) -> None:
+    run = Run(RECIPE, uneven(stage))
+    answers = ranks.run(create_state_like_checkpointing, run, steps_before)
+    before, after = answers[0][1]
+    assert bool(before["state"]) == bool(steps_before)
     for key, state in before["state"].items():
         assert_same(after["state"][key], state)
-    for _, _, parameters in answers:
+    for (before, after), _, parameters in answers:
+        assert_same(after, before)
         assert_close(parameters, reference.train(RECIPE).parameters)
