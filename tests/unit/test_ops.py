@@ -22,6 +22,7 @@ from torch import Tensor
 
 from poplar import _core, ops
 from poplar.ops import plain as plain_ops
+from poplar.zero import gradient_norm
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -516,6 +517,31 @@ def test_norm_of_nonfinite_values_is_infinite(device):
     totals = totals_of(Draw(0, device), 3)
     totals[1, ops.EXACT_WORDS - 1] = 2
     assert ops.exact_norm(totals).item() == math.inf
+
+
+def norm_of(parts: list[Tensor], device: str, times: int = 1) -> float:
+    """The norm of some shards, whose exact sum is added so many times."""
+    total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
+    ops.exact_sum_(total, [ops.block_sums_of_squares(part) for part in parts])
+    return float(ops.exact_norm(times * total.view(1, -1)))
+
+
+def test_thousands_of_sums_can_be_added(device):
+    values = torch.full((64 * 1000,), 1.9999999, device=device)
+    assert norm_of([values], device, times=2**20) == norm_of([values], device) * 2**10
+
+
+@pytest.mark.parametrize("tiny", [1e-19, 2.0**-70, 1e-21, 0.0])
+def test_subnormal_squares_are_counted(device, tiny):
+    values = torch.full((64,), tiny, device=device)
+    assert norm_of([values], device) == math.sqrt(ops.block_sums_of_squares(values).item())
+
+
+def test_norm_of_no_values_is_zero(device):
+    empty = torch.zeros(0, device=device)
+    assert norm_of([], device) == norm_of([empty], device) == 0.0
+    assert gradient_norm._largest([empty], torch.device(device)) == 0.0
+    assert gradient_norm._power_sum([empty], 3.0, torch.device(device)) == 0.0
 
 
 NORMS = [0.0, 1e-300, 0.05, 0.1 - 1e-6, 0.1, 1 / 3, 1e30, math.inf, math.nan]
