@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torchrun
+
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
 QUICKSTART_LINES = 45
@@ -44,3 +46,22 @@ def patched(script: str, guide: str) -> tuple[str, int]:
         assert text.count(old) == 1, f"{script} has these lines {text.count(old)} times:\n{old}"
         text = text.replace(old, new)
     return text, len(lines)
+
+
+def program_of(guide: str, folder: Path) -> Path:
+    """Write the first Python program of a guide to `folder/train.py`."""
+    page = (REPOSITORY / "docs/guides" / guide).read_text("utf-8")
+    script = folder / "train.py"
+    script.write_text(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)[0])
+    return script
+
+
+def launch(script: Path, ranks: int, *arguments: str) -> str:
+    """What a program prints under torchrun."""
+    output = script.with_suffix(".txt")
+    rendezvous = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    started = (*rendezvous, f"--nproc-per-node={ranks}", str(script), *arguments)
+    agent = torchrun.start(started, output, {})
+    agent.join(timeout=240)
+    assert agent.exitcode == 0, output.read_text()
+    return output.read_text()

@@ -9,7 +9,6 @@ import errno
 import json
 import math
 import os
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +19,8 @@ import pytest
 import ranks as pool
 import torch
 import torchrun
+from readme import launch, program_of
 from records import cluster
-from test_checkpoint_guide import ROOT, launch
 from torch import nn
 
 import poplar
@@ -313,10 +312,7 @@ def test_weights_and_biases_offline(tmp_path):
 
 @pytest.mark.slow
 def test_program_of_the_guide_writes_what_the_report_reads(tmp_path):
-    page = (ROOT / "docs/guides/monitoring.md").read_text("utf-8")
-    script = tmp_path / "train.py"
-    script.write_text(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)[0])
-    launch(script, 2, str(tmp_path / "logs"))
+    launch(program_of("monitoring.md", tmp_path), 2, str(tmp_path / "logs"))
     report = ("-m", "poplar", "report", "logs/run.json", "-o", "report.html")
     torchrun.run(report, folder=tmp_path).check_returncode()
     assert "sum of speeds" in (tmp_path / "report.html").read_text("utf-8")
