@@ -10,16 +10,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
+from communicators import on_host
 from ranks import Failure, Pool, one_off
 
 from poplar import CollectiveTimeout
-from poplar.comm import Control, Group, connect_control, host_topology
+from poplar.comm import Control, Group, connect_control
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=2)
@@ -113,8 +113,7 @@ def test_collectives_of_the_user_are_not_mixed_up_with_exchanges(ranks: Pool) ->
 
 def flat_bytes_on_hosts(hosts: int, numel: int) -> int | None:
     """The preferred size of flat parameters of ranks on so many hosts."""
-    own = (f"host {harness.rank() % hosts}",)
-    with mock.patch.object(host_topology, "host_id", return_value=own):
+    with on_host(f"host {harness.rank() % hosts}"):
         control = connect_control(Group.of(harness.group(), TIMEOUT))
     return control.max_flat_bytes(torch.device("cpu"), numel)
 

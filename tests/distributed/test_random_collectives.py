@@ -17,6 +17,7 @@ import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
+from communicators import memory_cache, on_host
 from native_calls import native_calls
 from ranks import Pool
 from subset import choose
@@ -30,7 +31,6 @@ from poplar.comm import (
     Group,
     Work,
     connect,
-    host_topology,
     process_group,
 )
 from poplar.comm.shard_layout import Layout
@@ -211,11 +211,8 @@ def test_native_calls_add_in_rank_order(ranks: Pool, received_bytes: int) -> Non
 
 
 def run_without_a_cache(seed: int, times: int) -> list[str]:
-    os.environ["POPLAR_MEMORY_CACHE"] = "off"
-    try:
+    with memory_cache("off"):
         return run(seed, times)
-    finally:
-        del os.environ["POPLAR_MEMORY_CACHE"]
 
 
 def test_results_are_correct_without_a_memory_cache(ranks: Pool) -> None:
@@ -225,14 +222,10 @@ def test_results_are_correct_without_a_memory_cache(ranks: Pool) -> None:
 
 def run_on_hosts(seed: int, times: int, names: str) -> list[str]:
     """As `run` with the hierarchical transports; each rank reports the host named for it."""
-    real = host_topology.host_id
-    host_topology.host_id = lambda: (names[harness.rank()],)
     # On one host it stages over shared memory, which adds in rank order.
     staged = ("staged",) if len(set(names)) > 1 else ()
-    try:
+    with on_host(names[harness.rank()]):
         return run(seed, times, HOST_ORDER + staged, hosts=2)
-    finally:
-        host_topology.host_id = real
 
 
 @pytest.mark.parametrize("names", ["aabb", "abab", "abbb", "aaaa", "abcc", "abcd"])
@@ -248,18 +241,14 @@ def gather_after_creating_other_groups(names: str) -> bool:
         dist.new_group([harness.rank()], use_local_synchronization=True)
         for _ in range(harness.rank())
     ]
-    real = host_topology.host_id
-    host_topology.host_id = lambda: (names[harness.rank()],)
-    try:
+    with on_host(names[harness.rank()]):
         comm = connect(Group.of(harness.group(), None), "hierarchical:process_group")
         layout = Layout.even(64 * WORLD, WORLD)
         data = torch.full((64 * WORLD,), float(harness.rank()))
         comm.all_gather(data, layout, what="a gather").wait()
-        return bool((data.view(WORLD, -1) == torch.arange(WORLD).view(-1, 1)).all())
-    finally:
-        host_topology.host_id = real
-        for group in (mine, *more):
-            dist.destroy_process_group(group)
+    for group in (mine, *more):
+        dist.destroy_process_group(group)
+    return bool((data.view(WORLD, -1) == torch.arange(WORLD).view(-1, 1)).all())
 
 
 @pytest.mark.parametrize("names", ["aabb", "abba"])
@@ -269,27 +258,23 @@ def test_subgroups_do_not_depend_on_other_process_groups(ranks: Pool, names: str
 
 def broadcast_and_reshard(choice: str, names: str) -> list[bool]:
     """Broadcasts from every rank, and reshards between several layouts."""
-    real = host_topology.host_id
-    host_topology.host_id = lambda: (names[harness.rank()],)
     native = choice == "native"
-    try:
+    calls = native_calls() if native else nullcontext()
+    with on_host(names[harness.rank()]), calls:
         group = Group.of(harness.group(), None)
         comm = connect(group, "process_group" if native else choice)
         right = []
-        with native_calls() if native else nullcontext():
-            for source in range(WORLD):
-                data = torch.full((5, 3), float(group.rank))
-                comm.broadcast(data, source, what="a broadcast")
-                right.append(bool((data == source).all()))
-            whole = torch.arange(64.0 * 20)
-            cuts = ((0, 320, 320, 640, 1280), (0, 64, 128, 1216, 1280), (0, 0, 0, 0, 1280))
-            for old, new in itertools.permutations(map(Layout, cuts), 2):
-                shard = whole[slice(*old.bounds(group.rank))].clone()
-                own = comm.reshard(shard, old, new, what="a move")
-                right.append(torch.equal(own, whole[slice(*new.bounds(group.rank))]))
+        for source in range(WORLD):
+            data = torch.full((5, 3), float(group.rank))
+            comm.broadcast(data, source, what="a broadcast")
+            right.append(bool((data == source).all()))
+        whole = torch.arange(64.0 * 20)
+        cuts = ((0, 320, 320, 640, 1280), (0, 64, 128, 1216, 1280), (0, 0, 0, 0, 1280))
+        for old, new in itertools.permutations(map(Layout, cuts), 2):
+            shard = whole[slice(*old.bounds(group.rank))].clone()
+            own = comm.reshard(shard, old, new, what="a move")
+            right.append(torch.equal(own, whole[slice(*new.bounds(group.rank))]))
         return right
-    finally:
-        host_topology.host_id = real
 
 
 @pytest.mark.parametrize(

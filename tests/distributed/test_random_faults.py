@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType
@@ -28,6 +28,7 @@ import ranks as harness
 import reference
 import torch
 import training
+from communicators import on_host
 from ranks import Failure, Silent, one_off
 from reference import Recipe
 from subset import choose
@@ -35,7 +36,6 @@ from torch import Tensor, nn
 from training import Run
 
 from poplar import HeteroZeroOptimizer, Plan, PoplarError
-from poplar.comm import host_topology
 
 
 def seeds_of(given: str) -> list[int]:
@@ -171,18 +171,9 @@ class LossError(Exception):
     """An exception in a user's code."""
 
 
-@contextmanager
-def two_hosts(fault: Fault) -> Iterator[None]:
+def two_hosts(fault: Fault) -> AbstractContextManager[Any]:
     """For the hierarchical transport: ranks 0 and 1 are one host, the others another one."""
-    real = host_topology.host_id
-    if fault.transport != "hierarchical":
-        yield
-        return
-    host_topology.host_id = lambda: (harness.rank() // 2,)
-    try:
-        yield
-    finally:
-        host_topology.host_id = real
+    return on_host(harness.rank() // 2) if fault.transport == "hierarchical" else nullcontext()
 
 
 class Countdown:

@@ -16,10 +16,11 @@ from unittest import mock
 import pytest
 import ranks as harness
 import torch
+from communicators import memory_cache, on_host
 from ranks import Pool
 
 from poplar import HeteroZeroOptimizer, Plan, _core
-from poplar.comm import Bucket, Codec, Control, Group, connect, connect_control, host_topology
+from poplar.comm import Bucket, Codec, Control, Group, connect, connect_control
 from poplar.comm.host_memory import rendezvous
 from poplar.comm.host_memory.segment import (
     PAGE,
@@ -281,8 +282,7 @@ def test_rank_killed_after_claiming_a_chunk_is_named():
 
 def blocks_cached_after_a_gather(setting: str) -> list[bool]:
     """The first rank to finish cannot free its block at once, because the others still read it."""
-    os.environ["POPLAR_MEMORY_CACHE"] = setting
-    try:
+    with memory_cache(setting):
         group = Group.of(harness.group(), None)
         comm, _ = both(group)
         data = torch.zeros(4 * 4096)
@@ -290,8 +290,6 @@ def blocks_cached_after_a_gather(setting: str) -> list[bool]:
         torch.distributed.barrier(group.process_group)
         comm.trim()
         return [not block.is_released for block in comm._rendezvous._pool._blocks]
-    finally:
-        del os.environ["POPLAR_MEMORY_CACHE"]
 
 
 @pytest.mark.parametrize(("setting", "cached"), [("off", False), ("on", True)])
@@ -543,21 +541,14 @@ def test_no_files_are_left_in_dev_shm(ranks: Pool) -> None:
 
 def connect_with_one_rank_elsewhere() -> tuple[str, str]:
     """Rank 0 reports another host, so no rank can share memory with it."""
-    from poplar.comm import host_topology
-
     group = Group.of(harness.group(), None)
-    real = host_topology.host_id
-    if group.rank == 0:
-        host_topology.host_id = lambda: ("another host",)
-    try:
+    with on_host("another host" if group.rank == 0 else "a host"):
         automatic = type(connect(group, "auto")).__name__
         try:
             connect(group, "shared_memory")
         except rendezvous.NotOneHost as error:
             return automatic, str(error)
         return automatic, ""
-    finally:
-        host_topology.host_id = real
 
 
 def test_ranks_of_two_hosts_use_hierarchical_or_raise(ranks: Pool) -> None:
@@ -602,18 +593,13 @@ def connect_to_unknown_transport() -> str:
 
 def use_a_plan_of_other_hosts() -> str:
     """A plan for ranks on one host, used on ranks of several hosts."""
-    real, host_topology.host_id = host_topology.host_id, lambda: (f"host {harness.rank()}",)
-    try:
-        plan = replace(Plan.even(WORLD, WORLD, 1, stage=1), transport="shared_memory")
-        model = torch.nn.Linear(4, 4)
+    plan = replace(Plan.even(WORLD, WORLD, 1, stage=1), transport="shared_memory")
+    model = torch.nn.Linear(4, 4)
+    with on_host(f"host {harness.rank()}"), pytest.raises(ValueError, match="transport") as raised:
         HeteroZeroOptimizer(
             model, torch.optim.SGD, plan=plan, lr=0.1, process_group=harness.group()
         )
-    except ValueError as error:
-        return str(error)
-    finally:
-        host_topology.host_id = real
-    return ""
+    return str(raised.value)
 
 
 def test_unavailable_planned_transport_raises_with_a_fix(ranks: Pool) -> None:
