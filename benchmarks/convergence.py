@@ -10,17 +10,15 @@ order, shows how much rounding alone changes the losses.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
 import torch.distributed as dist
-from launch import run_ranks
+from found_by_ranks import found_by_ranks
 from llama import SIZES, Llama, next_byte_loss
 from rows import (
     Column,
@@ -76,12 +74,9 @@ def measure(steps: int) -> Iterator[Row]:
     expected = train_alone(steps)
     yield row_of(PROCESS, *expected, expected[0])
     yield row_of(REVERSED, *train_alone(steps, reverse=True), expected[0])
-    with tempfile.TemporaryDirectory() as folder:
-        for stage in range(4):
-            path = Path(folder, f"{stage}.json")
-            run_ranks(train_on_ranks, len(SHARES), steps, stage, str(path))
-            losses, held_out_loss = json.loads(path.read_text("utf-8"))
-            yield row_of(f"stage {stage}", losses, held_out_loss, expected[0])
+    for stage in range(4):
+        found = found_by_ranks(train_on_ranks, len(SHARES), steps, stage)
+        yield row_of(f"stage {stage}", *found, expected[0])
 
 
 def row_of(run: str, losses: list[float], held_out_loss: float, expected: list[float]) -> Row:
@@ -122,8 +117,8 @@ def train_alone(steps: int, *, reverse: bool = False) -> tuple[list[float], floa
     return losses, sum(found) / len(found)
 
 
-def train_on_ranks(steps: int, stage: int, path: str) -> None:
-    """The same under an unequal plan. Collective; rank 0 writes what `train_alone` returns."""
+def train_on_ranks(steps: int, stage: int) -> tuple[list[float], float]:
+    """The same under an unequal plan. Collective."""
     rank = dist.get_rank()
     plan = Plan(
         stage=stage, global_batch=SAMPLES, micro_batches=MICRO_BATCHES, shares=shares_of(stage)
@@ -138,9 +133,8 @@ def train_on_ranks(steps: int, stage: int, path: str) -> None:
         batch = batch_of(data, indices(len(data), step)[own])
         losses.append(float(optimizer.train_step(next_byte_loss, batch, max_norm=1.0).loss))
         scheduler.step()
-    held_out_loss = optimizer.evaluate(next_byte_loss, evaluation(held_out)[rank :: len(SHARES)])
-    if rank == 0:
-        Path(path).write_text(json.dumps([losses, held_out_loss]), encoding="utf-8")
+    own = evaluation(held_out)[rank :: len(SHARES)]
+    return losses, optimizer.evaluate(next_byte_loss, own)
 
 
 def shares_of(stage: int) -> tuple[float, ...]:

@@ -18,11 +18,9 @@ median of the ratios, and the interval of 95 % of the medians of samples that ar
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
 import torch.distributed as dist
 from emulation import EmulatedCluster, Ranks
-from launch import run_ranks
+from found_by_ranks import found_by_ranks
 from llama import SIZES, Llama, LlamaConfig, next_byte_loss
 from rows import (
     Column,
@@ -134,10 +132,8 @@ def main() -> None:
 def measure(stage: int, factors: Sequence[float], *, quick: bool) -> list[Row]:
     """One row per factor."""
     schedule = QUICK if quick else FULL
-    with tempfile.TemporaryDirectory() as folder, EmulatedCluster.quotas(QUOTAS) as ranks:
-        path = Path(folder, "found.json")
-        run_ranks(train_all, len(QUOTAS), ranks, stage, factors, schedule, quick, str(path))
-        found = json.loads(path.read_text("utf-8"))
+    with EmulatedCluster.quotas(QUOTAS) as ranks:
+        found = found_by_ranks(train_all, len(QUOTAS), ranks, stage, factors, schedule, quick)
     case = {"stage": stage, "quotas": QUOTAS, "changed_rank": CHANGED, "quick": quick}
     return [
         Row.of("drift", {**case, "factor": factor}, figures)
@@ -151,9 +147,8 @@ def train_all(
     factors: Sequence[float],
     schedule: Schedule,
     quick: bool,
-    path: str,
-) -> None:
-    """All factors of a stage on one profile. Collective; the first rank writes the figures."""
+) -> list[dict[str, Any]]:
+    """All factors of a stage on one profile. Collective."""
     torch.set_num_threads(1)
     ranks.enter(dist.get_rank())
     config = replace(SIZES["tiny" if quick else "demo"], context=CONTEXT)
@@ -177,8 +172,7 @@ def train_all(
             for follows in (False, True)
         ]
         figures.append(compared(*runs, schedule))
-    if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(figures), encoding="utf-8")
+    return figures
 
 
 def whole_batch(step: int, config: LlamaConfig) -> dict[str, torch.Tensor]:
@@ -280,20 +274,16 @@ def measure_overhead(seconds: float) -> list[Row]:
     """One row per case, each measured for about so many seconds."""
     rows = []
     for model, global_batch, steps, stage in OVERHEAD_CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "found.json")
-            given = model, global_batch, steps, stage, seconds, str(path)
-            run_ranks(train_in_turns, 2, *given)
-            found = json.loads(path.read_text("utf-8"))
+        found = found_by_ranks(train_in_turns, 2, model, global_batch, steps, stage, seconds)
         case = {"stage": stage, "model": model, "global_batch": global_batch, "ranks": 2}
         rows.append(Row.of("drift_overhead", case, found))
     return rows
 
 
 def train_in_turns(
-    model: str, global_batch: int, steps: int, stage: int, seconds: float, path: str
-) -> None:
-    """Train rounds with and without following. Collective; the first rank writes the figures."""
+    model: str, global_batch: int, steps: int, stage: int, seconds: float
+) -> dict[str, float]:
+    """Train rounds with and without following. Collective."""
     torch.set_num_threads(1)
     config = replace(SIZES[model], context=CONTEXT)
     batch = whole_batch(0, config)
@@ -335,9 +325,7 @@ def train_in_turns(
     percents = [100.0 * (each - 1.0) for each in (median(ratios), medians[50], medians[-50])]
     figures = dict(zip(("overhead_percent", "from_percent", "to_percent"), percents, strict=True))
     milliseconds = 1e3 * median(first / steps for first, *_ in times)
-    if dist.get_rank() == 0:
-        figures |= {"milliseconds": milliseconds, "steps": 4 * steps * len(times)}
-        Path(path).write_text(json.dumps(figures), encoding="utf-8")
+    return {**figures, "milliseconds": milliseconds, "steps": 4 * steps * len(times)}
 
 
 def overhead_targets(rows: Sequence[Row]) -> Iterator[Target]:

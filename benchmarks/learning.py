@@ -20,18 +20,18 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
 import torch.distributed as dist
 from convergence import batch_of, evaluation
-from launch import run_ranks
+from found_by_ranks import found_by_ranks
 from llama import Llama, LlamaConfig, next_byte_loss
 from rows import (
     Column,
@@ -162,11 +162,8 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def measure(case: Case) -> Row:
     """Train one run on two ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "found.json")
-        options = {"before": be_a_host, "backend": "cpu:gloo,cuda:nccl"} if case.is_cuda else {}
-        run_ranks(train, len(SHARES), case, str(path), **options)
-        found = json.loads(path.read_text("utf-8"))
+    options = {"before": be_a_host, "backend": "cpu:gloo,cuda:nccl"} if case.is_cuda else {}
+    found = found_by_ranks(train, len(SHARES), case, **options)
     losses = found.pop("losses")
     parts = [losses[start : start + EVERY] for start in range(0, len(losses), EVERY)]
     found["losses"] = [round(mean(part), 5) for part in parts]
@@ -180,8 +177,8 @@ def be_a_host(rank: int) -> None:
     os.environ.update(nccl.one_host_per_rank(rank))
 
 
-def train(case: Case, path: str) -> None:
-    """Collective; the first rank writes the figures."""
+def train(case: Case) -> dict[str, Any]:
+    """The figures. Collective."""
     rank = dist.get_rank()
     plan = Plan(stage=case.stage, global_batch=SAMPLES, micro_batches=MICRO_BATCHES, shares=SHARES)
     torch.manual_seed(case.seed)
@@ -215,14 +212,12 @@ def train(case: Case, path: str) -> None:
     seconds = time.perf_counter() - began
     batches = [moved(batch, device) for batch in evaluation(held_out)[rank :: len(SHARES)]]
     held_out_loss = optimizer.evaluate(next_byte_loss, batches)
-    if rank == 0:
-        found = {
-            "losses": losses,
-            "held_out_loss": held_out_loss,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "seconds": seconds,
-        }
-        Path(path).write_text(json.dumps(found), encoding="utf-8")
+    return {
+        "losses": losses,
+        "held_out_loss": held_out_loss,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seconds": seconds,
+    }
 
 
 def moved(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -17,12 +17,10 @@ differ shows what differences are noise.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +34,7 @@ import torch
 import torch.distributed as dist
 from catalogue import DEVICES_OF_A_HOST, GBIT_PER_S, GLOBAL_BATCHES, GPUS, MODELS
 from emulation import EmulatedCluster, Ranks
-from launch import run_ranks
+from found_by_ranks import found_by_ranks
 from llama import SIZES, Llama, LlamaConfig, next_byte_loss
 from network import EmulatedNetwork, Hosts
 from rows import (
@@ -211,14 +209,11 @@ def measure(stage: int, rounds: int, *, quick: bool, recovers: bool = False) -> 
     """One row of real ranks."""
     bits = FASTER_LINK if recovers else LINK_BITS
     with (
-        tempfile.TemporaryDirectory() as folder,
         EmulatedNetwork(hosts=max(HOST_OF) + 1, bits_per_second=bits) as hosts,
         EmulatedCluster.quotas(QUOTAS) as ranks,
     ):
-        path = Path(folder, "found.json")
-        given = (ranks, hosts, stage, 0 if recovers else rounds, quick, str(path))
-        run_ranks(train_all, len(QUOTAS), *given, before=EnterHost(hosts))
-        figures = json.loads(path.read_text("utf-8"))
+        given = (ranks, hosts, stage, 0 if recovers else rounds, quick)
+        figures = found_by_ranks(train_all, len(QUOTAS), *given, before=EnterHost(hosts))
     case = {"stage": stage, "quotas": QUOTAS, "hosts": HOST_OF, "link_bits_per_s": bits}
     name = RECOVERED if recovers else MEASURED
     return Row.of(name, {**case, "quick": quick, "rounds": rounds}, figures)
@@ -234,8 +229,8 @@ class EnterHost:
         self._hosts.enter(HOST_OF[rank])
 
 
-def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool, path: str) -> None:
-    """Plan, and train the three jobs in turns. Collective; the first rank writes the figures.
+def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool) -> dict[str, Any]:
+    """Plan, and train the three jobs in turns. Collective; the first rank has the figures.
 
     No rounds: train one job whose last rank is slow for a while.
     """
@@ -264,10 +259,8 @@ def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool, 
     if not rounds:
         given = (ranks, profile, all_ranks, config)
         figures = recovered_figures(*(slowed(*given, leave_out=one) for one in ("never", "auto")))
-        if rank == 0:
-            Path(path).write_text(json.dumps(figures), encoding="utf-8")
         dist.barrier()
-        return
+        return figures
     chosen = search(profile, **request, leave_out="auto")
     predicted = [plan.prediction["step_seconds"] for plan in (all_ranks, chosen)]
     left = chosen if chosen.left_out == (FAR,) else without_far(all_ranks)
@@ -275,15 +268,15 @@ def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool, 
     if rank != FAR:
         jobs["alone"] = jobs["again"] = (left.of_active_ranks(), near)
     taken = take_turns(jobs, config, whole, rounds)
-    if rank == 0:
-        figures = {
-            "chosen_left_out": list(chosen.left_out),
-            "batches": {name: plan.micro_batches for name, (plan, _) in jobs.items()},
-            "predicted_gain": predicted[0] / predicted[1],
-            **compared(taken),
-        }
-        Path(path).write_text(json.dumps(figures), encoding="utf-8")
     dist.barrier()
+    if rank == FAR:  # it has not trained the jobs of the others
+        return {}
+    return {
+        "chosen_left_out": list(chosen.left_out),
+        "batches": {name: plan.micro_batches for name, (plan, _) in jobs.items()},
+        "predicted_gain": predicted[0] / predicted[1],
+        **compared(taken),
+    }
 
 
 def slowed(

@@ -8,9 +8,7 @@ Two CPU ranks with unequal shares of the state train one Llama per optimizer, in
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ import bitsandbytes
 import torch
 import torch.distributed as dist
 import torchao.optim
-from launch import run_ranks
+from found_by_ranks import found_by_ranks
 from llama import SIZES, Llama, next_byte_loss
 from rows import (
     Column,
@@ -73,10 +71,7 @@ def main() -> None:
 
 def measure(rounds: int, size: str) -> list[Row]:
     """One row per class."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "found.json")
-        run_ranks(train, len(SHARES), rounds, size, str(path))
-        found = json.loads(path.read_text("utf-8"))
+    found = found_by_ranks(train, len(SHARES), rounds, size)
     case = {"size": size, "stage": STAGE, "shares": SHARES, "rounds": rounds}
     packages = ("torch", "bitsandbytes", "torchao")
     return [
@@ -85,8 +80,8 @@ def measure(rounds: int, size: str) -> list[Row]:
     ]
 
 
-def train(rounds: int, size: str, path: str) -> None:
-    """Time steps of all classes in turns. Collective; rank 0 writes the figures."""
+def train(rounds: int, size: str) -> dict[str, dict[str, Any]]:
+    """Time steps of all classes in turns. Collective."""
     config, rank = SIZES[size], dist.get_rank()
     samples = 64 if size == "demo" else 8
     plan = Plan(
@@ -108,7 +103,7 @@ def train(rounds: int, size: str, path: str) -> None:
     by_rank: list[list[float]] = [[]] * len(SHARES)
     dist.all_gather_object(by_rank, held)
     speeds = {name: samples / median(times) for name, times in seconds.items()}
-    found = {
+    return {
         name: {
             "samples_per_second": speeds[name],
             "of_adamw": speeds[name] / speeds["AdamW"],
@@ -116,8 +111,6 @@ def train(rounds: int, size: str, path: str) -> None:
         }
         for index, name in enumerate(CLASSES)
     }
-    if rank == 0:
-        Path(path).write_text(json.dumps(found), encoding="utf-8")
 
 
 def build(name: str, model: Llama, plan: Plan) -> HeteroZeroOptimizer:
