@@ -27,6 +27,7 @@ import torchrun
 import training
 from models import ModelSpec
 from ranks import Failure, Pool
+from readme import program_of
 from reference import Recipe
 from subset import choose
 from torch import Tensor, nn
@@ -947,10 +948,7 @@ def test_autocast_over_fp32_parameters(ranks: Pool, where: str, stage: int) -> N
 
 def test_program_of_the_guide(tmp_path: Path) -> None:
     """Its last gradient norm is the same on both ranks."""
-    root = Path(__file__).parents[2]
-    page = (root / "docs/guides/mistakes.md").read_text("utf-8")
-    script = tmp_path / "train.py"
-    script.write_text(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)[0])
+    script = program_of("mistakes.md", tmp_path)
     ran = torchrun.run([script], ranks=2, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert ran.returncode == 0, ran.stderr
     norms = re.findall(r"rank \d: gradient norm ([\d.]+)", ran.stdout)
