@@ -263,7 +263,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of each parameter, as this rank has it. Set it to an empty dict to reset it."""
+        """The state of each parameter, as this rank has it. Set it to an empty dict to reset it.
+
+        Raises:
+            RuntimeError: the plan leaves this rank out, or after `release()`: there is no state.
+        """
         return self._training.state
 
     @state.setter

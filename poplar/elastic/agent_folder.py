@@ -43,11 +43,11 @@ def private_folder(folder: Path, name: str = "") -> Path:
 
     Raises:
         OSError: it cannot be made.
-        PermissionError: another user has made it, or can write to it or replace it, or it is a
-            symbolic link.
+        PermissionError: another user has made it or can write to it, with a name also that can
+            replace it in `folder`; or one of them is a symbolic link.
     """
     private = folder / name
-    for path in (folder, private):
+    for path in dict.fromkeys((folder, private)):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if reason := _exposure(path, has_private=path != private):
             raise PermissionError(
@@ -69,7 +69,7 @@ def _exposure(folder: Path, *, has_private: bool) -> str:
     if has_private:
         owners.add(0)
     if stat.S_ISLNK(status.st_mode):
-        return "is a symbolic link"
+        return "is a symbolic link (the folder it leads to may serve)"
     if status.st_uid not in owners:
         return "belongs to another user"
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not (has_private and mode & stat.S_ISVTX):

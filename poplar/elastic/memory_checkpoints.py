@@ -56,15 +56,15 @@ class MemoryCheckpoints:
         spare_shards: on how many other hosts each rank's part is saved, too, so that as many hosts
             may be lost; at most as many as there are. At stage 0 only random states are sent.
         folder: in memory, for the ranks of this host; it must outlive them. Ranks with different
-            folders count as ranks of different hosts. Only this user may be able to write to it;
-            with a name, a folder as `/dev/shm` serves, too. Default: in `/dev/shm`.
+            folders count as ranks of different hosts. Only this user may be able to write to it.
+            With a name, it may also be a sticky folder such as `/dev/shm`. Default: in `/dev/shm`.
         name: letters, digits, `_` and `-`. If a program saves several optimizers, as those of a
             GAN, each needs another name, under which its files are kept.
 
     Raises:
         ValueError: `spare_shards` is less than 0, or `name` has other characters.
         PermissionError: another user may have written to the folder, from which objects are loaded,
-            or can replace it.
+            or with a name can replace it in `folder`.
     """
 
     def __init__(

@@ -220,6 +220,7 @@ def change_of_speeds(
     """How much longer or shorter a plan's step is at the speeds that ranks had in these steps.
 
     The steps ran some time after the curves were measured, so the speeds may change as much again.
+    What a curve is wrong by at these sizes is not told apart.
 
     Args:
         cluster: as measured, not at the speeds of the observations.

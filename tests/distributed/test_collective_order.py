@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import ranks as harness
 import reference
 import torch
 import training
+from communicators import on_host
 from models import ModelSpec
 from ranks import Failure, Pool
 from reference import Recipe, Steering
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from training import STAGES, Run, assert_exact, assert_same
 
 from poplar import HeteroZeroOptimizer, Plan, PoplarError
-from poplar.comm import host_topology
 from poplar.values.errors import OutOfOrder
 
 SHARES = (0.55, 0.25, 0.0, 0.2)
@@ -242,7 +241,7 @@ def adapted_first_on_rank_0(model: WithAnAdapter, batch: dict[str, Tensor]) -> T
 
 
 def take_a_first_step(communicator: str) -> float:
-    with mock.patch.object(host_topology, "host_id", return_value=(harness.rank() // 2,)):
+    with on_host("aabb"[harness.rank()]):
         optimizer = HeteroZeroOptimizer(
             WithAnAdapter(),
             torch.optim.SGD,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from unittest import mock
 
 import models
 import pytest
@@ -21,6 +20,7 @@ import ranks as harness
 import reference
 import torch
 import training
+from communicators import on_host
 from models import ModelSpec
 from native_calls import native_calls
 from ranks import Pool
@@ -29,7 +29,7 @@ from subset import choose
 from training import STAGES, Run, assert_exact, assert_same, train_many
 
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
-from poplar.comm import Group, connect, host_topology
+from poplar.comm import Group, connect
 
 EVEN = (0.25,) * 4
 UNEVEN = (0.55, 0.25, 0.15, 0.05)
@@ -199,8 +199,7 @@ def test_random_plans_equal_one_process_on_the_whole_batch(ranks: Pool, stage: i
 
 def train_natively(runs: list[Run], names: str) -> list[reference.Trajectory]:
     """The ranks report the hosts named by letters."""
-    own = names[harness.rank()]
-    with native_calls(), mock.patch.object(host_topology, "host_id", return_value=(own,)):
+    with native_calls(), on_host(names[harness.rank()]):
         transport = connect(Group.of(harness.group(), None), "auto").name
         assert transport.startswith("hierarchical" if len(set(names)) > 1 else "process_group")
         return train_many(runs)

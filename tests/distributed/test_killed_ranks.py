@@ -22,13 +22,14 @@ import ranks as harness
 import torch
 import torch.distributed as dist
 import training
+from communicators import on_host
 from native_calls import native_calls, streams_wait
 from ranks import Failure, one_off
 from reference import Recipe
 from training import Run
 
 from poplar import CollectiveTimeout, Plan, PoplarError
-from poplar.comm import Control, Group, connect, host_topology, subgroup
+from poplar.comm import Control, Group, connect, subgroup
 from poplar.comm.shard_layout import Layout
 
 TIMEOUT = timedelta(seconds=2)
@@ -272,7 +273,7 @@ def test_groups_can_be_built_again_after_a_rank_was_absent(absence: str) -> None
 def gather_again_after_a_failure() -> list[float]:
     """Connect to hosts, again after one rank has noted a failure."""
     group = harness.group()
-    with mock.patch.object(host_topology, "host_id", return_value=("aabb"[harness.rank()],)):
+    with on_host("aabb"[harness.rank()]):
         for _ in range(2):
             built = Group.of(group, timedelta(seconds=20))
             comm = connect(built, "hierarchical:process_group")

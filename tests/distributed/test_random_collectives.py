@@ -1,6 +1,8 @@
-"""Random collectives against a float64 sum, and all transports against each other, bit by bit.
+"""Random collectives against a float64 sum, and bit by bit against a sum in rank order and each
+other.
 
-`POPLAR_COLLECTIVES=10000 pytest tests/distributed/test_random_collectives.py` runs that many.
+`POPLAR_COLLECTIVES=10000 pytest tests/distributed/test_random_collectives.py` runs that many,
+but those by the calls of devices.
 """
 
 from __future__ import annotations
@@ -274,6 +276,8 @@ def broadcast_and_reshard(choice: str, names: str) -> list[bool]:
             shard = whole[slice(*old.bounds(group.rank))].clone()
             own = comm.reshard(shard, old, new, what="a move")
             right.append(torch.equal(own, whole[slice(*new.bounds(group.rank))]))
+        nothing = Layout((0,) * (WORLD + 1))
+        right.append(comm.reshard(whole[:0], nothing, nothing, what="a move").numel() == 0)
         return right
 
 

@@ -202,6 +202,8 @@ def test_errors_name_the_rank_at_fault(ranks: Pool, name: str, tmp_path: Path) -
     at_fault = failures.pop(WRONG)
     assert at_fault is not None
     training.assert_raised(failures, wanted)
+    if name == "loss_fn":
+        assert all(failure.is_a(poplar.RankFailed) for failure in failures)
 
 
 @dataclass

@@ -9,17 +9,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import ranks as harness
 import torch
+from communicators import on_host
 from native_calls import native_calls
 from ranks import Pool
 from subset import choose
 from torch import Tensor
 
-from poplar.comm import Communicator, Group, connect, host_topology
+from poplar.comm import Communicator, Group, connect
 from poplar.programmes.run import collectives
 
 WORLD = 4
@@ -77,7 +77,7 @@ def connected(transport: str) -> Communicator:
     group = Group.of(harness.group(), None)
     if not transport.startswith("hierarchical"):
         return connect(group, "process_group" if transport == "native calls" else transport)
-    with mock.patch.object(host_topology, "host_id", return_value=(HOSTS[harness.rank()],)):
+    with on_host(HOSTS[harness.rank()]):
         return connect(group, transport)
 
 

@@ -171,6 +171,13 @@ def backward_in_the_first_loss_function(made: Made) -> None:
     backward_in_the_loss_function(replace(made, model=model, optimizer=made.new_optimizer(model)))
 
 
+def error_in_the_loss_function(made: Made) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise KeyError("labels of the user")
+
+    made.optimizer.train_step(loss, made.batch)
+
+
 def evaluation_in_the_loss_function(made: Made) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         made.optimizer.evaluate(loss_fn, [batch])
@@ -639,9 +646,10 @@ MISTAKES = [
     Mistake(given_with_ddp_inside, "pass the unwrapped model", stages=(0, 3)),
     Mistake(given_in_fsdp2, "pass the unwrapped model", stages=(0, 3)),
     Mistake(sharded_by_fsdp2, "pass the unwrapped model", stages=(0, 1, 2)),
+    Mistake(error_in_the_loss_function, "labels of the user"),
     Mistake(parameter_added, "build a new optimizer"),
     Mistake(parameter_replaced, "build a new optimizer"),
-    Mistake(model_converted, "convert the model before the optimizer"),
+    Mistake(model_converted, "convert the model before"),
     Mistake(model_converted_before_a_plain_backward, "convert the model before", stages=(0, 3)),
     Mistake(parameter_unfrozen, "build a new optimizer after unfreezing"),
     Mistake(param_groups_changed, "freeze parameters with requires_grad_(False)", stages=(0, 3)),
@@ -651,7 +659,7 @@ MISTAKES = [
     Mistake(two_optimizers_on_one_model, "call release() on that optimizer", stages=(0, 3)),
     Mistake(parameter_written, "full_parameters(writeback=True)", stages=(3,), local=True),
     Mistake(penalty_on_parameters, "needs stage 2", stages=(3,)),
-    Mistake(step_inside_full_parameters, "full_parameters()", stages=(3,)),
+    Mistake(step_inside_full_parameters, "a step was started inside full_param", stages=(3,)),
     Mistake(model_copied, "optimizer.full_parameters()", stages=(3,), local=True),
     Mistake(model_pickled, "optimizer.save_model(path)", stages=(3,), local=True),
     Mistake(state_dict_pickled, "full_parameters()", stages=(3,), local=True),
@@ -661,8 +669,8 @@ MISTAKES = [
     Mistake(with_class(EightBit), "not one floating-point number per", (2,), name="8-bit state"),
     Mistake(with_class(RowWise), "not one floating-point number per", (2,), name="state per row"),
     Mistake(with_class(torch.optim.Adafactor), "use stage 2", stages=(3,), name="Adafactor"),
-    Mistake(with_class(torch.optim.LBFGS), "needs a closure", stages=(2,), name="LBFGS"),
-    Mistake(with_class(torch.optim.SparseAdam), "elementwise", stages=(2,), name="SparseAdam"),
+    Mistake(with_class(torch.optim.LBFGS), "LBFGS.step() needs a closure", (2,), name="LBFGS"),
+    Mistake(with_class(torch.optim.SparseAdam), "SparseAdam cannot", (2,), name="SparseAdam"),
     Mistake(parameters_for_a_model, "model must be a torch.nn.Module", stages=(2,)),
     Mistake(state_with_fewer_names, "1 'param_names'", stages=(0, 3)),
     Mistake(with_an_instance, "pass the class AdamW", stages=(2,)),

@@ -746,6 +746,8 @@ def test_zero_step_of_checkpointing_changes_nothing(
     answers = ranks.run(create_state_like_checkpointing, run, steps_before)
     before, after = answers[0][1]
     assert bool(before["state"]) == bool(steps_before)
+    if steps_before:
+        assert after["state"].keys() == before["state"].keys()
     for key, state in before["state"].items():
         assert_same(after["state"][key], state)
     for (before, after), _, parameters in answers:

@@ -537,6 +537,13 @@ def test_subnormal_squares_are_counted(device, tiny):
     assert norm_of([values], device) == math.sqrt(ops.block_sums_of_squares(values).item())
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+def test_norm_is_infinite_if_a_value_or_its_square_is_not_finite(device, bad):
+    values = torch.zeros(200, device=device)
+    values[130] = bad
+    assert norm_of([torch.ones(64, device=device), values], device) == math.inf
+
+
 def test_norm_of_no_values_is_zero(device):
     empty = torch.zeros(0, device=device)
     assert norm_of([], device) == norm_of([empty], device) == 0.0

@@ -113,7 +113,7 @@ def test_memory_of_a_file_is_pinned_only_while_the_file_is_open(tmp_path: Path):
 
 
 def test_folder_to_which_others_may_write_is_refused(tmp_path: Path):
-    made = agent_folder.private_folder(tmp_path / "a" / "made")
+    made = agent_folder.private_folder(agent_folder.private_folder(tmp_path / "a"), "made")
     assert made.stat().st_mode & 0o777 == 0o700
     assert agent_folder.private_folder(made) == made
     for mode in (0o770, 0o702):

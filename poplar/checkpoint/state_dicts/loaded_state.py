@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
-from poplar.checkpoint.state_dicts.place import Place, canonical, elements_of, names_of, places_of
+from poplar.checkpoint.state_dicts.place import (
+    Place,
+    canonical,
+    check_held,
+    elements_of,
+    names_of,
+    places_of,
+)
 from poplar.comm import Control
 from poplar.values.errors import agreed
 from poplar.values.formatting import format_names
@@ -161,8 +168,7 @@ class LoadedState:
         name = place.name
         values = {key: value for key, value in taken_apart(values).items() if value is not None}
         if _is_absent(values.values()):
-            nothing = torch.empty(0, device="cpu")
-            elements_of(nothing, nothing.shape, place.owned, f"the state of {name!r}")
+            check_held((0, 0), place.owned, f"the state of {name!r}")
             return ParameterState({}, {})
         keys = values.keys() - {MASTER}
         if keys and keys != layout.keys():

@@ -165,16 +165,20 @@ def elements_of(value: object, shape: Sequence[int], bounds: tuple[int, int], na
             f"{name} is a {type(value).__name__}; load it with torch.distributed.checkpoint, "
             "or make it a whole tensor first"
         )
-    (start, stop), end = bounds, first + values.numel()
-    if start >= stop:
-        return values[:0]
-    if not first <= start <= stop <= end:
+    check_held((first, first + values.numel()), bounds, name)
+    start, stop = bounds
+    return values[start - first : stop - first] if start < stop else values[:0]
+
+
+def check_held(held: tuple[int, int], owned: tuple[int, int], name: str) -> None:
+    """Raise ValueError unless the held elements `[first, end)` contain the owned ones."""
+    (first, end), (start, stop) = held, owned
+    if start < stop and not first <= start <= stop <= end:
         raise ValueError(
             f"{name} holds elements [{first}, {end}), but this rank owns [{start}, {stop}): it was "
             "saved by another rank or under another plan; load it with "
             "torch.distributed.checkpoint, or save full_state_dict()"
         )
-    return values[start - first : stop - first]
 
 
 class Owners:

@@ -18,7 +18,7 @@ of the forward, and every function here is part of the graph on every rank, also
 
 `bounds` are `len(ranks) + 1` integers: rank `r` has the indices `bounds[r]` to `bounds[r + 1]` of
 the dimension. `what` names the call in errors. Sums of float64 tensors and of integers have their
-dtype, others are fp32; they are in the transport's order and rounded once.
+dtype and are in rank order. Others are fp32, in the transport's order and rounded once.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _reduce_scatter(
     if first.dtype is torch.bool:
         raise ValueError(f"rank {comm.group.name}: {what}: a sum of bool tensors has no dtype")
     own, ranks = layout.size(comm.group.rank), comm.group.size
-    if first.dtype not in _ADDED_IN_FP32:  # few values, which kernels do not add
+    if first.dtype not in _ADDED_IN_FP32:  # rare, and the transports add in fp32
         sizes = Splits(received=[own] * ranks, sent=list(layout.sizes))
         received = torch.empty(ranks * own, dtype=first.dtype, device=first.device)
         flat = torch.cat([part.reshape(-1) for part in parts])

@@ -72,12 +72,12 @@ class OptimizerClass:
         chosen = _fastest_options(factory, options)
         needs = granularity_of(factory, chosen, device, granularity)
         factory([dict(group) for group in groups], **chosen)  # it raises what the class rejects
-        is_adamw = factory is torch.optim.AdamW and device.type in ("cpu", "cuda")
+        has_flat_kernel = factory is torch.optim.AdamW and device.type in ("cpu", "cuda")
         return cls(
             factory=factory,
             options=chosen,
             granularity=needs,
-            shard_factory=FlatAdamW if is_adamw and chosen.get("fused") else factory,
+            shard_factory=FlatAdamW if has_flat_kernel and chosen.get("fused") else factory,
             chose_fused="fused" in chosen and options.get("fused") is None,
         )
 

@@ -66,7 +66,7 @@ class StepSettings:
         """Equal on ranks whose settings are equal, apart from the values of tensors."""
 
     def check(self) -> None:
-        """Raise ValueError for a setting that is no setting, or would spoil the parameters."""
+        """Raise ValueError for a setting that is out of range, or would spoil the parameters."""
         max_norm = self._given["max_norm"]
         if max_norm is not None and max_norm < 0:
             raise ValueError(f"max_norm={max_norm} would reverse the gradient; give at least 0")
