@@ -32,6 +32,7 @@ from poplar.comm.point_to_point import Message
 from poplar.elastic.agent_folder import agent_folder, private_folder
 from poplar.elastic.memory_state import MemoryState, files_in, find, newest_whole, path_of
 from poplar.elastic.shard_file import START, Description, Mark, ShardFile, write_shard
+from poplar.values.errors import agreed
 from poplar.zero.agreement import exchange_results, run_on_all_ranks
 from poplar.zero.collective_calls import CollectiveCalls, collective
 
@@ -102,8 +103,8 @@ class MemoryCheckpoints:
             OSError: there is too little memory; says how much is needed.
             RuntimeError: in the middle of a step.
             PoplarError: as `save_checkpoint`. The steps that have been saved stay.
-            ValueError: another object saves in the same folder, or the ranks have different values
-                in `state`.
+            ValueError: another object saves in the same folder, or the ranks have different steps
+                or values in `state`.
         """
         parts = self._optimizer._training_parts()
         parts.reject_nonfinite(_SAVING)
@@ -221,8 +222,11 @@ class _Slots:
             return step, added[0].digests
 
         prepared = exchange_results(self.control, prepare, what=_SAVING)
-        step = prepared[rank][0]
-        check_equal_state(self.control.group.by_name([digests for _, digests in prepared]))
+        by_name, steps = self.control.group.by_name, [step for step, _ in prepared]
+        if len(set(steps)) > 1:
+            raise agreed(ValueError(f"the ranks save different steps; by rank: {by_name(steps)}"))
+        check_equal_state(by_name([digests for _, digests in prepared]))
+        step = steps[rank]
         if self._saves == 1:  # all ranks have saved a step, so nothing older is needed
             _remove(self._folder, but=self._tag)
             self._has_older = False

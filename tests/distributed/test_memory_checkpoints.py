@@ -273,7 +273,7 @@ def test_step_that_a_rank_has_not_saved_is_done_again(ranks: Pool, tmp_path: Pat
 def save_after_a_failed_save(stage: int, folder: str, failing: str) -> list[Failure]:
     """What a save raises that fails on a rank; training and saves then go on.
 
-    Rank 1 cannot write, cannot reserve memory for a spare, or passes a wrong step.
+    Rank 1 cannot write, cannot reserve memory for a spare, or passes a wrong or another step.
     """
     plan = plan_of_three(stage)
     model, optimizer = build(plan)
@@ -284,11 +284,12 @@ def save_after_a_failed_save(stage: int, folder: str, failing: str) -> list[Fail
         memory.save(step)
     train(optimizer, 2, 1)
     with ExitStack() as stack:
-        if harness.rank() == 1 and failing != "step":
+        if harness.rank() == 1 and "step" not in failing:
             error = OSError(errno.ENOSPC, "planted")
             stack.enter_context(mock.patch.object(ShardFile, failing, side_effect=error))
         with harness.catching() as caught:
-            memory.save(-1 if harness.rank() == 1 and failing == "step" else 3)
+            wrong = {"step": -1, "another step": 4}.get(failing, 3)
+            memory.save(wrong if harness.rank() == 1 else 3)
     dist.barrier(harness.group())
     last = {mark.step for _, owner, mark in find(memory.folder) if owner == harness.rank()}
     assert 2 in last
@@ -302,7 +303,7 @@ def save_after_a_failed_save(stage: int, folder: str, failing: str) -> list[Fail
     return caught
 
 
-@pytest.mark.parametrize("failing", ["finish", "reserve", "step"])
+@pytest.mark.parametrize("failing", ["finish", "reserve", "step", "another step"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_training_goes_on_after_a_save_that_failed_on_a_rank(
     ranks: Pool, stage: int, failing: str, tmp_path: Path
@@ -312,6 +313,10 @@ def test_training_goes_on_after_a_save_that_failed_on_a_rank(
         assert outcomes == [[]] * 3
         return
     for rank, (caught,) in enumerate(outcomes):
+        if failing == "another step":
+            assert caught.type == "ValueError"
+            assert "different steps; by rank: {0: 3, 1: 4, 2: 3}" in caught.message
+            continue
         own, message = ("ValueError", "at least 0") if failing == "step" else ("OSError", "planted")
         assert caught.type == (own if rank == 1 else "RankFailed")
         assert message in caught.message
