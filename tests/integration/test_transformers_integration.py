@@ -1229,8 +1229,10 @@ def test_a_plan_must_be_of_the_global_batch_stage_and_ranks():
         PoplarArguments(plan=plan, stage="1").given(14, 3)
     with pytest.raises(ValueError, match="pass profile=, too"):
         PoplarArguments(plan=plan, replan="auto").given(14, 3)
-    for planning in ({"communication": "int8"}, {"memory_limit": "1GiB"}, {"max_batch": 2}):
-        with pytest.raises(ValueError, match=rf"{next(iter(planning))}=.* is for planning"):
-            PoplarArguments(plan=plan, **planning).given(14, 3)
+    planning = {"communication": "int8", "memory_limit": "1GiB", "max_batch": 2}
+    planning |= {"seconds": 30.0, "cache": False, "verify": False}
+    for name, value in planning.items():
+        with pytest.raises(ValueError, match=rf"{name}=.* is for planning"):
+            PoplarArguments(plan=plan, **{name: value}).given(14, 3)
     with pytest.raises(ValueError, match="is for 3 ranks, but there are 2"):
         PoplarArguments(plan=plan).given(14, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +13,8 @@ from poplar.profiler.memory_limit import check as check_memory_limit
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile
 
+_FOR_PLANNING = ("memory_limit", "max_batch", "seconds", "cache", "verify", "communication")
+"""Options that do nothing if the plan is given."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -125,9 +127,9 @@ class PoplarArguments:
                 f"PoplarArguments.replan={self.replan!r} compares steps with a profile, but only "
                 "plan= was given; pass profile=, too, or leave out plan="
             )
-        for_planning = {"communication": "exact", "memory_limit": None, "max_batch": None}
-        for name, unset in for_planning.items():
-            if plan is not None and (value := getattr(self, name)) != unset:
+        unset = {each.name: each.default for each in fields(self)}
+        for name in _FOR_PLANNING:
+            if plan is not None and (value := getattr(self, name)) != unset[name]:
                 raise ValueError(
                     f"PoplarArguments.{name}={value!r} is for planning, but plan= was given; leave "
                     "out one of them"
