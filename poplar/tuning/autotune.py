@@ -417,8 +417,8 @@ class Tuner:
         profile = _with_less_memory_beside(profile, lacked, best)
         spread = trials.noise(best)
         if not self.session.asynchronous:  # else the seconds of passes are not known
-            spread = max(spread, noise_of_speeds(profile, best, trials.each()))
-            spread = math.hypot(spread, change_of_speeds(measured, best, of_best))
+            speeds = noise_of_speeds(profile, best, trials.each())
+            spread = max(spread, speeds, change_of_speeds(measured, best, of_best))
         plan = describe(profile, best, self.job.policy, noise=spread)
         tuned = Tuned(plan, profile, observations)
         return self.session.on_first_rank(lambda: tuned, "the choice of a plan")
