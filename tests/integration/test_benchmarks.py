@@ -37,6 +37,7 @@ MEASURING = {
     "learning": "--quick",
     "left_out": "--quick --rounds 2",
     "noise": "--clusters 7",
+    "memory": "--models convolutional --stages 3 --batches 1",
     "optimizers": "--quick --rounds 1",
     "paper": "--quick --clusters A --models bert-large --stages 1",
     "per_tensor": "--quick",
@@ -50,8 +51,8 @@ MEASURING = {
 """Options of the scripts that write rows. gpu_step.py and gpu_ranks.py have tests of their own."""
 SLOW = {
     *("allreduce", "checkpoint", "convergence", "drift", "elastic", "gpu_unequal"),
-    *("host_overhead", "largest_base", "largest_model", "learning", "left_out", "optimizers"),
-    *("per_tensor", "prediction", "train", "watched_jobs"),
+    *("host_overhead", "largest_base", "largest_model", "learning", "left_out", "memory"),
+    *("optimizers", "per_tensor", "prediction", "train", "watched_jobs"),
 }
 """Only with --full: they start ranks, profile, or search for long. Tests of their parts run always,
 and so does host_overhead.py in test_host_overhead_benchmark.py."""
