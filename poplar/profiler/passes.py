@@ -21,7 +21,7 @@ from poplar.data.lengths import SampleLengths, at_length
 from poplar.profiler.compilation import frames_compiled, is_compiled
 from poplar.profiler.memory import PassBytes, batch_bytes, counts_tensors, pass_bytes
 from poplar.profiler.timing import seconds_of
-from poplar.profiler.unit_hooks import TrainedUnit, UnitClock, UnitFractions, combined
+from poplar.profiler.unit_hooks import TrainedUnit, UnitClock, UnitFractions, UnitSeconds, combined
 from poplar.system.devices import synchronize
 from poplar.system.out_of_memory import free_cached_memory, free_failed_pass, is_out_of_memory
 from poplar.values.profile import BatchPoint
@@ -41,7 +41,7 @@ class PassParts(NamedTuple):
     """How the seconds of a pass are spent."""
 
     backward_fraction: float
-    """Part of a pass that the backward takes."""
+    """Part of a pass that the backward takes: the sum of `units.backward` if they are known."""
     units: UnitFractions
     """The parts of each unit."""
     linear_rows: Mapping[str, float] = MappingProxyType({})
@@ -154,12 +154,16 @@ class Passes:
         return min(before, last)
 
     def parts(self, size: int) -> PassParts:
-        """The parts of a pass: the median of three passes. The first one counts rows."""
-        batch, units = self.batch(size), self._timed_units()
+        """The parts of a pass, from three passes. The first one counts rows.
 
-        def once() -> PassParts:
+        A pause of the host is in one unit of one pass, so it changes no unit's median.
+        """
+        batch, timed = self.batch(size), self._timed_units()
+
+        def once() -> tuple[UnitSeconds, UnitSeconds]:
+            """Of the whole model as one unit, and of all units."""
             losses: list[Tensor] = []
-            clock = UnitClock(units, self.device)
+            clock = UnitClock(timed, self.device)
             with self.one_pass(size), clock.measuring():
                 clock.next_phase()
                 forward = seconds_of(
@@ -169,14 +173,16 @@ class Passes:
                 backward = seconds_of(losses.pop().backward, self.device)
                 clock.next_phase()
                 synchronize(self.device)
-            return PassParts(backward / (forward + backward), clock.result())
+            return UnitSeconds((forward,), (backward,)), clock.result()
 
         with counting_rows(self.model) as rows:
             first = once()
-        several = [first, once(), once()]
+        whole, units = (
+            combined(several, median) for several in zip(first, once(), once(), strict=True)
+        )
         return PassParts(
-            median(part.backward_fraction for part in several),
-            combined([part.units for part in several], median),
+            math.fsum((units if units.backward else whole).backward),
+            units,
             {name: count / size for name, count in rows.items()},
         )
 

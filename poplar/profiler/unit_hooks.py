@@ -112,6 +112,13 @@ class UnitWindows:
         self._most = 0
 
 
+class UnitSeconds(NamedTuple):
+    """Seconds of each unit in a pass; empty: unknown."""
+
+    forward: tuple[float, ...] = ()
+    backward: tuple[float, ...] = ()
+
+
 class UnitFractions(NamedTuple):
     """Values of `ModelProfile.unit_forward_fraction` and its backward twin; empty: unknown."""
 
@@ -128,13 +135,12 @@ class UnitFractions(NamedTuple):
 
 
 def combined(
-    several: Sequence[UnitFractions], combine: Callable[[Sequence[float]], float]
+    several: Sequence[UnitSeconds] | Sequence[UnitFractions],
+    combine: Callable[[Sequence[float]], float],
 ) -> UnitFractions:
     """The median or mean of several passes or ranks, by unit; unknown if one of them is."""
     if not all(one.forward for one in several):
         return UnitFractions()
-    if len({*several}) == 1:
-        return several[0]  # to the bit
     directions = (
         [combine(values) for values in zip(*lists, strict=True)]
         for lists in zip(*several, strict=True)
@@ -172,8 +178,8 @@ class UnitClock:
         """The forward begins, then the backward begins, then it is over."""
         self._phases.append(self._now())
 
-    def result(self) -> UnitFractions:
-        """Fractions of each unit; unknown if a block had no forward, or a unit no gradient.
+    def result(self) -> UnitSeconds:
+        """Seconds of each unit; unknown if a block had no forward, or a unit no gradient.
 
         The backward of a block with nothing to train counts with the next unit's.
         """
@@ -182,7 +188,7 @@ class UnitClock:
         trained = [n for n in blocks if self._units[n].parameters]
         seen = [self._began[n] for n in blocks], [self._complete[n] for n in trained]
         if not self._units or None in seen[0] or None in seen[1]:
-            return UnitFractions()
+            return UnitSeconds()
         whole = seconds_between(start, end)
         reversal = min(seconds_between(start, turn), whole)
 
@@ -198,9 +204,10 @@ class UnitClock:
             complete = elapsed(self._complete[number]) if number in blocks else 0.0
             last = min(max(last, complete), whole)
             ends.insert(1, last)
-        forward = [after - before for before, after in pairwise([*begins, reversal])]
-        backward = [before - after for before, after in pairwise([*ends, reversal])]
-        return UnitFractions.of_seconds(forward, backward)
+        return UnitSeconds(
+            tuple(after - before for before, after in pairwise([*begins, reversal])),
+            tuple(before - after for before, after in pairwise([*ends, reversal])),
+        )
 
     def _on_forward(self, number: int, _module: nn.Module, _arguments: object) -> None:
         if self._began[number] is None:  # a recomputed forward runs in the backward

@@ -107,6 +107,20 @@ def test_each_unit_has_its_own_forward_and_backward(clock: Clock):
     assert parts.backward_fraction == pytest.approx(9 / 16)
 
 
+def test_pauses_of_the_host_change_no_part(clock: Clock):
+    """Two of three passes are paused, in the forward of different units."""
+    layers = [Layer(clock, 1, 5), Layer(clock, 2, 3), Layer(clock, 4, 1)]
+    expected = parts_of(layers, [unit(layer) for layer in layers])
+    pauses = iter([100, 0, 0, 0, 100, 0, 0, 0, 0])
+    for layer in layers:
+        layer.register_forward_hook(
+            lambda *_: setattr(clock, "now", clock.now + next(pauses))  # counts with its unit
+        )
+    found = parts_of(layers, [unit(layer) for layer in layers])
+    check(found.units, (1, 2, 4), (5, 3, 1))
+    assert found.backward_fraction == pytest.approx(expected.backward_fraction)
+
+
 def test_compute_outside_of_blocks_counts_where_it_runs(clock: Clock):
     """The head's seconds count with the last block, and an activation's with the block before."""
     embedding, head = Layer(clock, 1, 2), Layer(clock, 8, 16)
@@ -198,4 +212,4 @@ def test_cuda_units_are_timed_by_events_on_the_present_stream(monkeypatch: pytes
         clock.next_phase()
         loss.backward()
         clock.next_phase()
-    check(clock.result(), (1, 3), (2, 4))
+    assert clock.result() == ((1, 3), (2, 4))
