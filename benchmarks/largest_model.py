@@ -1,13 +1,15 @@
 """The largest model that ranks with unequal memory train, with and without state in host memory.
 
 python benchmarks/largest_model.py --limits 8 4 2 2 --output rows.jsonl
+python benchmarks/largest_model.py --peers fsdp2      # without DeepSpeed, which `make peers` gets
 
 `RLIMIT_DATA` enforces the limits. What Poplar keeps in host memory is in shared memory, which does
-not count. Poplar trains plans of the planner at stage 3, FSDP2 equal shares, both in bf16 with fp32
-masters; one sample per rank, two steps. FSDP2 with its CPU offload is computed: CPU ranks have no
-device to offload from. It keeps all values, gradients and state on the host, so that host memory
-alone limits it. The row is the largest model in as much host memory as Poplar used; with more host
-memory FSDP2 holds larger models than Poplar, whose values and gradients stay on the devices.
+not count. Poplar trains plans of the planner at stage 3; FSDP2 and DeepSpeed's ZeRO-3 train equal
+shares. All compute in bf16; DeepSpeed and Poplar keep fp32 masters. One sample per rank, two steps.
+FSDP2 with its CPU offload is computed: CPU ranks have no device to offload from. It keeps all
+values, gradients and state on the host, so that host memory alone limits it. The row is the largest
+model in as much host memory as Poplar used; with more host memory FSDP2 holds larger models than
+Poplar, whose values and gradients stay on the devices.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ HOST_BYTES = 12
 HELD_BYTES = 4 * MIB
 """What threads and the allocator take beside tensors."""
 WANTED = 1.5
+ON_DEVICES, ON_HOST = "Poplar", "Poplar, state on the host"
 COLUMNS = (
     *(Column(name, name) for name in ("limits", "engine", "blocks")),
     Column("million parameters", lambda row: row["numel"] / 1e6, "{:.1f}"),
@@ -169,6 +172,46 @@ def train_fsdp2(blocks: int, width: int, _: None = None) -> None:
         optimizer.zero_grad()
 
 
+def train_deepspeed(blocks: int, width: int, _: None = None) -> None:
+    """Two steps of ZeRO-3 with equal shares, and buffers of one block.
+
+    ZeRO-3's settings for least memory: no prefetch, no small parameters kept whole, no reuse.
+    """
+    from head_to_head.deepspeed_engine import deepspeed
+
+    block = LAYERS * width**2
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": block,
+            "sub_group_size": block,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": block,
+            "stage3_max_reuse_distance": 0,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = nn.Sequential(*(Block(width) for _ in range(blocks)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    for _ in range(2):
+        engine.backward(engine(torch.randn(1, width).bfloat16()).float().square().mean())
+        engine.step()
+    engine.destroy()
+
+
+PEERS = {"fsdp2": ("FSDP2", train_fsdp2), "deepspeed": ("DeepSpeed ZeRO-3", train_deepspeed)}
+"""By their names on the command line."""
+
+
 def attempt(
     context: WorkerContext,
     train: Callable[[int, int, Any], None],
@@ -243,10 +286,12 @@ def main() -> None:
             blocks -= max(1, blocks // 32)
         return blocks, plan
 
-    add("FSDP2", largest(lambda blocks: trains(train_fsdp2, blocks, width, limits, None)))
+    for peer in options.peers:
+        name, train = PEERS[peer]
+        add(name, largest(lambda n, train=train: trains(train, n, width, limits, None)))
     choices: tuple[tuple[str, Choice], ...] = (
-        ("Poplar", "never"),
-        ("Poplar, state on the host", "auto"),
+        (ON_DEVICES, "never"),
+        (ON_HOST, "auto"),
     )
     for engine, host_state in choices:
         add(engine, *(found := largest_planned(host_state)))
@@ -258,7 +303,8 @@ def main() -> None:
     add("FSDP2, all offloaded, as much host memory (computed)", offloaded)
     console = new_console()
     console.print(table_of(rows, COLUMNS))
-    ratio = rows[2]["numel"] / rows[1]["numel"]
+    numels = {row["engine"]: row["numel"] for row in rows}
+    ratio = numels[ON_HOST] / numels[ON_DEVICES]
     what = "largest model with state on the host over without"
     target = Target(case=rows[0]["limits"], what=what, value=ratio, wanted=WANTED, at_most=False)
     print_targets([target], console)
@@ -271,6 +317,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__, quick="matrices of width 256, at most 64 MiB on a rank")
     parser.add_argument("--limits", type=int, nargs="+", default=[8, 4, 2, 2], help="memory ratios")
     parser.add_argument("--largest", type=int, default=320, help="MiB of the largest rank")
+    parser.add_argument(
+        "--peers", choices=PEERS, nargs="*", default=[*PEERS], help="(default: all)"
+    )
     parser.add_argument("--width", type=int, default=512, help="of the matrices")
     options = parser.parse_args(arguments)
     if options.quick:

@@ -101,7 +101,8 @@ SAVED = (
     Saved("allreduce.jsonl", ("csrc", "poplar/comm", "poplar/ops"), 0.6, (
         "allreduce.py", *(f"allreduce.py --link {rate}" for rate in ("0.1", "1", "10", "25")),
     ), "`make peers`, Open MPI"),
-    Saved("largest_model.jsonl", (*STEP, *PLAN), 0.3, ("largest_model.py",)),
+    Saved("largest_model.jsonl", (*STEP, *PLAN), 0.6, (
+        "largest_model.py", "largest_model.py --limits 8 1 1 1"), "`make peers`"),
     Saved("largest_base.jsonl", (*STEP, *PLAN), 0.4, ("largest_base.py",)),
     Saved("watched_jobs.jsonl", ("poplar/watch", *STEP), 0.5, ("watched_jobs.py",), "`make peers`"),
     Saved("prediction.jsonl", (*STEP, *PLAN), 1.0, ("prediction.py --seconds 90 --rounds 3",)),
