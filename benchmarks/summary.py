@@ -4,6 +4,8 @@
 python benchmarks/summary.py
 
 Reads the rows that `benchmarks/train.py --output` appended. All runs count, not only the latest.
+`in step` is the part of the sum of speeds of plain passes that only wait for each other after
+every step. `over hand-set` is the speed over DDP and FSDP2 with uneven batches set by hand.
 `balance`, `transport` and `engine` are the three factors of the speed over the peer.
 """
 
@@ -11,15 +13,20 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from head_to_head.row import is_plan
+from head_to_head.row import is_plan, over_uneven
 from rows import NOTHING, Row, markdown_table, read_rows
 
 ROWS = Path(__file__).parent / "results/train.jsonl"
 STAGES = (0, 1, 2, 3)
 FACTORS = ("transport", "engine")
+HEADINGS = (
+    *("ranks", "runs", "of the sum of speeds", "in step", "balance"),
+    *(f"stage {stage}" for stage in STAGES),
+    *("over hand-set", *FACTORS),
+)
 
 Cases = dict[str, dict[int, list[Row]]]
 """Rows of Poplar's plan by cluster and stage, one per run."""
@@ -44,30 +51,36 @@ def speedup(rows: Sequence[Row]) -> str:
     return f"{low:.2f}–{high:.2f}x"
 
 
-def factor(rows: Sequence[Row], name: str) -> str:
-    """The lowest and the highest value of a factor of the speed-up, over runs and stages."""
-    values = [row[name] for row in rows if row[name] is not None]
-    return f"{min(values):.2f}–{max(values):.2f}x" if values else NOTHING
+def times(values: Iterable[float | None]) -> str:
+    """The lowest and the highest ratio of speeds, over runs and stages."""
+    found = [value for value in values if value is not None]
+    return f"{min(found):.2f}–{max(found):.2f}x" if found else NOTHING
 
 
-def fraction_of_sum(rows: Sequence[Row]) -> str:
-    """Lowest and highest fraction of the sum of speeds."""
-    values = [row["of_sum_of_speeds"] for row in rows]
-    return f"{100 * min(values):.0f}–{100 * max(values):.0f} %"
+def percent(values: Iterable[float | None]) -> str:
+    """The lowest and the highest fraction, over runs and stages."""
+    found = [100.0 * value for value in values if value is not None]
+    return f"{min(found):.0f}–{max(found):.0f} %" if found else NOTHING
 
 
 def markdown(cases: Cases) -> Iterator[str]:
     """The table, line by line."""
-    by_stage = [f"stage {stage}" for stage in STAGES]
-    headings = ["ranks", "runs", "of the sum of speeds", "balance", *by_stage, *FACTORS]
     lines = []
     for cluster, stages in sorted(cases.items()):
         rows = [row for rows in stages.values() for row in rows]
-        runs = str(len({row["run"] for row in rows}))
-        speedups = [speedup(stages[stage]) for stage in STAGES]
-        balance, *factors = (factor(rows, name) for name in ("balance", *FACTORS))
-        lines.append([cluster, runs, fraction_of_sum(rows), balance, *speedups, *factors])
-    return markdown_table(headings, lines)
+        lines.append(
+            [
+                cluster,
+                str(len({row["run"] for row in rows})),
+                percent(row["of_sum_of_speeds"] for row in rows),
+                percent(row["of_sum_in_step"] for row in rows),
+                times(row["balance"] for row in rows),
+                *(speedup(stages[stage]) for stage in STAGES),
+                times(over_uneven(row) for row in rows),
+                *(times(row[factor] for row in rows) for factor in FACTORS),
+            ]
+        )
+    return markdown_table(HEADINGS, lines)
 
 
 def provenance(cases: Cases) -> str:

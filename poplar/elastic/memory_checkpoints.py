@@ -53,7 +53,7 @@ class MemoryCheckpoints:
 
     Args:
         optimizer: whose training state is saved.
-        state: by name, objects as for `save_checkpoint`; read at every call.
+        state: as for `save_checkpoint` and `load_checkpoint`; read at every call.
         spare_shards: on how many other hosts each rank's part is saved, too, so that as many hosts
             may be lost; at most as many as there are. At stage 0 only random states are sent.
         folder: in memory, for the ranks of this host; it must outlive them. Ranks with different
@@ -83,6 +83,8 @@ class MemoryCheckpoints:
             raise ValueError(f"name must consist of letters, digits, _ and -, got {name!r}")
         root = agent_folder() if folder is None else Path(os.path.abspath(folder))
         self.folder = private_folder(root, name)
+        self.values: dict[str, Any] = {}
+        """By name, what `load_latest` found that has no `load_state_dict`."""
         self._optimizer, self._state = optimizer, state if state is not None else {}
         self._spares = spare_shards
         self._slots: _Slots | None = None
@@ -138,7 +140,10 @@ class MemoryCheckpoints:
         Raises:
             ValueError, RankFailed: as `load_checkpoint`.
         """
-        return load_as(_LOADING, self._optimizer, self._load, self._state)[0]
+        latest, values = load_as(_LOADING, self._optimizer, self._load, self._state)
+        if latest is not None:
+            self.values = values
+        return latest
 
     def remove(self) -> None:
         """Free the memory on this host: training is over. Local."""

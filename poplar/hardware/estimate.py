@@ -102,7 +102,7 @@ def gain(
 
 
 def sum_of_speeds(cluster: ClusterProfile, batches: Sequence[int]) -> float:
-    """Samples per second over all ranks, each alone at its best batch up to `batches[rank]`."""
+    """Samples per second over all ranks at once, each at its best batch up to `batches[rank]`."""
     speeds = []
     for device, most in zip(cluster.devices, batches, strict=True):
         sizes = [point.batch for point in device.points if point.batch < most] + [most]

@@ -38,6 +38,7 @@ from poplar.comm import Control
 from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.integrations.exact_values import exact_values
+from poplar.integrations.own_dtype import own_dtype
 from poplar.integrations.planned_loader import PlannedLoader, unknown_order
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.tuning.autotune import OPTIONS, tune
@@ -129,8 +130,7 @@ def prepare(
     world_size, accumulated = accelerator.num_processes, accelerator.gradient_accumulation_steps
     batches: Any = loader.batch_sampler  # has the batch size even if it was passed to the loader
     global_batch = batches.batch_size * accumulated * world_size
-    if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
-        options.setdefault("compute_dtype", torch.float32)  # autocast, if the accelerator asks
+    options.setdefault("compute_dtype", own_dtype(model))  # autocast, if the accelerator asks
     if plan is None:
         if loss_fn is None:
             raise ValueError("prepare() needs loss_fn= to make a plan, or plan=")

@@ -22,6 +22,7 @@ from poplar.comm import connect_control
 from poplar.comm.failure_reports import StoreUnavailable
 from poplar.comm.point_to_point import close_when_aborted
 from poplar.data import pytree
+from poplar.integrations.own_dtype import own_dtype
 from poplar.integrations.user_step import LOOP, UserStep, outside_of_the_loop
 from poplar.tuning.autotune import autotune
 from poplar.values.communication import EXACT
@@ -347,4 +348,5 @@ def autotune_for(
                 f"{name} must be {only!r} for {passes.engine}, got {options[name]!r}; leave it "
                 "out, or plan with poplar.autotune and train with poplar.HeteroZeroOptimizer"
             )
+    options.setdefault("compute_dtype", own_dtype(model))
     return autotune(model, loss_fn, example_batch, stage=stage, **options)

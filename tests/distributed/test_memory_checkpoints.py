@@ -45,7 +45,8 @@ def resume(stage: int, options: dict[str, Any], folder: str, spares: int = 0) ->
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     own = f"{folder}/{harness.rank() if spares else 0}"
     settings: dict[str, Any] = {"spare_shards": spares, "folder": own}
-    memory = MemoryCheckpoints(optimizer, state={"scheduler": scheduler}, **settings)
+    state = {"scheduler": scheduler, "tokens": 7}
+    memory = MemoryCheckpoints(optimizer, state=state, **settings)
     assert memory.load_latest() is None
     for step in (1, 2, 3):
         train(optimizer, step - 1, 1, noisy_loss)
@@ -62,6 +63,7 @@ def resume(stage: int, options: dict[str, Any], folder: str, spares: int = 0) ->
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     memory = MemoryCheckpoints(optimizer, state={"scheduler": scheduler}, **settings)
     assert memory.load_latest() == 3
+    assert memory.values == {"tokens": 7}
     assert scheduler.last_epoch == 3
     assert model.extra == {"seen": 3}
     assert set(model.steps.tolist()) == {harness.rank() + 3}

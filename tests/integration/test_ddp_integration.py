@@ -6,6 +6,7 @@ import re
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks as harness
@@ -21,7 +22,7 @@ from unequal_passes import Job, assert_equal_losses
 
 import poplar
 from poplar import Plan, UnitPlan
-from poplar.integrations import ddp, fsdp2
+from poplar.integrations import ddp, fsdp2, unequal_passes
 from poplar.values.communication import Communication
 
 UNEQUAL = Plan(
@@ -518,3 +519,27 @@ def test_autotune_refuses_what_the_engine_does_not_do(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         engine.autotune(torch.nn.Linear(1, 1), training.loss_fn, {}, global_batch=4, **options)
+
+
+@pytest.mark.parametrize("engine", [ddp, fsdp2])
+@pytest.mark.parametrize(
+    ("dtype", "options", "measured"),
+    [
+        (torch.float32, {}, torch.float32),
+        (torch.bfloat16, {}, "auto"),
+        (torch.float32, {"compute_dtype": torch.bfloat16}, torch.bfloat16),
+    ],
+)
+def test_autotune_measures_what_the_engine_computes(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: Any,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    measured: torch.dtype | str,
+) -> None:
+    """Poplar's own default computes an fp32 model on GPUs in bf16, which these engines do not."""
+    autotune = mock.Mock()
+    monkeypatch.setattr(unequal_passes, "autotune", autotune)
+    model = torch.nn.Linear(1, 1, dtype=dtype)
+    engine.autotune(model, training.loss_fn, {}, global_batch=4, **options)
+    assert autotune.call_args.kwargs["compute_dtype"] == measured

@@ -50,6 +50,7 @@ from poplar.integrations.lightning.logged_values import (
     RunningStep,
     discarding,
 )
+from poplar.integrations.own_dtype import own_dtype
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.system.devices import describe
 from poplar.tuning.autotune import OPTIONS, tune
@@ -303,11 +304,7 @@ class PoplarStrategy(DDPStrategy):
         rank_zero_info(str(self._plan))
 
     def _dtype_of(self, module: nn.Module) -> torch.dtype | Literal["auto"]:
-        """`compute_dtype`; "auto" would compute fp32 models in bf16, which "32-true" excludes."""
-        if self._compute_dtype is not None:
-            return self._compute_dtype
-        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
-        return torch.float32 if dtypes == {torch.float32} else "auto"
+        return own_dtype(module) if self._compute_dtype is None else self._compute_dtype
 
     def _check_plan(self, plan: Plan) -> None:
         plan.check_all_active("PoplarStrategy")

@@ -7,7 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 
+from poplar.integrations.own_dtype import own_dtype
 from poplar.planner.search import CHOICES
 from poplar.profiler.memory_limit import check as check_memory_limit
 from poplar.values.plan import STRATEGIES, Plan
@@ -154,17 +156,10 @@ class PoplarArguments:
             "leave_out": "never",  # the loop of the Trainer needs samples on every rank
         }
 
-    def engine_options(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Arguments for `poplar.tune` and `HeteroZeroOptimizer` alike.
-
-        Args:
-            dtype: that of the model's parameters.
-        """
-        # "auto" leaves a model in bf16 or fp16 as it is, but computes an fp32 model on GPUs in
-        # bf16, while `Trainer` computes in fp32 unless it is told otherwise.
-        own = dtype if dtype == torch.float32 else "auto"
+    def engine_options(self, model: nn.Module) -> dict[str, Any]:
+        """Arguments for `poplar.tune` and `HeteroZeroOptimizer` alike."""
         return {
-            "compute_dtype": _DTYPES.get(self.compute_dtype, own),
+            "compute_dtype": _DTYPES.get(self.compute_dtype, own_dtype(model)),
             "reduce_dtype": _DTYPES[self.reduce_dtype],
             "timeout": self.wait_limit(),
         }

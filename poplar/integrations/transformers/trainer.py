@@ -307,7 +307,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         optimizer_class, options = self._optimizer_class_and_options()
         settings = f"{self.args.label_smoothing_factor}, {self.accelerator.mixed_precision}"
         loss = TrainerLoss(self, f"{about}, {settings}")
-        own = self.poplar.engine_options(_dtype(self.model))
+        own = self.poplar.engine_options(self.model)
         own |= {"optimizer_class": optimizer_class, **self.poplar.tuning_options()}
         # Blocks that the model recomputes itself need not be recomputed by the plan.
         checkpointed = any(
@@ -352,7 +352,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if self.optimizer is not None:
             return cast(TrainerOptimizer, self.optimizer)
         optimizer_class, options = self._optimizer_class_and_options()
-        engine = self.poplar.engine_options(_dtype(self.model)) | {
+        engine = self.poplar.engine_options(self.model) | {
             "plan": self._plan,
             "communicator": self.poplar.communicator,
             "on_out_of_memory": self.poplar.on_out_of_memory,
@@ -702,10 +702,6 @@ def _has_other_names_on_disk(model: PreTrainedModel) -> bool:
         for name, parameter in model.named_parameters()
     }
     return set(revert_weight_conversion(model, dict(weights))) != set(weights)
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype
 
 
 def _loaded(path: Path) -> Any:
