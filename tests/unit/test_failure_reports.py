@@ -21,7 +21,6 @@ SIZE = 4
 @pytest.fixture(autouse=True)
 def a_short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 2.0)
-    monkeypatch.setattr(failure_reports, "_ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(failure_reports, "_WATCH_SECONDS", 0.01)
 
 
@@ -155,7 +154,8 @@ def test_without_its_store_a_rank_names_those_that_it_waited_for() -> None:
     assert "usually rank 0's" in cause
 
 
-def test_a_store_that_does_not_answer_delays_no_error() -> None:
+def test_a_store_that_does_not_answer_delays_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_reports, "_ANSWER_SECONDS", 0.3)
     store = Silent()
     ranks, cause = reports_of(store)[1].diagnose([0], "no answer", "a sum")
     store.over.set()
