@@ -617,13 +617,15 @@ def test_survivors_of_a_stopped_rank_raise(tmp_path: Path) -> None:
 
 
 def save_while_the_disk_hangs(folder: str) -> list[harness.Failure]:
-    """Rank 0 writes nothing for longer than the deadline, which the clock of rank 1 sees later."""
+    """Rank 0 writes nothing until all give up. The clock of rank 1 sees the deadline later."""
     _, optimizer = build(TWO, timeout=timedelta(seconds=2))
     rate = 1.0 - 0.1 * harness.rank()
     clock = SimpleNamespace(monotonic=lambda: rate * time.monotonic(), sleep=time.sleep)
 
     def slow(self: DataFile, *arguments: Any) -> Any:
-        time.sleep(0.0 if harness.rank() else 4.0)
+        is_stopped = arguments[-1]
+        while harness.rank() == 0 and not is_stopped():
+            time.sleep(0.05)
         return write_items(self, *arguments)
 
     write_items = DataFile.write_items
@@ -820,12 +822,13 @@ def save_model_slowly(path: str, writes: bool) -> tuple[list[harness.Failure], b
 
     Also whether the file was closed while a thread wrote it.
     """
-    write, discard, begun = Writer.write, Writer.discard, time.monotonic()
+    write, discard, begun = Writer.write, Writer.discard, list[float]()
     inside, closed = [False], [False]
 
     def slow(writer: Writer, name: str, values: torch.Tensor) -> None:
         inside[0] = True
-        while time.monotonic() < begun + 5.0:
+        begun.append(time.monotonic())
+        while time.monotonic() < begun[0] + 5.0:
             if writes:
                 with Path("/dev/null").open("wb") as nothing:
                     nothing.write(bytes(1 << 20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import select
 import signal
 import threading
 import time
@@ -255,6 +256,9 @@ def test_idle_ranks_reduce_chunks_of_the_largest_slice(ranks: Pool) -> None:
 
 def kill_rank_after_claiming_a_chunk() -> str:
     """Rank 2 takes a chunk of rank 0's slice and is killed."""
+    processes = [0] * WORLD
+    torch.distributed.all_gather_object(processes, os.getpid(), harness.group())
+    lost = os.pidfd_open(processes[2])
     group = Group.of(harness.group(), timedelta(seconds=60))
     comm, _ = both(group)
     numel = 4 * _core.CHUNK
@@ -266,7 +270,7 @@ def kill_rank_after_claiming_a_chunk() -> str:
         comm._rendezvous.wait_until_posted(0, "a sum")
         comm._rendezvous.work_counters(0, 0).view(torch.int32)[0] += 1
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
+    select.select([lost], [], [])  # else the others might take all chunks before rank 2 has one
     try:
         pending.wait()
     except CollectiveTimeout as error:

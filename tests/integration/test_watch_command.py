@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from poplar.cli.watch import watch
+from poplar.watch.records import read_records
 
 JOB = """
 import os, sys, time
@@ -70,13 +71,26 @@ def test_slow_input_of_a_rank_is_found_and_the_exit_status_is_that_of_the_job(
 DAMAGED = """
 import os, pathlib, sys, time
 pathlib.Path(os.environ["POPLAR_WATCH"], "rank-0.jsonl").write_text('{}\\n{"number": 1}\\n')
-time.sleep(1.0)
+end = time.monotonic() + 60
+while not pathlib.Path("raised 3").exists() and time.monotonic() < end:
+    time.sleep(0.02)
 pathlib.Path("ended").touch()
 sys.exit(3)
 """
 
 
 def test_records_that_cannot_be_read_do_not_end_the_watch_of_a_job(tmp_path, monkeypatch, capsys):
+    raised = []
+
+    def read(folder):
+        try:
+            return read_records(folder)
+        except KeyError:
+            raised.append(folder)
+            (tmp_path / f"raised {len(raised)}").touch()  # the job ends after the third error
+            raise
+
+    monkeypatch.setattr("poplar.cli.watch.read_records", read)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(typer.Exit) as end:
         watch([sys.executable, "-S", "-c", DAMAGED], every=0.1)
