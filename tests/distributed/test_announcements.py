@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -22,7 +23,8 @@ from poplar.comm.announcements import Announcements
 
 def announced(seconds: float) -> tuple[Group, Announcements]:
     """The messages of rank 0 to rank 1, with this deadline."""
-    group = Group.of(harness.group(), timedelta(seconds=seconds))
+    made = Group.of(harness.group(), timedelta(minutes=1))  # may take longer than the deadline
+    group = replace(made, timeout=timedelta(seconds=seconds))
     return group, Announcements(group, (1,), 0)
 
 
@@ -35,10 +37,10 @@ def write_each(messages: Announcements, count: int) -> None:
 
 
 def wait_for_a_long_call() -> str | None:
-    group, messages = announced(1.0)
+    group, messages = announced(3.0)
     if group.rank == 1:
         return messages.next("a long call")
-    time.sleep(1.6)
+    time.sleep(3.6)
     messages.send(lambda: "over")
     return None
 
@@ -115,7 +117,7 @@ def test_what_all_have_read_is_deleted(ranks: Pool) -> None:
 
 def end_beside_a_reader(read: int) -> float:
     """When the sender may end, or when the reader begins to read the last of these messages."""
-    with mock.patch.object(announcements, "_EXIT_SECONDS", 0.8):
+    with mock.patch.object(announcements, "_EXIT_SECONDS", 2.5):
         group, messages = announced(60.0)
         if group.rank == 0:
             write_each(messages, 10)
@@ -124,7 +126,7 @@ def end_beside_a_reader(read: int) -> float:
             announcements._finish_all()
         last = time.monotonic()
         for _ in range(read if group.rank == 1 else 0):
-            time.sleep(0.12)
+            time.sleep(0.3)
             last = time.monotonic()
             messages.next("a call")
         return last
