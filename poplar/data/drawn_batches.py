@@ -22,11 +22,21 @@ class DrawnBatches:
         """Each with the number of the first batch that it splits, and how often the plan had
         changed then, on the rank where it had most often."""
         self._ahead: deque[int] = deque()
-        """Of each batch that was drawn and not taken yet, that number of changes."""
+        """Of each batch of this iteration that was drawn and not taken, that number of changes."""
 
     def _is_last(self) -> None:
         global _last_drawn
         _last_drawn = ref(self)
+
+    def _begin(self) -> deque[int]:
+        """Note that an iteration begins.
+
+        Returns:
+            What it has drawn ahead. If the iteration is left, it clears this and not that of a
+            later iteration, which may have begun before.
+        """
+        self._ahead = deque()
+        return self._ahead
 
     def _draw(self) -> Plan:
         """Note that the next batch is drawn; returns its plan."""

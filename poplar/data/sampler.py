@@ -140,13 +140,13 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         order = self._order()
         self._drawn = self._done = self._start
         self._ahead_of_step = self._steps
-        self.drop_ahead()  # of an unfinished iteration
+        ahead = self._begin()
         try:
             for step in range(self._start, self._steps):
                 self._drawn = step + 1
                 yield self._own_part(self._draw(), order[step * size : (step + 1) * size])
         except GeneratorExit:  # what was drawn ahead will not be trained
-            self.drop_ahead()
+            ahead.clear()
             raise
 
     def take(self) -> int:

@@ -41,7 +41,7 @@ class StreamSplit(DrawnBatches, IterableDataset[list[T]]):
         worker = get_worker_info()
         turn, turns = (0, 1) if worker is None else (worker.id, worker.num_workers)
         start = self._position.begin()
-        self.drop_ahead()  # of an unfinished iteration
+        ahead = self._begin()
         with _outside_of_workers():
             samples = iter(self._iterable)
             self._skip(samples, start)
@@ -61,7 +61,7 @@ class StreamSplit(DrawnBatches, IterableDataset[list[T]]):
                 try:
                     yield batch[slice(*rank_slice(plan, self._rank, len(batch)))]
                 except GeneratorExit:  # what was drawn ahead will not be trained
-                    self.drop_ahead()
+                    ahead.clear()
                     raise
         self._position.drawn = 0
 
