@@ -25,6 +25,7 @@ from torch.utils.data import (
     RandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 import poplar
@@ -200,19 +201,29 @@ def test_options_of_an_optimizer_are_found_where_its_class_keeps_them(cls, optio
     recipe.optimizer_class(recipe.groups, **recipe.options)
 
 
-def train_by_length(folder: Path, lengths: list[int]) -> list[float]:
+def packed(samples: list[Any]) -> list[Tensor]:
+    """Beside rows for the samples, their bounds, as of sequences in one row: one more."""
+    return [*default_collate(samples), torch.arange(len(samples) + 1)]
+
+
+def rows(batch: Any) -> int:
+    return len(batch[1])
+
+
+def train_by_length(folder: Path, lengths: list[int], collate: Any, weight: Any) -> list[float]:
     with environment():
-        strategy = PoplarStrategy(plan=plan_of(2), lengths=lengths)
+        strategy = PoplarStrategy(plan=plan_of(2), lengths=lengths, weight=weight)
         module, run = model(), on_ranks(folder, None, strategy=strategy, max_steps=8)
-        run.fit(module, data())
+        run.fit(module, data(collate_fn=collate))
         return module.losses
 
 
-def test_lengths_divide_global_batches_without_another_loss(ranks, tmp_path):
+@pytest.mark.parametrize(("collate", "weight"), [(None, None), (packed, None), (packed, rows)])
+def test_lengths_divide_global_batches_without_another_loss(ranks, tmp_path, collate, weight):
     reference, module = trainer(tmp_path, devices=1, max_steps=8), model()
     reference.fit(module, data(batch_size=GLOBAL_BATCH))
     lengths = [1 + 7 * at % 11 for at in range(SAMPLES)]
-    for losses in ranks.run(train_by_length, tmp_path, lengths):
+    for losses in ranks.run(train_by_length, tmp_path, lengths, collate, weight):
         torch.testing.assert_close(losses, module.losses, rtol=1e-4, atol=1e-6)
 
 

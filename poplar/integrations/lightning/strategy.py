@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from poplar.checkpoint.files.save_job import complete_name
 from poplar.comm.deadline import WATCHDOG_MARGIN
-from poplar.data import pytree
 from poplar.integrations.exact_values import exact_values
 from poplar.integrations.lightning import batches, checkpoints
 from poplar.integrations.lightning.configuration import (
@@ -461,8 +460,10 @@ class PoplarStrategy(DDPStrategy):
             # while the other ranks wait for the passes.
             with optimizer.micro_batches(batch, weight if self._weight else None) as passes:
                 for number, micro_batch in enumerate(passes):
-                    samples = float(pytree.samples_in(micro_batch))
-                    log.weight = weights[number] if self._weight else samples
+                    current = optimizer._training.engine.step.open_micro_batch
+                    assert current is not None
+                    # Not counted in the collated batch, whose rows need not be its samples.
+                    log.weight = weights[number] if self._weight else float(current.samples)
                     output = self._run_step(module, micro_batch, *rest, **kwargs)
                     loss = loss_of(output)
                     self._step.add_loss(loss)
