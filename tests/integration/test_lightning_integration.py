@@ -227,6 +227,54 @@ def test_lengths_divide_global_batches_without_another_loss(ranks, tmp_path, col
         torch.testing.assert_close(losses, module.losses, rtol=1e-4, atol=1e-6)
 
 
+class LogsByRank(Regression):
+    """Ranks log other names, and in another order, which changes in the second run."""
+
+    names = (("a", "b"), ("b", "a"), ("b",), ())
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.logged: list[tuple[str, float, int]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = batch[0].mean()
+        for name in self.names[self.global_rank]:
+            self.log(name, value, on_step=name == "a", on_epoch=True)
+            self.log(f"{name}_largest", value, reduce_fx="max")
+            self.logged.append((name, float(value), len(batch[0])))
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.log("of_rank_0", 0.25)
+            assert "b" in self.trainer.callback_metrics, "as callbacks read it, on one rank"
+
+
+def validate_twice(folder: Path) -> list[tuple[dict[str, float], list[tuple[str, float, int]]]]:
+    """By run, what is returned, and what this rank has logged."""
+    runs = []
+    with environment():
+        run, module = on_ranks(folder, plan_of(1)), LogsByRank()
+        for names in (module.names, module.names[::-1]):
+            module.names, module.logged = names, []
+            (returned,) = run.validate(module, data(45, batch_size=3), verbose=False)
+            assert numbers(run.callback_metrics).items() >= {"of_rank_0": 0.25}.items()
+            runs.append((returned, module.logged))
+    return runs
+
+
+def test_ranks_may_log_other_names_in_an_evaluation(ranks, tmp_path):
+    by_rank = ranks.run(validate_twice, tmp_path)
+    for run in range(2):
+        logged = [each for runs in by_rank for each in runs[run][1]]
+        expected = {"of_rank_0": 0.25}
+        for name, epoch in {"a": "a_epoch", "b": "b"}.items():
+            own = [(value, size) for n, value, size in logged if n == name]
+            expected[epoch] = sum(v * size for v, size in own) / sum(size for _, size in own)
+            expected[f"{name}_largest"] = max(value for value, _ in own)
+        for runs in by_rank:
+            assert runs[run][0] == pytest.approx(expected, rel=1e-5)
+
+
 class ChangesBatches(Regression):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -198,6 +204,9 @@ class DiscardedLog(PassLog):
 class EvaluationLog(_ResultCollection):
     """Results of validation or test over all ranks: means over the samples of the dataset.
 
+    Ranks may log other names, and in another order. As in training, a name that only some ranks
+    have logged gets the value of these ranks on all.
+
     Args:
         weight: of a batch; None: its number of samples.
     """
@@ -207,12 +216,64 @@ class EvaluationLog(_ResultCollection):
         self._weight = weight
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
-        if isinstance(value, Tensor) and not options.get("rank_zero_only"):
-            options["sync_dist"] = True
-            counted = self._weight is not None and self.batch is not None
-            if counted and options.get("batch_size") is None:
-                options["batch_size"] = float(self._weight(self.batch))  # type: ignore[misc]
+        counted = isinstance(value, Tensor) and self._weight is not None and self.batch is not None
+        if counted and options.get("batch_size") is None:
+            options["batch_size"] = float(self._weight(self.batch))  # type: ignore[misc]
         super().log(fx, name, value, **options)
+
+    def exchange(self, device: torch.device) -> None:
+        """Give all ranks the values of the epoch so far, on their device. Collective."""
+        mine = {
+            key: (
+                replace(found.meta, _sync=_Sync()),
+                float(found.value),
+                float(found.cumulated_batch_size) if found.meta.is_mean_reduction else 0.0,
+            )
+            for key, found in self.valid_items()
+            if found.is_tensor and found.meta.on_epoch and not found.meta.sync.rank_zero_only
+        }
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, mine)
+        parts: dict[str, list[tuple[_Metadata, float, float]]] = {}
+        for of_rank in by_rank:
+            for key, part in of_rank.items():
+                parts.setdefault(key, []).append(part)
+        for key, of_name in parts.items():
+            meta = of_name[0][0]
+            numbers = [part[1:] for part in of_name]
+            values, weights = torch.tensor(numbers, dtype=torch.float64, device="cpu").unbind(1)
+            value = meta.reduce_fx(values)
+            if meta.is_mean_reduction:
+                value = values.sum() / weights.sum()
+            result = self.setdefault(key, _ResultMetric(meta, is_tensor=True))
+            # Lightning takes this instead of the reduction of its own.
+            result._computed = value.to(device, result.value.dtype)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        """As Lightning's; at the end of a run names are dropped, too: some are of other ranks."""
+        super().reset(metrics, fx)
+        if fx is None:
+            self.clear()
+
+
+class EvaluationConnector(_LoggerConnector):
+    """Exchanges the values of an evaluation before Lightning's loops read them, as all ranks do.
+
+    Callbacks may read them on one rank, so the results themselves cannot tell when to exchange.
+    """
+
+    def on_epoch_end(self) -> None:
+        self._exchange()
+        super().on_epoch_end()
+
+    def update_eval_epoch_metrics(self) -> dict[str, Tensor]:
+        self._exchange()
+        return super().update_eval_epoch_metrics()
+
+    def _exchange(self) -> None:
+        results = self.trainer._results
+        if isinstance(results, EvaluationLog):
+            results.exchange(self.trainer.strategy.root_device)
 
 
 @contextmanager

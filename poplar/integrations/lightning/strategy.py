@@ -44,6 +44,7 @@ from poplar.integrations.lightning.configuration import (
     supported,
 )
 from poplar.integrations.lightning.logged_values import (
+    EvaluationConnector,
     EvaluationLog,
     PassLog,
     RunningStep,
@@ -232,6 +233,7 @@ class PoplarStrategy(DDPStrategy):
             trainer.test_loop,
         ):
             loop._results = EvaluationLog(self._weight)
+        trainer._logger_connector.__class__ = EvaluationConnector
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
