@@ -61,12 +61,11 @@ def _adapters_of(module: nn.Module) -> Iterator[Tensor]:
             yield from found.buffers()
 
 
-def description_of(engine: Engine, base: Mapping[str, Any]) -> dict[str, str]:
+def description_of(model: nn.Module, base: Mapping[str, Any]) -> dict[str, str]:
     """By parameter and buffer of a base, its shape and what kind of values it has.
 
     Plain parameters have the dtype in which the ranks compute, so it does not count.
     """
-    model = engine.model
     tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {
         canonical(name): f"{tuple(value.shape)} {_kind(value)}"

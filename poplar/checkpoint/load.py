@@ -303,7 +303,7 @@ class Load:
         if self.opened.manifest is None or not self.opened.manifest.base:
             return {}
         base = base_of(self.parts.engine, values)
-        own = description_of(self.parts.engine, base)
+        own = description_of(self.parts.engine.model, base)
         check_base(self.opened.folder, self.opened.manifest.base, own)
         return base
 

@@ -279,5 +279,5 @@ def manifest_of(parts: TrainingParts, content: Content, step: int | None) -> Man
             for name in flat.names
         },
         state=tuple(sorted(content.state)),
-        base=description_of(engine, base),
+        base=description_of(engine.model, base),
     )

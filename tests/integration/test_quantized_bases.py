@@ -42,7 +42,7 @@ from transformers import PreTrainedTokenizerFast
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.integrations.accelerate import prepare
-from poplar.integrations.lightning import PoplarStrategy
+from poplar.integrations.lightning import PoplarStrategy, checkpoints, to_lightning_checkpoint
 from poplar.integrations.transformers import PoplarArguments, PoplarTrainer, PoplarTrainerMixin
 from poplar.zero.opaque_parameter import component_tensors
 
@@ -171,6 +171,9 @@ class Adapted(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return loss_fn(self.model, batch)
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", loss_fn(self.model, batch))
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
 
@@ -178,22 +181,35 @@ class Adapted(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], **OPTIONS)
 
 
-def by_lightning(kind: str, stage: int, folder: str) -> Result:
-    module = Adapted(kind)
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+def lightning_trainer(stage: int, folder: str, **options: Any) -> pl.Trainer:
     with mock.patch.dict(os.environ, LOCAL_RANK=str(pool.rank())):
-        run = pl.Trainer(
-            accelerator="cpu",
-            max_steps=STEPS,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
+        return pl.Trainer(
+            **QUIET,
             default_root_dir=folder,
             accumulate_grad_batches=2,
             strategy=PoplarStrategy(plan=plan_of(stage), weight=poplar.tokens()),
             devices=pool.size(),
+            **options,
         )
-        run.fit(module, DataLoader(samples(), batch_size=2, collate_fn=collated))
+
+
+def lightning_loader() -> DataLoader[Any]:
+    return DataLoader(samples(), batch_size=2, collate_fn=collated)
+
+
+def by_lightning(kind: str, stage: int, folder: str) -> Result:
+    module, run = Adapted(kind), lightning_trainer(stage, folder, max_steps=STEPS)
+    with mock.patch.dict(os.environ, LOCAL_RANK=str(pool.rank())):
+        run.fit(module, lightning_loader())
     return module.losses, whole(module.model, run.strategy.optimizer)
 
 
@@ -316,6 +332,40 @@ def test_adapters_are_saved_alone_and_load_on_the_same_base(three, tmp_path, kin
         torch.testing.assert_close(
             load_file(tmp_path / "whole.safetensors"), dict(model.state_dict()), rtol=0, atol=0
         )
+
+
+def tested_after_a_load(stage: int, folder: str) -> tuple[float, float, float]:
+    """The loss of a trained model; of the same after more steps; and after a load."""
+    module, loader = Adapted("int8"), lightning_loader()
+    run = lightning_trainer(stage, folder, max_steps=2)
+    with mock.patch.dict(os.environ, LOCAL_RANK=str(pool.rank())):
+        run.fit(module, loader)
+        run.save_checkpoint(f"{folder}/saved")
+        (trained,) = run.test(module, loader, verbose=False)
+        run.fit_loop.epoch_loop.max_steps = 4
+        run.fit(module, loader)
+        (later,) = run.test(module, loader, verbose=False)
+        (loaded,) = run.test(module, loader, f"{folder}/saved", verbose=False)
+    return trained["loss"], later["loss"], loaded["loss"]
+
+
+@pytest.mark.parametrize("stage", choose(quick=(3,), full=range(4)))
+def test_lightning_loads_adapters_that_were_saved_alone(three: Pool, tmp_path, stage) -> None:
+    for trained, later, loaded in three.run(tested_after_a_load, stage, str(tmp_path)):
+        assert later != pytest.approx(trained, rel=1e-4)
+        assert loaded == pytest.approx(trained, rel=1e-5)
+
+    to_lightning_checkpoint(tmp_path / "saved", tmp_path / "file")
+    module = Adapted.load_from_checkpoint(tmp_path / "file", strict=False, kind="int8")
+    (found,) = pl.Trainer(**QUIET, devices=1).test(module, lightning_loader(), verbose=False)
+    assert found["loss"] == pytest.approx(trained, rel=1e-5)
+
+    read = checkpoints.read_folder(tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved has adapters of another base"):
+        checkpoints.load_adapters(Adapted("4-bit"), read, "saved")
+    name, _ = read["state_dict"].popitem()
+    with pytest.raises(ValueError, match=f"saved is of another model: it lacks '{name}' and has"):
+        checkpoints.load_adapters(Adapted("int8"), read, "saved")
 
 
 def with_frozen_adapters(seed: int) -> Any:

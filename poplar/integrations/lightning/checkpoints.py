@@ -6,19 +6,26 @@ schedulers) as `state["lightning"]`. A checkpoint with weights only is a file, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from poplar.checkpoint.conversion import values_of
 from poplar.checkpoint.files.new_files import written_aside
 from poplar.checkpoint.files.opened import OpenedCheckpoint
+from poplar.checkpoint.frozen_base import check_base, description_of
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
+from poplar.checkpoint.state_dicts.place import canonical
 from poplar.optimizer import HeteroZeroOptimizer
+from poplar.values.formatting import format_names
 
 LIGHTNING = "lightning"
+BASE = "poplar_base"
+"""Entry of adapters that were saved alone: `Manifest.base`, which describes the rest."""
 _ELSEWHERE = ("state_dict", "optimizer_states")
 """Entries of Lightning's checkpoints that Poplar saves in its own form."""
 
@@ -50,14 +57,43 @@ def read_folder(folder: Path, *, weights_only: bool = True) -> dict[str, Any]:
     opened.verify()
     read = values_of(opened)
     values = _lightning_values(folder, read["state"])
-    return {**values, "state_dict": read["model"], "optimizer_states": [read["optimizer"]]}
+    values |= {"state_dict": read["model"], "optimizer_states": [read["optimizer"]]}
+    if opened.manifest is not None and opened.manifest.base:
+        values[BASE] = dict(opened.manifest.base)
+    return values
+
+
+def load_adapters(module: nn.Module, checkpoint: Mapping[str, Any], source: Any) -> None:
+    """Load adapters that were saved alone; the base of the module stays as it is.
+
+    Args:
+        source: where the checkpoint comes from, for messages.
+
+    Raises:
+        ValueError: they were trained on another base, or belong to another model.
+    """
+    base = checkpoint[BASE]
+    tensors = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    own = {name: tensor for name, tensor in tensors if canonical(name) in base}
+    check_base(source, base, description_of(module, own))
+    found = module.load_state_dict(checkpoint["state_dict"], strict=False)
+    missing = [name for name in found.missing_keys if canonical(name) not in base]
+    if missing or found.unexpected_keys:
+        raise ValueError(
+            f"{source} is of another model: it lacks {format_names(missing)} and has "
+            f"{format_names(found.unexpected_keys)}"
+        )
 
 
 def to_lightning_checkpoint(folder: str | Path, file: str | Path) -> None:
     """Write a folder as a checkpoint file of a single process, with weights and optimizer state.
 
     `LightningModule.load_from_checkpoint(file)` and `Trainer.fit(ckpt_path=file)` with any strategy
-    read it. A place in the middle of an epoch is left out, because a plain DataLoader cannot go
+    read it; adapters that were saved alone, with `strict=False`, or `strict_loading = False` of the
+    module. A place in the middle of an epoch is left out, because a plain DataLoader cannot go
     there. One process needs memory for all of it.
 
     Raises:

@@ -553,7 +553,13 @@ class PoplarStrategy(DDPStrategy):
         return checkpoints.load_folder(path, self.optimizer, weights_only=weights_only is not False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._loaded_folder:
+        """As Lightning's; of adapters that were saved alone, the base stays as it is."""
+        if self._loaded_folder:
+            return
+        if strict and checkpoints.BASE in checkpoint:
+            assert self.lightning_module is not None
+            checkpoints.load_adapters(self.lightning_module, checkpoint, self._trainer.ckpt_path)
+        else:
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
