@@ -7,7 +7,10 @@ their own pool of `RANKS` workers, and `as_launched` forgets the settings of ear
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import ranks as pool
 from accelerate.state import AcceleratorState, GradientState
@@ -59,3 +62,12 @@ def fresh_state() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
+def write_for_a_while(duration: timedelta) -> None:
+    """Write small pieces, as a save to a slow disk."""
+    end = time.monotonic() + duration.total_seconds()
+    with Path("/dev/null").open("wb") as nothing:
+        while time.monotonic() < end:
+            nothing.write(bytes(1 << 20))
+            time.sleep(0.05)

@@ -5,8 +5,7 @@
     )
 
 Attributes of `Accelerator` that this module replaces on the given object: `backward`,
-`clip_grad_norm_`, `clip_grad_value_`, `accumulate`, `get_state_dict` (which `save_model` calls),
-`save`. Tested with accelerate 1.15.
+`clip_grad_norm_`, `clip_grad_value_`, `accumulate`, `get_state_dict`, `save`, `save_model`. Tested with accelerate 1.15.
 """
 
 # ruff: noqa: E402 (what is missing is said before it is imported)
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from poplar.checkpoint.files.transfers import transfer_on_all_ranks
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
@@ -340,14 +340,17 @@ def _adapt_saving(
 ) -> None:
     """Let the accelerator's methods that save see whole and exact tensors, or raise."""
     get_any, save_any = accelerator.get_state_dict, accelerator.save
+    save_any_model = accelerator.save_model
+
+    def is_own(module: nn.Module) -> bool:
+        return any(module is own for own in model.modules())
 
     def get_state_dict(module: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """As with FSDP: if the parameters are sharded, the main process gets whole ones.
 
         With `unwrap=False` they stay sharded: `save_state` asks so, and its hook drops them.
         """
-        is_own = unwrap and any(module is own for own in model.modules())
-        with exact_values(optimizer) if is_own else nullcontext():
+        with exact_values(optimizer) if unwrap and is_own(module) else nullcontext():
             values: dict[str, Any] = get_any(module, unwrap)
         if not unwrap or not _has_parts(values):
             return values
@@ -364,8 +367,26 @@ def _adapt_saving(
             )
         save_any(obj, *arguments, **options)
 
+    def save_model(module: nn.Module, *arguments: Any, **options: Any) -> None:
+        """The other ranks wait as long as the main process writes."""
+        if not is_own(module):
+            save_any_model(module, *arguments, **options)
+            return
+        values = get_state_dict(module)  # collective, so not in the thread that writes
+
+        def write() -> None:
+            accelerator.get_state_dict = lambda _: values
+            try:
+                save_any_model(module, *arguments, **options)
+            finally:
+                accelerator.get_state_dict = get_state_dict
+
+        doing = "accelerator.save_model()"
+        transfer_on_all_ranks(optimizer.control, accelerator.device, write, doing=doing)
+
     accelerator.get_state_dict = get_state_dict
     accelerator.save = save
+    accelerator.save_model = save_model
 
 
 def _register_state(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import bitsandbytes
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from launched import BATCH, PLANS, as_launched, fresh_state, three_ranks
+from launched import BATCH, PLANS, as_launched, fresh_state, three_ranks, write_for_a_while
 from safetensors.torch import load_file
 from subset import choose
 from torch import Tensor, nn
@@ -486,3 +487,26 @@ def test_the_accelerator_saves_every_value(three, tmp_path, stage, sent):
     errors = three.run(save_with_the_accelerator, plan, str(tmp_path))
     refused = ["the main process would save its own alone" in error for error in errors]
     assert refused == [stage > 0] * 3
+
+
+def save_model_slowly(stage: int, folder: str) -> None:
+    """The main process needs longer for its file than the timeout of the ranks."""
+    as_launched()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    save, timeout = accelerator.save, timedelta(seconds=2)
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        if accelerator.is_main_process:
+            write_for_a_while(2 * timeout)
+        save(*arguments, **options)
+
+    accelerator.save = slow
+    model, optimizer, loader, _ = prepared(PLANS[stage], accelerator, timeout=timeout)
+    accelerator.save_model(model, folder)
+    optimizer.train_step(loss_fn, next(iter(loader)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_saving_the_model_waits_as_long_as_the_main_process_writes(three, tmp_path, stage):
+    three.run(save_model_slowly, stage, str(tmp_path))
+    assert load_file(tmp_path / "model.safetensors").keys() == a_model().state_dict().keys()

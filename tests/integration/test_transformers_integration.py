@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,15 @@ import pytest
 import ranks as pool
 import torch
 import trl
-from launched import BATCH, PLANS, SHARES, as_launched, fresh_state, three_ranks
+from launched import (
+    BATCH,
+    PLANS,
+    SHARES,
+    as_launched,
+    fresh_state,
+    three_ranks,
+    write_for_a_while,
+)
 from ranks import Pool
 from records import cluster
 from safetensors.torch import load_file
@@ -55,6 +64,7 @@ from poplar.integrations.transformers import (
     PoplarTrainer,
     PoplarTrainerMixin,
 )
+from poplar.integrations.transformers import trainer as trainer_module
 from poplar.integrations.transformers.loss import own_mean_weight
 from poplar.integrations.transformers.trainer import RUN_FILE, _length
 from poplar.monitoring import JsonLines, RunRecord
@@ -751,6 +761,45 @@ def test_tied_weights_and_adapters_are_saved_at_stage_3(three, tmp_path, name):
         torch.testing.assert_close(found[key], value, rtol=0, atol=0)
 
 
+def a_trainer_before_its_first_step(
+    folder: str, plan: poplar.Plan, model: Any = None, ddp_timeout: float = 1800, **options: Any
+) -> PoplarTrainer:
+    """A trainer whose optimizer is built."""
+    as_launched()
+    trainer = PoplarTrainer(
+        model_of("llama") if model is None else model,
+        arguments(folder, **SHARES, ddp_timeout=ddp_timeout),
+        data_collator=padded,
+        train_dataset=Sentences(60),
+        poplar=PoplarArguments(plan=plan, **options),
+    )
+    trainer.get_train_dataloader()
+    trainer.create_optimizer()
+    return trainer
+
+
+def save_slowly(name: str, stage: int, folder: str) -> None:
+    """Rank 0 needs longer for its files than the timeout of the ranks."""
+    save, timeout = PoplarTrainer._save, timedelta(seconds=2)
+
+    def slow(trainer: Trainer, *args: Any, **options: Any) -> None:
+        write_for_a_while(2 * timeout)
+        save(trainer, *args, **options)
+
+    model = ADAPTED[name](model_of("llama")) if name in ADAPTED else model_of(name)
+    trainer = a_trainer_before_its_first_step(
+        folder, PLANS[stage], model, timeout=timeout.total_seconds()
+    )
+    with mock.patch.object(PoplarTrainer, "_save", slow):
+        trainer.save_model()
+
+
+@pytest.mark.parametrize(("name", "stage"), [("llama", 1), ("llama", 3), ("adapters", 3)])
+def test_a_save_waits_as_long_as_rank_0_writes(three, tmp_path, name, stage):
+    three.run(save_slowly, name, stage, str(tmp_path))
+    assert (tmp_path / "training_args.bin").exists()
+
+
 def mixture() -> MixtralForCausalLM:
     """Its experts have other names and shapes in files of the hub than in memory."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -932,6 +981,30 @@ def test_goes_on_from_a_checkpoint_of_trainer(three, tmp_path, name, stage):
         torch.testing.assert_close(
             torch.tensor(each), torch.tensor(logged(alone)), rtol=1e-4, atol=1e-5
         )
+
+
+def load_slowly(folder: str) -> None:
+    """Rank 0 needs longer for its files than the timeout of the ranks."""
+    load, timeout = trainer_module._loaded, timedelta(seconds=2)
+
+    def slow(path: Path) -> Any:
+        if pool.rank() == 0:
+            write_for_a_while(timeout)
+        return load(path)
+
+    trainer = a_trainer_before_its_first_step(folder, PLANS[1], timeout=timeout.total_seconds())
+    trainer.create_scheduler(6)
+    with mock.patch.object(trainer_module, "_loaded", slow):
+        trainer._load_optimizer_and_scheduler(f"{folder}/checkpoint-1")
+    assert trainer.lr_scheduler.last_epoch == 1, "as saved"
+
+
+def test_reading_a_checkpoint_of_trainer_waits_for_the_slowest_rank(three, tmp_path):
+    fresh_state()
+    given = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    alone = Trainer(model_of("llama"), given, data_collator=padded, train_dataset=Sentences(60))
+    alone.train()
+    three.run(load_slowly, str(tmp_path))
 
 
 def resume_with_other_adapters(folder: str) -> None:

@@ -33,6 +33,7 @@ from transformers.trainer_utils import seed_worker
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from poplar.checkpoint.files.save_job import complete_name
+from poplar.checkpoint.files.transfers import transfer_on_all_ranks
 from poplar.checkpoint.frozen_base import base_of
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
@@ -545,20 +546,25 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             return
         folder = self.args.output_dir if output_dir is None else output_dir
         sharded = optimizer._training_parts().engine.strategy.shards_parameters
+        doing = f"save_model({str(folder)!r})"
 
         def save(state: dict[str, Any] | None = None) -> None:
-            if self.args.should_save:
-                self._save(folder, state_dict=state)
+            """On one rank; the others wait as long as it writes."""
 
-        doing = f"save_model({str(folder)!r})"
+            def write() -> None:
+                if self.args.should_save:
+                    self._save(folder, state_dict=state)
+
+            transfer_on_all_ranks(optimizer.control, self.args.device, write, doing=doing)
+
         # A `PreTrainedModel` has adapters, too, after `model.add_adapter`.
         if sharded and getattr(self.model, "peft_config", None):
             # The base stays sharded: maybe no rank could hold it.
             adapters = _adapter_values(optimizer._training_parts().engine)
             with _without_quantizer(self.model):
-                run_on_all_ranks(optimizer.control, lambda: save(adapters), doing=doing)
+                save(adapters)
         elif sharded and isinstance(self.model, PreTrainedModel):
-            run_on_all_ranks(optimizer.control, lambda: save({}), doing=doing)
+            save({})
             # Every rank sends its part, so no rank holds the whole model.
             optimizer.save_model(Path(folder) / SAFE_WEIGHTS_NAME)
             if self.args.should_save and _has_other_names_on_disk(self.model):
@@ -568,7 +574,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 )
         else:
             with optimizer.full_parameters():
-                run_on_all_ranks(optimizer.control, save, doing=doing)
+                save()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -602,11 +608,14 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if found == [FOLDER]:
             load_checkpoint(folder / FOLDER, self.optimizer, state=self._state())
         elif found:
-            names = ("optimizer.pt", "scheduler.pt")
-            states = self._on_all_ranks(
-                lambda: self.optimizer.states_of_trainer(*(_loaded(folder / n) for n in names)),
-                doing=f"reading the state of the optimizer in {checkpoint!r}",
-            )
+            states: list[Any] = []
+
+            def read() -> None:
+                files = (_loaded(folder / name) for name in ("optimizer.pt", "scheduler.pt"))
+                states.extend(self.optimizer.states_of_trainer(*files))
+
+            doing = f"reading the state of the optimizer in {checkpoint!r}"
+            transfer_on_all_ranks(self.optimizer.control, self.args.device, read, doing=doing)
             self.optimizer.load_state_dict(states[0])
             self.lr_scheduler.load_state_dict(states[1])
         else:
