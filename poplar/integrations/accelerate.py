@@ -5,7 +5,8 @@
     )
 
 Attributes of `Accelerator` that this module replaces on the given object: `backward`,
-`clip_grad_norm_`, `clip_grad_value_`, `accumulate`, `get_state_dict`, `save`, `save_model`. Tested with accelerate 1.15.
+`clip_grad_norm_`, `clip_grad_value_`, `accumulate`, `skip_first_batches`, `get_state_dict`, `save`,
+`save_model`. Tested with accelerate 1.15.
 """
 
 # ruff: noqa: E402 (what is missing is said before it is imported)
@@ -166,7 +167,7 @@ def prepare(
         if each is not None:
             each._is_accelerate_prepared = True  # type: ignore[union-attr]
     optimizer.step_was_skipped = False  # type: ignore[attr-defined]
-    _adapt(accelerator, optimizer)
+    _adapt(accelerator, optimizer, planned)
     _adapt_saving(accelerator, model, optimizer)
     state = {"loader": planned, **({} if made is None else {"scheduler": made})}
     _register_state(accelerator, optimizer, state)
@@ -283,9 +284,11 @@ def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) 
         )
 
 
-def _adapt(accelerator: Accelerator, optimizer: HeteroZeroOptimizer) -> None:
-    """Let the accelerator's methods for loops act on this optimizer."""
-    training = optimizer._training
+def _adapt(
+    accelerator: Accelerator, optimizer: HeteroZeroOptimizer, loader: _PlannedLoader
+) -> None:
+    """Let the accelerator's methods for loops act on this optimizer and loader."""
+    training, skip_any = optimizer._training, accelerator.skip_first_batches
     training.scale_loops()
 
     def backward(loss: Tensor, **options: Any) -> None:
@@ -321,10 +324,19 @@ def _adapt(accelerator: Accelerator, optimizer: HeteroZeroOptimizer) -> None:
             "backward, and step() after it"
         )
 
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if dataloader is loader:
+            raise RuntimeError(
+                "accelerator.skip_first_batches is not supported for the loader of prepare(): "
+                "load_state continues at the saved position; iterate the loader itself"
+            )
+        return skip_any(dataloader, num_batches)
+
     accelerator.backward = backward
     accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.clip_grad_value_ = clip_grad_value_
     accelerator.accumulate = accumulate
+    accelerator.skip_first_batches = skip_first_batches
 
 
 def _trained(parameters: Iterable[Tensor]) -> set[int]:

@@ -489,6 +489,26 @@ def test_the_accelerator_saves_every_value(three, tmp_path, stage, sent):
     assert refused == [stage > 0] * 3
 
 
+def skip_in_loaders() -> tuple[str, int]:
+    """The error of skipping batches of the loader of `prepare`, and how many another one has."""
+    as_launched()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    parts = prepared(PLANS[1], accelerator)
+    message = ""
+    try:
+        accelerator.skip_first_batches(parts.loader, 1)
+    except RuntimeError as error:
+        message = str(error)
+    other = DataLoader(a_dataset(), batch_size=BATCH)
+    return message, len(list(accelerator.skip_first_batches(other, 2)))
+
+
+def test_batches_of_the_planned_loader_are_not_skipped_twice(three):
+    for message, batches in three.run(skip_in_loaders):
+        assert "load_state continues at the saved position; iterate the loader itself" in message
+        assert batches == 3
+
+
 def save_model_slowly(stage: int, folder: str) -> None:
     """The main process needs longer for its file than the timeout of the ranks."""
     as_launched()
