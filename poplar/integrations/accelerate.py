@@ -170,7 +170,7 @@ def prepare(
     _adapt(accelerator, optimizer, planned)
     _adapt_saving(accelerator, model, optimizer)
     state = {"loader": planned, **({} if made is None else {"scheduler": made})}
-    _register_state(accelerator, optimizer, state)
+    _register_state(accelerator, model, optimizer, state)
     return Prepared(model, optimizer, planned, made)
 
 
@@ -402,16 +402,23 @@ def _adapt_saving(
 
 
 def _register_state(
-    accelerator: Accelerator, optimizer: HeteroZeroOptimizer, state: Mapping[str, Any]
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: HeteroZeroOptimizer,
+    state: Mapping[str, Any],
 ) -> None:
-    """Save and load with `save_state` and `load_state`. Every rank writes its own part."""
+    """Save and load with `save_state` and `load_state`. Every rank writes its own part.
 
-    def save(_models: Any, weights: list[Any], folder: str) -> None:
-        weights.clear()  # which would be written by the first rank alone
+    The accelerator saves and loads its other models itself, numbered by their order.
+    """
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        # There are fewer weights than models if a hook of the script has popped some of them.
+        weights[:] = [w for m, w in zip(models, weights, strict=False) if m is not model]
         save_now(Path(folder) / FOLDER, optimizer, state=state, replaces=True)
 
     def load(models: list[Any], folder: str) -> None:
-        models.clear()
+        models[:] = [other for other in models if other is not model]
         load_checkpoint(Path(folder) / FOLDER, optimizer, state=state)
 
     accelerator.register_save_state_pre_hook(save)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import replace
 from datetime import timedelta
@@ -507,6 +508,51 @@ def test_batches_of_the_planned_loader_are_not_skipped_twice(three):
     for message, batches in three.run(skip_in_loaders):
         assert "load_state continues at the saved position; iterate the loader itself" in message
         assert batches == 3
+
+
+def save_beside_other_models(stage: int, folder: str) -> Any:
+    """A model with an optimizer of its own, the one of `prepare`, and a mean of weights.
+
+    Returns their state when it is saved, and when it is loaded by other objects.
+    """
+
+    def build(value: float) -> tuple[Accelerator, Any, list[nn.Module], Any]:
+        fresh_state()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        first, last = nn.Linear(3, 2), a_model()
+        for parameter in (*first.parameters(), *last.parameters()):
+            nn.init.constant_(parameter, value)
+        options = {"lr": 0.1, "momentum": 0.9}
+        judged = accelerator.prepare(first, torch.optim.SGD(first.parameters(), **options))
+        parts = prepared(PLANS[stage], accelerator)
+        mean = accelerator.prepare_model(last, evaluation_mode=True)
+        return accelerator, parts, [judged[0], mean], judged[1]
+
+    def state(parts: Any, models: list[nn.Module], optimizer: Any) -> Any:
+        with parts.optimizer.full_parameters():
+            own = {name: value.clone() for name, value in parts.model.state_dict().items()}
+        others = [accelerator.unwrap_model(model).state_dict() for model in models]
+        return own, copy.deepcopy(others), copy.deepcopy(optimizer.state_dict()["state"])
+
+    as_launched()
+    accelerator, parts, models, optimizer = build(1.0)
+    parts.optimizer.train_step(loss_fn, next(iter(parts.loader)))
+    models[0](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    saved = state(parts, models, optimizer)
+    accelerator, parts, models, optimizer = build(0.0)
+    accelerator.load_state(folder)
+    return saved, state(parts, models, optimizer)
+
+
+@pytest.mark.parametrize("stage", choose(quick=[1, 3], full=list(PLANS)))
+def test_other_models_of_the_accelerator_are_saved_and_loaded(three, tmp_path, stage):
+    for saved, loaded in three.run(save_beside_other_models, stage, str(tmp_path)):
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    names = {path.name for path in tmp_path.glob("*.safetensors")}
+    assert names == {"model.safetensors", "model_1.safetensors"}, "not that of prepare()"
 
 
 def save_model_slowly(stage: int, folder: str) -> None:
