@@ -90,16 +90,14 @@ def deadline_of(process_group: dist.ProcessGroup, given: timedelta | None) -> ti
     Raises:
         ValueError: it is not positive, too long, or not shorter than the process group's.
     """
-    watchdog = _watchdog_timeout(process_group)
     if given is None:
-        if watchdog is None:
-            return DEFAULT_TIMEOUT
-        return min(DEFAULT_TIMEOUT, max(watchdog - WATCHDOG_MARGIN, watchdog / 2))
+        return deadline_within(process_group, DEFAULT_TIMEOUT)
     if not timedelta(0) < given <= _LONGEST:
         raise ValueError(
             f"timeout must be positive and at most {_LONGEST.days} days, got {given}; the default "
             f"is {DEFAULT_TIMEOUT}"
         )
+    watchdog = _watchdog_timeout(process_group)
     if watchdog is not None and given >= watchdog:
         raise ValueError(
             f"timeout={given} must be shorter than the timeout of the process group ({watchdog}), "
@@ -107,6 +105,14 @@ def deadline_of(process_group: dist.ProcessGroup, given: timedelta | None) -> ti
             f"{given + WATCHDOG_MARGIN} to init_process_group, or a shorter one here"
         )
     return given
+
+
+def deadline_within(process_group: dist.ProcessGroup, wanted: timedelta) -> timedelta:
+    """The wanted deadline, or a shorter one that ends before the process group's timeout."""
+    watchdog = _watchdog_timeout(process_group)
+    if watchdog is None:
+        return wanted
+    return min(wanted, max(watchdog - WATCHDOG_MARGIN, watchdog / 2))
 
 
 def subgroup_timeout(

@@ -185,8 +185,8 @@ class Group:
         return CollectiveTimeout(
             f"rank {self.name}: {what} failed, waiting for rank(s) {names} (deadline "
             f"{self.timeout.total_seconds():g} s). Check the log of rank(s) {names}: the process "
-            "may have been stopped or killed, or be slow. To wait longer, pass "
-            "timeout=timedelta(...) to HeteroZeroOptimizer, and a longer one to "
+            "may have been stopped or killed, or be slow. To wait longer, pass a longer timeout= "
+            "to what built the optimizer or made this call, and a longer one still to "
             f"init_process_group. Cause: {cause}"
         )
 

@@ -800,6 +800,19 @@ def test_a_save_waits_as_long_as_rank_0_writes(three, tmp_path, name, stage):
     assert (tmp_path / "training_args.bin").exists()
 
 
+def wait_limits(folder: str) -> list[float]:
+    """Seconds, by default, by a raised `ddp_timeout`, and by the options of Poplar."""
+    found = []
+    for options in ({}, {"ddp_timeout": 7200}, {"ddp_timeout": 7200, "timeout": 50.0}):
+        trainer = a_trainer_before_its_first_step(folder, PLANS[1], **options)
+        found.append(trainer.optimizer.control.group.timeout.total_seconds())
+    return found
+
+
+def test_ranks_wait_as_long_as_the_arguments_say(three, tmp_path):
+    assert three.run(wait_limits, str(tmp_path)) == [[300.0, 7200.0, 50.0]] * 3
+
+
 def mixture() -> MixtralForCausalLM:
     """Its experts have other names and shapes in files of the hub than in memory."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from poplar import CollectiveTimeout
 from poplar.comm import Group, subgroup
-from poplar.comm.deadline import deadline_of
+from poplar.comm.deadline import deadline_of, deadline_within
 
 MINUTE = timedelta(minutes=1)
 
@@ -46,6 +46,17 @@ def test_a_deadline_that_the_watchdog_does_not_allow_is_refused(nccl: None) -> N
     for given in (10 * MINUTE, 30 * MINUTE):
         with pytest.raises(ValueError, match=rf"at least {given + 2 * MINUTE} to init_process_gr"):
             deadline_of(process_group(10), given)
+
+
+@pytest.mark.parametrize(("watchdog", "minutes"), [(120, 118), (60, 58), (3, 1.5)])
+def test_a_wanted_deadline_is_shortened_to_end_before_the_watchdog(
+    nccl: None, watchdog: int, minutes: float
+) -> None:
+    assert deadline_within(process_group(watchdog), 120 * MINUTE) == minutes * MINUTE
+
+
+def test_without_a_watchdog_a_wanted_deadline_stays(world: dist.ProcessGroup) -> None:
+    assert deadline_within(world, 120 * MINUTE) == 120 * MINUTE
 
 
 @pytest.fixture

@@ -115,6 +115,7 @@ def test_at_the_deadline_the_error_names_the_ranks_that_do_not_wait(groups: list
         thread.join()
     for rank, message in enumerate(sorted(caught)):
         assert f"rank {rank}: the loss failed, waiting for rank(s) 2 (deadline 0.3 s)" in message
+        assert "pass a longer timeout= to what built the optimizer or made this call" in message
     assert [aborts(group) for group in groups] == [1, 1, 0]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from transformers import TrainingArguments
 
+from poplar.comm.deadline import deadline_within
 from poplar.integrations.own_dtype import own_dtype
 from poplar.planner.search import CHOICES
 from poplar.profiler.memory_limit import check as check_memory_limit
@@ -79,7 +82,11 @@ class PoplarArguments:
         "Write the measured steps to poplar_run.json in output_dir, for `poplar report`, if the "
         "plan was made from a profile.",
     )
-    timeout: float | None = _option(None, "Seconds that a rank waits for others; default: 300.")
+    timeout: float | None = _option(
+        None,
+        "Seconds that a rank waits for others. Default: ddp_timeout of TrainingArguments if it is "
+        "above its own default, else 300.",
+    )
 
     def __post_init__(self) -> None:
         self.stage = str(self.stage)
@@ -167,6 +174,18 @@ class PoplarArguments:
     def wait_limit(self) -> timedelta | None:
         """How long a rank waits for others; None: the default."""
         return None if self.timeout is None else timedelta(seconds=self.timeout)
+
+    def with_ddp_timeout(self, args: Any) -> PoplarArguments:
+        """With the timeout of `TrainingArguments`, if it was raised and there is no other.
+
+        It is that of the process group, so waits end a little earlier where torch ends the process.
+        """
+        if self.timeout is not None or args.ddp_timeout <= TrainingArguments.ddp_timeout:
+            return self
+        world = dist.group.WORLD
+        assert world is not None, "check_arguments has refused a script without process group"
+        timeout = deadline_within(world, timedelta(seconds=args.ddp_timeout))
+        return replace(self, timeout=timeout.total_seconds())
 
     def _read_plan(self, text: str, global_batch: int) -> Plan:
         """The plan in a JSON file, or of as many passes as the global batch needs."""

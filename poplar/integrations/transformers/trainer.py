@@ -122,6 +122,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self.args = _as_given(self.args)
         check_arguments(self.args)
         check_trainer(self, PoplarTrainerMixin)
+        self.poplar = self.poplar.with_ddp_timeout(self.args)
         self._replaces_nonfinite = self.args.logging_nan_inf_filter
         self.args = _without_accumulation(self.args)
         self._train_batch_size = self.args.train_batch_size
