@@ -9,6 +9,6 @@ from torch import nn
 
 
 def own_dtype(model: nn.Module) -> torch.dtype | Literal["auto"]:
-    """`torch.float32` for an fp32 model, which "auto" would compute in bf16 on GPUs; else "auto"."""
+    """`torch.float32` for an fp32 model, which "auto" computes in bf16 on GPUs; else "auto"."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return torch.float32 if dtypes == {torch.float32} else "auto"

@@ -38,7 +38,7 @@ class Progress:
     skipped: int
     """Steps that were not applied, because a loss or the gradient was not finite."""
     sum_of_speeds: float | None
-    """Samples per second of all devices, all at once, each at its best batch; None without a profile."""
+    """Samples per second of all devices at once, each at its best batch; None without a profile."""
     plan: Plan | None
     """That the steps ran under."""
 
