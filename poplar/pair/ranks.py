@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from poplar.comm import Group
+from poplar.comm.deadline import WATCHDOG_MARGIN
 from poplar.comm.point_to_point import close_when_aborted
 from poplar.pair.row import DID_NOT_FIT
 from poplar.pair.speed import control_group
@@ -35,7 +36,8 @@ class Ranks:
 
     def renew(self) -> None:
         """Make a process group for the next turns. Collective."""
-        self.process_group = dist.new_group(timeout=TIMEOUT)
+        # torch's watchdog ends a process on GPUs after this timeout: Poplar's deadline comes first.
+        self.process_group = dist.new_group(timeout=TIMEOUT + WATCHDOG_MARGIN)
         self._guard = Group.of(self.process_group, TIMEOUT)
         close_when_aborted(self._guard, self.process_group)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from poplar import CollectiveTimeout
 from poplar.comm import Group, subgroup
 from poplar.comm.deadline import deadline_of, deadline_within
+from poplar.pair.ranks import TIMEOUT, Ranks
 
 MINUTE = timedelta(minutes=1)
 
@@ -111,6 +112,24 @@ def test_subgroups_of_devices_have_time_for_the_error(
     subgroups.make(world, "cuda:nccl", ((0,),), 4 * MINUTE)
     subgroups.make(world, "gloo", ((0,),), 4 * MINUTE)
     assert given == [minutes * MINUTE, 4 * MINUTE]
+
+
+def test_groups_of_a_comparison_of_engines_have_time_for_the_error(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `poplar pair` makes them on GPUs, again and again."""
+
+    def own(process_group: dist.ProcessGroup) -> timedelta:
+        timeout = process_group._get_backend(torch.device("cpu")).options._timeout
+        assert isinstance(timeout, timedelta)
+        return timeout
+
+    monkeypatch.setattr("poplar.comm.deadline._watchdog_timeout", own)
+    ranks = Ranks()
+    assert deadline_of(ranks.process_group, None) == TIMEOUT, "of Poplar's engines"
+    first = ranks.process_group
+    ranks.renew()
+    assert ranks.process_group is not first
 
 
 def test_the_timeout_of_a_backend_can_be_read(world: dist.ProcessGroup) -> None:
