@@ -138,7 +138,7 @@ class Replanner:
         slowdowns = {
             rank: math.exp(change - usual)
             for rank, change in enumerate(changes)
-            if certain[rank] and abs(change - usual) > LEAST_CHANGE
+            if abs(change - usual) > max(LEAST_CHANGE, CERTAINTY * errors[rank])
         }
         self.levels = levels
         return Replan(plan=found[0], gain=found[1], slowdowns=slowdowns)

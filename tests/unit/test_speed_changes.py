@@ -135,6 +135,44 @@ def test_the_plan_follows_a_slower_rank_and_its_recovery(stage):
     assert slowed[1].gain > 0.3
 
 
+def named(speeds: Sequence[float], slower: Sequence[int], spread: Sequence[float]) -> list[Replan]:
+    """The plans that are found if ranks become 2x slower in step 60, and recover in step 120.
+
+    Args:
+        spread: by rank, the standard deviation of the logarithms of its seconds.
+    """
+    noise, names = random.Random(0), ("one", "two", "three", "four")
+    replanner = Replanner(cluster(speeds, names[: len(speeds)]))
+    plan, found, rows = Plan.proportional(speeds, 96, 1, 20), [], []
+    for step in range(180):
+        seconds = [math.exp(noise.gauss(0.0, each)) for each in spread]
+        for rank in slower:
+            seconds[rank] *= 2.0 if 60 <= step < 120 else 1.0
+        rows.append([Row(each, 1.0, 512.0) for each in seconds])
+        if len(rows) == STEPS_PER_LOOK:
+            if (new := replanner.add(rows, plan, steps_left=1000)) is not None:
+                plan = new.plan
+                found.append(new)
+            rows = []
+    return found
+
+
+@pytest.mark.parametrize("noisy", [0, 1])
+@pytest.mark.parametrize("slower", [0, 1])
+def test_the_rank_of_a_pair_that_has_changed_is_named(slower, noisy):
+    """Whichever of the two levels is known better."""
+    spread = [0.2 if rank == noisy else 0.02 for rank in (0, 1)]
+    slowed, recovered = named(SPEEDS[1:3], [slower], spread)
+    assert list(slowed.slowdowns) == [slower] == list(recovered.slowdowns)
+    assert slowed.slowdowns[slower] == pytest.approx(2.0, rel=0.15)
+    assert recovered.slowdowns[slower] == pytest.approx(0.5, rel=0.15)
+
+
+def test_all_ranks_of_the_half_that_has_changed_are_named():
+    slowed, recovered = named(SPEEDS, [2, 3], (0.2, 0.2, 0.02, 0.02))
+    assert list(slowed.slowdowns) == [2, 3] == list(recovered.slowdowns)
+
+
 def test_a_slowdown_that_all_ranks_share_changes_no_plan():
     assert replans(1, [(60, rank, 1.5) for rank in range(4)], 160, stage=1) == []
 
