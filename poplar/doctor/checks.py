@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 
 from poplar.doctor.architectures import build_for
 from poplar.doctor.connections import (
@@ -138,18 +140,29 @@ def _devices_are_not_shared(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _cores_suffice(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for on_host in by_host(ranks):
-        cores = max(rank.cores for rank in on_host)
+        cores = _usable_cores(on_host)
         threads = sum(rank.threads for rank in on_host if rank.device.kind == "cpu")
         if len(on_host) > cores:
             fix = "start fewer ranks; ranks that share a core slow each other down"
-            yield advice(on_host, f"{len(on_host)} ranks on {cores} cores", fix)
-        elif threads > cores and len(on_host) > 1:
+            yield advice(on_host, f"{len(on_host)} ranks on {cores:.4g} cores", fix)
+        elif threads > cores:
             yield advice(
                 on_host,
-                f"{threads} threads of torch on {cores} cores",
+                f"{threads} threads of torch on {cores:.4g} cores",
                 "they slow each other down considerably; set "
-                f"OMP_NUM_THREADS={cores // len(on_host)}",
+                f"OMP_NUM_THREADS={int(cores) // len(on_host)}",
             )
+
+
+def _usable_cores(on_host: Sequence[RankFacts]) -> float:
+    """Cores that the ranks of a host can use together, by affinity and CPU quotas; at least 1."""
+    mask = reduce(operator.or_, (int(rank.affinity, 16) for rank in on_host))
+    cores = max(mask.bit_count(), *(rank.cores for rank in on_host))
+    quotas = [rank.cpu_quota for rank in on_host if rank.cpu_quota is not None]
+    if len(quotas) < len(on_host):
+        return cores
+    # Ranks of one control group share its quota.
+    return max(1.0, min(cores, sum(quota for _, quota in set(quotas))))
 
 
 def _windows_limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

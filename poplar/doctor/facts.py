@@ -60,7 +60,7 @@ class RankFacts:
     shared_memory_bytes: tuple[int, int] | None
     """Free and total of `/dev/shm`."""
     cores: int
-    """CPU cores that this process may run on."""
+    """Number of CPU cores that this process may run on."""
     threads: int
     """CPU threads that torch computes with in this process."""
     address: str
@@ -75,6 +75,12 @@ class RankFacts:
     """Why the operators cannot run on the device, and what to do; None if they can."""
     peer_access: Mapping[str, bool] = field(default_factory=dict)
     """By UUID of each other visible GPU: whether this one can read its memory."""
+    affinity: str = "0"
+    """The cores that this process may run on, as a hexadecimal mask like that of `taskset`; "0" if
+    they are not known."""
+    cpu_quota: tuple[int, float] | None = None
+    """The smallest CPU quota of this process: the number of the control group that shares it, and
+    the quota in cores. None: no quota."""
 
 
 def describe_values(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
@@ -135,6 +141,8 @@ def collect_facts(device: torch.device) -> RankFacts:
         architectures=tuple(torch.cuda.get_arch_list()) if info.kind == "cuda" else (),
         operators_problem=ops.problem_on(info.capability) if info.capability else None,
         peer_access=devices.peer_access(device),
+        affinity=f"{sum(1 << core for core in host_limits.affinity()):x}",
+        cpu_quota=host_limits.shared_quota(),
     )
 
 

@@ -26,11 +26,14 @@ def processor_name() -> str:
     return " ".join(found[1].split()) if found else "CPU"
 
 
+def affinity() -> set[int]:
+    """The cores that this process may run on, by number; empty if the system does not tell."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
 def cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Number of cores that this process may run on."""
+    return len(affinity()) or os.cpu_count() or 1
 
 
 def total_memory() -> int | None:
@@ -73,8 +76,19 @@ def unused_process_memory() -> int | None:
 
 def processor_quota() -> float | None:
     """CPU quota of this process's control group, in cores; None if there is no quota."""
-    quotas = [quota for quota in map(_quota_of, _groups("cpu")) if quota is not None]
-    return min(quotas, default=None)
+    shared = shared_quota()
+    return None if shared is None else shared[1]
+
+
+def shared_quota() -> tuple[int, float] | None:
+    """The control group of this process with the smallest CPU quota, and the quota in cores.
+
+    The group's number is that of its folder, also in a container, where its path may be "/".
+    """
+    quotas = [(_quota_of(folder), folder) for folder in _groups("cpu")]
+    known = [(quota, folder.stat().st_ino) for quota, folder in quotas if quota is not None]
+    quota, group = min(known, default=(None, 0))
+    return None if quota is None else (group, quota)
 
 
 def shared_memory() -> tuple[int, int] | None:

@@ -292,6 +292,52 @@ def test_more_threads_than_cores_name_the_number_that_fits():
     assert all_findings(*(facts(rank, processor, threads=4) for rank in range(4))) == []
 
 
+PROCESSOR = DeviceInfo(
+    name="EPYC", kind="cpu", host="one", cores=16, total_bytes=64 * GIB, others_bytes=0
+)
+
+
+def pinned(rank, mask, **more):
+    """A rank on the CPU that may run on the cores of this mask."""
+    cores = mask.bit_count()
+    more = {"cores": cores, "threads": cores, **more}
+    return facts(rank, PROCESSOR, affinity=f"{mask:x}", **more)
+
+
+def test_ranks_on_cores_of_their_own_share_none():
+    assert all_findings(*(pinned(rank, 1 << rank) for rank in range(8))) == []
+    assert all_findings(*(pinned(rank, 0xF << 4 * rank) for rank in range(4))) == []
+    finding = only_finding(*(pinned(rank, 0x3) for rank in range(4)))
+    assert finding.what == "4 ranks on 2 cores"
+    finding = only_finding(*(pinned(rank, 0xF << 4 * rank, threads=16) for rank in range(4)))
+    assert finding.what == "64 threads of torch on 16 cores"
+    assert "OMP_NUM_THREADS=4" in finding.fix
+
+
+def test_a_cpu_quota_limits_the_cores():
+    finding = only_finding(*(pinned(rank, 0xFFFF, cpu_quota=(7, 3.5)) for rank in range(4)))
+    assert finding.what == "4 ranks on 3.5 cores"
+    finding = only_finding(pinned(0, 0xFFFF, cpu_quota=(7, 2.0)))
+    assert finding.what == "16 threads of torch on 2 cores"
+    assert "OMP_NUM_THREADS=2" in finding.fix
+    assert all_findings(pinned(0, 0xFFFF, threads=1, cpu_quota=(7, 0.5))) == []
+
+
+def test_ranks_with_quotas_of_their_own_share_none():
+    four = {"threads": 4}
+    own = [pinned(rank, 0xFFFF, cpu_quota=(rank, 4.0), **four) for rank in range(4)]
+    assert all_findings(*own) == []
+    assert all_findings(pinned(0, 0xFFFF, **four), *own[1:]) == [], "rank 0 has none"
+    shared = [pinned(rank, 0xFFFF, cpu_quota=(7, 4.0), **four) for rank in range(4)]
+    assert only_finding(*shared).what == "16 threads of torch on 4 cores"
+
+
+def test_the_cores_of_this_process_are_known():
+    (mine,) = examine().ranks
+    assert int(mine.affinity, 16).bit_count() == mine.cores
+    assert from_fields(RankFacts, to_json_types(mine)) == mine
+
+
 def test_throttling_other_processes_and_narrow_links_are_reported():
     hot = gpu(
         uuid="GPU-0", throttled="too hot", others_bytes=20 * GIB, links=("PCIe 4 x4 (of x16)",)

@@ -362,6 +362,11 @@ def test_limits_of_the_process_limit_memory(tmp_path, monkeypatch, limits, limit
 def test_cpu_quota_is_read(tmp_path, monkeypatch, files, quota):
     pretend(monkeypatch, tmp_path, files)
     assert host_limits.processor_quota() == quota
+    shared = host_limits.shared_quota()
+    assert (None if shared is None else shared[1]) == quota
+    if shared is not None:
+        groups = (path.parent for path in tmp_path.rglob("cpu*") if path.is_file())
+        assert shared[0] in {group.stat().st_ino for group in groups}
     notes = " ".join(devices.describe(CPU).notes)
     assert ("CPU quota" in notes) == (quota is not None)
 
