@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -179,6 +180,9 @@ class RunFile:
     per plan. The first step, which prepares kernels and buffers, does not count. Memory is bounded:
     the oldest runs and steps are dropped.
 
+    A resumed training (`Monitor(start_step=)`) continues the record of the steps before it, if the
+    file has one of a profile of the same model, settings and devices.
+
     Args:
         path: the file; its folder is made. It is replaced at every report, so it must be a regular
             file, or a link to one, in a folder in which files can be replaced.
@@ -190,7 +194,7 @@ class RunFile:
         self._path, self._title, self._keep = Path(path), title, keep
         self._profile: ClusterProfile | None = None
         self._runs: list[Run] = []
-        self._plans = self._steps = 0
+        self._plans = 0
         self._is_first = True
 
     def start(self, plan: Plan | None, profile: ClusterProfile | None) -> None:
@@ -213,10 +217,14 @@ class RunFile:
         assert progress.plan is not None, "a plan stays a plan"
         seconds = progress.step_seconds[self._is_first :]
         losses: tuple[float | None, ...] = progress.losses
+        first_step = progress.step - len(losses) + 1
+        if self._is_first and first_step > 1:
+            self._runs = self._recorded_before(first_step, self._profile)
+            self._plans = len(self._runs)
         self._is_first = False
-        self._steps += len(losses)
-        if self._runs and self._runs[-1].plan == progress.plan:
-            last = self._runs.pop()
+        last = self._runs[-1] if self._runs else None
+        if last and last.plan == progress.plan and last.next_step == first_step:
+            self._runs.pop()
             seconds, losses = last.step_seconds + seconds, last.losses + losses
         elif seconds:
             self._plans += 1
@@ -228,7 +236,7 @@ class RunFile:
                     plan=progress.plan,
                     step_seconds=seconds[-self._keep :],
                     losses=losses,
-                    first_step=self._steps - len(losses) + 1,
+                    first_step=progress.step - len(losses) + 1,
                     predicted_step_seconds=(progress.plan.prediction or {}).get("step_seconds"),
                 )
             )
@@ -258,3 +266,22 @@ class RunFile:
 
     def close(self) -> None:
         """Nothing is left to write."""
+
+    def _recorded_before(self, step: int, profile: ClusterProfile) -> list[Run]:
+        """What the file has of the steps before this one; nothing if it is of another job."""
+        if not self._path.exists():
+            return []
+        try:
+            record = RunRecord.from_json(self._path)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"the record begins at step {step}: {error}", stacklevel=2)
+            return []
+        if (record.profile.identity, record.profile.world_size) != (
+            profile.identity,
+            profile.world_size,
+        ):
+            what = f"{self._path} has the record of another model, other settings or other devices"
+            warnings.warn(f"the record begins at step {step}: {what}", stacklevel=2)
+            return []
+        before = [kept for run in record.runs if (kept := run.before(step)) is not None]
+        return [replace(run, name=f"plan {number}") for number, run in enumerate(before, 1)]

@@ -210,7 +210,7 @@ def draw_losses(runs: Sequence[Run]) -> Figure | None:
 
 
 def _clock(run: Run, began: float) -> list[float]:
-    """When each step ended. Steps before the timed ones count as the median step."""
+    """When each step ended. Steps that were not timed count as the median step, at the start."""
     untimed = len(run.losses) - len(run.step_seconds)
     seconds = [run.measured_step_seconds] * max(0, untimed) + list(run.step_seconds)
     return list(accumulate(seconds[: len(run.losses)], initial=began))[1:]

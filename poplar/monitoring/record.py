@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 from poplar.system.trace import Span
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.values.schema import Document, Positive, PositiveCount, Rule, check_fields
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _Span = Annotated[
     Span,
@@ -34,8 +37,8 @@ class Run:
     step_seconds: Annotated[tuple[Positive, ...], Rule("at least one step", bool)]
     """Of the slowest rank, step by step."""
     losses: tuple[float | None, ...] = ()
-    """Of the global batch, step by step, None if not finite; may begin earlier than
-    `step_seconds`."""
+    """Of the global batch, step by step, None if not finite. May be more than `step_seconds`: the
+    first step after each start of the training is not timed."""
     first_step: PositiveCount = 1
     """Number of the step of the first loss. The plans of one training have different ones."""
     predicted_step_seconds: Positive | None = None
@@ -61,6 +64,18 @@ class Run:
     def samples_per_second(self) -> float:
         """The global batch over the median step."""
         return self.plan.global_batch / self.measured_step_seconds
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step after the last one."""
+        return self.first_step + max(len(self.losses), len(self.step_seconds))
+
+    def before(self, step: int) -> Self | None:
+        """The steps of this run before that one; None if no timed one is among them."""
+        dropped = max(0, self.next_step - step)
+        seconds = self.step_seconds[: max(0, len(self.step_seconds) - dropped)]
+        losses = self.losses[: max(0, len(self.losses) - dropped)]
+        return replace(self, step_seconds=seconds, losses=losses) if seconds else None
 
     @property
     def prediction_error(self) -> float | None:

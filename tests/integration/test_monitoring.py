@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,8 +196,8 @@ def test_a_changed_plan_is_another_run_of_the_record(tmp_path):
     run_file = RunFile(tmp_path / "run.json")
     run_file.start(PLAN, PROFILE)
     smaller = PLAN.with_largest_batches({0: 1})
-    for plan in (PLAN, PLAN, smaller):
-        run_file.log(progress(plan=plan))
+    for step, plan in ((2, PLAN), (4, PLAN), (6, smaller)):
+        run_file.log(progress(plan=plan, step=step))
     runs = RunRecord.from_json(tmp_path / "run.json").runs
     assert [run.plan for run in runs] == [PLAN, smaller]
     assert [len(run.step_seconds) for run in runs] == [3, 2]
@@ -207,12 +208,75 @@ def test_losses_of_different_steps_are_not_compared(tmp_path):
     run_file = RunFile(tmp_path / "run.json", keep=3)
     run_file.start(PLAN, PROFILE)
     smaller = PLAN.with_largest_batches({0: 1})
-    for plan in (PLAN, PLAN, smaller):
-        run_file.log(progress(plan=plan))
+    for step, plan in ((2, PLAN), (4, PLAN), (6, smaller)):
+        run_file.log(progress(plan=plan, step=step))
     record = RunRecord.from_json(tmp_path / "run.json")
     assert [run.first_step for run in record.runs] == [2, 5]
     write_report(record, tmp_path / "report.html")
     assert "differ by" not in (tmp_path / "report.html").read_text("utf-8")
+
+
+def start_training(path: Path, reports: Sequence[Progress], profile: Any = PROFILE) -> RunRecord:
+    """The record after a training made these reports."""
+    run_file = RunFile(path)
+    run_file.start(PLAN, profile)
+    for report in reports:
+        run_file.log(report)
+    return RunRecord.from_json(path)
+
+
+def steps_until(step: int, plan: poplar.Plan = PLAN) -> Progress:
+    """A report of four steps, whose losses are their numbers."""
+    numbers = tuple(float(number) for number in range(step - 3, step + 1))
+    return progress(
+        step=step, losses=numbers, step_seconds=tuple(n / 8.0 for n in numbers), plan=plan
+    )
+
+
+def test_a_resumed_training_continues_the_record(tmp_path):
+    """From a checkpoint of step 10, after which the first start had trained two more steps."""
+    path = tmp_path / "run.json"
+    start_training(path, [steps_until(4), steps_until(8), steps_until(12)])
+    (run,) = start_training(path, [steps_until(14)]).runs
+    assert run.losses == tuple(range(1, 15))
+    assert run.step_seconds == tuple(n / 8 for n in range(1, 15) if n not in (1, 11)), "not timed"
+    assert (run.first_step, run.next_step) == (1, 15)
+    write_report(RunRecord.from_json(path), tmp_path / "report.html")
+
+
+def test_a_resumed_training_with_other_steps_or_another_plan_adds_a_run(tmp_path):
+    path = tmp_path / "run.json"
+    smaller = PLAN.with_largest_batches({0: 1})
+    start_training(path, [steps_until(4), steps_until(8, smaller)])
+    start_training(path, [steps_until(20, smaller)])  # steps 9 to 16 were not reported
+    runs = start_training(path, [steps_until(24)]).runs
+    assert [run.name for run in runs] == [f"plan {number}" for number in (1, 2, 3, 4)]
+    assert [run.plan for run in runs] == [PLAN, smaller, smaller, PLAN]
+    assert [run.first_step for run in runs] == [1, 5, 17, 21]
+    (run,) = start_training(path, [steps_until(8)]).runs
+    assert run.losses == tuple(range(1, 9)), "the steps after the checkpoint are trained again"
+
+
+def test_a_training_from_the_first_step_replaces_the_record(tmp_path):
+    path = tmp_path / "run.json"
+    start_training(path, [steps_until(4), steps_until(8)])
+    (run,) = start_training(path, [steps_until(4)]).runs
+    assert (run.first_step, run.next_step) == (1, 5)
+
+
+def test_steps_of_another_job_are_not_continued(tmp_path):
+    path = tmp_path / "run.json"
+    start_training(path, [steps_until(4)])
+    other = dataclasses.replace(PROFILE, identity={"model": "another"})
+    with pytest.warns(
+        UserWarning, match=r"begins at step 5: .*run\.json has the record of another"
+    ):
+        (run,) = start_training(path, [steps_until(8)], other).runs
+    assert (run.first_step, run.losses) == (5, (5.0, 6.0, 7.0, 8.0))
+    path.write_text("{")
+    with pytest.warns(UserWarning, match=r"begins at step 9: .*run\.json is damaged"):
+        (run,) = start_training(path, [steps_until(12)]).runs
+    assert run.first_step == 9
 
 
 def test_a_job_that_is_stopped_while_it_writes_leaves_a_record(tmp_path, monkeypatch):
@@ -226,7 +290,7 @@ def test_a_job_that_is_stopped_while_it_writes_leaves_a_record(tmp_path, monkeyp
 
     monkeypatch.setattr(Path, "write_text", stopped)
     with pytest.raises(KeyboardInterrupt):
-        run_file.log(progress())
+        run_file.log(progress(step=4))
     monkeypatch.undo()
     (run,) = RunRecord.from_json(tmp_path / "run.json").runs
     assert len(run.step_seconds) == 1
@@ -235,7 +299,7 @@ def test_a_job_that_is_stopped_while_it_writes_leaves_a_record(tmp_path, monkeyp
 def test_losses_that_are_not_finite_are_null_in_a_record(tmp_path):
     run_file = RunFile(tmp_path / "run.json")
     run_file.start(PLAN, PROFILE)
-    run_file.log(progress(losses=(2.0, math.nan, math.inf), step_seconds=(0.5,) * 3))
+    run_file.log(progress(step=3, losses=(2.0, math.nan, math.inf), step_seconds=(0.5,) * 3))
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -266,7 +330,7 @@ def test_a_record_replaces_a_file_or_what_a_link_leads_to(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Path, "replace", mounted)
     with pytest.raises(OSError, match=r"mount its folder instead.*run\.json"):
-        run_file.log(progress())
+        run_file.log(progress(step=4))
     assert {path.name for path in tmp_path.iterdir()} == {"link.json", "run.json"}
 
 
@@ -284,14 +348,15 @@ def test_a_long_run_takes_no_more_memory_or_disk(tmp_path):
     plans = [dataclasses.replace(PLAN, stage=stage) for stage in (0, 1)]
     for number in range(40):
         steps = {"step_seconds": (0.1,) * 4, "losses": (1.0,) * 4}
-        run_file.log(progress(plan=plans[number // 2 % 2], **steps))
+        run_file.log(progress(step=4 * number + 4, plan=plans[number // 2 % 2], **steps))
         assert sum(len(run.step_seconds) for run in run_file._runs) < 2 * 10
     names = [run.name for run in RunRecord.from_json(tmp_path / "run.json").runs]
     assert names == ["plan 19", "plan 20"]
     run_file = RunFile(tmp_path / "run.json", keep=10)
     run_file.start(PLAN, PROFILE)
-    for _ in range(10):
-        run_file.log(progress(step_seconds=(0.1,) * 4, losses=(1.0,) * 4))
+    for number in range(10):
+        steps = {"step_seconds": (0.1,) * 4, "losses": (1.0,) * 4}
+        run_file.log(progress(step=4 * number + 4, **steps))
     (run,) = RunRecord.from_json(tmp_path / "run.json").runs
     assert len(run.step_seconds) == len(run.losses) == 10
 
