@@ -7,9 +7,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 INJECT = Path(__file__).with_name("inject")
+PASSED_ON = {
+    *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+}
+"""What schedulers and users send to a job so that it ends or saves its state. Each of them would
+end the watcher alone."""
 
 
 def environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -21,6 +28,8 @@ def environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
 def run(command: Sequence[str], folder: Path, every: float, look: Callable[[], None]) -> int:
     """Run a job; returns its exit status, 128 + N if signal N has ended it.
 
+    Signals of `PASSED_ON` that another process sends to this one are sent to the job.
+
     Args:
         command: the program and its arguments, as a shell would start it.
         folder: where the ranks write their records.
@@ -30,7 +39,7 @@ def run(command: Sequence[str], folder: Path, every: float, look: Callable[[], N
     Raises:
         ValueError: there is no such program.
     """
-    awaited = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
+    awaited = {signal.SIGCHLD, *PASSED_ON}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
 
     def unblock() -> None:
@@ -47,7 +56,7 @@ def run(command: Sequence[str], folder: Path, every: float, look: Callable[[], N
             if received is None:
                 look_once()
             elif received.si_signo != signal.SIGCHLD and received.si_code <= 0:
-                job.send_signal(received.si_signo)  # a terminal sends Ctrl-C to the job, too
+                job.send_signal(received.si_signo)  # a terminal sends its own to the job, too
         return status if status >= 0 else 128 - status
     finally:
         while signal.sigtimedwait(awaited, 0):
@@ -64,7 +73,8 @@ def _printing_errors(look: Callable[[], None]) -> Callable[[], None]:
             look()
         except Exception as error:
             if repr(error) not in printed:
-                print(f"poplar watch: {error!r}", file=sys.stderr)
+                with suppress(OSError):  # the terminal may have gone
+                    print(f"poplar watch: {error!r}", file=sys.stderr)
             printed.add(repr(error))
 
     return look_once

@@ -256,27 +256,34 @@ def interrupted(*_):
     print("interrupted", flush=True)
     end = time.monotonic() + 0.5  # a second one would show
 
-signal.signal(signal.SIGINT, interrupted)
+signal.signal(int(sys.argv[1]), interrupted)
 print("started", flush=True)
 while time.monotonic() < end:
     time.sleep(0.02)
 sys.exit(7)
 """
-sys.exit(run([sys.executable, "-c", code], Path(), 0.1, lambda: None))
+sys.exit(run([sys.executable, "-c", code, sys.argv[1]], Path(), 0.1, lambda: None))
 '''
 
 
-@pytest.mark.parametrize("sent", ["kill", "terminal"])
-def test_an_interrupt_reaches_the_job_once(sent):
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [
+        ("terminal", "SIGINT"),
+        *(("kill", f"SIG{name}") for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2")),
+    ],
+)
+def test_a_signal_reaches_the_job_once(sent, name):
     """The terminal sends Ctrl-C to the job, too; `kill` sends it to the watcher alone."""
+    number = signal.Signals[name]
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-c", JOB_AND_WATCHER])
+        os.execv(sys.executable, [sys.executable, "-c", JOB_AND_WATCHER, str(int(number))])
     output = b""
     while b"started" not in output:
         output += os.read(terminal, 100)
     if sent == "kill":
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, number)
     else:
         os.write(terminal, b"\x03")
     with contextlib.suppress(OSError):  # the end of a terminal
