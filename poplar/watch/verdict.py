@@ -134,7 +134,8 @@ class Verdict:
             f"whose {self.cause} is slower."
         )
         if self.cause == INPUT:
-            seconds = max(time.input for time in self.ranks if time.rank in self.waiting_on)
+            late_ranks = (time for time in self.ranks if time.rank in self.waiting_on)
+            seconds = max(time.input / max(1, time.batches) for time in late_ranks)
             return [
                 f"{found} A batch there takes {format_seconds(seconds)}: give the DataLoader more "
                 "workers, or move the data to a faster disk."

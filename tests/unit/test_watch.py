@@ -127,6 +127,11 @@ def test_slow_input_is_named_and_no_plan_is_advised():
     assert "A batch there takes 0.3 s" in verdict.sentences()[0]
 
 
+def test_the_time_of_a_batch_is_a_part_of_what_a_step_accumulates():
+    verdict = judge(records([0.1, 0.1], data=[0.0, 0.6], batches=3))
+    assert "A batch there takes 0.2 s" in verdict.sentences()[0]
+
+
 def test_slow_link_is_named_as_the_network():
     verdict = judge(records([0.1, 0.11], network=0.3))
     assert (verdict.cause, verdict.advised) == (NETWORK, False)
