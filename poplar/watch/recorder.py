@@ -49,6 +49,11 @@ ENGINES = {
 DDP and FSDP2 imports Poplar's optimizer, too."""
 FLUSH_SECONDS = 0.5
 MOST_BYTES = 2**25
+RELATE_SECONDS = 1.0
+"""Between two comparisons of a device's timer with the host's clock: their rates differ by some
+10 microseconds per second."""
+LONGEST_PROBE = 5e-4
+"""Seconds that a comparison may take, which is also its error."""
 
 
 def install(folder: str) -> None:
@@ -106,16 +111,19 @@ class _HostClock:
     def move_to(self, mark: Any) -> None:
         """Use this mark as the origin of later ones."""
 
+    def relate(self) -> None:
+        """Nothing: it is the clock of the host."""
+
 
 class _DeviceClock:
     """Marks are events of the current stream, converted to the clock of the host."""
 
     def __init__(self, cuda: Any) -> None:
-        self._cuda, self._compute = cuda, cuda.current_stream()
+        self._cuda, self._compute, self._idle = cuda, cuda.current_stream(), cuda.Stream()
         self._origin = cuda.Event(enable_timing=True)
         self._origin.record()
         self._origin.synchronize()  # once
-        self._seconds = time.perf_counter()
+        self._seconds = self._related = time.perf_counter()
 
     def is_exposed(self) -> bool:
         """Streams of their own wait for collectives while the compute stream goes on."""
@@ -135,6 +143,24 @@ class _DeviceClock:
     def move_to(self, mark: Any) -> None:
         """Use this mark as the origin of later ones: elapsed times are of 24 bits."""
         self._seconds, self._origin = self.seconds(mark), mark
+
+    def relate(self) -> None:
+        """Compare the timer of the device with the clock of the host, from time to time.
+
+        An event of a stream without work passes at once, so the host does not wait for the job.
+        """
+        begin = time.perf_counter()
+        if begin - self._related < RELATE_SECONDS:
+            return
+        self._related = begin
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._idle)
+        while not event.query() and time.perf_counter() - begin < LONGEST_PROBE:
+            pass
+        end = time.perf_counter()
+        if end - begin < LONGEST_PROBE:  # else the device or this thread had something else to do
+            passed = float(self._origin.elapsed_time(event)) / 1e3
+            self._seconds = (begin + end) / 2 - passed
 
 
 class _Step:
@@ -438,6 +464,7 @@ class Recorder:
             step = self._closed.popleft()
             self._written += self._file.write(step.line(self._clock))
             self._clock.move_to(step.end)
+        self._clock.relate()
         if time.perf_counter() - self._flushed > FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.perf_counter()

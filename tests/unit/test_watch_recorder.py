@@ -18,16 +18,31 @@ class FakeCuda:
 
     def __init__(self):
         self.now, self.stream, self.synchronized, self.capturing = 0.0, "compute", 0, False
+        self.queued = 0.0
+        """Seconds of work in the streams of the job."""
+
+    def is_initialized(self):
+        return True
 
     def current_stream(self):
         return self.stream
+
+    def Stream(self):
+        return "without work"
+
+    def get_device_name(self):
+        return "fake"
 
     def is_current_stream_capturing(self):
         return self.capturing
 
     def Event(self, enable_timing):
         event = SimpleNamespace(at=None)
-        event.record = lambda: setattr(event, "at", self.now)
+
+        def record(stream="compute"):
+            event.at = self.now + (self.queued if stream != "without work" else 0.0)
+
+        event.record = record
         event.synchronize = lambda: setattr(self, "synchronized", self.synchronized + 1)
         event.query = lambda: event.at <= self.now
         event.elapsed_time = lambda other: 1e3 * (other.at - event.at)
@@ -49,9 +64,55 @@ def test_times_of_a_device_need_one_synchronization():
     assert not clock.is_exposed()
 
 
+def watching_on_a_device(tmp_path, monkeypatch):
+    """A recorder on a `FakeCuda`, whose clock the host shares, and which has begun a step."""
+    cuda, watching = FakeCuda(), recorder.Recorder(str(tmp_path))
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=lambda: cuda.now))
+    distributed = SimpleNamespace(
+        is_initialized=lambda: True, get_rank=lambda: 0, get_world_size=lambda: 1
+    )
+    watching._torch = SimpleNamespace(cuda=cuda, distributed=distributed)
+    watching._end_update(None)
+    return cuda, watching
+
+
+def test_times_of_a_device_stay_on_the_clock_of_the_host_while_it_is_busy(tmp_path, monkeypatch):
+    cuda, watching = watching_on_a_device(tmp_path, monkeypatch)
+    drift = 50e-6
+    host = SimpleNamespace(perf_counter=lambda: cuda.now * (1 + drift))
+    monkeypatch.setattr(recorder, "time", host)
+    cuda.queued = 0.25
+    for _ in range(720):
+        cuda.now += 5.0
+        watching._end_update(watching._clock.mark())
+        watching._begin_work()
+    cuda.now += 1.0
+    watching._write()
+    watching._file.close()
+    last = json.loads((tmp_path / "rank-0.jsonl").read_text().splitlines()[-1])
+    end = (cuda.now - 1.0 + cuda.queued) * (1 + drift)
+    assert last["end"] == pytest.approx(end, abs=2 * 5.0 * drift)
+    assert cuda.synchronized == 1
+
+
+def test_a_comparison_of_clocks_that_takes_long_changes_nothing(monkeypatch):
+    cuda = FakeCuda()
+    host = SimpleNamespace(now=0.0)
+
+    def perf_counter():
+        host.now += recorder.LONGEST_PROBE
+        return host.now
+
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=perf_counter))
+    clock = recorder._DeviceClock(cuda)
+    mark, host.now = clock.mark(), 100.0
+    before = clock.seconds(mark)
+    clock.relate()
+    assert clock.seconds(mark) == before
+
+
 def test_nothing_is_recorded_while_a_graph_is_captured(tmp_path):
     cuda = FakeCuda()
-    cuda.is_initialized = lambda: True
     distributed = SimpleNamespace(is_initialized=lambda: True)
     watching = recorder.Recorder(str(tmp_path))
     watching._torch = SimpleNamespace(cuda=cuda, distributed=distributed)
