@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from poplar.cli.output import command_output
 from poplar.values.formatting import format_percent, format_seconds
 from poplar.values.schema import json_text
 from poplar.watch.job import run
-from poplar.watch.records import read_records
+from poplar.watch.records import ENDINGS, RANKS, read_endings, read_records
 from poplar.watch.verdict import Verdict, judge
 
 NOTHING_RECORDED = (
@@ -60,7 +61,7 @@ def watch(
     ):
         console, folder = Console(stderr=True, highlight=False), (records or Path(name)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        if old := sorted(folder.glob("rank-*.jsonl")):
+        if old := sorted([*folder.glob(RANKS), *folder.glob(ENDINGS)]):
             raise ValueError(
                 f"--folder {folder} has {old[0].name} of another job; give an empty one"
             )
@@ -73,16 +74,23 @@ def watch(
         status = run(command, folder, every, look)
         # An error after the end of the job is printed, and does not replace its exit code.
         with suppress(typer.Exit), command_output(as_json=False, debug=debug):
-            _conclude(judge(read_records(folder)), console, json_file, html_file)
+            endings = read_endings(folder)
+            verdict = judge(read_records(folder), endings)
+            _conclude(verdict, endings, console, json_file, html_file)
     raise typer.Exit(status)
 
 
 def _conclude(
-    verdict: Verdict | None, console: Console, json_file: Path | None, html_file: Path | None
+    verdict: Verdict | None,
+    endings: Sequence[str],
+    console: Console,
+    json_file: Path | None,
+    html_file: Path | None,
 ) -> None:
     """Show the verdict on a job that has ended, and write the files."""
     if verdict is None:
-        print(NOTHING_RECORDED, file=sys.stderr)
+        ended = f"poplar watch: no step was recorded on all ranks: {'; '.join(endings)}."
+        print(ended if endings else NOTHING_RECORDED, file=sys.stderr)
         return
     console.print(table_of(verdict))
     console.print(*verdict.sentences(), sep="\n", markup=False)

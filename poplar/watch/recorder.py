@@ -8,6 +8,9 @@ Times on a CUDA device are events, read when the device has passed them; the hos
 A file `rank-N.jsonl` has a header and one line per step: the fields of `RankRecord` and of
 `StepRecord` in `records`, with times on the clock of the host. A file that has become large starts
 again, so a long job needs little space.
+
+The recorder runs inside the functions of the job, always through `Recorder.attempt`: its errors end
+the recording and not the job, and are written to a file `ended-HOST-PROCESS.txt`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from itertools import islice
@@ -55,17 +59,21 @@ RELATE_SECONDS = 1.0
 LONGEST_PROBE = 5e-4
 """Seconds that a comparison may take, which is also its error."""
 
+_Around = Generator[None, Any, None]
+"""What is done around a call: until its `yield`, before the call; then, with its result, after it.
+It is closed there if the call raises."""
+
 
 def install(folder: str) -> None:
     """Record this process into `folder` once it has imported torch and has a process group."""
-    sys.meta_path.insert(0, _AfterTorch(folder))
+    sys.meta_path.insert(0, _AfterTorch(Recorder(folder)))
 
 
 class _AfterTorch(MetaPathFinder):
     """Finds nothing; makes the import of torch wrap torch when it is done."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._is_searching = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -76,21 +84,24 @@ class _AfterTorch(MetaPathFinder):
             spec: Any = find_spec("torch")
         finally:
             self._is_searching = False
-        if spec is None or spec.loader is None:
-            return spec
-        load = spec.loader.exec_module
+        if spec is not None and spec.loader is not None:
+            self._recorder.attempt(self._extend, spec.loader)
+        return spec
+
+    def _extend(self, loader: Any) -> None:
+        """Make the loader wrap the module that it has loaded."""
+        load = loader.exec_module
 
         def load_and_wrap(module: Any) -> None:
             load(module)
-            try:
-                # Not before, because others may only ask whether torch is installed.
-                sys.meta_path.remove(self)
-                Recorder(self._folder).wrap(module)
-            except Exception as error:  # the job runs without being watched
-                print(f"poplar watch: this process is not recorded: {error!r}", file=sys.stderr)
+            self._recorder.attempt(self._wrap, module)
 
-        spec.loader.exec_module = load_and_wrap
-        return spec
+        loader.exec_module = load_and_wrap
+
+    def _wrap(self, module: Any) -> None:
+        # Not before, because others may only ask whether torch is installed.
+        sys.meta_path.remove(self)
+        self._recorder.wrap(module)
 
 
 class _HostClock:
@@ -116,7 +127,10 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """Marks are events of the current stream, converted to the clock of the host."""
+    """Marks are events of the current stream, converted to the clock of the host.
+
+    The time of a mark of the host itself is a mark, too.
+    """
 
     def __init__(self, cuda: Any) -> None:
         self._cuda, self._compute, self._idle = cuda, cuda.current_stream(), cuda.Stream()
@@ -138,6 +152,8 @@ class _DeviceClock:
         return bool(mark.query())
 
     def seconds(self, mark: Any) -> float:
+        if isinstance(mark, float):
+            return mark
         return self._seconds + float(self._origin.elapsed_time(mark)) / 1e3
 
     def move_to(self, mark: Any) -> None:
@@ -226,6 +242,30 @@ class Recorder:
         self._main = threading.get_ident()
         self._in_backward = self._knows_poplar = self._has_failed = False
 
+    def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call code of the recorder. An error ends the recording and not the job; returns None."""
+        try:
+            return call(*args)
+        # All that the recorder does inside the job goes through here, so this is the one place that
+        # catches every error: another version of torch, a device that fails or a full disk must not
+        # end a job only because it is watched.
+        except Exception as error:
+            if not self._has_failed:  # else it has ended before, or its report has failed
+                self._has_failed, self._step = True, None
+                self._closed.clear()
+                self.attempt(self._report, error)
+
+    def _report(self, error: Exception) -> None:
+        """Say why the recording ends: to whoever reads the record, and on stderr."""
+        host, process = os.uname().nodename, os.getpid()
+        rank = self.attempt(lambda: self._torch.distributed.get_rank())
+        where = f"in process {process} on {host}" if rank is None else f"on rank {rank}"
+        text = f"{where}, recording ends: {error!r}\n"
+        self.attempt(lambda: print(f"poplar watch: {text}", end="", file=sys.stderr))
+        path = os.path.join(self._folder, f"ended-{host}-{process}.txt")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
     def wrap(self, torch: Any) -> None:
         """Wrap what the engines call."""
         self._torch = torch
@@ -236,133 +276,151 @@ class Recorder:
             if hasattr(c10d.ProcessGroup, name):
                 self._replace(c10d.ProcessGroup, name, self._collective)
         self._replace(c10d.Work, "wait", self._wait)
-        # FSDP2 issues collectives on streams of its own, for whose events the compute waits.
-        on_events = self._timed("event", lambda stream, *_: stream == torch.cuda.current_stream())
-        self._replace(torch.cuda.Stream, "wait_event", on_events)
-        # DDP broadcasts buffers before a forward, in C++.
-        self._replace(torch.distributed, "_broadcast_coalesced", self._timed("buffers"))
+        self._replace(torch.cuda.Stream, "wait_event", self._event)
+        self._replace(torch.distributed, "_broadcast_coalesced", self._buffers)
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(loader._BaseDataLoaderIter, "__next__", self._next)
         optimizer = torch.optim.Optimizer
         hooks = optimizer.profile_hook_step  # torch applies it to the `step` of every optimizer
-        optimizer.profile_hook_step = staticmethod(lambda step: self._update(hooks(step)))
+        optimizer.profile_hook_step = staticmethod(
+            lambda step: self._wrapped(hooks(step), self._update)
+        )
 
-    def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
-        wrapped = getattr(owner, name)
-        setattr(owner, name, functools.wraps(wrapped)(wrapper(wrapped)))
+    def _replace(self, owner: Any, name: str, around: Callable[..., _Around]) -> None:
+        setattr(owner, name, self._wrapped(getattr(owner, name), around))
 
-    # What is called instead of torch's functions.
+    def _wrapped(self, function: Any, around: Callable[..., _Around]) -> Any:
+        """`function` with what `around` of its arguments does."""
 
-    def _collective(self, method: Any) -> Any:
-        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._records():
-                return method(group, *args, **kwargs)
-            key, issued = self._next_key(group.group_name), self._clock.mark()
-            work = method(group, *args, **kwargs)
-            if work is None:  # it is complete, or the stream waits for it
-                self._add(key, issued, issued)
-            else:
-                if len(self._issued) > MOST_WAITS:
-                    self._issued.clear()  # works that nobody has waited for
-                self._issued[id(work)] = key, issued
-            return work
+        def begin(args: Any, kwargs: Any) -> _Around:
+            recording = around(*args, **kwargs)
+            next(recording, None)
+            return recording
+
+        def end(recording: _Around, result: Any) -> None:
+            with suppress(StopIteration):
+                recording.send(result)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            recording = None if self._has_failed else self.attempt(begin, args, kwargs)
+            if recording is None:
+                return function(*args, **kwargs)
+            try:
+                result = function(*args, **kwargs)
+            except BaseException:  # it is the job's
+                self.attempt(recording.close)
+                raise
+            self.attempt(end, recording, result)
+            return result
 
         return call
 
-    def _wait(self, method: Any) -> Any:
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._records():
-                return method(work, *args, **kwargs)
+    # What is done around torch's functions.
+
+    def _collective(self, group: Any, *_: Any, **__: Any) -> _Around:
+        if not self._records():
+            return
+        key, issued = self._next_key(group.group_name), self._clock.mark()
+        work = yield
+        if work is None:  # it is complete, or the stream waits for it
+            self._add(key, issued, issued)
+        else:
+            if len(self._issued) > MOST_WAITS:
+                self._issued.clear()  # works that nobody has waited for
+            self._issued[id(work)] = key, issued
+
+    def _wait(self, work: Any, *_: Any, **__: Any) -> _Around:
+        if not self._records():
+            return
+        begin = self._clock.mark()
+        try:
+            yield
+        finally:
+            key, issued = self._issued.pop(id(work), ("", begin))
+            self._add(key, issued, begin)
+
+    def _event(self, stream: Any, *_: Any, **__: Any) -> _Around:
+        """FSDP2 issues collectives on streams of its own, for whose events the compute waits."""
+        if self._records() and stream == self._torch.cuda.current_stream():
+            yield from self._call("event")
+
+    def _buffers(self, *_: Any, **__: Any) -> _Around:
+        """DDP broadcasts buffers before a forward, in C++."""
+        yield from self._call("buffers")
+
+    def _call(self, name: str) -> _Around:
+        """A call that waits until it returns; the i-th of a name is the same on all ranks."""
+        if self._records():
             begin = self._clock.mark()
-            try:
-                return method(work, *args, **kwargs)
-            finally:
-                key, issued = self._issued.pop(id(work), ("", begin))
-                self._add(key, issued, begin)
+            yield
+            self._add(self._next_key(name), begin, begin)
 
-        return wait
-
-    def _timed(self, name: str, waits: Any = lambda *_: True) -> Any:
-        """A wrapper of calls that wait until they return, if `waits` of their arguments is true."""
-
-        def wrapper(function: Any) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if not self._records() or not waits(*args):
-                    return function(*args, **kwargs)
-                begin = self._clock.mark()
-                result = function(*args, **kwargs)
-                self._add(self._next_key(name), begin, begin)
-                return result
-
-            return call
-
-        return wrapper
-
-    def _backward(self, function: Any) -> Any:
+    def _backward(self, tensors: Any, *_: Any, **__: Any) -> _Around:
         """DDP waits in C++ at the end of a backward: from the last gradient until it returns."""
+        self._begin_work()
+        several = isinstance(tensors, (list, tuple))  # an iterator would lose its first one
+        root = next(iter(tensors), None) if several else tensors
+        node = getattr(root, "grad_fn", None)
+        if node is None or self._in_backward or not self._records():
+            return
+        computed: list[Any] = []
+        queue = self._torch.autograd.Variable._execution_engine.queue_callback
 
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            self._begin_work()
-            several = isinstance(tensors, (list, tuple))  # an iterator would lose its first one
-            root = next(iter(tensors), None) if several else tensors
-            node = getattr(root, "grad_fn", None)
-            if node is None or self._in_backward or not self._records():
-                return function(tensors, *args, **kwargs)
-            computed: list[Any] = []
-            queue = self._torch.autograd.Variable._execution_engine.queue_callback
+        def mark() -> None:
+            self.attempt(lambda: computed.append(self._clock.mark()))
 
-            def before(*_: Any) -> None:  # the first callback runs before those of the engine
-                queue(lambda: computed.append(self._clock.mark()))
+        def before(*_: Any) -> None:  # the first callback runs before those of the engine
+            self.attempt(queue, mark)
 
-            hook, step = node.register_prehook(before), self._step
-            waits, self._in_backward = step.waited, True  # checkpointing nests backwards
-            try:
-                return function(tensors, *args, **kwargs)
-            finally:
-                self._in_backward = False
-                hook.remove()
-                if computed and step.waited == waits:
-                    self._add(self._next_key("backward"), computed[0], computed[0])
+        hook, step = node.register_prehook(before), self._step
+        waits, self._in_backward = step.waited, True  # checkpointing nests backwards
+        try:
+            yield
+        finally:
+            self._in_backward = False
+            hook.remove()
+            if computed and step.waited == waits:
+                self._add(self._next_key("backward"), computed[0], computed[0])
 
-        return backward
+    def _next(self, *_: Any, **__: Any) -> _Around:
+        self._begin_work()
+        if not self._records():
+            return
+        step, begin = self._step, self._clock.mark()
+        batch = yield
+        if len(step.data) < MOST_WAITS:
+            step.data.append((begin, self._clock.mark()))
+            step.samples += self._samples(batch)
 
-    def _next(self, method: Any) -> Any:
-        def next_batch(loader: Any) -> Any:
-            self._begin_work()
-            if not self._records():
-                return method(loader)
-            step, begin = self._step, self._clock.mark()
-            batch = method(loader)
-            if len(step.data) < MOST_WAITS:
-                step.data.append((begin, self._clock.mark()))
-                step.samples += self._samples(batch)
-            return batch
+    def _update(self, *_: Any, **__: Any) -> _Around:
+        begin = self._clock.mark() if self._records() else None
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._end_update(begin)
 
-        return next_batch
+    def _in_memory(self, _rendezvous: Any, _event: Any, _collective: Any, what: str) -> _Around:
+        yield from self._poplar_wait(what)
 
-    def _update(self, method: Any) -> Any:
-        @functools.wraps(method)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            begin = self._clock.mark() if self._records() else None
-            self._depth += 1
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                if not self._depth:
-                    self._end_update(begin)
+    def _exchange(self, exchange: Any) -> _Around:
+        yield from self._poplar_wait(exchange._what)
 
-        return step
+    def _poplar_wait(self, what: str) -> _Around:
+        """Poplar's own transports wait on the host; the i-th wait of a name is the same everywhere.
 
-    def _poplar_wait(self, method: Any) -> Any:
-        """Poplar's own transports trace their waits; the i-th of a name is the same everywhere."""
-
-        def add(trace: Any, kind: str, what: str, start: Any) -> None:
-            method(trace, kind, what, start)
-            if kind == "wait" and isinstance(start, float) and self._records():
-                self._add(self._next_key(what), start, start)
-
-        return add
+        Ranks meet there by the clock of the host. A device does not compute between two marks
+        around the wait, which are the same if it still has work.
+        """
+        if self._records():
+            waits, issued, begin = self._step.waits, time.perf_counter(), self._clock.mark()
+            outside = len(waits)
+            yield
+            del waits[outside:]  # waits inside it were part of it
+            self._add(self._next_key(what), issued, begin)
 
     # Steps.
 
@@ -387,17 +445,12 @@ class Recorder:
         return f"{name}/{number}"
 
     def _add(self, key: str, issued: Any, begin: Any) -> None:
-        """Record a wait until now; waits inside it were part of it."""
-        waits = self._step.waits
+        """Record a wait until now."""
         if not self._clock.is_exposed():
             return
         self._step.waited += 1
-        if len(waits) >= MOST_WAITS:
-            return
-        if isinstance(begin, float):
-            while waits and waits[-1][2] >= begin:
-                waits.pop()
-        waits.append((key, issued, begin, self._clock.mark()))
+        if len(self._step.waits) < MOST_WAITS:
+            self._step.waits.append((key, issued, begin, self._clock.mark()))
 
     def _samples(self, batch: Any) -> int:
         """The length of the first tensor; 0: unknown."""
@@ -411,11 +464,8 @@ class Recorder:
 
     def _end_update(self, begin: Any) -> None:
         """An optimizer has stepped; others may follow until the next batch or backward."""
-        distributed = self._torch.distributed
-        if self._has_failed:
-            return
         if self._clock is None:
-            if not distributed.is_initialized() or self._is_capturing():
+            if not self._torch.distributed.is_initialized() or self._is_capturing():
                 return
             cuda = self._torch.cuda
             self._clock = _DeviceClock(cuda) if cuda.is_initialized() else _HostClock()
@@ -429,24 +479,23 @@ class Recorder:
 
     def _begin_work(self) -> None:
         """A batch is asked for, or a backward begins: the step before is over if it has updated."""
-        try:
-            if not self._knows_poplar and "poplar.optimizer" in sys.modules:
-                self._knows_poplar = True
-                self._wrap_poplar()
-            if self._stepped and self._records():
-                self._stepped = False
-                self._closed.append(self._step)
-                self._step = _Step(self._step.number + 1, self._step.end)
-                self._write()
-        except Exception as error:
-            print(f"poplar watch: recording ends: {error!r}", file=sys.stderr)
-            self._step, self._has_failed = None, True
+        if not self._knows_poplar and "poplar.optimizer" in sys.modules:
+            self._knows_poplar = True
+            self._wrap_poplar()
+        if self._stepped and self._records():
+            self._stepped = False
+            self._closed.append(self._step)
+            self._step = _Step(self._step.number + 1, self._step.end)
+            self._write()
 
     def _wrap_poplar(self) -> None:
         """Wrap what Poplar calls; the version of the job may be another one."""
         optimizer: Any = sys.modules["poplar.optimizer"]
+        memory: Any = sys.modules["poplar.comm.host_memory.rendezvous"]
+        exchanges: Any = sys.modules["poplar.comm.point_to_point"]
         self._replace(optimizer.HeteroZeroOptimizer, "step", self._update)
-        self._replace(sys.modules["poplar.system.trace"].Trace, "add", self._poplar_wait)
+        self._replace(memory.Rendezvous, "_traced_wait", self._in_memory)
+        self._replace(exchanges.Exchange, "_wait_for_peers", self._exchange)
 
     def _write(self) -> None:
         """Write the steps that the device has finished."""
@@ -455,7 +504,7 @@ class Recorder:
             self._header = json.dumps(self._about(rank)) + "\n"
             self._file = open(os.path.join(self._folder, f"rank-{rank}.jsonl"), "w")  # noqa: SIM115
             self._written = self._file.write(self._header)
-            atexit.register(self._file.close)
+            atexit.register(self.attempt, self._file.close)
         elif self._written > MOST_BYTES:
             self._file.seek(0)
             self._file.truncate()

@@ -14,6 +14,8 @@ FIRST_STEPS = 3
 """Steps that are left out: torch allocates memory and rebuilds buckets in them."""
 SPIKE = 3.0
 """Medians of a step from which on it is left out: an evaluation, or a checkpoint."""
+RANKS, ENDINGS = "rank-*.jsonl", "ended-*.txt"
+"""The files of a record."""
 MOST_BYTES = 2**21
 """Bytes at the end of a file that are read: hundreds of steps at least."""
 
@@ -65,10 +67,16 @@ class RankRecord:
 
 def read_records(folder: Path) -> tuple[RankRecord, ...]:
     """The ranks that have recorded a step, in order, with the offsets of their clocks."""
-    records = filter(None, map(_read_rank, folder.glob("rank-*.jsonl")))
+    records = filter(None, map(_read_rank, folder.glob(RANKS)))
     found = sorted(records, key=lambda record: record.rank)
     # An elastic job that has started again with fewer ranks has left files of the others.
     return align_clocks([one for one in found if one.rank < found[0].world_size])
+
+
+def read_endings(folder: Path) -> tuple[str, ...]:
+    """On which ranks recording has ended before the job, and why."""
+    texts = {path.read_text(encoding="utf-8") for path in folder.glob(ENDINGS)}
+    return tuple(sorted(text.strip() for text in texts if text.endswith("\n")))
 
 
 def _read_rank(path: Path) -> RankRecord | None:

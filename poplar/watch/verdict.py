@@ -94,6 +94,8 @@ class Verdict:
     """Seconds of a step now over those with `batches`."""
     gain_spread: float
     """Standard deviation of the gain over parts of the run."""
+    endings: tuple[str, ...]
+    """On which ranks recording has ended before the job, and why."""
 
     @property
     def advised(self) -> bool:
@@ -106,13 +108,16 @@ class Verdict:
 
     def sentences(self) -> list[str]:
         """The verdict in words, the most important first."""
-        if len(self.ranks) == self.world_size:
-            return self._found()
-        return [
-            f"Only {len(self.ranks)} of {self.world_size} ranks were recorded, so waits for the "
-            "others count as network: start poplar watch on every host with the same --folder.",
-            *self._found(),
-        ]
+        sentences, remedy = [], ": start poplar watch on every host with the same --folder"
+        if self.endings:
+            sentences.append(f"Only a part of the job was recorded: {'; '.join(self.endings)}.")
+            remedy = ""
+        if len(self.ranks) < self.world_size:
+            sentences.append(
+                f"Only {len(self.ranks)} of {self.world_size} ranks were recorded, so waits for "
+                f"the others count as network{remedy}."
+            )
+        return sentences + self._found()
 
     def _found(self) -> list[str]:
         """The verdict on the ranks that were recorded."""
@@ -168,8 +173,12 @@ class Verdict:
         )
 
 
-def judge(ranks: Sequence[RankRecord]) -> Verdict | None:
-    """The verdict on what has been recorded; None without a step that all ranks have recorded."""
+def judge(ranks: Sequence[RankRecord], endings: Sequence[str] = ()) -> Verdict | None:
+    """The verdict on what has been recorded; None without a step that all ranks have recorded.
+
+    Args:
+        endings: on which ranks recording has ended before the job, and why.
+    """
     steps = common_steps(ranks)
     count = len(steps)
     if count == 0:
@@ -202,6 +211,7 @@ def judge(ranks: Sequence[RankRecord]) -> Verdict | None:
         batches=batches,
         gain=gain,
         gain_spread=spread,
+        endings=tuple(endings),
     )
 
 

@@ -68,6 +68,37 @@ def test_slow_input_of_a_rank_is_found_and_the_exit_status_is_that_of_the_job(
     assert verdict["sentences"][0] in " ".join(capsys.readouterr().err.split())
 
 
+BROKEN = """
+def broken():
+    raise RuntimeError("broken")
+
+
+def break_recorder(place):
+    if rank == 1 and place == 9:
+        sys.modules["_poplar_watch_recorder"]._HostClock.mark = staticmethod(broken)
+    return True
+
+
+loader = DataLoader(Samples(), batch_size=4)
+for batch in (batch for place, batch in enumerate(loader) if break_recorder(place)):
+"""
+
+
+def test_a_recorder_that_fails_on_a_rank_ends_its_recording_and_not_the_job(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    loop = "for batch in DataLoader(Samples(), batch_size=4):\n"
+    (tmp_path / "job.py").write_text(JOB.replace(loop, BROKEN.lstrip()))
+    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "store")]
+    with pytest.raises(typer.Exit) as end:
+        watch(command, every=100.0)
+    assert end.value.exit_code == 3
+    said = " ".join(capsys.readouterr().err.split())
+    ending = "on rank 1, recording ends: RuntimeError('broken')"
+    assert f"Only a part of the job was recorded: {ending}. " in said
+
+
 DAMAGED = """
 import os, pathlib, sys, time
 pathlib.Path(os.environ["POPLAR_WATCH"], "rank-0.jsonl").write_text('{}\\n{"number": 1}\\n')
@@ -77,6 +108,30 @@ while not pathlib.Path("raised 3").exists() and time.monotonic() < end:
 pathlib.Path("ended").touch()
 sys.exit(3)
 """
+
+
+APART = """
+import json, os, pathlib
+folder = pathlib.Path(os.environ["POPLAR_WATCH"])
+for rank in (0, 1):
+    header = {"rank": rank, "world_size": 2, "host": "a", "clock": "b", "engine": "DDP",
+              "device": "CPU"}
+    step = {"number": 7 + rank, "begin": 0.0, "end": 1.0, "samples": 0, "batches": 0, "data": 0.0,
+            "optimizer": 0.0, "waits": []}
+    lines = (json.dumps(line, separators=(",", ":")) for line in (header, step))
+    (folder / f"rank-{rank}.jsonl").write_text("".join(f"{line}\\n" for line in lines))
+(folder / "ended-a-12.txt").write_text("on rank 0, recording ends: OSError()\\n")
+(folder / "ended-a-13.txt").write_text("on rank 1, reco")
+"""
+
+
+def test_a_recording_that_has_ended_long_ago_is_named_without_a_verdict(capsys):
+    with pytest.raises(typer.Exit) as end:
+        watch([sys.executable, "-S", "-c", APART], every=100.0)
+    assert end.value.exit_code == 0
+    assert capsys.readouterr().err == (
+        "poplar watch: no step was recorded on all ranks: on rank 0, recording ends: OSError().\n"
+    )
 
 
 def test_records_that_cannot_be_read_do_not_end_the_watch_of_a_job(tmp_path, monkeypatch, capsys):

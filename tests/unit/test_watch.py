@@ -132,6 +132,15 @@ def test_the_time_of_a_batch_is_a_part_of_what_a_step_accumulates():
     assert "A batch there takes 0.2 s" in verdict.sentences()[0]
 
 
+def test_a_recording_that_has_ended_is_a_part_of_the_verdict():
+    ending = "on rank 1, recording ends: RuntimeError('broken')"
+    first, *found = judge(records([0.1, 0.2]), [ending]).sentences()
+    assert first == f"Only a part of the job was recorded: {ending}."
+    assert found == judge(records([0.1, 0.2])).sentences()
+    _, missing, *_ = judge(records([0.1, 0.2])[:1], [ending]).sentences()
+    assert missing.endswith("1 of 2 ranks were recorded, so waits for the others count as network.")
+
+
 def test_slow_link_is_named_as_the_network():
     verdict = judge(records([0.1, 0.11], network=0.3))
     assert (verdict.cause, verdict.advised) == (NETWORK, False)

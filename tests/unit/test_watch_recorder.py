@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from poplar import HeteroZeroOptimizer
+from poplar.comm.host_memory.rendezvous import Rendezvous
+from poplar.comm.point_to_point import Exchange
+from poplar.system.trace import Trace
 from poplar.watch import recorder
+from poplar.watch.records import read_endings
 
 
 class FakeCuda:
@@ -111,12 +118,55 @@ def test_a_comparison_of_clocks_that_takes_long_changes_nothing(monkeypatch):
     assert clock.seconds(mark) == before
 
 
+@pytest.fixture
+def wrapped_poplar(monkeypatch):
+    """What the recorder wraps of Poplar is restored."""
+    for owner, name in (
+        (HeteroZeroOptimizer, "step"),
+        (Rendezvous, "_traced_wait"),
+        (Exchange, "_wait_for_peers"),
+        (Trace, "add"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+@pytest.mark.usefixtures("wrapped_poplar")
+@pytest.mark.parametrize("queued", [0.0, 1.0])
+def test_a_wait_of_poplar_on_the_host_counts_as_far_as_the_device_has_no_work(
+    tmp_path, monkeypatch, queued
+):
+    cuda, watching = watching_on_a_device(tmp_path, monkeypatch)
+    watching._begin_work()  # wraps Poplar
+    watching._add("event/0", watching._clock.mark(), watching._clock.mark())
+
+    def wait(*_):
+        cuda.now += 0.2
+        cuda.queued = max(0.0, cuda.queued - 0.2)
+
+    rendezvous, exchange = object.__new__(Rendezvous), object.__new__(Exchange)
+    rendezvous.group = exchange._group = SimpleNamespace(
+        trace=Trace(), timeout=timedelta(seconds=1)
+    )
+    rendezvous._wait = wait
+    message = SimpleNamespace(wait=watching._wrapped(wait, watching._wait))
+    exchange._works, exchange._what, exchange._before_wait = [(message, 1)], "sizes", None
+    cuda.now, cuda.queued = 3.0, queued
+    rendezvous._traced_wait(None, 0, "loss")
+    exchange.wait()
+    rendezvous._traced_wait(None, 1, "loss")
+    waits = json.loads(watching._step.line(watching._clock))["waits"]
+    idle = 0.0 if queued else 0.2
+    assert [key for key, *_ in waits] == ["event/0", "loss/0", "sizes/0", "loss/1"]
+    assert [round(end - begin, 6) for _, _, begin, end in waits] == [0.0, idle, idle, idle]
+    assert [issued for _, issued, *_ in waits[1:]] == [3.0, 3.2, 3.4]  # when the host gets there
+
+
 def test_nothing_is_recorded_while_a_graph_is_captured(tmp_path):
     cuda = FakeCuda()
     distributed = SimpleNamespace(is_initialized=lambda: True)
     watching = recorder.Recorder(str(tmp_path))
     watching._torch = SimpleNamespace(cuda=cuda, distributed=distributed)
-    step = watching._update(lambda: None)
+    step = watching._wrapped(lambda: None, watching._update)
     cuda.capturing = True
     step()
     assert watching._clock is None
@@ -189,7 +239,7 @@ def test_steps_without_an_update_keep_a_limited_number_of_marks(tmp_path):
     watching = recorder.Recorder(str(tmp_path))
     watching._torch, watching._clock = torch, recorder._HostClock()
     watching._step = recorder._Step(1, 0.0)
-    draw = watching._next(lambda loader: torch.zeros(2))
+    draw = watching._wrapped(lambda loader: torch.zeros(2), watching._next)
     for number in range(recorder.MOST_WAITS + 5):
         draw(None)
         watching._add(f"all/{number}", float(number), float(number))
@@ -204,7 +254,7 @@ def test_a_backward_in_which_others_wait_is_not_that_of_ddp_however_many_waits_t
         watching._add(f"all/{number}", float(number), float(number))
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda _: watching._add("all/last", 1e9, 1e9))
-    watching._backward(torch.autograd.backward)(x.sum())
+    watching._wrapped(torch.autograd.backward, watching._backward)(x.sum())
     assert watching._step.calls["backward"] == 0
 
 
@@ -212,7 +262,8 @@ def test_a_backward_of_an_iterator_gets_all_losses(tmp_path):
     watching = recorder.Recorder(str(tmp_path))
     watching._torch = torch
     x = torch.ones(2, requires_grad=True)
-    watching._backward(torch.autograd.backward)(loss for loss in (x[0] * 2, x[1] * 3))
+    backward = watching._wrapped(torch.autograd.backward, watching._backward)
+    backward(loss for loss in (x[0] * 2, x[1] * 3))
     assert x.grad.tolist() == [2.0, 3.0]
 
 
@@ -222,12 +273,63 @@ def test_another_version_of_poplar_ends_the_recording_and_not_the_job(
     watching = recorder.Recorder(str(tmp_path))
     watching._torch = torch
     monkeypatch.setitem(sys.modules, "poplar.optimizer", SimpleNamespace())
-    watching._begin_work()
-    watching._begin_work()
+    draw = watching._wrapped(lambda loader: 7, watching._next)
+    assert (draw(None), draw(None)) == (7, 7)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    watching._end_update(None)
+    watching._wrapped(lambda: None, watching._update)()
     assert watching._step is None
     assert capsys.readouterr().err.count("recording ends: AttributeError") == 1
+
+
+def broken(*_):
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize(
+    "name", ["collective", "wait", "event", "buffers", "next", "update", "exchange"]
+)
+def test_an_error_of_the_recorder_reaches_no_call_of_the_job(tmp_path, monkeypatch, name):
+    _, watching = watching_on_a_device(tmp_path, monkeypatch)
+    watching._clock.mark = broken
+    around = getattr(watching, f"_{name}")
+    argument = "compute" if name == "event" else SimpleNamespace(group_name="0", _what="sizes")
+    call = watching._wrapped(lambda _: "result", around)
+    assert [call(argument), call(argument)] == ["result", "result"]
+    assert read_endings(tmp_path) == ("on rank 0, recording ends: RuntimeError('broken')",)
+
+
+def test_an_error_after_a_call_leaves_the_result_or_the_error_of_the_job(tmp_path, monkeypatch):
+    def fail(_):
+        raise KeyError("of the job")
+
+    for job in (lambda _: "result", fail):
+        _, watching = watching_on_a_device(tmp_path, monkeypatch)
+        watching._clock.is_exposed = broken
+        wait = watching._wrapped(job, watching._wait)
+        if job is fail:
+            with pytest.raises(KeyError, match="of the job"):
+                wait(None)
+        else:
+            assert wait(None) == "result"
+        assert watching._has_failed
+
+
+def test_an_error_at_the_end_of_a_backward_reaches_no_job(tmp_path):
+    watching = recorder.Recorder(str(tmp_path))
+    watching._torch, watching._clock = torch, recorder._HostClock()
+    watching._step = recorder._Step(1, 0.0)
+    watching._clock.mark = broken
+    x = torch.ones(2, requires_grad=True)
+    watching._wrapped(torch.autograd.backward, watching._backward)(x.sum())
+    assert x.grad.tolist() == [1.0, 1.0]
+    (ending,) = read_endings(tmp_path)  # before a process group, a process has no rank
+    assert f"in process {os.getpid()} on " in ending
+
+
+def test_a_record_and_a_terminal_that_cannot_be_written_do_not_end_the_job(tmp_path, monkeypatch):
+    watching = recorder.Recorder(str(tmp_path / "missing"))
+    monkeypatch.setattr(recorder, "print", broken, raising=False)
+    assert watching.attempt(broken) is None
 
 
 def test_a_process_that_only_asked_for_torch_is_recorded_when_it_imports_torch(tmp_path):
