@@ -3,7 +3,7 @@
 After the job has imported torch, the recorder wraps what every engine calls: the collectives of a
 process group and `Work.wait`, `torch.autograd.backward`, `Optimizer.step` and the iterator of a
 `DataLoader`. It records from the end of the first optimizer step in an initialized process group.
-Times on a CUDA device are events, read when the device has passed them; the host never waits.
+Times on a CUDA device are events, read when the device has passed them; no host waits for them.
 
 A file `rank-N.jsonl` has a header and one line per step: the fields of `RankRecord` and of
 `StepRecord` in `records`, with times on the clock of the host. A file that has become large starts
