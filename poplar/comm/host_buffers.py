@@ -42,7 +42,8 @@ class HostBuffers:
         idle = self._idle.get((dtype, numel))
         if not idle:
             pinned = device.type == "cuda"
-            return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=pinned)
+            with torch.inference_mode(False):  # a step may reuse what an evaluation has taken
+                return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=pinned)
         buffer, read = idle.popleft()
         if read is not None:
             read.synchronize()

@@ -8,11 +8,16 @@ from datetime import timedelta
 
 import pytest
 import ranks as harness
+import reference
 import torch
+import training
+from communicators import on_host
+from models import ModelSpec
 from ranks import Pool
+from reference import Recipe
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from training import STAGES
+from training import STAGES, Run
 
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
 
@@ -175,3 +180,23 @@ def evaluate_wrongly(plan: Plan, weight: float) -> str:
 def test_a_weight_that_is_none_raises_on_all_ranks(ranks: Pool, weight: float) -> None:
     for message in ranks.run(evaluate_wrongly, Plan.even(2, 4, 2, stage=1), weight, ranks=2):
         assert "negative or not finite" in message
+
+
+def train_after_an_evaluation_in_inference_mode(run: Run) -> dict[str, Tensor]:
+    with on_host(harness.rank() // 2):
+        model, optimizer = training.prepare(run)
+    with torch.inference_mode():
+        optimizer.evaluate(training.loss_of(run.recipe), [training.batch_of(run, 0)])
+    training.take_step(run, model, optimizer, 0)
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("transport", ["hierarchical:process_group", "staged"])
+def test_training_goes_on_after_an_evaluation_in_inference_mode(
+    ranks: Pool, transport: str
+) -> None:
+    """These transports keep host memory, which the evaluation takes first."""
+    recipe = Recipe(spec=ModelSpec(blocks=2), batches=(12,))
+    run = Run(recipe, training.uneven(3), engine={"communicator": transport})
+    for parameters in ranks.run(train_after_an_evaluation_in_inference_mode, run):
+        training.assert_close(parameters, reference.train(recipe).parameters)
