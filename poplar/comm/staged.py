@@ -51,13 +51,14 @@ class StagedCommunicator(Communicator):
 
         def copy_back() -> None:
             if reduction.accumulate:
-                out.add_(total.to(out.device, non_blocking=True))
+                part = total.to(out.device, non_blocking=True)
+                ops.rank_sum_(out, [part], accumulate=True, sums=reduction.squares)
             else:
                 out.copy_(total, non_blocking=True)
+                if reduction.squares is not None:
+                    reduction.squares.copy_(ops.block_sums_of_squares(out))
             self._buffers.put_back(total, record(out.device))
             self._buffers.put_back(staged.data)
-            if reduction.squares is not None:
-                reduction.squares.copy_(ops.block_sums_of_squares(out))
 
         return self._issue(out.device, start, copy_back)
 
@@ -172,6 +173,6 @@ class _StagedWork:
             raise self._error
         waited = self._work.wait()
         if not self._is_finished:
+            self._finish()  # again, if memory runs out in it
             self._is_finished = True
-            self._finish()
         return waited

@@ -164,11 +164,10 @@ def rank_sum_(
     _check_rank_sum("rank_sum_", out, received, accumulate, sums)
     total = _total(received)
     if accumulate:
-        out += total
-    else:
-        out.copy_(total)
+        total += out
     if sums is not None:
-        sums.copy_(block_sums_of_squares(out))
+        sums.copy_(block_sums_of_squares(total))
+    out.copy_(total)  # last: a call that runs out of memory is repeated
 
 
 @_operator
@@ -452,9 +451,11 @@ def decode_sum_(
     _check_decode_sum(out, received, bits, accumulate, sums)
     rows = [part.view(-1, codec.encoded_bytes(64, bits)) for part in received]
     total = codec.decode_sum(rows, bits).view(-1)[: out.numel()]
-    out.copy_(out.to(torch.float32) + total if accumulate else total)
+    if accumulate:
+        total += out
     if sums is not None:
-        sums.copy_(block_sums_of_squares(out))
+        sums.copy_(block_sums_of_squares(total))
+    out.copy_(total)  # last: a call that runs out of memory is repeated
 
 
 def _check_decode_sum(

@@ -7,7 +7,7 @@ not belong together: they hang, or silently get other data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from poplar.comm.hierarchy.transport import HierarchicalCommunicator
 from poplar.comm.host_topology import Hosts
 from poplar.comm.process_group import ProcessGroupCommunicator
 from poplar.comm.shard_layout import Layout
+from poplar.ops import codec, plain
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 
 LAYOUT = Layout((0, 192, 640, 640, 1024))
@@ -121,6 +122,39 @@ def test_no_call_is_made_twice(
                 if not limit.failed:
                     break
     assert failures > 3
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("name", ["rank_sum_", "decode_sum_"])
+def test_a_sum_in_plain_pytorch_that_ran_out_of_memory_is_repeated(
+    name: str, accumulate: bool
+) -> None:
+    """Parts are added once, wherever memory runs out."""
+    generator = torch.Generator().manual_seed(0)
+    received = [torch.randn(128, generator=generator) for _ in range(3)]
+    if name == "decode_sum_":
+        codes = [torch.empty(codec.encoded_bytes(128, 8), dtype=torch.uint8) for _ in received]
+        for code, part in zip(codes, received, strict=True):
+            plain.encode_(code, [part], [0], 1.0, 8, 0, 0)
+        received = codes
+    bits = [8] if name == "decode_sum_" else []
+
+    def add(out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        getattr(plain, name)(out, received, *bits, accumulate, sums)
+        return out, sums
+
+    expected, failures = add(torch.ones(128), torch.zeros(2)), 0
+    for number in range(100):
+        memory = torch.ones(128), torch.zeros(2)
+        with suppress(torch.OutOfMemoryError), OutOfMemoryAt(number) as limit:
+            add(*memory)
+        if not limit.failed:
+            break
+        failures += 1
+        found = add(*memory)
+        assert torch.equal(found[0], expected[0]), number
+        assert torch.equal(found[1], expected[1]), number
+    assert failures > 1
 
 
 class Reduction:

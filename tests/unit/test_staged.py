@@ -5,11 +5,14 @@ The device is the CPU with events that are reached when the test says so.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_collectives_out_of_memory import OutOfMemoryAt
+from torch import Tensor
 
 from poplar.comm import Bucket, Codec, Work, staged
 from poplar.comm.bucket import Reduction
@@ -125,6 +128,34 @@ def test_a_second_wait_changes_nothing(events: list[FakeEvent]) -> None:
     work.wait()
     work.wait()
     assert (out == 1.0).all()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_copy_back_that_ran_out_of_memory_is_repeated(
+    accumulate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum is added once, wherever memory runs out."""
+    failures = 0
+    copy = Tensor.to
+
+    def copy_with_little_memory(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return copy(tensor, *arguments, **options).clone()  # as from the host to a device
+
+    for number in range(5):
+        comm, out, squares = StagedCommunicator(OnHost()), torch.ones(64), torch.zeros(1)
+        bucket = Bucket(torch.full((128,), 3.0), LAYOUT, Codec())
+        work = comm.reduce_scatter(bucket, out, accumulate=accumulate, what="it", squares=squares)
+        monkeypatch.setattr(Tensor, "to", copy_with_little_memory)
+        with suppress(torch.OutOfMemoryError), OutOfMemoryAt(number) as limit:
+            work.wait()
+        monkeypatch.undo()
+        failures += limit.failed
+        work.wait()
+        work.wait()
+        expected = 4.0 if accumulate else 3.0
+        assert (out == expected).all()
+        assert squares == 64 * expected**2
+    assert failures > 0
 
 
 def test_every_wait_raises_the_error_of_a_collective_that_could_not_start(
