@@ -116,7 +116,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             layers. None: even shares at `stage`; each rank's batch is one pass, of any size.
         stage: ZeRO stage 0, 1, 2 or 3; only without a plan.
         params: parameters or param groups of the model, as for `torch.optim`; default: all that
-            require a gradient.
+            require a gradient. Freeze the others (`requires_grad_(False)`): no rank reduces their
+            gradients, so with several ranks there is a warning.
         process_group: default WORLD; NCCL for CUDA, gloo for CPU. Optimizers that share one share
             its failures: a failed collective closes the connections for all of them.
         units: module names, modules or module classes that form the units. Default: repeated

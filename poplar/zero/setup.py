@@ -218,6 +218,8 @@ def check_request(given: Arguments, group: Group) -> Request:
     groups = _param_groups(model, given.params)
     group_of = _group_indices(model, groups)
     found = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
+    if group.size > 1 and group.rank == 0:
+        model_checks.warn_of_ungrouped(list(model.named_parameters()), set(group_of), stacklevel=5)
     device = _device_for(found, given.device, group.default_device)
     _check_operators(device)
     if found.type == "cpu" != device.type:

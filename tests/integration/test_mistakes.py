@@ -405,6 +405,12 @@ def param_group_added(made: Made) -> None:
     made.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
+def parameters_in_no_group(made: Made) -> None:
+    """Another optimizer is meant to train the head, or nothing is."""
+    model = models.build(RECIPE.spec)
+    made.new_optimizer(model, params=model.blocks.parameters())
+
+
 def model_in_evaluation_mode(made: Made) -> None:
     model = models.build(RECIPE.spec).eval()
     made.new_optimizer(model).train_step(loss_fn, made.batch)
@@ -665,6 +671,7 @@ MISTAKES = [
     Mistake(parameter_unfrozen, "build a new optimizer after unfreezing"),
     Mistake(param_groups_changed, "freeze parameters with requires_grad_(False)", stages=(0, 3)),
     Mistake(param_group_added, "pass all param groups to the constructor", stages=(0, 3)),
+    Mistake(parameters_in_no_group, "Freeze them with requires_grad_(False)", warns=True),
     Mistake(model_in_evaluation_mode, "call model.train()", warns=True),
     Mistake(batch_norm_in_training_mode, "freeze it with .eval()", stages=(0, 3)),
     Mistake(two_optimizers_on_one_model, "call release() on that optimizer", stages=(0, 3)),
@@ -733,6 +740,30 @@ def test_mistake_names_its_fix(ranks: Pool, number: int, stage: int) -> None:
     else:
         training.assert_raised(failures)
         assert any(mistake.says in failure.message for failure in failures), failures
+
+
+def build_for_the_blocks(*, freezes: bool) -> list[str]:
+    """Where warnings are raised."""
+    model = models.build(RECIPE.spec)
+    if freezes:
+        model.requires_grad_(False).blocks.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        HeteroZeroOptimizer(
+            model,
+            torch.optim.SGD,
+            stage=1,
+            params=model.blocks.parameters(),
+            process_group=harness.group(),
+        )
+    return [warning.filename for warning in caught]
+
+
+def test_the_first_of_several_ranks_warns_of_parameters_in_no_group(ranks: Pool) -> None:
+    """At the line that builds the optimizer, unless they are frozen."""
+    assert ranks.run(build_for_the_blocks, freezes=False, ranks=2) == [[__file__], []]
+    assert ranks.run(build_for_the_blocks, freezes=True, ranks=2) == [[], []]
+    assert ranks.run(build_for_the_blocks, freezes=False, ranks=1) == [[]]
 
 
 def step_with_a_closure() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -141,6 +142,22 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
                 "the same memory; tie them as one nn.Parameter: module_b.weight = module_a.weight"
             )
     return next(iter(devices))
+
+
+def warn_of_ungrouped(
+    named: Sequence[tuple[str, nn.Parameter]], trained: set[int], *, stacklevel: int
+) -> None:
+    """Warn of parameters whose gradients are not reduced. They may be meant to stay untrained."""
+    names = [name for name, p in named if p.requires_grad and id(p) not in trained]
+    if names:
+        warnings.warn(
+            f"{names[0]!r} and {len(names) - 1} other parameters require a gradient, but are in no "
+            "param group. Every rank keeps the gradient of its own samples for them, so another "
+            "optimizer would train different values on every rank. Freeze them with "
+            "requires_grad_(False), or train them here: a param group may have its own "
+            "'optimizer_class'",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def check_movable(named: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
