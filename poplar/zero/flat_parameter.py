@@ -283,34 +283,47 @@ class FlatParameter(UnshardedBuffer):
             torch._C._autograd._unsafe_set_version_counter(self.parameters, self._versions)
         self._versions = ()
 
-    def adopt_replaced_data(self) -> bool:
-        """Copy values that the user has assigned to `.data` and make these parameters views again.
-
-        Returns whether there were any.
-        """
-        replaced = False
-        hidden = self._placeholder if self.is_detached else None
-        step, start = self.values.element_size(), self.values.data_ptr()
+    def replaced(self) -> list[int]:
+        """Positions of the parameters whose `.data` the user has replaced."""
         with direct_access():
             addresses = [parameter.data_ptr() for parameter in self.parameters]
-        places = zip(self.parameters, self.offsets, strict=True)
-        for position, (parameter, offset) in enumerate(places):
-            expected = hidden[position].data_ptr() if hidden else start + offset * step
-            if addresses[position] == expected or parameter.numel() == 0:
-                continue
-            part = None if hidden else self.values[offset : offset + parameter.numel()]
-            compatible = parameter.dtype is self.dtype and parameter.device == self.device
-            if part is None or not compatible or parameter.numel() != part.numel():
-                raise RuntimeError(
-                    f"the data of parameter {self.names[position]!r} was replaced by a tensor of "
-                    f"shape {tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}; "
-                    "write into it (p.data.copy_, load_state_dict), at stage 3 inside "
-                    "full_parameters(writeback=True), or convert the model before the optimizer"
-                )
-            part.copy_(parameter.data.reshape(-1))
-            parameter.data = self._views[position]
-            replaced = True
-        return replaced
+        expected = [view.data_ptr() for view in self._own_data]
+        if addresses == expected:  # the usual case, which is looked for several times in a step
+            return []
+        pairs = zip(addresses, expected, strict=True)
+        return [position for position, (now, before) in enumerate(pairs) if now != before]
+
+    @property
+    def _own_data(self) -> Sequence[Tensor]:
+        """What `.data` of the parameters is, unless the user has replaced it."""
+        return self._placeholder if self.is_detached else self._views
+
+    def replacement(self, position: int) -> Tensor:
+        """The data with which the user has replaced that of a parameter.
+
+        Raises:
+            RuntimeError: it cannot be copied to the parameter's place.
+        """
+        parameter, own = self.parameters[position], self._own_data[position]
+        compatible = parameter.dtype is self.dtype and parameter.device == self.device
+        if self.is_detached or not compatible or parameter.shape != own.shape:
+            raise RuntimeError(
+                f"the data of parameter {self.names[position]!r} was replaced by a tensor of "
+                f"shape {tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}; "
+                "write into it (p.data.copy_, load_state_dict), at stage 3 inside "
+                "full_parameters(writeback=True), or convert the model before the optimizer"
+            )
+        return parameter.data
+
+    def has_memory_of(self, data: Tensor) -> bool:
+        """Whether a tensor on this device is a part of `values`."""
+        start = self.values.data_ptr()
+        return start <= data.data_ptr() < start + self.values.nbytes
+
+    def adopt(self, position: int, data: Tensor) -> None:
+        """Copy values to the place of a parameter, and make it a view of that place again."""
+        self._views[position].copy_(data)
+        self.parameters[position].data = self._views[position]
 
     @property
     def shard_is_writable(self) -> bool:

@@ -379,10 +379,21 @@ class ShardedUpdate:
             self.refresh(flat, start, stop)
 
     def adopt_replaced_data(self, flats: Sequence[FlatParameter]) -> None:
-        """Take over values that the user has assigned to `.data` of parameters."""
-        for flat in flats:
-            if flat.adopt_replaced_data():
-                self.refresh(flat)
+        """Copy values that the user has assigned to `.data` and make these parameters views again.
+
+        `flats` are all flat parameters: the data of one may be the place of another.
+        """
+        replaced = [(flat, position) for flat in flats for position in flat.replaced()]
+        given = [flat.replacement(position) for flat, position in replaced]
+        # Before any is overwritten: the user may have exchanged the data of parameters.
+        kept = [
+            data.clone() if any(flat.has_memory_of(data) for flat in flats) else data
+            for data in given
+        ]
+        for (flat, position), data in zip(replaced, kept, strict=True):
+            flat.adopt(position, data)
+        for flat in dict.fromkeys(flat for flat, _ in replaced):
+            self.refresh(flat)
 
     @property
     def layouts(self) -> StateLayouts:

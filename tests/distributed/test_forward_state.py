@@ -10,6 +10,7 @@ import ranks as harness
 import torch
 from ranks import Pool
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from poplar import HeteroZeroOptimizer, Plan
@@ -107,6 +108,17 @@ def masked(module: nn.Linear) -> nn.Linear:
     return module
 
 
+def replaced(change: Callable[[Tensor], Tensor]) -> nn.Linear:
+    """A forward pre-hook assigns other memory to the `.data` of the weight."""
+
+    def replace(module: nn.Linear, _: object) -> None:
+        module.weight.data = change(module.weight.data)
+
+    module = linear()
+    module.register_forward_pre_hook(replace)
+    return module
+
+
 def linear() -> nn.Linear:
     return nn.Linear(6, 6)
 
@@ -130,6 +142,9 @@ EQUAL_WRITES: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "old weight_norm": (lambda: weight_norm(linear()), UNEQUAL),
     "pruned": (lambda: prune.random_unstructured(linear(), "weight", 0.5), UNEQUAL),
     "masked": (lambda: masked(linear()), EQUAL),
+    "normalized": (lambda: replaced(functional.normalize), EQUAL),
+    "rounded": (lambda: replaced(lambda weight: weight.round(decimals=2)), EQUAL),
+    "copied": (lambda: replaced(Tensor.clone), EQUAL),
     "counters": (Counters, UNEQUAL),
     "caches": (Caches, EQUAL),
     "decay": (lambda: Buffer(lambda state, x: state * 0.9), EQUAL),
@@ -187,7 +202,8 @@ def test_state_that_differs_between_ranks_is_noticed(ranks: Pool, number: int) -
 def test_equal_state_caches_and_counters_are_no_alarm(ranks: Pool, number: int) -> None:
     for errors in ranks.run(all_steps, "equal writes", number, {}, ranks=2):
         if number == 3:
-            assert "full_parameters(writeback=True)" in errors.pop("masked")
+            for name in ("masked", "normalized", "rounded"):
+                assert "full_parameters(writeback=True)" in errors.pop(name)
         assert not any(errors.values()), errors
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import ranks as harness
 import torch
 import training
-from ranks import Pool
+from ranks import Failure, Pool
 from torch import Tensor, nn
+from torch.nn import functional
 
-from poplar import HeteroZeroOptimizer, Plan
+from poplar import HeteroZeroOptimizer, Plan, RankFailed
 
 PASSES = ((3, 2), (1, 1))
 
@@ -41,7 +43,13 @@ def build(
 ) -> tuple[Gated, HeteroZeroOptimizer]:
     torch.manual_seed(0)
     model = Gated()
-    made = HeteroZeroOptimizer(
+    return model, optimizer_of(model, stage, optimizer, dtype)
+
+
+def optimizer_of(
+    model: Gated, stage: int, optimizer: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> HeteroZeroOptimizer:
+    return HeteroZeroOptimizer(
         model,
         optimizer,
         plan=Plan(stage=stage, global_batch=7, micro_batches=PASSES, shares=(0.6, 0.4)),
@@ -50,7 +58,6 @@ def build(
         compute_dtype=dtype,
         lr=0.01,
     )
-    return model, made
 
 
 def batch() -> Tensor:
@@ -130,6 +137,154 @@ def both_ways(stage: int, write: Callable[[Gated], None]) -> None:
 def test_values_written_between_steps_are_kept(ranks: Pool, stage: int, write) -> None:
     """They train on as values written in `full_parameters(writeback=True)`, bit by bit."""
     ranks.run(both_ways, stage, write, ranks=2)
+
+
+class Changed(Gated):
+    """Gated, with a function that the forward calls first."""
+
+    def __init__(self, change: Callable[[Gated], None]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return super().forward(x)
+
+
+def normalize(model: Gated, *, replace: bool) -> None:
+    """Normalize a weight and halve the last parameter, in place or in other memory."""
+    weight, gate = model.blocks[1][0].weight, model.gate
+    changed = (weight, functional.normalize(weight.data)), (gate, gate.data * 0.5)
+    for parameter, values in changed:
+        if replace:
+            parameter.data = values
+        else:
+            parameter.data.copy_(values)
+
+
+IN_STEP = ["train_step", "forward", "after the passes", "after clipping"]
+
+
+def step_with_change(
+    model: Gated, made: HeteroZeroOptimizer, where: str, change: Callable[[Gated], None]
+) -> None:
+    """One step; the forward changes the parameters, or `change` does."""
+    if where == "train_step":
+        made.train_step(mean_square, batch())
+        return
+    for micro_batch in made.micro_batches(batch()):
+        mean_square(model, micro_batch).backward()
+    if where == "after the passes":
+        change(model)
+    made.clip_grad_norm_(0.1)
+    if where == "after clipping":
+        change(model)
+    made.step()
+    made.zero_grad()
+
+
+def change_in_step(
+    stage: int, dtype: torch.dtype, where: str, change: Callable[[Gated], None]
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    in_forward = where in ("train_step", "forward")
+    model = Changed(change if in_forward else lambda _: None)
+    made = optimizer_of(model, stage, torch.optim.AdamW, dtype)
+    for _ in range(3):
+        step_with_change(model, made, where, change)
+    states = made.full_state_dict() or {"state": {}}
+    masters = [state["master"] for state in states["state"].values() if "master" in state]
+    values = [*masters, *(p.detach().clone() for p in model.parameters())]
+    made.release()
+    return values
+
+
+def change_in_step_both_ways(stage: int, where: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        one, other = (
+            change_in_step(stage, dtype, where, partial(normalize, replace=replace))
+            for replace in (True, False)
+        )
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", IN_STEP)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_data_that_is_replaced_in_a_step_is_updated(ranks: Pool, stage: int, where: str) -> None:
+    """It trains on as data written in place, bit by bit."""
+    ranks.run(change_in_step_both_ways, stage, where, ranks=2)
+
+
+def replace_by_other_kinds(stage: int) -> list[list[Failure]]:
+    """Before the update, rank 1 assigns data of another dtype, then of another shape."""
+    model, made = build(stage, torch.optim.SGD, torch.float32)
+    weight, failures = model.blocks[0][0].weight, []
+    values = training.whole_parameters(model, made)
+    for other in (torch.ones(6, 6, dtype=torch.float64), torch.ones(7, 6), torch.ones(36)):
+        kept = weight.data
+        with harness.catching() as caught:
+            for micro_batch in made.micro_batches(batch()):
+                mean_square(model, micro_batch).backward()
+            if harness.rank() == 1:
+                weight.data = other
+            made.step()
+        weight.data = kept
+        failures.append(caught)
+        training.assert_same(training.whole_parameters(model, made), values)
+    made.train_step(mean_square, batch())
+    made.release()
+    return failures
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_replaced_data_of_another_kind_raises_on_all_ranks(ranks: Pool, stage: int) -> None:
+    for others, own in zip(*ranks.run(replace_by_other_kinds, stage, ranks=2), strict=True):
+        assert own[0].is_a(RuntimeError)
+        assert "'blocks.0.0.weight' was replaced" in own[0].message
+        assert others[0].is_a(RankFailed)
+
+
+EXCHANGES = {
+    "of one unit": ["blocks.0.0.weight", "blocks.0.2.weight"],
+    "of two units": ["blocks.0.0.weight", "blocks.1.0.weight"],
+    "of three": ["blocks.1.0.bias", "blocks.0.2.bias", "blocks.0.0.bias"],
+}
+
+
+def exchange(stage: int, dtype: torch.dtype, names: list[str], *, replace: bool) -> list[Tensor]:
+    """Between steps, give each of these parameters the values of the next one."""
+    torch.manual_seed(0)
+    model = Gated()
+    model.blocks[0].append(nn.Linear(6, 6))
+    made = optimizer_of(model, stage, torch.optim.AdamW, dtype)
+    made.train_step(mean_square, batch())
+    own = [model.get_parameter(name) for name in names]
+    given = [parameter.data for parameter in own]
+    if not replace:
+        given = [values.clone() for values in given]
+    for parameter, values in zip(own, given[1:] + given[:1], strict=True):
+        if replace:
+            parameter.data = values
+        else:
+            parameter.data.copy_(values)
+    made.train_step(mean_square, batch())
+    values = list(training.whole_parameters(model, made).values())
+    made.release()
+    return values
+
+
+def exchange_both_ways(stage: int, names: list[str]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        one, other = (exchange(stage, dtype, names, replace=replace) for replace in (True, False))
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("names", EXCHANGES.values(), ids=EXCHANGES)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_data_may_be_exchanged_between_parameters(
+    ranks: Pool, stage: int, names: list[str]
+) -> None:
+    ranks.run(exchange_both_ways, stage, names, ranks=2)
 
 
 VIEWS = (

@@ -156,6 +156,8 @@ class ShardedParameters(ShardedGradients):
 
     def _note_writes(self, flat: FlatParameter) -> None:
         """Compare the owned part of the unsharded values with the shard, from which it came."""
+        for position in flat.replaced():  # as if it had been written in place
+            flat.adopt(position, flat.parameters[position].data)
         low, high = flat.owned
         if low == high or not flat.values.untyped_storage().nbytes():
             return

@@ -406,7 +406,8 @@ class Step:
             self._engine.begin_step()
             raise
         if error is None:
-            error = caught(settings.check) or caught(self._update.allocate_state)
+            error = caught(settings.check) or caught(self._adopt_replaced_data)
+            error = error or caught(self._update.allocate_state)
             if error is not None and is_out_of_memory(error):
                 error = self._out_of_memory(error, None)
         try:
@@ -485,7 +486,8 @@ class Step:
             # The norm shows losses that are not known; the reductions compute sums of squares.
             summary = self.agree(settings, error)
         else:
-            self._raise_any(error or caught(settings.check), among_all=summary.has_hooks)
+            error = error or caught(settings.check) or caught(self._adopt_replaced_data)
+            self._raise_any(error, among_all=summary.has_hooks)
         state = self._engine.step
         state.use(settings)
         scaled = state.found_inf is not None
@@ -504,6 +506,13 @@ class Step:
         self._engine.begin_step()
         self.nonfinite.raise_if_read()
         return summary
+
+    def _adopt_replaced_data(self) -> None:
+        """Update the values that the parameters have now: the user may have set `.data` since.
+
+        The step's passes and what the user runs between them and the update may do so.
+        """
+        self._update.adopt_replaced_data(self._engine.flats)
 
     def _raise_any(self, error: Exception | None, *, among_all: bool) -> None:
         """Raise an error of a closed step. Collective if hooks of any rank may have raised it."""
