@@ -7,7 +7,7 @@ loops then process the same elements in the same lanes and give the same bits fo
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -351,6 +351,20 @@ class FlatParameter(UnshardedBuffer):
             parameter.__class__ = present
             parameter.data = placeholder
             parameter.__class__ = absent
+
+    def mark_updated(self, unused: Collection[int]) -> None:
+        """Let autograd reject graphs from before an update of all parameters but these positions.
+
+        The update writes to `values`, so the version counters of the parameters do not change.
+        """
+        if self.is_detached:
+            numbered = enumerate(self._versions)
+            self._versions = tuple(old + (at not in unused) for at, old in numbered)
+            return
+        used: Sequence[nn.Parameter] = self.parameters
+        if unused:
+            used = [parameter for at, parameter in enumerate(used) if at not in unused]
+        torch.autograd.graph.increment_version(used)
 
     def take_gradients(self, weight: float) -> tuple[list[Tensor], list[int]]:
         """Take the gradients from the parameters, with their offsets, and set `.grad` to None.

@@ -542,6 +542,8 @@ class Step:
             later, copy_to_host = "; ".join(state.later), strategy.copy_to_host
             self._update.step(groups, unused, *scalars, later=later, copy_to_host=copy_to_host)
         strategy.all_gather_updated_parameters(engine.units)
+        for flat in engine.trained:
+            flat.mark_updated(unused[flat])
         strategy.end_step()
         self._replicas.record_update()
         torch.clear_autocast_cache()  # an autocast around several steps keeps casts of old values
