@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import ranks as harness
 import torch
@@ -142,6 +143,35 @@ def test_steps_read_what_has_changed_or_raise(ranks: Pool) -> None:
         assert "after 4 steps, the programme does not compute" in in_other_mode
         assert "after 4 steps, the programme does not compute what loss_fn computes" in unlike
         assert "the graph of torch.export, which keeps Python numbers" in unlike
+
+
+def whole_shapes_by_step(given: Programme) -> list[int]:
+    """For how many parameters each of six steps makes a tensor of the whole shape."""
+    batch = global_batch(0)
+    training = poplar.distribute(
+        Changing(),
+        loss_of,
+        batch,
+        global_batch=SAMPLES,
+        programme=given,
+        process_group=harness.group(),
+        **OPTIONS,
+    )
+    start, samples = (of(harness.rank()) for of in (training.plan.offset, training.plan.samples))
+    own = {key: batch[key][start : start + samples] for key in ("x", "y")}
+    counts = []
+    for _ in range(6):
+        repeated = mock.Mock(side_effect=training._divided.repeated)
+        with mock.patch.object(training._divided, "repeated", repeated):
+            training.train_step({**own, "beta": batch["beta"]})
+        counts.append(repeated.call_count)
+    return counts
+
+
+def test_only_steps_that_compare_need_memory_for_whole_parameters(ranks: Pool) -> None:
+    """Those after 0, 1, 2, 4, ... steps."""
+    for counts in ranks.run(whole_shapes_by_step, programme(), ranks=2):
+        assert counts == [1, 1, 1, 0, 1, 0]
 
 
 def train_with_own_counts(given: Programme) -> str:

@@ -121,9 +121,13 @@ def test_numbers_of_python_that_change_in_training_are_found(
     export = checked(model, loss_fn)
     export.check(batch(1), step=1)
     model.factor = 1.01
-    export.check(batch(1), step=3)  # not compared
     with pytest.raises(NotExportable, match=r"a batch has the loss|the gradient of 'first"):
         export.check(batch(1), step=4)
+
+
+def test_comparisons_are_due_after_powers_of_two_and_every_256_steps() -> None:
+    due = [step for step in range(1000) if CheckedExport.is_due(step)]
+    assert due == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768]
 
 
 def test_numbers_of_the_batch_are_inputs() -> None:

@@ -79,8 +79,13 @@ class CheckedExport:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @staticmethod
+    def is_due(step: int) -> bool:
+        """Whether to compare the graph with the model after so many steps of a training."""
+        return not step & (step - 1) or not step % _EVERY_STEP
+
     def check(self, batch: Any, step: int) -> None:
-        """Compare the graph with the model, in a few steps of a training.
+        """Compare the graph with the model in a step of a training.
 
         Args:
             batch: at least one sample, of this step.
@@ -89,8 +94,6 @@ class CheckedExport:
         Raises:
             NotExportable: they differ.
         """
-        if step & (step - 1) and step % _EVERY_STEP:
-            return
         if pytree.samples_in(batch) < self._few:  # equal samples would make ties, as in routing
             few = self._samples(range(step, step + self._few))
         else:

@@ -167,7 +167,8 @@ class ProgrammeTraining(DistributedTraining):
         """
         divided, modes = self._divided, self._modes()
         step = self._steps if modes == self._compared_modes else 0
-        if not all(divided.parameters[name].numel() for name in divided.sharded):
+        has_parts = all(divided.parameters[name].numel() for name in divided.sharded)
+        if not has_parts or not self._checked.is_due(step):
             return
         try:
             with divided.with_whole_shapes(divided.repeated):
