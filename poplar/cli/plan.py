@@ -138,12 +138,17 @@ def _programme(
     Raises:
         ValueError: the profile is of another model.
     """
+    import torch
+
     from poplar.cli.workload import load
-    from poplar.programmes.run.checked_export import CheckedExport
+    from poplar.programmes.run.checked_export import CheckedExport, check_computation
 
     loaded = load(workload)
     _check_is_profiled(loaded.model, profile, workload)
+    profiled = profile.identity.get("compute_dtype", "").removeprefix("torch.")
     try:
+        # None, if the profile says "as the model is" or nothing.
+        check_computation(loaded.model, loaded.loss, getattr(torch, profiled, None))
         checked = CheckedExport(
             loaded.model, loaded.loss_fn, loaded.example_batch, chosen.global_batch
         )

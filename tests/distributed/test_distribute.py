@@ -151,7 +151,7 @@ def train_in_another_dtype() -> tuple[str, bool, list[Tensor]]:
 def test_the_dtype_of_the_plan_is_known_without_that_of_the_profile(ranks: Pool) -> None:
     for reason, has_programme, _ in ranks.run(train_in_another_dtype, ranks=2):
         assert not has_programme
-        assert "the plan computes in torch.bfloat16" in reason
+        assert "compute_dtype is torch.bfloat16" in reason
 
 
 def distributed(task: str, programme: Programme, **options: Any) -> DistributedTraining:

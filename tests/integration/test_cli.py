@@ -179,6 +179,8 @@ WIDE = """
 import torch
 from torch import nn
 
+from poplar.cli.workload import Workload
+
 def workload():
     model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64))
     return model, lambda model, x: (model(x) - x).square().mean(), torch.randn(2, 64)
@@ -186,6 +188,9 @@ def workload():
 def with_dropout():
     model, loss_fn, batch = workload()
     return nn.Sequential(model, nn.Dropout(0.5)), loss_fn, batch
+
+def with_sums():
+    return Workload(*workload(), loss="sum")
 """
 
 
@@ -235,6 +240,20 @@ def test_plan_says_why_there_is_no_programme(slow_network, wide, tmp_path):
     document = json.loads(run("plan", slow_network, *arguments, "--json").stdout)
     assert document["programme"]["programme"] is None
     assert "draws random numbers" in document["programme"]["reason"]
+
+
+def test_plan_shows_no_programme_that_distribute_would_not_use(slow_network, wide):
+    profile = ClusterProfile.from_json(slow_network)
+    for dtype, workload, reason in (
+        ("as the model is", "with_sums", "No programme: loss='sum', but programmes need"),
+        ("torch.bfloat16", "workload", "No programme: compute_dtype is torch.bfloat16, but"),
+        ("torch.float32", "workload", ""),
+    ):
+        replace(profile, identity={"compute_dtype": dtype}).to_json(slow_network)
+        arguments = ("--global-batch", 8, "--programme", f"{wide}:{workload}")
+        shown = run("plan", slow_network, *arguments)
+        assert shown.exit_code == 0, shown.output
+        assert (reason or "times as fast as data parallelism") in shown.stdout
 
 
 def test_plan_refuses_a_workload_that_was_not_profiled(measured, wide):

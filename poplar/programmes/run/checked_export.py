@@ -46,6 +46,27 @@ _HIDDEN = ("torch.utils.checkpoint",)
 """Modules whose `autograd.Function`s have the backward of the operators in them."""
 
 
+def check_computation(model: nn.Module, loss: str, compute_dtype: torch.dtype | None) -> None:
+    """Raise unless programmes of a model can compute what its steps shall compute.
+
+    Args:
+        model: the values of its parameters are not read.
+        loss: as for `train_step`.
+        compute_dtype: of the parameters in a step; None: their own dtypes.
+
+    Raises:
+        NotExportable: a loss that is no mean, or another dtype.
+    """
+    if loss != "mean":
+        raise NotExportable(f"loss={loss!r}, but programmes need a loss that is a mean")
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if compute_dtype is not None and own != {compute_dtype}:
+        raise NotExportable(
+            f"compute_dtype is {compute_dtype}, but programmes compute in the dtypes of the "
+            "parameters; convert the model, or pass the dtype of its parameters as compute_dtype"
+        )
+
+
 class CheckedExport:
     """A graph that has the loss and the gradients of the model, in the modes of its modules.
 

@@ -115,13 +115,7 @@ def _training(job: DistributedJob, programme: Choice) -> DistributedTraining:
     by_plan = partial(DistributedTraining, job, tuned.plan)
     if programme == "never":
         return by_plan(reason="programme='never', so there is no programme.")
-    dtypes = {p.dtype for p in job.model.parameters() if p.is_floating_point()}
-    if tuned.cast_to is not None and dtypes != {tuned.cast_to}:
-        return by_plan(
-            reason=f"No programme: the plan computes in {tuned.cast_to}, but programmes compute in "
-            "the dtypes of the parameters. Convert the model to get one."
-        )
-    exported, reason = job.exported(must=False)
+    exported, reason = job.exported(must=False, cast_to=tuned.cast_to)
     if exported is None:
         return by_plan(reason=reason)
     decision = _decide(job.control, exported.exported, tuned)

@@ -13,7 +13,7 @@ from poplar.comm import Communicator, Control, Group, connect
 from poplar.comm.group import first_line
 from poplar.data import pytree
 from poplar.planner.search import Choice
-from poplar.programmes.run.checked_export import CheckedExport
+from poplar.programmes.run.checked_export import CheckedExport, check_computation
 from poplar.tuning.autotune import TuningJob
 from poplar.values.errors import NotExportable, agreed
 from poplar.values.plan import Plan
@@ -45,13 +45,16 @@ class DistributedJob(TuningJob):
         indices = [index % known for index in range(start, start + samples)]
         return pytree.take(self.example, indices) if samples else None
 
-    def exported(self, *, must: bool) -> tuple[CheckedExport | None, str]:
+    def exported(
+        self, *, must: bool, cast_to: torch.dtype | None = None
+    ) -> tuple[CheckedExport | None, str]:
         """The graph of the loss of a global batch; None on all ranks if one has none. Collective.
 
         It computes what the model computes.
 
         Args:
             must: raise instead.
+            cast_to: dtype that the plan computes in; None: not known, or that of the parameters.
 
         Returns:
             The graph, or why there is none.
@@ -59,7 +62,7 @@ class DistributedJob(TuningJob):
         exported: CheckedExport | None = None
         error: Exception | None = None
         try:
-            exported = self._checked_export()
+            exported = self._checked_export(cast_to)
         except Exception as caught:  # also of the user's code, which a plan runs in another way
             error = caught
         known = exported.fingerprint if exported is not None else ""
@@ -77,15 +80,11 @@ class DistributedJob(TuningJob):
                 raise agreed(NotExportable(found))
         return (exported, "") if not found else (None, f"No programme: {found}.")
 
-    def _checked_export(self) -> CheckedExport:
-        if self.loss != "mean":
-            raise NotExportable(f"loss={self.loss!r}, but programmes need a loss that is a mean")
-        own = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
-        if isinstance(self.compute_dtype, torch.dtype) and own != {self.compute_dtype}:
-            raise NotExportable(
-                f"compute_dtype={self.compute_dtype}, but programmes compute in the dtypes of the "
-                "parameters; convert the model, or leave out compute_dtype"
-            )
+    def _checked_export(self, cast_to: torch.dtype | None) -> CheckedExport:
+        given = self.compute_dtype
+        check_computation(
+            self.model, self.loss, given if isinstance(given, torch.dtype) else cast_to
+        )
         return CheckedExport(self.model, self.loss_fn, self.example, self.global_batch)
 
     @torch.no_grad()
