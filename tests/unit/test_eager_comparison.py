@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,41 @@ def test_what_a_graph_does_not_hold_is_a_reason_for_no_programme(kind: str) -> N
     with pytest.raises(NotExportable) as raised:
         checked(new(), loss_fn)
     assert reason in str(raised.value)
+
+
+class Masked(Model):
+    """Keeps the mask that its first forward makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mask"):
+            self.mask = torch.ones(WIDTH, WIDTH).tril()
+        return super().forward(x @ self.mask)
+
+
+def with_cached_function() -> nn.Module:
+    @functools.lru_cache
+    def mask(size: int) -> Tensor:
+        return torch.ones(size, size).tril()
+
+    return Model(lambda x: x @ mask(WIDTH))
+
+
+@pytest.mark.parametrize("new", [Masked, with_cached_function])
+def test_tensors_that_the_first_forward_keeps_have_values(new: Callable[[], nn.Module]) -> None:
+    """An export makes tensors without values, which later forwards could not read."""
+    model = new()
+    checked(model)
+    squares(model, batch()).backward()
+
+
+def needing_gradients(model: Any, given: dict[str, Any]) -> Tensor:
+    x = model(given["x"])
+    x.retain_grad()  # raises where gradients are disabled
+    return F.mse_loss(x, given["y"])
+
+
+def test_forwards_that_need_gradients_are_exported() -> None:
+    checked(Model(), needing_gradients)
 
 
 def scaled(model: Any, batch: dict[str, Any]) -> Tensor:

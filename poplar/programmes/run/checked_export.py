@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -89,12 +90,16 @@ class CheckedExport:
         self._few = min(max(least, pytree.samples_in(example)), most, global_batch)
         if any(t.is_meta for t in chain(model.parameters(), model.buffers())):
             raise NotExportable("the model is on meta, and a programme divides real values")
-        with torch.enable_grad(), model_preserved(model, self._device):
+        batches = [self._samples(range(first, first + self._few)) for first in range(_BATCHES)]
+        with torch.enable_grad(), model_preserved(model, self._device), self._enough_memory():
+            # What a first forward keeps, such as a mask, would have no values after an export.
+            self._eager_loss(batches[0])
             self.exported: ExportedLoss = self._export(range(global_batch))
             self._exported_few = self.exported
             if self._few != global_batch:
                 self._exported_few = self._export(range(self._few))
-            self._compare_batches()
+            for batch in batches:
+                self._compare(batch, self._trained)
 
     @property
     def _device(self) -> torch.device:
@@ -123,10 +128,10 @@ class CheckedExport:
         with model_preserved(self.model, self._device):
             self._compare(few, _smallest(self._trained, _MOST_ELEMENTS))
 
-    def _compare_batches(self) -> None:
+    @contextmanager
+    def _enough_memory(self) -> Iterator[None]:
         try:
-            for first in range(_BATCHES):
-                self._compare(self._samples(range(first, first + self._few)), self._trained)
+            yield
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -149,8 +154,7 @@ class CheckedExport:
     def _compare(self, batch: Any, trained: Mapping[str, Tensor]) -> None:
         """Compare the losses of a batch of few samples, and their gradients."""
         with torch.enable_grad():
-            with HooksRefused():
-                eager = self._loss_fn(self.model, batch)
+            eager = self._eager_loss(batch)
             _refuse_custom_functions(eager)
             eager_loss, eager_probes = float(eager.detach()), _probes(eager, trained)
             del eager
@@ -158,6 +162,10 @@ class CheckedExport:
         rounding = max(_ROUNDING.get(dtype, 1.0) for dtype in self._dtypes())
         _compare_losses(float(graph.detach()), eager_loss, rounding)
         _compare_gradients(_probes(graph, trained), eager_probes, rounding)
+
+    def _eager_loss(self, batch: Any) -> Tensor:
+        with HooksRefused():
+            return self._loss_fn(self.model, batch)
 
     def _dtypes(self) -> Iterator[torch.dtype]:
         """The dtypes of the values that are computed, also under autocast."""
