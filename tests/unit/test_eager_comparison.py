@@ -74,6 +74,23 @@ def with_module_hook() -> nn.Module:
     return model
 
 
+def hooking(model: Any, batch: dict[str, Any]) -> Tensor:
+    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return squares(model, batch)
+
+
+def with_parameter_hook() -> nn.Module:
+    model = Model()
+    model.first.weight.register_hook(lambda gradient: -gradient)
+    return model
+
+
+def with_accumulation_hook() -> nn.Module:
+    model = Model()
+    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
 def flipping() -> Callable[[Tensor], Tensor]:
     """Every other call leaves the tensor as it is; no generator of random numbers is known."""
     calls = iter(range(1000))
@@ -83,7 +100,18 @@ def flipping() -> Callable[[Tensor], Tensor]:
 LOST: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor], str]] = {
     "function": (lambda: Model(Reversed.apply), squares, "autograd.Function Reversed"),
     "tensor hook": (lambda: Model(hooked), squares, "calls register_hook()"),
+    "accumulation hook in the forward": (
+        Model,
+        hooking,
+        "calls register_post_accumulate_grad_hook()",
+    ),
     "module hook": (with_module_hook, squares, "a module has a backward hook"),
+    "parameter hook": (with_parameter_hook, squares, "the parameter 'first.weight' has a hook"),
+    "accumulation hook": (
+        with_accumulation_hook,
+        squares,
+        "the parameter 'first.weight' has a hook",
+    ),
     "hook on a node": (
         lambda: Model(hooked_node),
         squares,

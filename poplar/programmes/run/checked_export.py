@@ -90,6 +90,12 @@ class CheckedExport:
         self._few = min(max(least, pytree.samples_in(example)), most, global_batch)
         if any(t.is_meta for t in chain(model.parameters(), model.buffers())):
             raise NotExportable("the model is on meta, and a programme divides real values")
+        for name, parameter in self._trained.items():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise NotExportable(
+                    f"the parameter {name!r} has a hook, which would get only a rank's part of the "
+                    "gradient"
+                )
         batches = [self._samples(range(first, first + self._few)) for first in range(_BATCHES)]
         with torch.enable_grad(), model_preserved(model, self._device), self._enough_memory():
             # What a first forward keeps, such as a mask, would have no values after an export.

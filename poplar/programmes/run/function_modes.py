@@ -51,9 +51,9 @@ class HooksRefused(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is Tensor.register_hook:
+        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise NotExportable(
-                "the forward pass calls register_hook() on a tensor, and a graph has no hooks"
+                f"the forward pass calls {func.__name__}() on a tensor, and a graph has no hooks"
             )
         return func(*args, **(kwargs or {}))
 
