@@ -73,6 +73,12 @@ class ByRank(nn.Module):
         return self.layer(x) * 1.0 if harness.rank() else self.layer(x)
 
 
+def with_hook() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.weight.register_hook(lambda gradient: gradient * torch.ones(8, 8))
+    return layer
+
+
 WITHOUT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "dropout": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), {}, "draws random"),
     "branches": (Branching, {}, "torch.export failed"),
@@ -82,6 +88,7 @@ WITHOUT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "the forward pass changes 1.",
     ),
     "other operators": (ByRank, {}, "other operators, dtypes or shapes on rank(s) [1]"),
+    "a hook on a parameter": (with_hook, {}, "the parameter 'weight' has a hook"),
     "an error in the export": (lambda: nn.Linear(8, 8), {}, "rank 1: RuntimeError: a test"),
     "compute dtype": (lambda: nn.Linear(8, 8), {"compute_dtype": torch.bfloat16}, "bfloat16"),
     "never": (lambda: nn.Linear(8, 8), {"programme": "never"}, "programme='never'"),
