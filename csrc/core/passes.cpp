@@ -1,6 +1,7 @@
 #include "passes.h"
 
 #include <algorithm>
+#include <deque>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -10,6 +11,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-12;
+constexpr double kStraight = 1e-14;  // a curve that is straight up to so much of its values
 
 // Parts of one kind: each holds up to `sizes[i]` and costs `costs[i]`.
 struct Parts {
@@ -74,6 +76,74 @@ std::vector<std::pair<double, std::int64_t>> economical(const std::vector<std::i
   return found;
 }
 
+// Sizes of a pass, up to `end`, whose seconds lie on a line. For each number of samples the best of
+// them leaves the samples before it with the least `rest - slope * samples`: the minimum of a
+// window that slides by one sample. So a table costs as much as the curve has straight pieces.
+class StraightPiece {
+ public:
+  StraightPiece(const std::vector<double>& passes, std::int64_t begin, std::int64_t end)
+      : begin_(begin), end_(begin) {
+    double low = -kNever;
+    double high = kNever;
+    for (std::int64_t size = begin + 1; size <= end; ++size) {
+      const double step = static_cast<double>(size - begin);
+      const double rise = passes[size] - passes[begin];
+      low = std::max(low, (rise - kStraight * passes[size]) / step);
+      high = std::min(high, (rise + kStraight * passes[size]) / step);
+      if (low > high) {
+        break;
+      }
+      slope_ = low + (high - low) / 2.0;
+      end_ = size;
+    }
+  }
+
+  std::int64_t end() const { return end_; }
+
+  // Lowers `least` to the seconds of the best last pass of these sizes, and sets `chosen` to its
+  // size. Call it for 1, 2, ... samples; `rest` has the seconds of fewer samples.
+  void improve(const std::vector<double>& passes, const std::vector<double>& rest,
+               std::int64_t samples, double& least, std::int64_t& chosen) {
+    const std::int64_t before = samples - begin_;
+    if (before < 0) {
+      return;
+    }
+    const double relative = rest[before] - slope_ * static_cast<double>(before);
+    while (!window_.empty() && window_.back().first > relative) {
+      window_.pop_back();
+    }
+    window_.emplace_back(relative, before);
+    while (window_.front().second < samples - end_) {
+      window_.pop_front();
+    }
+    // The largest first: the others may be better by no more than rounding.
+    for (const std::int64_t size : {std::min(end_, samples), samples - window_.front().second}) {
+      const double end = passes[size] + rest[samples - size];
+      if (end < least) {
+        least = end;
+        chosen = size;
+      }
+    }
+  }
+
+ private:
+  std::int64_t begin_;
+  std::int64_t end_;
+  double slope_ = 0.0;
+  std::deque<std::pair<double, std::int64_t>> window_;
+};
+
+// The pieces of the sizes from `begin` to `end`, largest first.
+std::vector<StraightPiece> straight_pieces(const std::vector<double>& passes, std::int64_t begin,
+                                           std::int64_t end) {
+  std::vector<StraightPiece> pieces;
+  for (; begin <= end; begin = pieces.back().end() + 1) {
+    pieces.emplace_back(passes, begin, end);
+  }
+  std::reverse(pieces.begin(), pieces.end());
+  return pieces;
+}
+
 }  // namespace
 
 PassTable cheapest_passes(const std::vector<double>& passes, std::int64_t later,
@@ -101,28 +171,24 @@ PassTable cheapest_passes(const std::vector<double>& passes, std::int64_t later,
   // Any `period` numbers have some whose sum is a multiple of `period`. So a division needs fewer
   // passes of another size than the one with the best rate, and more samples only add passes of it.
   const std::int64_t enough = (period - 1) * cap + period;
+  auto later_sizes = straight_pieces(passes, 1, cap);
+  auto larger_sizes = straight_pieces(passes, cap + 1, largest);
   std::vector<double> rest{0.0};  // divisions without a larger first pass
   for (std::int64_t samples = 1; samples <= most; ++samples) {
     double least = kNever;
-    std::int64_t chosen = 0;
-    const std::int64_t smallest = samples > enough ? period : 1;
-    for (std::int64_t size = samples > enough ? period : std::min(cap, samples); size >= smallest;
-         --size) {
-      const double end = passes[size] + rest[samples - size];
-      if (end < least) {
-        least = end;
-        chosen = size;
+    std::int64_t chosen = period;
+    if (samples > enough) {
+      least = passes[period] + rest[samples - period];
+    } else {
+      for (auto& piece : later_sizes) {
+        piece.improve(passes, rest, samples, least, chosen);
       }
     }
     rest.push_back(least);
     table.last.push_back(chosen);
     std::int64_t first = 0;
-    for (std::int64_t size = std::min(largest, samples); size > cap; --size) {
-      const double end = passes[size] + rest[samples - size];
-      if (end < least) {
-        least = end;
-        first = size;
-      }
+    for (auto& piece : larger_sizes) {
+      piece.improve(passes, rest, samples, least, first);
     }
     table.seconds.push_back(std::max(least, table.seconds.back()));  // rounding
     table.first.push_back(first);
@@ -172,18 +238,20 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(
     }
   }
   const auto some = economical(sizes, costs, rate, kNever);
+  std::vector<double> ends(total, kNever);  // the least waste of a last part of up to so many
+  for (std::int64_t held = 1; held < total; ++held) {
+    ends[held] = std::min(ends[held - 1], last.cost(held) - rate * static_cast<double>(held));
+  }
   for (std::int64_t held = 1; held < total - 1; ++held) {
-    if (wasted[held] > most_waste) {
-      continue;
-    }
+    const double most_before_end = most_waste - ends[total - held - 1];
     for (const auto& [waste, size] : some) {
-      if (wasted[held] + waste > most_waste) {
+      if (wasted[held] + waste > most_before_end) {
         break;
       }
       // A part that is not full leaves one for the last part: more would make that one costlier.
       const std::int64_t next = std::min(held + size, total - 1);
       const double together = wasted[held] + waste + rate * static_cast<double>(held + size - next);
-      if (together <= most_waste && together < wasted[next]) {
+      if (together <= most_before_end && together < wasted[next]) {
         wasted[next] = together;
         added[next] = next - held;
       }

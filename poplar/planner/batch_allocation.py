@@ -40,7 +40,7 @@ class BatchAllocator:
     def __init__(self, costs: StageCosts, global_batch: int) -> None:
         def seconds(rank: int) -> list[float]:
             largest = min(global_batch, costs.cluster.devices[rank].max_batch)
-            return [costs.pass_seconds(rank, batch) for batch in range(largest + 1)]
+            return costs.pass_seconds_up_to(rank, largest)
 
         self._costs = costs
         self._global_batch = global_batch

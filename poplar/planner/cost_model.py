@@ -308,6 +308,12 @@ class StageCosts:
         device = self.cluster.devices[rank]
         return max(0.0, device.seconds(batch) + device.pass_overhead_seconds[self.stage])
 
+    def pass_seconds_up_to(self, rank: int, most: int) -> list[float]:
+        """`pass_seconds` of 0, 1, ... `most` samples, which is at most `max_batch`."""
+        device = self.cluster.devices[rank]
+        overhead = device.pass_overhead_seconds[self.stage]
+        return [0.0, *(max(0.0, one + overhead) for one in device.seconds_up_to(most)[1:])]
+
     def optimizer_seconds(self, rank: int, share: float) -> float:
         """The optimizer on a part of the state that it owns (`owned`), with this rank's overhead
         per step; may be negative.

@@ -56,6 +56,19 @@ class MonotoneCurve:
         value = low + (batch - begin) / (end - begin) * (high - low)
         return max(value, 0.0 if batch >= batches[0] else values[0] * batch / batches[0])
 
+    def up_to(self, most: int) -> list[float]:
+        """`at(0)`, `at(1)`, ... `at(most)`, faster than by themselves; `most` is in the curve."""
+        batches, values = self.batches, self.values
+        found = list(map(self.at, range(min(most, batches[0]) + 1)))
+        for right in range(1, len(batches)):
+            begin, end = batches[right - 1], batches[right]
+            low, rise = values[right - 1], values[right] - values[right - 1]
+            inside = range(begin + 1, min(most + 1, end))
+            found += [low + (batch - begin) / (end - begin) * rise for batch in inside]
+            if end <= most:
+                found.append(values[right])
+        return found
+
 
 def deviation(samples: Sequence[float], usual: float = 0.0) -> float:
     """Relative standard deviation of values above 0, from the median deviation of the median.

@@ -232,6 +232,10 @@ class DeviceProfile:
         """
         return self._seconds.at(batch)
 
+    def seconds_up_to(self, most: int) -> list[float]:
+        """`seconds` of 0, 1, ... `most` samples, which is at most `max_batch`."""
+        return self._seconds.up_to(most)
+
     def activation_bytes(self, batch: int) -> float:
         """`a(batch)`: peak memory of a pass above the model state; infinite past `max_batch`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import time
 
 import planning_oracle
 import pytest
@@ -21,6 +22,7 @@ from poplar.planner.batch_allocation import RankPasses, kth_smallest
 from poplar.planner.prediction import predict
 from poplar.planner.search import NoPlanFits
 from poplar.planner.shard_allocation import normalized
+from poplar.values.curve import MonotoneCurve
 from poplar.values.errors import PoplarError
 from poplar.values.profile import ModelProfile
 
@@ -462,11 +464,21 @@ def test_cheapest_cover_refuses_invalid_parts(first_sizes, sizes, costs, last_co
         _core.cheapest_cover(first_sizes, first_costs, sizes, costs, last_costs, total)
 
 
+curves = st.dictionaries(st.integers(1, 25), st.floats(0, 5), min_size=1).map(
+    lambda points: MonotoneCurve(tuple(sorted(points)), tuple(sorted(points.values())))
+)
+"""Of passes: few straight pieces, as measured ones have."""
+
+
 @given(
-    seconds=st.lists(st.floats(0, 5), min_size=0, max_size=7).map(sorted),
-    later=st.integers(-1, 7),
+    seconds=st.lists(st.floats(0, 5), min_size=0, max_size=7).map(sorted)
+    | curves.map(lambda curve: curve.up_to(curve.batches[-1])[1:]),
+    later=st.integers(-1, 25),
     most=st.integers(1, 90),
 )
+@example(seconds=[float(n) for n in range(1, 26)], later=20, most=90)
+@example(seconds=[0.1 * n for n in range(1, 26)], later=25, most=25)
+@example(seconds=[0.0] * 25, later=12, most=60)
 def test_cheapest_passes_match_a_naive_dynamic_program(seconds, later, most):
     passes = [0.0, *seconds]
     expected = [0.0]
@@ -485,6 +497,43 @@ def test_cheapest_passes_match_a_naive_dynamic_program(seconds, later, most):
         assert sum(sizes) == n
         assert sum(passes[m] for m in sizes) == pytest.approx(expected[n])
         assert all(m <= later for m in sizes[1:])
+
+
+def test_passes_on_a_measured_curve_match_a_naive_dynamic_program():
+    """With enough sizes that rounding adds up."""
+    draw = random.Random(1)
+    for largest in (255, 256, 301):
+        points = [2**power for power in range(8)] + [largest]
+        seconds = [(1.0 + 0.01 * size) * draw.uniform(0.9, 1.1) for size in points]
+        passes = MonotoneCurve(tuple(points), tuple(sorted(seconds))).up_to(largest)
+        expected = [0.0]
+        for n in range(1, 701):
+            expected.append(min(expected[n - m] + passes[m] for m in range(1, min(n, largest) + 1)))
+        table, _, last = _core.cheapest_passes(passes, largest, 700)
+        assert table == pytest.approx(expected, rel=1e-12)
+        for n in range(1, 701):
+            assert passes[last[n]] + table[n - last[n]] == pytest.approx(table[n], rel=1e-12)
+
+
+def test_planning_time_grows_in_proportion_to_the_largest_micro_batch():
+    """Not with its square: then this takes many seconds."""
+    largest = 1 << 17
+    points = tuple(2**power for power in range(18))
+    draw = random.Random(0)
+    curve = MonotoneCurve(points, tuple(1.0 + n * draw.uniform(0.01, 0.0105) for n in points))
+    passes = curve.up_to(largest)
+    begin = time.process_time()
+    _core.cheapest_passes(passes, largest, largest)
+    _core.cheapest_passes(passes, largest // 3, largest)
+    sizes, costs = range(1, largest + 1), passes[1:]
+    _core.cheapest_cover(sizes, costs, sizes, costs, [cost + 0.1 for cost in costs], largest)
+    assert time.process_time() - begin < 2.0
+
+
+@given(curve=curves, part=st.floats(0, 1))
+def test_values_up_to_a_batch_are_those_of_each_batch(curve, part):
+    most = int(part * curve.batches[-1])
+    assert curve.up_to(most) == list(map(curve.at, range(most + 1)))
 
 
 @given(
