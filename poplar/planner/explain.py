@@ -29,6 +29,7 @@ from poplar.planner.prediction import (
 )
 from poplar.planner.search import search
 from poplar.planner.simple_plans import PREFERENCE
+from poplar.planner.stage_search import TooManyPasses
 from poplar.planner.what_if import Change, Changed, DeviceGroup, device_groups, with_equal_devices
 from poplar.values.communication import EXACT, Communication
 from poplar.values.formatting import (
@@ -54,7 +55,8 @@ _SHORTEST_STEP = 1e-12
 _GAP = 4
 """Measured batches more than this factor apart leave a gap in the profile; twice is usual."""
 _FastestPlan = Callable[[ClusterProfile], Plan | None]
-"""The fastest plan for the same request on another cluster; None: no plan fits."""
+"""The fastest plan for the same request on another cluster; None: no plan fits, or not in the
+passes that a plan may list."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +66,8 @@ class Contribution:
     ranks: tuple[int, ...]
     device: str
     without: float | None
-    """Fraction by which samples per second change without these ranks; None: no plan fits then."""
+    """Fraction by which samples per second change without these ranks; None: no plan fits then,
+    or not in as many passes as a plan may list."""
     verdict: str
     """`"worth it"`; `"not worth it"`: they add no more than the error, or less than nothing;
     `"needed"`: without them no plan fits."""
@@ -197,7 +200,7 @@ def explain(
         raise ValueError(f"error must be a fraction of a step of at least 0, got {error}")
 
     def fastest(changed: ClusterProfile, policy: str = "exact") -> Plan | None:
-        with suppress(NoPlanFits):
+        with suppress(NoPlanFits, TooManyPasses):
             return search(
                 changed,
                 global_batch=plan.global_batch,

@@ -42,6 +42,10 @@ _MOST_SETS = 24
 """Sets of active ranks that are searched, at most, beside that of all ranks."""
 
 
+class TooManyPasses(ValueError):
+    """A rank would need more than `MOST_PASSES`."""
+
+
 class Found(NamedTuple):
     """The plan of a stage, without a prediction: of many, few are described."""
 
@@ -81,7 +85,7 @@ class StageSearch:
 
         Raises:
             NoPlanFits: no plan fits at any of the stages.
-            ValueError: the global batch needs too many passes.
+            TooManyPasses: the global batch needs too many passes.
         """
         _check_passes(cluster, self._request)
         shortfalls = []
@@ -109,7 +113,7 @@ class StageSearch:
 
         Raises:
             NoPlanFits: no plan fits on all ranks, nor on the ranks of a set that was tried.
-            ValueError: as for `add`.
+            TooManyPasses: as for `add`.
         """
         error: NoPlanFits | None = None
         try:
@@ -127,7 +131,7 @@ class StageSearch:
         for active in islice(sets, _MOST_SETS):
             if active.bound * (1.0 + self._request.preference) >= self._fastest:
                 break
-            with suppress(ValueError):  # no plan fits, or it would need too many passes
+            with suppress(NoPlanFits, TooManyPasses):
                 self.add(without_ranks(cluster, active.left_out), active)
         if error is not None and not self._best:
             raise error
@@ -198,7 +202,7 @@ def _optimality_gap(seconds: float, bound: float) -> float:
 
 
 def _check_passes(cluster: ClusterProfile, request: Request) -> None:
-    """Refuse a global batch that needs more passes than a plan may list."""
+    """Raise TooManyPasses if the global batch needs more passes than a plan may list."""
     largest = sum(
         min(
             request.max_micro_batch,
@@ -208,7 +212,7 @@ def _check_passes(cluster: ClusterProfile, request: Request) -> None:
     )
     passes = -(-request.global_batch // largest)
     if passes > MOST_PASSES:
-        raise ValueError(
+        raise TooManyPasses(
             f"a global batch of {request.global_batch} samples needs at least {passes} passes on a "
             f"rank, because the largest micro-batches of all ranks are {largest} samples together; "
             f"at most {MOST_PASSES} passes are planned: lower the global batch or profile larger "
