@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from poplar.planner.memory_model import SLACK_BYTES, Caps
 from poplar.planner.share_limits import largest_sum, suffice
 from poplar.values.errors import PoplarError
 from poplar.values.formatting import format_bytes
+from poplar.values.plan import ALL_STAGES
 
 _GENERAL_ADVICE = (
     "free memory on that rank (or raise its memory_limit), use shorter sequences or activation "
@@ -51,6 +52,17 @@ class DoesNotFit(ValueError):
     """A plan that needs more memory than a rank has, or a micro-batch that was not measured."""
 
 
+class Allowed(NamedTuple):
+    """What the caller of a search can also search for."""
+
+    stages: tuple[int, ...] = ALL_STAGES
+    policies: bool = True
+    """Other policies than that of the request."""
+
+
+_ANYTHING = Allowed()
+
+
 class NoPlanFits(PoplarError, ValueError):
     """No plan at any of the requested stages fits the ranks' memory.
 
@@ -60,25 +72,35 @@ class NoPlanFits(PoplarError, ValueError):
     """
 
     def __init__(
-        self, shortfalls: Sequence[Shortfall], suggest: Callable[[], tuple[str, ...]]
+        self,
+        shortfalls: Sequence[Shortfall],
+        suggest: Callable[[Allowed], tuple[str, ...]],
+        allowed: Allowed = _ANYTHING,
     ) -> None:
         self.shortfalls = tuple(shortfalls)
         """By stage, what is missing."""
-        self._suggest = suggest
+        self._suggest, self._allowed = suggest, allowed
         closest = min(shortfalls, key=lambda one: (one.total_bytes, one.stage))
         super().__init__(f"no plan fits at stage {closest.stage}: {closest.sentence}")
+
+    def allow_only(self, stages: Iterable[int], *, policies: bool = True) -> None:
+        """From now on, suggest no other stages, and other policies only if `policies`."""
+        known = self._allowed
+        both = tuple(sorted({*stages} & {*known.stages}))
+        self._allowed = Allowed(both, policies and known.policies)
+        self.__dict__.pop("suggestions", None)
 
     @cached_property
     def suggestions(self) -> tuple[str, ...]:
         """Changes that make a plan fit, each on its own."""
-        return self._suggest()
+        return self._suggest(self._allowed)
 
     def __str__(self) -> str:
         changes = ", or ".join(self.suggestions)
         return f"{self.args[0]}; {f'what would fit: {changes}' if changes else _GENERAL_ADVICE}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.shortfalls, self._suggest)
+        return type(self), (self.shortfalls, self._suggest, self._allowed)
 
 
 def memory_shortfall(costs: StageCosts, request: Request) -> Shortfall | None:

@@ -14,10 +14,9 @@ from functools import partial
 from poplar.planner import what_if
 from poplar.planner.baselines import policy_shortfall
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.memory_shortfall import Request, Shortfall
+from poplar.planner.memory_shortfall import Allowed, Request, Shortfall
 from poplar.planner.saved_memory import shortfall_with_recomputation, with_all_on_host
 from poplar.planner.what_if import Changed, DeviceGroup, device_groups, with_equal_devices
-from poplar.values.plan import STRATEGIES
 from poplar.values.profile import ClusterProfile
 
 _MAX_MEBIBYTES = 2**24
@@ -47,6 +46,7 @@ def suggested_changes(
     request: Request,
     stages: Sequence[int],
     shortfalls: Sequence[Shortfall],
+    allowed: Allowed,
 ) -> tuple[str, ...]:
     """The smallest changes that make a plan fit, each on its own."""
     groups = device_groups(cluster)
@@ -72,13 +72,19 @@ def suggested_changes(
         return "" if stage is None else f"{change} at stage {stage}"
 
     highest = max(stages)
-    others = (*range(highest + 1, len(STRATEGIES)), *range(highest - 1, -1, -1))
-    fitting = (stage for stage in others if fitting_stage(cluster, [stage]) is not None)
+    higher = [stage for stage in allowed.stages if stage > highest]
+    lower = [stage for stage in allowed.stages if stage < highest]
+    fitting = (
+        stage
+        for stage in (*higher, *reversed(lower))
+        if fitting_stage(cluster, [stage]) is not None
+    )
     found = [f"stage {stage}" for stage in fitting][:1]
-    stage = fitting_stage(cluster, stages, request._replace(policy="exact"))
+    of_exact = stages if request.policy == "exact" or allowed.policies else ()
+    stage = fitting_stage(cluster, of_exact, request._replace(policy="exact"))
     if stage is not None:
         found.append(f"policy exact at stage {stage}")
-    stage = fitting_stage(cluster, stages, request._replace(policy="exact", may_host=True))
+    stage = fitting_stage(cluster, of_exact, request._replace(policy="exact", may_host=True))
     if (
         stage is not None
         and not request.may_host

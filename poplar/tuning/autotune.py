@@ -40,6 +40,7 @@ from poplar.zero.checks.loss_mean import wrong_weight
 from poplar.zero.collective_calls import new_group
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import Loss, Weight
+from poplar.zero.setup import stages_of
 
 PROFILE_PART = 0.75
 """Part of the time budget for the profile; the rest is for measuring planned batches and trials."""
@@ -231,7 +232,11 @@ def tune_job(job: TuningJob, group: Group) -> Tuned:
         # The next power of two: global batches that differ a little share a profile in the cache.
         job = replace(job, max_batch=1 << (job.global_batch - 1).bit_length())
     tuner = Tuner(CachedProfile(Profiler(job, group)), job)
-    return replace(tuner.tune(), cast_to=tuner.session.cast_to)
+    try:
+        return replace(tuner.tune(), cast_to=tuner.session.cast_to)
+    except NoPlanFits as error:
+        error.allow_only(stages_of(tuner.session.setup.classes))
+        raise
 
 
 def _warn_of_wrong_weight(session: Session) -> None:

@@ -302,6 +302,13 @@ def _check_dtype(name: str, dtype: torch.dtype | str, *, allowed: Sequence[str] 
         )
 
 
+def stages_of(classes: Sequence[OptimizerClass]) -> tuple[int, ...]:
+    """The stages at which these classes can train."""
+    whole = any(cls.granularity == "parameter" for cls in classes)
+    strategies = enumerate(STRATEGY_CLASSES)
+    return tuple(stage for stage, one in strategies if not (whole and one.shards_parameters))
+
+
 def check_stage(classes: Sequence[OptimizerClass], stage: int, local: Collection[str]) -> None:
     """Check that a stage, and local parameters, give the classes what they need."""
     strategy = STRATEGY_CLASSES[stage]

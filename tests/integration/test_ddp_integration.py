@@ -13,6 +13,7 @@ import ranks as harness
 import torch
 import torch.distributed as dist
 import unequal_passes as training
+from clusters import cluster_of, device
 from ranks import Failure, Pool
 from subset import choose
 from torch import Tensor
@@ -23,6 +24,7 @@ from unequal_passes import Job, assert_equal_losses
 import poplar
 from poplar import Plan, UnitPlan
 from poplar.integrations import ddp, fsdp2, unequal_passes
+from poplar.planner.search import NoPlanFits, search
 from poplar.values.communication import Communication
 
 UNEQUAL = Plan(
@@ -519,6 +521,27 @@ def test_autotune_refuses_what_the_engine_does_not_do(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         engine.autotune(torch.nn.Linear(1, 1), training.loss_fn, {}, global_batch=4, **options)
+
+
+def none_fits() -> NoPlanFits:
+    """The error of a search at stage 2 that suggests stage 3 and policy "exact"."""
+    cluster = cluster_of(device(memory=200 * 10**6), device(memory=66 * 10**6))
+    with pytest.raises(NoPlanFits) as caught:
+        search(cluster, global_batch=4, stages=(2,), policy="even_shares", leave_out="never")
+    assert caught.value.suggestions[:2] == ("stage 3", "policy exact at stage 2")
+    return caught.value
+
+
+@pytest.mark.parametrize(("engine", "stages"), [(ddp, ()), (fsdp2, ("stage 3",))])
+def test_autotune_suggests_only_what_the_engine_can_run(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, stages: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(unequal_passes, "autotune", mock.Mock(side_effect=none_fits()))
+    with pytest.raises(NoPlanFits) as caught:
+        engine.autotune(torch.nn.Linear(1, 1), training.loss_fn, {}, global_batch=4)
+    found = caught.value.suggestions
+    assert (*stages, "without rank 1 at stage 2") == found[: len(stages) + 1]
+    assert not any("policy" in one for one in found)
 
 
 @pytest.mark.parametrize("engine", [ddp, fsdp2])

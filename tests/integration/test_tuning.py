@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import clusters
 import models
 import pytest
 import ranks as harness
@@ -314,6 +315,26 @@ def test_no_plan_fits_names_rank_and_bytes(ranks: Pool):
     case = {"profile": None, "max_batch": 2, "leave_out": "never"}, {2: {"memory_limit": 1000}}
     (failures,) = assert_all_raise(ranks, [case], ["rank 2 .* needs at least .* too little"])
     assert all(failure.is_a(poplar.NoPlanFits) for failure in failures)
+
+
+def suggestions_for_muon() -> tuple[str, ...]:
+    """What is suggested where stage 2 does not fit, and stage 3 would."""
+    devices = [clusters.device(memory=memory * 10**6) for memory in (200, 66)]
+    cluster = clusters.cluster_of(*devices)
+    with pytest.raises(NoPlanFits) as none_fits:
+        alternatives(cluster, global_batch=4, stages=(2,), policy="even", leave_out="never")
+    assert none_fits.value.suggestions[0] == "stage 3"
+    with (
+        mock.patch.object(Tuner, "tune", side_effect=none_fits.value),
+        pytest.raises(NoPlanFits) as caught,
+    ):
+        tuned(torch.nn.Linear(2, 2, bias=False), optimizer_class=torch.optim.Muon)
+    return caught.value.suggestions
+
+
+def test_only_stages_at_which_the_optimizer_can_train_are_suggested(ranks: Pool):
+    for suggestions in ranks.run(suggestions_for_muon, ranks=2):
+        assert suggestions[0] == "policy exact at stage 2"
 
 
 def test_profile_of_another_job_raises(ranks: Pool, measured):

@@ -53,6 +53,29 @@ def test_a_lower_stage_is_suggested_if_no_higher_one_fits():
     assert search(cluster, global_batch=4, stages=(stage,)).stage == stage
 
 
+def test_only_what_the_caller_can_search_for_is_suggested():
+    cluster = cluster_of(device(memory=200 * MB), device(memory=66 * MB))
+    with pytest.raises(NoPlanFits) as caught:
+        search(cluster, global_batch=4, stages=(2,), policy="even")
+    assert caught.value.suggestions[0] == "stage 3"
+    caught.value.allow_only((1, 2))
+    assert not any(one.startswith("stage") for one in caught.value.suggestions)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.suggestions == caught.value.suggestions
+    again.allow_only((2, 3))  # of those that were left
+    assert again.suggestions == caught.value.suggestions
+
+
+def test_no_policy_is_suggested_to_callers_that_have_one():
+    cluster = cluster_of(device(memory=200 * MB), device(memory=66 * MB))
+    with pytest.raises(NoPlanFits) as caught:
+        search(cluster, global_batch=4, stages=(2,), policy="even")
+    assert "policy exact at stage 2" in caught.value.suggestions
+    caught.value.allow_only((2,), policies=False)
+    assert not any("policy" in one or "host" in one for one in caught.value.suggestions)
+    assert any("rank 1's memory" in one for one in caught.value.suggestions)
+
+
 def test_policy_exact_is_suggested_if_only_uneven_shares_fit():
     cluster = cluster_of(device(memory=200 * MB), device(memory=66 * MB))
     found = suggestions(cluster, stages=(2,), policy="even")
