@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from threading import get_ident
 from typing import Any
 from weakref import ref
 
@@ -24,9 +23,6 @@ class DrawnBatches:
         changed then, on the rank where it had most often."""
         self._ahead: deque[int] = deque()
         """Of each batch of this iteration that was drawn and not taken, that number of changes."""
-        self._lookahead: int | None = None
-        """How many batches were drawn ahead of the first step of the iteration; None: not known."""
-        self._drawing_thread = 0
 
     def _is_last(self) -> None:
         global _last_drawn
@@ -39,27 +35,16 @@ class DrawnBatches:
             What it has drawn ahead. If the iteration is left, it clears this and not that of a
             later iteration, which may have begun before.
         """
-        self._ahead, self._lookahead = deque(), None
+        self._ahead = deque()
         return self._ahead
 
     def _draw(self) -> Plan:
         """Note that the next batch is drawn; returns its plan."""
         self._is_last()
-        self._drawing_thread = get_ident()
-        self._note_dropped()
         number = self._taken + len(self._ahead)
         _, changes, plan = [one for one in self._plans if one[0] <= number][-1]
         self._ahead.append(changes)
         return plan
-
-    def _note_dropped(self) -> None:
-        """Skip what the loop has dropped, when the loader asks for another batch.
-
-        A loader draws one batch for each one that it yields, so it stays as far ahead as at the
-        first step. What is beyond that it has yielded, and no optimizer has taken.
-        """
-        if self._lookahead is not None:
-            self.skip(len(self._ahead) - self._lookahead)
 
     @property
     def has_samples(self) -> bool:
@@ -87,15 +72,10 @@ class DrawnBatches:
             drawn.
         """
         self._taken += 1
-        version = self._ahead[0] + 1 if self._ahead else 0
-        self.skip(1)
-        # How far another thread draws ahead of the loop varies.
-        if self._lookahead is None and self._drawing_thread == get_ident():
-            self._lookahead = len(self._ahead)
-        return version
+        return self._ahead.popleft() + 1 if self._ahead else 0
 
     def skip(self, batches: int) -> None:
-        """Note that the first of the batches that were drawn are not ahead any more."""
+        """Note that no optimizer will take the first of the batches that were drawn."""
         for _ in range(min(batches, len(self._ahead))):
             self._ahead.popleft()
 

@@ -102,7 +102,8 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         self._epoch = 0
         self._start = 0  # first step of an iteration of this epoch; not 0 after load_state_dict
         self._drawn = 0  # steps of this epoch that were drawn, including those before `_start`
-        self._done = 0  # of these, up to the last one that an optimizer has taken or a loop dropped
+        self._done = 0  # of these, up to the last one that an optimizer has taken
+        self._ahead_of_step = 0  # least number of later batches that were drawn when one was taken
         self._drop_last = drop_last
 
     @property
@@ -138,25 +139,22 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         size = self._plan.global_batch
         order = self._order()
         self._drawn = self._done = self._start
+        self._ahead_of_step = self._steps
         ahead = self._begin()
         try:
             for step in range(self._start, self._steps):
-                plan = self._draw()
                 self._drawn = step + 1
-                yield self._own_part(plan, order[step * size : (step + 1) * size])
-            self._note_dropped()
+                yield self._own_part(self._draw(), order[step * size : (step + 1) * size])
         except GeneratorExit:  # what was drawn ahead will not be trained
             ahead.clear()
             raise
 
-    def skip(self, batches: int) -> None:
-        """Note that the loop has dropped the first batches of an iteration, before its first step.
-
-        `apply_plan` needs it to know which batch the next step takes. Later batches may be dropped
-        without a call. To resume, `load_state_dict` is faster, as it loads no sample.
-        """
-        super().skip(batches)
-        self._done = self._drawn - self.ahead
+    def take(self) -> int:
+        changes = super().take()
+        # Batches that a loop has dropped count as ahead, but how far workers draw does not grow.
+        self._ahead_of_step = min(self._ahead_of_step, self.ahead)
+        self._done = self._drawn - self._ahead_of_step
+        return changes
 
     def _own_part(self, plan: Plan, global_batch: torch.Tensor) -> list[int]:
         """The samples of this rank in a global batch of these indices."""
@@ -185,10 +183,9 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
 
         Args:
             steps_done: steps of this epoch that were trained, counted from the start of the epoch.
-                None: those up to the last one that a `HeteroZeroOptimizer` has taken, so those that
-                the loop has dropped count, too; without an optimizer, the batches that were drawn.
-                `DataLoader` workers draw ahead of training, so pass the trainer's own count if they
-                draw for another optimizer, or for several ones.
+                None: those that a `HeteroZeroOptimizer` has taken; without one, the batches that
+                were drawn. `DataLoader` workers draw ahead of training, so pass the trainer's own
+                count if they draw for another optimizer, or for several ones.
         """
         done = self._done if self._taken else self._drawn
         steps = done if steps_done is None else steps_done

@@ -284,8 +284,7 @@ def _size_message(rank: int, size: int, expected: int) -> str:
         "build it with DataLoader(dataset, batch_sampler=HeteroBatchSampler(len(dataset), plan)), "
         "without batch_size; of a stream, with DataLoader(split_stream(stream, plan), "
         "batch_size=None). Either drops a short last batch by drop_last=True, its default. If the "
-        "loop drops batches before its first step, pass their number to skip() of the sampler or "
-        "stream"
+        "loop drops batches, pass their number to skip() of the sampler or stream"
     )
 
 

@@ -561,7 +561,7 @@ def batch_of_another_size(made: Made) -> None:
     made.optimizer.train_step(loss_fn, whole)
 
 
-def batches_dropped_before_the_first_step(made: Made) -> None:
+def batches_dropped_before_a_change(made: Made) -> None:
     plan, data = made.run.plan, models.data(64, seed=0)
     fresh = made.new_optimizer()
     for number, indices in enumerate(HeteroBatchSampler(64, plan, rank=harness.rank())):
@@ -696,7 +696,7 @@ MISTAKES = [
     Mistake(plan_of_another_stage, "leave stage out", stages=(1,)),
     Mistake(neither_plan_nor_stage, "pass a plan, or stage=0, 1, 2 or 3", stages=(1,)),
     Mistake(batch_of_another_size, "HeteroBatchSampler(len(dataset), plan)", stages=(0, 3)),
-    Mistake(batches_dropped_before_the_first_step, "to skip() of the sampler", stages=(0, 3)),
+    Mistake(batches_dropped_before_a_change, "to skip() of the sampler", stages=(0, 3)),
     Mistake(batch_sampler_as_sampler, "batch_sampler=Hetero", stages=(2,)),
     Mistake(stream_with_a_batch_size, "batch_size=None", stages=(2,)),
     Mistake(samplers_with_different_seeds, "give all ranks the same", stages=(0, 3)),
