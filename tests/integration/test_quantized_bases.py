@@ -334,7 +334,7 @@ def test_adapters_are_saved_alone_and_load_on_the_same_base(three, tmp_path, kin
         )
 
 
-def tested_after_a_load(stage: int, folder: str) -> tuple[float, float, float]:
+def losses_after_a_load(stage: int, folder: str) -> tuple[float, float, float]:
     """The loss of a trained model; of the same after more steps; and after a load."""
     module, loader = Adapted("int8"), lightning_loader()
     run = lightning_trainer(stage, folder, max_steps=2)
@@ -351,7 +351,7 @@ def tested_after_a_load(stage: int, folder: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("stage", choose(quick=(3,), full=range(4)))
 def test_lightning_loads_adapters_that_were_saved_alone(three: Pool, tmp_path, stage) -> None:
-    for trained, later, loaded in three.run(tested_after_a_load, stage, str(tmp_path)):
+    for trained, later, loaded in three.run(losses_after_a_load, stage, str(tmp_path)):
         assert later != pytest.approx(trained, rel=1e-4)
         assert loaded == pytest.approx(trained, rel=1e-5)
 

@@ -114,7 +114,7 @@ def profile_of(subject: Subject) -> ClusterProfile:
     given = setup.Arguments(
         model=model, optimizer_class=torch.optim.AdamW, options={}, stage=0, **dtypes
     )
-    request = setup.check_request(given, SimpleNamespace(size=RANKS, default_device=CPU))
+    request = setup.check_request(given, SimpleNamespace(size=RANKS, rank=0, default_device=CPU))
     session: Any = SimpleNamespace(
         job=SimpleNamespace(model=model, reduce_dtype=dtypes["reduce_dtype"]),
         setup=request,
