@@ -218,8 +218,6 @@ def check_request(given: Arguments, group: Group) -> Request:
     groups = _param_groups(model, given.params)
     group_of = _group_indices(model, groups)
     found = model_checks.check_parameters(list(model.named_parameters()), set(group_of))
-    if group.size > 1 and group.rank == 0:
-        model_checks.warn_of_ungrouped(list(model.named_parameters()), set(group_of), stacklevel=5)
     device = _device_for(found, given.device, group.default_device)
     _check_operators(device)
     if found.type == "cpu" != device.type:
@@ -238,13 +236,16 @@ def check_request(given: Arguments, group: Group) -> Request:
         _check_on_host(classes)
     unit_names = resolve_units(model, given.units)
     checked = {"plan": plan, "stage": stage, "communication": sent, "device": device}
+    values = InitialValues.of(model, unit_names, given.weights)
+    if group.size > 1 and group.rank == 0:
+        model_checks.warn_of_ungrouped(list(model.named_parameters()), set(group_of), stacklevel=5)
     return Request(
         **(vars(given) | checked),
         classes=classes,
         groups=groups,
         group_of=group_of,
         unit_names=unit_names,
-        values=InitialValues.of(model, unit_names, given.weights),
+        values=values,
         factored=factored,
         cast_to=given.compute_dtype if isinstance(given.compute_dtype, torch.dtype) else None,
     )

@@ -10,6 +10,7 @@ from torch import nn
 from poplar.comm import Control
 from poplar.values.errors import agreed
 from poplar.zero.agreement import exchange_results, run_on_all_ranks
+from poplar.zero.flat_parameter import adopt_data
 from poplar.zero.passes.collective_scheduler import CollectiveScheduler
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -64,13 +65,19 @@ class UnshardedValues:
         try:
             yield
         finally:
+            # Of outer contexts, too: the data of their parameters may be memory of `wanted`.
+            replaceable = self.sharded & self._writable if writeback else frozenset()
             self.present.difference_update(added)
             self._writable.difference_update(writable)
-            if writeback:
-                for flat in (flat for unit in wanted for flat in unit.flats):
-                    self._strategy.store_values(flat)
-            for unit in added:
-                self._strategy.reshard(unit)
+            try:
+                flats = (flat for unit in replaceable for flat in unit.flats)
+                adopt_data([(flat, position) for flat in flats for position in flat.replaced()])
+                if writeback:
+                    for flat in (flat for unit in wanted for flat in unit.flats):
+                        self._strategy.store_values(flat)
+            finally:
+                for unit in added:
+                    self._strategy.reshard(unit)
 
     def _allocate_lasting(self, units: Sequence[Unit]) -> None:
         """Allocate the values of units outside of passes, on all ranks or on none. Collective."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.flat_parameter import FlatParameter, adopt_data
 from poplar.zero.optimizers.flat_adamw import FlatAdamW
 from poplar.zero.optimizers.optimizer_class import OptimizerClass
 from poplar.zero.optimizers.state_values import StateLayouts, copy_value, fill_state, taken_apart
@@ -379,19 +379,9 @@ class ShardedUpdate:
             self.refresh(flat, start, stop)
 
     def adopt_replaced_data(self, flats: Sequence[FlatParameter]) -> None:
-        """Copy values that the user has assigned to `.data` and make these parameters views again.
-
-        `flats` are all flat parameters: the data of one may be the place of another.
-        """
+        """As `adopt_data`, of all flat parameters: the data of one may be the place of another."""
         replaced = [(flat, position) for flat in flats for position in flat.replaced()]
-        given = [flat.replacement(position) for flat, position in replaced]
-        # Before any is overwritten: the user may have exchanged the data of parameters.
-        kept = [
-            data.clone() if any(flat.has_memory_of(data) for flat in flats) else data
-            for data in given
-        ]
-        for (flat, position), data in zip(replaced, kept, strict=True):
-            flat.adopt(position, data)
+        adopt_data(replaced)
         for flat in dict.fromkeys(flat for flat, _ in replaced):
             self.refresh(flat)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -119,6 +120,19 @@ def replaced(change: Callable[[Tensor], Tensor]) -> nn.Linear:
     return module
 
 
+class Scaled(nn.Module):
+    """Its forward assigns data of another dtype or shape to `.data` of its parameter."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 1))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data = self.change(self.scale.data)
+        return (x * self.scale).float()
+
+
 def linear() -> nn.Linear:
     return nn.Linear(6, 6)
 
@@ -205,6 +219,12 @@ def test_equal_state_caches_and_counters_are_no_alarm(ranks: Pool, number: int) 
             for name in ("masked", "normalized", "rounded"):
                 assert "full_parameters(writeback=True)" in errors.pop(name)
         assert not any(errors.values()), errors
+
+
+@pytest.mark.parametrize("change", [Tensor.bfloat16, Tensor.squeeze])
+def test_data_of_another_kind_is_noticed(ranks: Pool, change: Callable[[Tensor], Tensor]) -> None:
+    for error in ranks.run(steps, partial(Scaled, change), stage(3, EQUAL), {}, ranks=2):
+        assert "'1.scale', which is lost at stage 3" in error
 
 
 def test_allowed_state_differs(ranks: Pool) -> None:

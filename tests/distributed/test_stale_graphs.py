@@ -1,5 +1,8 @@
 """A backward through a graph from before an update raises where torch raises, and only there.
 
+Except after a step that was not applied (`found_inf`, `on_nonfinite="skip"`): with torch, a graph
+from before it may still be used. Here it raises, as the host does not know yet.
+
 Each loop runs with an optimizer of torch in one process, too.
 """
 
@@ -205,3 +208,27 @@ def old_loss_of_unsharded_parameters(stage: int) -> str:
 def test_a_loss_of_unsharded_parameters_ends_with_the_update(ranks: Pool, stage: int) -> None:
     for message in ranks.run(old_loss_of_unsharded_parameters, stage, ranks=2):
         assert MODIFIED in message
+
+
+def error_of_a_kept_loss() -> str:
+    """The second step adds a loss of the first one."""
+    torch.manual_seed(0)
+    optimizer = HeteroZeroOptimizer(
+        perceptron(), torch.optim.SGD, stage=3, process_group=harness.group(), lr=0.1
+    )
+    kept: list[Tensor] = []
+
+    def loss_fn(module: nn.Module, x: Tensor) -> Tensor:
+        loss = module(x).square().mean()
+        kept.append(module(x).sum())
+        return loss if len(kept) == 1 else loss + kept[0]
+
+    optimizer.train_step(loss_fn, data())
+    with harness.catching() as caught:
+        optimizer.train_step(loss_fn, data())
+    return caught[0].message
+
+
+def test_error_of_a_kept_loss_names_its_cause_at_stage_3(ranks: Pool) -> None:
+    for message in ranks.run(error_of_a_kept_loss, ranks=2):
+        assert "a graph from before an update: run a new forward after the step" in message

@@ -12,7 +12,7 @@ import copy
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -671,7 +671,11 @@ MISTAKES = [
     Mistake(parameter_unfrozen, "build a new optimizer after unfreezing"),
     Mistake(param_groups_changed, "freeze parameters with requires_grad_(False)", stages=(0, 3)),
     Mistake(param_group_added, "pass all param groups to the constructor", stages=(0, 3)),
-    Mistake(parameters_in_no_group, "Freeze them with requires_grad_(False)", warns=True),
+    Mistake(
+        parameters_in_no_group,
+        "group: 'embedding.weight', 'head.weight', 'head.bias'. Every",
+        warns=True,
+    ),
     Mistake(model_in_evaluation_mode, "call model.train()", warns=True),
     Mistake(batch_norm_in_training_mode, "freeze it with .eval()", stages=(0, 3)),
     Mistake(two_optimizers_on_one_model, "call release() on that optimizer", stages=(0, 3)),
@@ -742,20 +746,22 @@ def test_mistake_names_its_fix(ranks: Pool, number: int, stage: int) -> None:
         assert any(mistake.says in failure.message for failure in failures), failures
 
 
-def build_for_the_blocks(*, freezes: bool) -> list[str]:
+def build_for_the_blocks(*, freezes: bool, units: Sequence[str] = ()) -> list[str]:
     """Where warnings are raised."""
     model = models.build(RECIPE.spec)
     if freezes:
         model.requires_grad_(False).blocks.requires_grad_(True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        HeteroZeroOptimizer(
-            model,
-            torch.optim.SGD,
-            stage=1,
-            params=model.blocks.parameters(),
-            process_group=harness.group(),
-        )
+        with harness.catching() if units else contextlib.nullcontext():
+            HeteroZeroOptimizer(
+                model,
+                torch.optim.SGD,
+                stage=1,
+                params=model.blocks.parameters(),
+                process_group=harness.group(),
+                units=units or None,
+            )
     return [warning.filename for warning in caught]
 
 
@@ -764,6 +770,8 @@ def test_the_first_of_several_ranks_warns_of_parameters_in_no_group(ranks: Pool)
     assert ranks.run(build_for_the_blocks, freezes=False, ranks=2) == [[__file__], []]
     assert ranks.run(build_for_the_blocks, freezes=True, ranks=2) == [[], []]
     assert ranks.run(build_for_the_blocks, freezes=False, ranks=1) == [[]]
+    unknown = ["no such module"]
+    assert ranks.run(build_for_the_blocks, freezes=False, units=unknown, ranks=2) == [[], []]
 
 
 def step_with_a_closure() -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from poplar.values.formatting import format_names
 from poplar.zero.absent_parameter import AbsentValues
 from poplar.zero.flat_parameter import PACKABLE
 from poplar.zero.model_hook import Removable
@@ -151,9 +152,9 @@ def warn_of_ungrouped(
     names = [name for name, p in named if p.requires_grad and id(p) not in trained]
     if names:
         warnings.warn(
-            f"{names[0]!r} and {len(names) - 1} other parameters require a gradient, but are in no "
-            "param group. Every rank keeps the gradient of its own samples for them, so another "
-            "optimizer would train different values on every rank. Freeze them with "
+            "parameters that require a gradient, but are in no param group: "
+            f"{format_names(names)}. Every rank keeps the gradient of its own samples for them, so "
+            "another optimizer would train different values on every rank. Freeze them with "
             "requires_grad_(False), or train them here: a param group may have its own "
             "'optimizer_class'",
             stacklevel=stacklevel + 1,

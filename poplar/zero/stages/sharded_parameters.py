@@ -17,7 +17,7 @@ from torch import Tensor
 
 from poplar.comm import Communicator, Encoded, Work
 from poplar.comm.shard_layout import ALIGNMENT, Layout
-from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.flat_parameter import FlatParameter, adopt_data
 from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.stages.strategy import encode_owned
@@ -156,8 +156,8 @@ class ShardedParameters(ShardedGradients):
 
     def _note_writes(self, flat: FlatParameter) -> None:
         """Compare the owned part of the unsharded values with the shard, from which it came."""
-        for position in flat.replaced():  # as if it had been written in place
-            flat.adopt(position, flat.parameters[position].data)
+        replaced = flat.replaced()  # as if it had been written in place
+        adopt_data([(flat, position) for position in replaced if flat.can_adopt(position)])
         low, high = flat.owned
         if low == high or not flat.values.untyped_storage().nbytes():
             return
@@ -165,6 +165,10 @@ class ShardedParameters(ShardedGradients):
         bits = _BITS[flat.dtype.itemsize]
         differs = flat.values[low:high].view(bits) != self._sent_values(flat).view(bits)
         changed = differs.view(-1, ALIGNMENT).any(1)
+        for position in replaced:
+            part = None if flat.can_adopt(position) else flat.owned_part(position)
+            if part is not None:
+                changed[part.start // ALIGNMENT : -(-part.stop // ALIGNMENT)] = True
         self._noted[flat] = self._noted[flat] | changed if flat in self._noted else changed
 
     def _sent_values(self, flat: FlatParameter) -> Tensor:
@@ -195,12 +199,13 @@ class ShardedParameters(ShardedGradients):
         if "modified by an inplace operation" not in str(error):
             return error
         explained = RuntimeError(
-            f"rank {self.comm.group.name}: the backward read parameters of a unit before it "
-            "reached the unit's outputs, while they were sharded (stage 3). Possible causes: a "
-            "loss stored in a module, a second-order gradient, or reentrant checkpointing. Return "
-            "such a loss as an output of the unit, name a larger unit that contains its use "
-            "(units=[...]), or use stage 2. If the model does change a parameter in place, that is "
-            f"the cause: {error}"
+            f"rank {self.comm.group.name}: the backward read parameters that have been updated "
+            "since its forward, or while they were sharded (stage 3), before it reached their "
+            "unit's outputs. Possible causes: (1) a graph from before an update: run a new forward "
+            "after the step. (2) A loss stored in a module, a second-order gradient, or reentrant "
+            "checkpointing: return such a loss as an output of the unit, name a larger unit that "
+            "contains its use (units=[...]), or use stage 2. (3) The model changes a parameter in "
+            f"place: {error}"
         )
         explained.__cause__ = error
         return explained

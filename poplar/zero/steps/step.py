@@ -574,8 +574,9 @@ class Step:
             return
         where = waiting_in(call)
         if state.is_updating or state.summary is not None:
+            place = "the update" if state.is_updating else f"{call}, before the update"
             where = (
-                "the update, after all ranks had agreed on it, so its parameters may differ from "
+                f"{place}, after all ranks had agreed on it, so its parameters may differ from "
                 "those of the other ranks"
             )
         # After a CollectiveTimeout, too: ranks may wait in other channels.
