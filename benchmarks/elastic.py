@@ -226,7 +226,7 @@ def kill_ranks(case: Case, kills: int) -> Killed:
             again = [line for line in lines if line["start"] == start]
             redone.append(before + 1 - again[0]["step"])
             stalls.append(next(line["time"] for line in again if line["step"] > before) - killed)
-        lines = job.wait_for(start, lines[-1]["step"] + 3)
+        lines = job.wait_for(start, max(lines[-1]["step"] + 3, DISK_EVERY + 1))  # after a save
         save_seconds = median(line["save_s"] for line in job.lines("saves"))
     return Killed(case, lines, save_seconds, stalls, redone)
 
