@@ -67,7 +67,7 @@ def test_program_with_trainer_plans_trains_and_resumes(tmp_path: Path) -> None:
     script = program_of("transformers.md", tmp_path)
     options = ["--output_dir", str(tmp_path / "run"), "--use_cpu", "--report_to", "none"]
     options += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
-    options += ["--disable_tqdm", "true", "--dataloader_num_workers", "1", "--no_cache"]
+    options += ["--disable_tqdm", "true", "--dataloader_num_workers", "1"]
     first = launch(
         script,
         2,
@@ -78,6 +78,7 @@ def test_program_with_trainer_plans_trains_and_resumes(tmp_path: Path) -> None:
         "4",
         *choose(quick=("--seconds", "0.5", "--stage", "2"), full=("--seconds", "2")),
         "--no_verify",
+        "--no_cache",
     )
     assert "step 4: evaluation loss" in first
     assert "samples" in first, "the plan"
