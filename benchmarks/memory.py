@@ -72,9 +72,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__, quick="micro-batches of 2 samples only")
     several = {"nargs": "+"}
     parser.add_argument(
-        "--parts", **several, choices=("peaks",), default=["peaks"], help="the only part"
-    )
-    parser.add_argument(
         "--models", **several, choices=SUBJECTS, default=list(SUBJECTS), help="models"
     )
     parser.add_argument(

@@ -316,7 +316,7 @@ def check_stage(classes: Sequence[OptimizerClass], stage: int, local: Collection
     if local and not strategy.allows_local:
         raise ValueError(f"local parameters need stage 1, got stage {stage}")
     for cls in classes:
-        if cls.granularity == "parameter" and strategy.shards_parameters:
+        if stage not in stages_of([cls]):
             raise ValueError(
                 f"{cls.name} needs whole tensors, but stage 3 divides the parameters of every unit "
                 "among the ranks; use stage 2, or an optimizer that can update parts"
