@@ -101,6 +101,7 @@ SAVED = (
     Saved("allreduce.jsonl", ("csrc", "poplar/comm", "poplar/ops"), 0.6, (
         "allreduce.py", *(f"allreduce.py --link {rate}" for rate in ("0.1", "1", "10", "25")),
     ), "`make peers`, Open MPI"),
+    Saved("memory.jsonl", (*STEP, *PLAN), 0.1, ("memory.py --quick",)),
     Saved("largest_model.jsonl", (*STEP, *PLAN), 0.6, (
         "largest_model.py", "largest_model.py --limits 8 1 1 1"), "`make peers`"),
     Saved("largest_base.jsonl", (*STEP, *PLAN), 0.4, ("largest_base.py",)),
