@@ -30,7 +30,7 @@ from poplar.checkpoint.save import RANK, SCALER, STATE
 from poplar.checkpoint.saved_names import check_model, read_groups, saved_optimizer_keys
 from poplar.checkpoint.state_dicts.loaded_state import LoadedState, send_values
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
-from poplar.checkpoint.state_dicts.place import Place, places_of
+from poplar.checkpoint.state_dicts.place import Place, canonical, places_of
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.checkpoint.training_state import (
     SENT,
@@ -289,8 +289,13 @@ class Load:
     def set_rest(self) -> None:
         """Set extra states of modules, the scaler, own buffers and random states. Local."""
         parts = self.parts
+        # Of a wrapper and its module, which have one name, the module comes later.
+        modules = {
+            canonical(f"{name}._extra_state").lstrip("."): module
+            for name, module in parts.engine.model.named_modules(remove_duplicate=False)
+        }
         for name, value in self._extra_states.items():
-            parts.engine.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            modules[name].set_extra_state(value)
         if parts.scaler is not None and self._scaler is not None:
             parts.scaler.load_state_dict(self._scaler)
         if self._own is not None:
@@ -352,7 +357,8 @@ class Load:
                 shape, example = layout[key]
                 if shape is not None:
                     first, end = place.entries(shape)
-                    own = torch.empty(end - first, dtype=example.dtype, device=place.flat.device)
+                    device = place.flat.master.device  # where the state is in the end
+                    own = torch.empty(end - first, dtype=example.dtype, device=device)
                     values[key] = ShardTensor(own, shape, first)
                     self._to_read[stored] = values[key]
                 elif start < stop or not place.parameter.numel():  # else the owners know it

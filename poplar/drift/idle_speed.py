@@ -19,7 +19,7 @@ WORK_SECONDS = 0.2
 REST_SECONDS = 20.0
 """Between two measurements: 99 % of the time."""
 FRESH_SECONDS = 60.0
-"""How long a measurement counts: a rank that has ended reports none."""
+"""How long a measurement counts at least: a rank that has ended reports none."""
 FIRST = 3
 """Measurements that the later ones are compared with. The fastest counts."""
 LATEST = 3

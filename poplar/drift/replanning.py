@@ -52,6 +52,8 @@ class Replan:
     slowdowns: dict[int, float]
     """By rank whose speed has changed since the last plan: how many times slower it is, relative
     to most ranks."""
+    compared_with: Plan
+    """The plan of before."""
 
 
 class Replanner:
@@ -81,6 +83,8 @@ class Replanner:
         """By rank, the logarithm of its slowdown by which the latest plan was found."""
         self._searched: Sequence[float] = self.levels
         """The last levels at which a plan was searched for."""
+        self._levels_before: Sequence[float] = self.levels
+        """`levels` before the latest plan was found."""
         self.since = {rank: since.get(rank, self.levels[rank]) for rank in left_out}
         """By rank that is left out, its level when it was."""
         self._speeds = SpeedLevels([self.levels[rank] for rank in self._active])
@@ -108,11 +112,11 @@ class Replanner:
             A faster plan, if there is one and a speed has changed.
         """
         for rows in steps:
-            if self._left_of_warm_up:
+            if not self._left_of_warm_up:
+                self._speeds.add(rows)
+            elif any(row.has_work for row in rows):
                 self._left_of_warm_up -= 1
                 self._speeds.add_lengths(rows)
-            else:
-                self._speeds.add(rows)
         self._speeds.look_for_changes()
         now, errors = self._levels_now(idle)
         shared, certain = self._changes(now, errors)
@@ -140,8 +144,12 @@ class Replanner:
             for rank, change in enumerate(changes)
             if abs(change - usual) > max(LEAST_CHANGE, CERTAINTY * errors[rank])
         }
-        self.levels = levels
-        return Replan(plan=found[0], gain=found[1], slowdowns=slowdowns)
+        self._levels_before, self.levels = self.levels, levels
+        return Replan(plan=found[0], gain=found[1], slowdowns=slowdowns, compared_with=plan)
+
+    def reject(self) -> None:
+        """Take back the plan that `add` has found last. It may be found again."""
+        self.levels = self._searched = self._levels_before
 
     def _levels_now(self, idle: Mapping[int, float]) -> tuple[list[float], list[float]]:
         """By rank, its level and the standard error of it; infinite if it is not known."""

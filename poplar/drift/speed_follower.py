@@ -6,6 +6,7 @@ import logging
 import math
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -147,6 +148,8 @@ class SpeedFollower:
         self._expected: tuple[Plan | None, dict[int, float]] = None, {}
         """A plan, and the seconds of its passes by their samples."""
         self._unread: list[Sequence[RankTimes]] = []
+        self._looks = deque([time.monotonic()], maxlen=2)
+        """When a change was looked for last."""
 
     @property
     def known(self) -> Any:
@@ -203,7 +206,8 @@ class SpeedFollower:
             self._agree(step)
         elif (optimizer := self._current_optimizer()).control.group.rank == 0:
             self._unread.append(times)
-            if len(self._unread) == STEPS_PER_LOOK:
+            # A plan that is about to change is not compared with: what is found would be too late.
+            if len(self._unread) >= STEPS_PER_LOOK and optimizer.pending_plan is None:
                 steps = [list(map(_row, each)) for each in self._unread]
                 self._unread.clear()
                 self._found = self._replanner.add(
@@ -211,23 +215,38 @@ class SpeedFollower:
                     self._current_plan(),
                     steps_left=self._steps_left,
                     largest_batches=optimizer.largest_batches,
-                    idle=_fresh(optimizer._training.ranks.announcements),
+                    idle=self._fresh(optimizer._training.ranks.announcements),
                 )
+                self._looks.append(time.monotonic())
+
+    def _fresh(self, announcements: Announcements | None) -> dict[int, float]:
+        """By rank that is left out, the change of its level that it has reported of late.
+
+        It reports once per step at most, so in long steps what is new since two looks counts.
+        """
+        replies = {} if announcements is None else dict(announcements.replies)
+        since = min(time.monotonic() - FRESH_SECONDS, self._looks[0])
+        return {rank: change for rank, (when, change) in replies.items() if when > since}
 
     def _agree(self, step: int) -> None:
         """Report the plan of the first rank, and apply it if that was asked for. Collective."""
         optimizer = self._current_optimizer()
         training = optimizer._training
-        mine = self._found, slowdown_reasons(training.request.device)
+        found, self._found = self._found, None
+        if found is not None and (
+            optimizer.pending_plan is not None or optimizer.plan != found.compared_with
+        ):  # `apply_plan` was called since, or memory has run out
+            self._replanner.reject()
+            found = None
+        mine = found, slowdown_reasons(training.request.device)
         received = optimizer.control.exchange_objects(mine, what="a plan for changed speeds")
-        self._found, found = None, received[0][0]
+        found = received[0][0]
         if found is None:
             return
         plan, before = found.plan, training.ranks.left_out
         reasons = dict(zip(training.ranks.active, (reason for _, reason in received), strict=True))
         order = plan, f"step {step}: {_message(found, before, reasons)}"
-        # If a later step changes the plan, the speeds under that plan are not known until then.
-        if self._applies and optimizer.pending_plan is None:
+        if self._applies:
             if plan.left_out == before:
                 self.obey(order)
             else:
@@ -270,13 +289,6 @@ class SpeedFollower:
         optimizer = self._optimizer()
         assert optimizer is not None, "it calls this object"
         return optimizer
-
-
-def _fresh(announcements: Announcements | None) -> dict[int, float]:
-    """By rank that is left out, the change of its level that it has reported of late."""
-    replies = {} if announcements is None else dict(announcements.replies)
-    since = time.monotonic() - FRESH_SECONDS
-    return {rank: change for rank, (when, change) in replies.items() if when > since}
 
 
 def _row(times: RankTimes) -> Row:

@@ -60,6 +60,11 @@ class Row(NamedTuple):
     length: float
     """Elements of the tensors of its batch per sample, above 0."""
 
+    @property
+    def has_work(self) -> bool:
+        """It has samples, and which ones is known; else its length means nothing."""
+        return self.expected_seconds > 0.0
+
 
 class SpeedLevels:
     """The levels of all ranks, step by step."""
@@ -71,7 +76,7 @@ class SpeedLevels:
 
     def add_lengths(self, rows: Sequence[Row]) -> None:
         """Add a step whose lengths are those of the profile on average, and that counts no more."""
-        self._lengths.add_reference([math.log(row.length) for row in rows if row.length > 0.0])
+        self._lengths.add_reference([math.log(row.length) for row in rows if row.has_work])
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add one step of all ranks."""

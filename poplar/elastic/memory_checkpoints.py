@@ -257,6 +257,20 @@ class _Slots:
         if self._has_spares and not has_all:
             self._send_spares(marks)
         self._saves += 1
+        self._discard_from(step)
+
+    def _discard_from(self, step: int) -> None:
+        """Discard this and later steps that were saved before: training has gone back. Local."""
+
+        def is_discarded(file: ShardFile) -> bool:
+            return file.mark is not None and file.mark.step >= step
+
+        for other in (self._next_files(owner)[0] for owner in self._files):
+            if is_discarded(other):
+                other.begin()
+        for path in files_in(self._folder) if self._has_older else ():
+            if not path.name.startswith(self._tag) and is_discarded(ShardFile(path)):
+                path.unlink(missing_ok=True)
 
     def _next_files(self, owner: int) -> tuple[ShardFile, ShardFile]:
         """The files with a rank's part: the one to write now, and the one to write next."""

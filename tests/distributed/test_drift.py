@@ -412,6 +412,65 @@ def test_plan_follows_ranks_beside_one_that_is_left_out(ranks: Pool) -> None:
     assert samples == [0, 5, 2, 5]
 
 
+def follow_beside_changes_of_the_user(change: str) -> tuple[int, list[str], tuple[int, ...]]:
+    """A plan for a slow rank is searched while the plan changes for another reason.
+
+    Args:
+        change: "pending": a change waits for its step; "applied": right after a search, the user
+            doubles the global batch.
+
+    Returns:
+        The step of the last message, all messages, and the samples of the ranks in the end.
+    """
+    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1)
+    model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
+    optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, process_group=group, lr=1e-2)
+    follower = optimizer.follow_drift(profile(), replan="auto")
+    assert follower is not None
+    rank, times, step, noted = harness.rank(), StepTiming.times, 0, 0
+
+    def measured(timing: StepTiming) -> RankTimes:
+        slower = FACTOR if rank == 1 and step in SLOW else 1.0
+        return times(timing)._replace(compute_seconds=slower * times(timing).work.expected_seconds)
+
+    def pending() -> Plan | None:
+        return plan if change == "pending" and step < PENDING_UNTIL else None
+
+    property_of_class = mock.PropertyMock(side_effect=pending)
+    with (
+        mock.patch.object(StepTiming, "times", measured),
+        mock.patch.object(HeteroZeroOptimizer, "pending_plan", property_of_class),
+    ):
+        for step in range(SLOW.stop):
+            found = torch.tensor(float(follower.wants_to_agree), device=harness.device())
+            torch.distributed.all_reduce(found, group=group)
+            if found and change == "applied" and plan == optimizer.plan:
+                optimizer.apply_plan(Plan.even(RANKS, 2 * GLOBAL_BATCH, GLOBAL_BATCH, 1))
+            assert optimizer.plan is not None
+            samples = optimizer.plan.samples(rank)
+            optimizer.train_step(loss_fn, torch.ones(samples, 8, device=harness.device()))
+            noted = noted or (step if follower.messages else 0)
+    assert optimizer.plan is not None
+    return noted, follower.messages, tuple(map(optimizer.plan.samples, range(RANKS)))
+
+
+PENDING_UNTIL = SLOW.start + 24
+
+
+@pytest.mark.parametrize(
+    ("change", "samples"), [("pending", (5, 2, 5)), ("applied", (10, 4, 10))]
+)
+def test_a_plan_is_compared_with_the_one_that_it_replaces(
+    ranks: Pool, change: str, samples: tuple[int, ...]
+) -> None:
+    by_rank = ranks.run(follow_beside_changes_of_the_user, change, ranks=RANKS)
+    assert by_rank == [by_rank[0]] * RANKS
+    step, (message,), found = by_rank[0]
+    assert found == samples
+    assert message.endswith("%"), "no advice: it is applied"
+    assert change == "applied" or step >= PENDING_UNTIL
+
+
 def follow_in_vain(*, with_plan: bool) -> None:
     plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1) if with_plan else None
     stage = None if with_plan else 1

@@ -173,6 +173,25 @@ def test_steps_are_saved_after_loading(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(save_after_loading, str(tmp_path), ranks=3)
 
 
+def go_back(folder: str, by_object: Sequence[Sequence[int]]) -> int | None:
+    """Save steps, with an object for each sequence of them. Returns what is loaded then."""
+    _, optimizer = build(THREE)
+    for steps in by_object:
+        memory = MemoryCheckpoints(optimizer, folder=folder)
+        for step in steps:
+            memory.save(step)
+        del memory
+    return MemoryCheckpoints(optimizer, folder=folder).load_latest()
+
+
+@pytest.mark.parametrize("by_object", [[(99, 100, 51)], [(99, 100), (51,)]])
+def test_steps_after_the_one_that_training_went_back_to_are_discarded(
+    ranks: Pool, tmp_path: Path, by_object: list[tuple[int, ...]]
+) -> None:
+    found = ranks.run(go_back, str(tmp_path), by_object, ranks=3)
+    assert found == [by_object[-1][-1]] * 3
+
+
 TWO_OF_THREE = replace(THREE, micro_batches=((4,), (4,), ()), shares=(0.5, 0.5, 0.0), left_out=(2,))
 
 

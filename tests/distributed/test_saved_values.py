@@ -15,6 +15,7 @@ from test_checkpoint_safety import TWO
 from test_checkpoints import build, train
 from test_materialization import LanguageModel
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training import assert_raised
 
 import poplar
@@ -73,18 +74,23 @@ class Holders(LanguageModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.holders = nn.ModuleList(Holder() for _ in range(len(EXTRA_STATES) + 1))
+        wrapped = checkpoint_wrapper(Holder())
+        self.holders = nn.ModuleList([wrapped, *(Holder() for _ in EXTRA_STATES)])
+
+    def each(self) -> list[Holder]:
+        """Without wrappers."""
+        return [module for module in self.holders.modules() if isinstance(module, Holder)]
 
 
 def keep_extra_states(saver: str, folder: str) -> None:
     values = (*EXTRA_STATES, {"rank": harness.rank()})
     model, optimizer = build(TWO, model_class=Holders)
-    for holder, value in zip(model.holders, values, strict=True):
+    for holder, value in zip(model.each(), values, strict=True):
         holder.extra = value
     save(saver, folder, optimizer)
     model, optimizer = build(TWO, model_class=Holders)
     load(saver, folder, optimizer)
-    for holder, value in zip(model.holders, values, strict=True):
+    for holder, value in zip(model.each(), values, strict=True):
         assert repr(holder.extra) == repr(value)
 
 

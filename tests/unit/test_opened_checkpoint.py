@@ -40,6 +40,20 @@ def test_tensor_of_which_a_part_is_missing_is_not_read(tmp_path):
         opened.read_into({"model.w": target})
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_lack_of_memory_is_no_damage(tmp_path, monkeypatch):
+    dcp.save({"model": {"w": torch.ones(4)}}, checkpoint_id=tmp_path, no_dist=True)
+    message = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 B"
+
+    def fails(*_):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(OpenedCheckpoint, "_read_item", fails)
+    with pytest.raises(RuntimeError) as caught:
+        OpenedCheckpoint(tmp_path).read_into({"model.w": torch.zeros(4)})
+    assert str(caught.value) == message
+
+
 def test_tensors_of_a_data_file_are_read_into_any_memory_without_an_unpickler(
     tmp_path, monkeypatch
 ):

@@ -7,21 +7,23 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from records import cluster
 
-from poplar.drift import idle_speed
+from poplar.drift import idle_speed, speed_follower
 from poplar.drift.replanning import WARM_UP, Replan, Replanner
-from poplar.drift.speed_follower import STEPS_PER_LOOK
+from poplar.drift.speed_follower import STEPS_PER_LOOK, SpeedFollower
 from poplar.drift.speed_levels import Row, SpeedLevels
 from poplar.planner.cost_model import costs_of
 from poplar.planner.prediction import predict
 from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
 from poplar.values.plan import Plan, UnitPlan
+from poplar.zero.streams import RankTimes
 
 JITTER = 0.1
 SPIKES = 0.02
@@ -194,6 +196,72 @@ def test_a_rank_whose_level_is_not_known_changes_as_the_others_do(measured):
     assert replanner._speeds.errors[2] == math.inf
     assert list(found.slowdowns) == [1]
     assert replanner.levels[2] == replanner.levels[0] == pytest.approx(math.log(1.3), abs=0.03)
+
+
+UNKNOWN = Row(math.nan, 0.0, 1.0)
+"""A rank without samples, or a step of which a device has not finished any pass."""
+
+
+@pytest.mark.parametrize("samples", [(True,) * 4, (True, True, True, False)])
+def test_lengths_that_are_not_known_do_not_count(samples):
+    noise, plan = random.Random(0), Plan.proportional(SPEEDS, 96, 1, 20)
+    rows = [
+        [row(noise, ratio, 0.2) if has else UNKNOWN for ratio, has in zip(each, samples)]
+        for each in steps(noise, [], 60)
+    ]
+    replanner = Replanner(PROFILE)
+    assert replanner.add([[UNKNOWN] * 4, *rows], plan, steps_left=1000) is None
+    assert max(map(abs, replanner._speeds.levels)) < 0.3
+
+
+def test_a_plan_that_is_rejected_is_found_again():
+    replanner, noise = Replanner(PROFILE), random.Random(0)
+    plan = Plan.proportional(SPEEDS, 96, 1, 20)
+    rows = [[row(noise, ratio, 0.2) for ratio in each] for each in steps(noise, [(40, 0, 2.0)], 62)]
+    found = replanner.add(rows[:60], plan, steps_left=1000)
+    assert found.compared_with == plan
+    assert replanner.add(rows[60:61], plan, steps_left=1000) is None
+    replanner.reject()
+    again = replanner.add(rows[61:], plan, steps_left=1000)
+    assert again.slowdowns == pytest.approx(found.slowdowns, rel=0.05)
+
+
+class ActiveRank:
+    """What a follower reads of an optimizer on the first rank."""
+
+    is_active, pending_plan, largest_batches = True, None, {}
+
+    def __init__(self, plan, replies):
+        self.plan = plan
+        announcements = SimpleNamespace(replies=replies)
+        ranks = SimpleNamespace(
+            left_out=plan.left_out, is_active=True, announcements=announcements
+        )
+        self._training = SimpleNamespace(ranks=ranks)
+        self._changes = SimpleNamespace(ranks_may_change=True)
+        self.control = SimpleNamespace(group=SimpleNamespace(rank=0))
+
+
+def test_reports_of_a_rank_that_is_left_out_count_in_long_steps_until_it_ends(monkeypatch):
+    seconds, replies, now, seen = 300.0, {}, [0.0], []
+    plan = Plan.proportional(SPEEDS[:3], 96, 1, 20).beside((3,))
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(speed_follower, "time", clock)
+    optimizer = ActiveRank(plan, replies)
+    follower = SpeedFollower(optimizer, PROFILE, applies=True, steps=None, leave_out="auto")
+    follower._replanner.add = lambda *_, idle, **__: seen.append(idle)
+
+    def train(steps, *, reports):
+        for step in range(steps):
+            if reports:
+                replies[3] = now[0] + 1.0, 0.0
+            now[0] += seconds
+            follower.add([RankTimes(math.nan, math.nan)] * 3, step=step, agree=False)
+
+    train(6, reports=True)
+    assert seen == [{3: 0.0}] * 3
+    train(6, reports=False)
+    assert seen[-1] == {}
 
 
 def test_a_change_does_not_pay_in_the_last_steps():

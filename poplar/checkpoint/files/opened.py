@@ -34,6 +34,7 @@ from poplar.checkpoint.files.save_job import complete_name
 from poplar.checkpoint.files.stored_files import open_stored
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Control
+from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import DamagedCheckpoint
 
 PRIVATE = "poplar."
@@ -190,7 +191,8 @@ class OpenedCheckpoint:
         except DamagedCheckpoint:
             raise
         except Exception as error:  # torch raises many types for content that it cannot read
-            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # no byte of the file
+            no_byte_of_file = isinstance(error, OSError) and error.errno != errno.EINVAL
+            if no_byte_of_file or is_out_of_memory(error):
                 raise
             names = ", ".join(sorted(targets))[:200]
             raise DamagedCheckpoint(
