@@ -12,6 +12,9 @@ from poplar.cli.options import AsJson, Debug, Device, Function, PlanFile, RunFil
 from poplar.cli.output import command_output
 from poplar.values.plan import Plan
 
+_VERIFIED = ("units", "compute_dtype", "reduce_dtype", "timeout")
+"""Arguments of the optimizer that change what `poplar verify` compares."""
+
 app = typer.Typer(
     name="poplar",
     help="Train one model on unequal devices at the sum of their speeds.",
@@ -74,8 +77,9 @@ def verify(
                     f"start it with torchrun --nproc-per-node {checked.world_size} -m poplar "
                     f"verify {function} --plan {plan}"
                 )
-            work = load(function).to(own_device)
+            work = load(function).to(own_device, whole=True)
             batch = work.batch_of(checked.global_batch)
+            given = work.optimizer_arguments
             verification = verify_step(
                 work.model,
                 work.loss_fn,
@@ -84,6 +88,7 @@ def verify(
                 weight=work.weight,
                 loss=work.loss,
                 max_micro_batch=max_micro_batch,
+                **{name: given[name] for name in _VERIFIED if name in given},
             )
         output.document, output.failed = verification.to_dict(), not verification.ok
         output.show(str(verification))

@@ -57,7 +57,7 @@ def profile(
 
         own_device = chosen_device(device)
         with joined(own_device) as (rank, world_size):
-            work = load(function).to(own_device)
+            work = load(function).to(own_device, whole=False)
             cluster = profile_cluster(
                 work.model,
                 work.loss_fn,

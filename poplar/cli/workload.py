@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.data import pytree
+from poplar.zero.weights.materialization import is_on_meta
 
 _SEED = 0
 
@@ -39,6 +40,7 @@ class Workload:
     """A pytree of tensors with samples along dim 0. Samples are repeated where more are needed."""
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """As for `HeteroZeroOptimizer`, such as `lr`, `units`, `compute_dtype`, `weights`, `device`."""
     weight: Callable[[Any], Any] | None = None
     """As for `train_step`, such as `poplar.tokens()`; None: the number of samples."""
     loss: Literal["mean", "sum", "global_mean"] = "mean"
@@ -56,10 +58,29 @@ class Workload:
             )
         pytree.samples_in(self.example_batch)
 
-    def to(self, device: torch.device) -> Workload:
-        """This workload on `device`; the model is moved in place."""
+    def to(self, device: torch.device, *, whole: bool) -> Workload:
+        """This workload on `device`; the model is moved in place.
+
+        Args:
+            whole: False: a model on `meta`, or one for which the optimizer has `device=`, is left
+                to the optimizer, which gives it to the ranks in parts.
+
+        Raises:
+            ValueError: the whole model is wanted, but it is on `meta`.
+        """
         batch = pytree.map_tensors(lambda tensor: tensor.to(device), self.example_batch)
-        return replace(self, model=self.model.to(device), example_batch=batch)
+        moved, arguments = replace(self, example_batch=batch), self.optimizer_arguments
+        if is_on_meta(self.model):
+            if whole:
+                raise ValueError(
+                    "this command needs the whole model on every rank, but parameters of "
+                    "Workload.model are on `meta`; return a smaller one that is built without "
+                    "poplar.parameters_on_meta()"
+                )
+            return replace(moved, optimizer_arguments={"device": device, **arguments})
+        if whole or "device" not in arguments:
+            self.model.to(device)
+        return moved
 
     def batch_of(self, samples: int) -> Any:
         """A batch of exactly `samples` samples: those of the example, repeated as needed."""

@@ -25,7 +25,7 @@ from poplar.cli.workload import Workload, load
 from poplar.planner.search import CHOICES, POLICIES, plan_or_error
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
-from poplar.values.plan import Plan
+from poplar.values.plan import Plan, UnitPlan
 from poplar.values.profile import ClusterProfile, ModelProfile, NetworkProfile
 
 ROOT = Path(poplar.__file__).parent.parent
@@ -513,6 +513,55 @@ def test_verify_uses_the_weight_of_the_workload(tmp_path):
     script.write_text(MEAN_OVER_TOKENS)
     printed = launch("verify", f"{script}:workload", "--plan", plan, "--device", "cpu")
     assert printed.returncode == 0, printed.stdout + printed.stderr
+
+
+UNITS_ON_META = """
+import torch
+from torch import nn
+import poplar
+from poplar.cli.workload import Workload
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+def build():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+
+def workload():
+    options = {"lr": 0.1, "units": [nn.Linear], "compute_dtype": torch.bfloat16}
+    return Workload(build(), loss_fn, torch.randn(4, 8), optimizer_arguments=options)
+
+def on_meta():
+    with poplar.parameters_on_meta():
+        model = build()
+    return Workload(model, loss_fn, torch.randn(4, 8), optimizer_arguments={"units": [nn.Linear]})
+"""
+
+
+def test_a_model_on_meta_is_profiled_and_not_verified(tmp_path):
+    script, path, plan = tmp_path / "train.py", tmp_path / "c.json", tmp_path / "p.json"
+    script.write_text(UNITS_ON_META)
+    Plan.manual("2", stage=3).to_json(plan)
+    shown = launch(
+        *("profile", f"{script}:on_meta", "-o", path, "--seconds", 0.5, "--max-batch", 2),
+        *("--memory-limit", "1GiB", "--stages", "3", "--no-cache", "--device", "cpu"),
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert ClusterProfile.from_json(path).model.numel == 81
+    printed = launch("verify", f"{script}:on_meta", "--plan", plan, "--device", "cpu")
+    assert printed.returncode == 1
+    assert "this command needs the whole model on every rank" in printed.stderr
+
+
+def test_verify_uses_the_units_and_dtypes_of_the_workload(tmp_path):
+    script, plan = tmp_path / "train.py", tmp_path / "p.json"
+    script.write_text(UNITS_ON_META)
+    units = (UnitPlan("0", recomputed_on=(0,)), UnitPlan("1"))
+    replace(Plan.manual("2", stage=3), units=units).to_json(plan)
+    arguments = ("--plan", plan, "--json", "--device", "cpu")
+    printed = launch("verify", f"{script}:workload", *arguments)
+    assert printed.returncode == 0, printed.stderr
+    assert json.loads(printed.stdout)["tolerance"] > 1e-3, "that of bfloat16"
 
 
 def test_a_plan_for_other_ranks_names_the_torchrun_command(train, tmp_path):
