@@ -457,9 +457,7 @@ def follow_beside_changes_of_the_user(change: str) -> tuple[int, list[str], tupl
 PENDING_UNTIL = SLOW.start + 24
 
 
-@pytest.mark.parametrize(
-    ("change", "samples"), [("pending", (5, 2, 5)), ("applied", (10, 4, 10))]
-)
+@pytest.mark.parametrize(("change", "samples"), [("pending", (5, 2, 5)), ("applied", (10, 4, 10))])
 def test_a_plan_is_compared_with_the_one_that_it_replaces(
     ranks: Pool, change: str, samples: tuple[int, ...]
 ) -> None:

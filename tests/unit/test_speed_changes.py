@@ -206,7 +206,10 @@ UNKNOWN = Row(math.nan, 0.0, 1.0)
 def test_lengths_that_are_not_known_do_not_count(samples):
     noise, plan = random.Random(0), Plan.proportional(SPEEDS, 96, 1, 20)
     rows = [
-        [row(noise, ratio, 0.2) if has else UNKNOWN for ratio, has in zip(each, samples)]
+        [
+            row(noise, ratio, 0.2) if has else UNKNOWN
+            for ratio, has in zip(each, samples, strict=True)
+        ]
         for each in steps(noise, [], 60)
     ]
     replanner = Replanner(PROFILE)
@@ -234,9 +237,7 @@ class ActiveRank:
     def __init__(self, plan, replies):
         self.plan = plan
         announcements = SimpleNamespace(replies=replies)
-        ranks = SimpleNamespace(
-            left_out=plan.left_out, is_active=True, announcements=announcements
-        )
+        ranks = SimpleNamespace(left_out=plan.left_out, is_active=True, announcements=announcements)
         self._training = SimpleNamespace(ranks=ranks)
         self._changes = SimpleNamespace(ranks_may_change=True)
         self.control = SimpleNamespace(group=SimpleNamespace(rank=0))
