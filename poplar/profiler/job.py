@@ -170,12 +170,14 @@ class Job:
         function = self.loss_fn
         if isinstance(function, functools.partial):
             function = function.func
+        # "2.13.0+cu126" and "2.13.0+cu130" are two builds of one version.
+        releases = [each.partition("+")[0] for each in (poplar.__version__, torch.__version__)]
         return {
             "stages": list(self.stages),
             "seconds": self.seconds,
             "max_norm": self.max_norm,
             "loss_fn": getattr(function, "__qualname__", type(function).__qualname__),
-            "versions": f"poplar {poplar.__version__}, torch {torch.__version__}",
+            "versions": "poplar {}, torch {}".format(*releases),
             "lengths": None if self.lengths is None else str(self.sample_lengths),
         }
 
@@ -188,6 +190,7 @@ class Job:
         return {
             "device": f"{info.name} {info.uuid}".strip(),
             "host": info.host,
+            "builds": f"poplar {poplar.__version__}, torch {torch.__version__}",
             "driver": info.driver,
             "cores": info.cores,
             "quota": host_limits.processor_quota() if on_cpu else None,

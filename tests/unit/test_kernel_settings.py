@@ -56,3 +56,15 @@ def test_switches_are_told_apart(name: str):
         changed = switches()
     assert (name in before) != (name in changed)
     assert switches() == before
+
+
+def test_builds_of_one_torch_are_compared_only_in_the_identity(monkeypatch: pytest.MonkeyPatch):
+    """As `poplar doctor` says, two of them work together."""
+    job = Job.of(torch.nn.Linear(2, 2), lambda model, batch: None, torch.ones(1, 2))
+    equal, builds = [], []
+    for version in ("2.13.0+cu126", "2.13.0+cu130", "2.12.0+cu130"):
+        monkeypatch.setattr(torch, "__version__", version)
+        equal.append(job.must_be_equal()["versions"])
+        builds.append(job.may_differ(torch.device("cpu"))["builds"])
+    assert equal[0] == equal[1] != equal[2]
+    assert len(set(builds)) == 3
