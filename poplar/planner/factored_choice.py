@@ -50,14 +50,14 @@ def worthwhile(cluster: ClusterProfile, plan: Plan) -> tuple[str, ...]:
     """The layers whose factors take less time than their reduction under a plan.
 
     None are known to, without the rates of links. Where every rank updates all parameters, all must
-    multiply with the same bits, so they must be of one kind.
+    multiply with the same bits, so their devices, kernels, precisions and threads must be equal.
     """
     names = tuple(layer.name for layer in cluster.model.linear_layers)
     if not names or cluster.world_size == 1:
         return ()
     costs = costs_of(cluster, replace(plan, factored=()))
-    is_alike = costs.shares_matter or len({device.name for device in cluster.devices}) == 1
-    if not is_alike:
+    kinds = {(device.name, device.multiplication) for device in cluster.devices}
+    if len(kinds) > 1 and not costs.shares_matter:
         return ()
     if costs.exact_collectives.reduce_scatter.link_seconds is None:
         return ()

@@ -66,6 +66,7 @@ from poplar.values.observation import Observation
 from poplar.values.plan import Plan
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, NetworkProfile
 from poplar.zero.opaque_parameter import opaque_bytes
+from poplar.zero.setup import multiplication_on
 
 NETWORK = 0.08
 """Part of the time budget for the collectives."""
@@ -112,6 +113,7 @@ class Profiler:
                 **codecs[rank],
                 peak_flops=peak_flops(session.device, session.compute_dtype),
                 throttled=curves[rank].throttled,
+                multiplication=multiplication_on(session.device),
             )
 
         profiles = session.on_all_ranks(own_profile, "describing the device")

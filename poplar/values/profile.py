@@ -146,6 +146,8 @@ class DeviceProfile:
     host: str = ""
     throttled: str = ""
     """Why the device ran below its clock rate while it was measured; empty if it did not."""
+    multiplication: str = ""
+    """What decides the bits of a matrix product: kernels, precisions, threads. Empty: unknown."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -181,8 +181,7 @@ class Request(Arguments):
         """What decides the bits of a product, if every rank must compute the same ones."""
         if not (self.factored and STRATEGY_CLASSES[self.stage].replicates_state):
             return ""
-        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
-        return f"{_kernels(self.device)}, precisions [{precisions()}]{threads}"
+        return multiplication_on(self.device)
 
     def _shape(self, name: str, parameter: nn.Parameter) -> tuple[int, ...] | str:
         return "local" if name in self.local else tuple(parameter.shape)
@@ -702,6 +701,12 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, str]:
         for key, value in values.items()
         if key != "params" and isinstance(value, types)
     }
+
+
+def multiplication_on(device: torch.device) -> str:
+    """What decides the bits of a product on this rank."""
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return f"{_kernels(device)}, precisions [{precisions()}]{threads}"
 
 
 def _kernels(device: torch.device) -> str:

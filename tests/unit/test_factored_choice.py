@@ -105,6 +105,16 @@ def test_where_all_ranks_multiply_they_must_be_of_one_kind() -> None:
     assert search(mixed, global_batch=32, stages=[1]).factored != ()
 
 
+def test_where_all_ranks_multiply_they_must_do_so_with_the_same_bits() -> None:
+    """Devices of one name may have other kernels, precisions or threads."""
+    for texts in (("8 threads", "4 threads"), ("8 threads", "")):
+        pairs = zip(cluster().devices, texts, strict=True)
+        devices = tuple(replace(device, multiplication=text) for device, text in pairs)
+        unlike = replace(cluster(), devices=devices)
+        assert search(unlike, global_batch=32, stages=[0]).factored == ()
+        assert search(unlike, global_batch=32, stages=[1]).factored != ()
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_one_rank_sends_nothing(stage: int) -> None:
     assert not search(cluster((2.0,)), global_batch=24, stages=(stage,)).factored
