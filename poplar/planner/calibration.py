@@ -36,6 +36,7 @@ from functools import partial
 from itertools import starmap
 from statistics import fmean, median, stdev
 
+from poplar.planner.active_ranks import active_part
 from poplar.planner.cost_model import StageCosts, costs_of, step_seconds_of
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import fits
@@ -178,6 +179,7 @@ def refine(
     A curve is measured once, but a device is a few percent faster or slower a minute later. So each
     rank's curve is scaled to its pass times. The rest goes into the residual of the step:
     predictions match the observations of each stage on average, and a single plan exactly.
+    Plans that leave ranks out show speeds only: their collectives are those of fewer ranks.
 
     Args:
         cluster: measured, with the residuals of `fit`.
@@ -185,7 +187,7 @@ def refine(
     """
     if not asynchronous:
         cluster = _at_observed_speeds(cluster, observations)
-    by_stage = _by_stage(observations)
+    by_stage = _by_stage(seen for seen in observations if not seen.plan.left_out)
     for stage, own in by_stage.items():
         each = cluster.network.synchronization_seconds[stage]
         cluster = _with_residuals(cluster, stage, own, synchronization=each)
@@ -208,7 +210,7 @@ def noise_of_speeds(
     by_plan: dict[Plan, list[float]] = {}
     for seen in observations:
         present = _at_observed_speeds(cluster, [seen])
-        by_plan.setdefault(seen.plan, []).append(step_seconds_of(present, plan))
+        by_plan.setdefault(seen.plan, []).append(_active_seconds(present, plan))
     away = [step / fmean(own) - 1.0 for own in by_plan.values() for step in own]
     free = len(away) - len(by_plan)
     return math.sqrt(math.fsum(a * a for a in away) / free) if free else 0.0
@@ -228,7 +230,12 @@ def change_of_speeds(
         observations: of the plan.
     """
     present = _at_observed_speeds(cluster, observations)
-    return abs(step_seconds_of(present, plan) / step_seconds_of(cluster, plan) - 1.0)
+    return abs(_active_seconds(present, plan) / _active_seconds(cluster, plan) - 1.0)
+
+
+def _active_seconds(cluster: ClusterProfile, plan: Plan) -> float:
+    """Seconds of a step of the plan's active ranks."""
+    return step_seconds_of(*active_part(cluster, plan))
 
 
 def at_profiled_speed(cluster: ClusterProfile, observation: Observation) -> Observation:

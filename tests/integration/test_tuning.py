@@ -709,6 +709,37 @@ def test_no_plan_is_chosen_if_all_run_out_of_memory():
         bench.tune()
 
 
+def least_memory(stage: int) -> ClusterProfile:
+    """Rank 0 has only enough memory to take part."""
+    for size in range(1 << 20, 1 << 30, 1 << 20):
+        cluster = with_memory(known(), 0, size)
+        with contextlib.suppress(NoPlanFits):
+            alternatives(cluster, global_batch=40, stages=(stage,), leave_out="never")
+            return cluster
+    raise AssertionError("no plan fits")
+
+
+class ShortWithAllRanks(Bench):
+    """Plans of all ranks run out of memory on rank 0."""
+
+    def run_plan(self, plan: Plan, *, steps: int, report: Any) -> Observation:
+        if not plan.left_out:
+            raise OutOfMemoryInTrial(str(plan), [0])
+        return super().run_plan(plan, steps=steps, report=report)
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_a_plan_that_leaves_ranks_out_runs_if_the_others_ran_out_of_memory(stage):
+    cluster = least_memory(stage)
+    bench = ShortWithAllRanks(cluster, cluster, [stage])
+    decided = bench.tune()
+    assert decided.plan.left_out == (0,)
+    seen = [each for each in decided.observations if each.plan == decided.plan]
+    step = decided.plan.prediction["step_seconds"]
+    assert step == pytest.approx(seen[0].step_seconds)
+    assert decided.profile.network == cluster.network
+
+
 class Lucky(Bench):
     """The second plan is faster in its first turn only."""
 

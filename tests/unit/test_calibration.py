@@ -212,6 +212,24 @@ def test_change_of_speeds_is_that_of_the_ranks_a_step_waits_for():
         assert found == pytest.approx(abs(other / step - 1.0))
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_plans_that_leave_ranks_out_show_speeds_only(stage):
+    """Their collectives are not those of all ranks."""
+    slow = with_slower_devices(plain(), (1.2,) * 4)
+    plan = Plan.manual(SIZES[1:], stage=stage).beside((0,))
+    seen = observed(slow, plan)
+    found = refine(plain(), [seen], asynchronous=False)
+    assert found.network == plain().network
+    factors = [
+        a.seconds(8) / b.seconds(8) for a, b in zip(found.devices, plain().devices, strict=True)
+    ]
+    assert factors == pytest.approx([1.0, 1.2, 1.2, 1.2])
+    change = seen.step_seconds / predict(plain(), plan).step_seconds - 1.0
+    assert change_of_speeds(plain(), plan, [seen]) == pytest.approx(change)
+    assert noise_of_speeds(plain(), plan, [seen] * 2) == pytest.approx(0.0)
+    assert noise_of_speeds(plain(), plan, [seen, observed(plain(), plan)]) > 0.05
+
+
 @pytest.mark.parametrize("stage", EACH_PASS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_synchronization_residual_may_be_negative(stage, sign):
