@@ -74,8 +74,10 @@ def run_trial(
         what: the trial, in errors.
         exchange: the values of all ranks. Collective.
 
+    What a trial held that failed on all ranks is freed, so that another one can run.
+
     Raises:
-        OutOfMemoryInTrial: on all ranks. What the trial held is freed.
+        OutOfMemoryInTrial: on all ranks.
         Exception: whatever else `run` raised.
     """
     error: Exception | None = None
@@ -86,16 +88,18 @@ def run_trial(
             raise  # the others may still be in a step
         error = caught
     short = exchange(error is not None and is_out_of_memory(error))
+    failure = error
     if any(short):
-        if error is not None:
-            free_failed_pass(error)
-        error = None  # its traceback holds functions, and they what they share with other functions
-        gc.collect()  # the engine is a reference cycle
-        free_cached_memory(device)
-        raise agreed(OutOfMemoryInTrial(what, [rank for rank, own in enumerate(short) if own]))
+        ranks = [rank for rank, own in enumerate(short) if own]
+        failure = agreed(OutOfMemoryInTrial(what, ranks))
+    if failure is None:
+        return result
     if error is not None:
-        raise error
-    return result
+        free_failed_pass(error)
+    error = None  # its traceback holds functions, and they what they share with other functions
+    gc.collect()  # the engine is a reference cycle
+    free_cached_memory(device)
+    raise failure
 
 
 def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Observation:
@@ -104,14 +108,17 @@ def run_plan(session: Session, plan: Plan, *, steps: int, report: Report) -> Obs
     Raises:
         OutOfMemoryInTrial: the plan needs more memory than predicted.
         CollectiveTimeout: a rank was lost, or could not even complete a pass with the others.
+        Exception: whatever else the plan or the loss raised. If it `is_agreed`, it has failed on
+            all ranks, which can run another plan.
     """
     report(f"steps at stage {plan.stage}")
     what = f"a step of stage {plan.stage} with micro-batches {plan.micro_batches}"
     run = partial(_timed_steps, session, plan, steps)
     try:
         own = run_trial(run, what, session.exchange, session.device)
-    except OutOfMemoryInTrial:
-        session.on_all_ranks(lambda: put_back_on_meta(session), "a trial out of memory")
+    except Exception as error:
+        if is_agreed(error):
+            session.on_all_ranks(lambda: put_back_on_meta(session), "a failed trial")
         raise
     return _observation(plan, session.exchange(own))
 

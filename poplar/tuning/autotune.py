@@ -6,6 +6,7 @@ plan that the profile lacks, run the best plans in turns, and choose the fastest
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
@@ -31,7 +32,7 @@ from poplar.profiler.progress import Report, show_progress
 from poplar.profiler.session import Session
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.tuning.profile_cluster import CachedProfile
-from poplar.values.errors import agreed, equal_on_all_ranks
+from poplar.values.errors import agreed, equal_on_all_ranks, is_agreed
 from poplar.values.observation import Observation, Trials
 from poplar.values.plan import Plan
 from poplar.values.profile import BatchPoint, ClusterProfile
@@ -255,6 +256,8 @@ class Tuner:
         self.cached, self.job = cached, job
         self.profiler = cached.profiler
         self.session = cached.profiler.session
+        self._refused: set[Plan] = set()
+        """Plans that failed on all ranks in a trial, for another reason than memory."""
 
     def tune(self) -> Tuned:
         """The best plan on the given profile, or on one from the cache or measured now."""
@@ -436,7 +439,11 @@ class Tuner:
         seconds: float,
         report: Report,
     ) -> set[int]:
-        """Run each plan; returns the ranks on which a plan ran out of memory. Collective."""
+        """Run each plan; returns the ranks on which a plan ran out of memory. Collective.
+
+        A plan that fails on all ranks for another reason is dropped. Its error is raised if there
+        is no other plan: then it may be one of the loss, which every plan meets.
+        """
         seen: list[Observation] = []
         ranks: set[int] = set()
         for plan in plans:
@@ -448,6 +455,17 @@ class Tuner:
             except OutOfMemoryInTrial as short:
                 report(str(short))
                 ranks.update(short.ranks)
+            except Exception as error:
+                if not is_agreed(error):
+                    raise
+                if plan.factored:  # there are plans without
+                    self.job = replace(self.job, factored="never")
+                elif plan == plans[-1] and not seen and not ranks:
+                    raise
+                self._refused.add(plan)
+                report(f"the plan of stage {plan.stage} is dropped: {error}")
+            if plan in self._refused:
+                gc.collect()  # what the error has held: the engine is a reference cycle
         trials.add(seen)
         return ranks
 
@@ -470,7 +488,8 @@ class Tuner:
             return running
         best = min(predict(refined, seen.plan).step_seconds for seen in observations)
         promised = predict(refined, found).step_seconds
-        if trials.turns(found) or promised >= (1.0 - WORTH_A_TRIAL) * best:
+        is_known = found in self._refused or trials.turns(found)
+        if is_known or promised >= (1.0 - WORTH_A_TRIAL) * best:
             return running
         return [*trials.ranking(running)[: CONTENDERS - 1], found]
 

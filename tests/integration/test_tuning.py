@@ -13,7 +13,7 @@ import random
 import re
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -44,8 +44,9 @@ from poplar.system import devices
 from poplar.tuning import autotune
 from poplar.tuning.autotune import Tuned, Tuner, TuningJob
 from poplar.values.communication import Communication
+from poplar.values.errors import agreed
 from poplar.values.observation import Observation
-from poplar.values.profile import BatchPoint, NetworkProfile
+from poplar.values.profile import BatchPoint, LinearLayer, ModelProfile, NetworkProfile
 
 SMALL = ModelSpec(kind="mlp", blocks=1)
 GLOBAL_BATCH = 12
@@ -738,6 +739,117 @@ def test_a_plan_that_leaves_ranks_out_runs_if_the_others_ran_out_of_memory(stage
     step = decided.plan.prediction["step_seconds"]
     assert step == pytest.approx(seen[0].step_seconds)
     assert decided.profile.network == cluster.network
+
+
+class RefusingBench(Bench):
+    """Some plans fail on all ranks in a trial."""
+
+    def __init__(self, refuses: Callable[[Plan], bool], *, is_agreed: bool = True) -> None:
+        super().__init__(known(), known(), STAGES)
+        self._refuses, self._is_agreed = refuses, is_agreed
+        self.refused: list[Plan] = []
+
+    def run_plan(self, plan: Plan, *, steps: int, report: Any) -> Observation:
+        if self._refuses(plan):
+            self.refused.append(plan)
+            error = ValueError(f"plan {len(self.refused)} cannot run")
+            raise agreed(error) if self._is_agreed else error
+        return super().run_plan(plan, steps=steps, report=report)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_plan_that_fails_on_all_ranks_is_dropped(place):
+    stage = predicted_order(known())[place]
+    bench = RefusingBench(lambda plan: plan.stage == stage)
+    assert bench.tune().plan.stage == predicted_order(known())[1 - place]
+    assert len(bench.refused) == len(set(bench.refused)) > 0
+
+
+def test_the_error_is_raised_if_no_plan_can_run():
+    bench = RefusingBench(lambda plan: True)
+    with pytest.raises(ValueError, match="cannot run"):
+        bench.tune()
+    assert 1 < len(bench.refused) <= autotune.CONTENDERS
+
+
+def test_an_error_that_leaves_other_ranks_in_a_step_is_raised_at_once():
+    bench = RefusingBench(lambda plan: True, is_agreed=False)
+    with pytest.raises(ValueError, match="plan 1 cannot run"):
+        bench.tune()
+
+
+WIDE = 256
+PENALTY = 1e-4
+
+
+def layered() -> ClusterProfile:
+    """Two equal ranks behind links of 1 Gbit/s, on which all plans send both layers as factors."""
+    layers = tuple(
+        LinearLayer(name=name, unit=0, outputs=WIDE, inputs=WIDE, rows_per_sample=1)
+        for name in ("0", "2")
+    )
+    numel, rate = sum(layer.numel for layer in layers), 8e-9
+    whole = 4 * numel / 2 * rate
+    return clusters.cluster_of(
+        *[clusters.device(name="CPU", sample=0.001)] * 2,
+        model=ModelProfile(unit_numels=(numel + 2 * WIDE,), linear_layers=layers),
+        network=clusters.network_of((rate,) * 2, whole, whole),
+    )
+
+
+def tuned_with_layers(penalty: float, threads: Sequence[int], **options: Any) -> Tuned:
+    """Of a loss that may also use a weight, on ranks with these numbers of threads."""
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean() + penalty * model[0].weight.norm()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads[harness.rank()])
+    try:
+        return poplar.tune(
+            model,
+            loss,
+            torch.ones(2, WIDE),
+            global_batch=8,
+            profile=layered(),
+            weight=len,
+            process_group=harness.group(),
+            seconds=0.1,
+            progress=False,
+            **options,
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "threads", "stage"), [(PENALTY, (1, 1), "auto"), (0.0, (1, 2), 0)]
+)
+def test_plans_without_factors_run_where_those_with_factors_cannot(
+    ranks: Pool, penalty, threads, stage
+):
+    stages = STAGES if stage == "auto" else (stage,)
+    predicted = alternatives(layered(), global_batch=8, stages=stages, leave_out="never")
+    assert all(plan.factored for plan in predicted[: autotune.CANDIDATES])
+    for answer in ranks.run(tuned_with_layers, penalty, threads, stage=stage, ranks=2):
+        assert not answer.plan.factored
+        assert {seen.plan.factored for seen in answer.observations} == {()}
+
+
+def fails_on_one_rank() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if harness.rank() == 1:
+            raise KeyError("in the loss")
+        return models.mean_over_samples(model, batch)
+
+    tuned(loss=loss, profile=known())
+
+
+def test_an_error_of_the_loss_ends_the_trials_on_all_ranks(ranks: Pool):
+    for rank, failure in enumerate(ranks.run_expecting_errors(fails_on_one_rank)):
+        assert failure.is_a(KeyError if rank == 1 else poplar.RankFailed), failure
+        assert "in the loss" in failure.message
 
 
 class Lucky(Bench):
