@@ -290,7 +290,7 @@ def memory_budget(session: Session) -> MemoryBudget:
         free, total = torch.cuda.mem_get_info(device)
         own = total - free - devices.describe(device).others_bytes
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        held = own - cached - model_bytes(session.job.model)
+        held = own - cached - model_bytes(session.job.model, device)
     elif limit is None:
         weights = sum(map(opaque_bytes, session.job.model.parameters()))
         held = host_limits.resident_memory() - weights

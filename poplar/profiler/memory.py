@@ -87,15 +87,16 @@ def batch_bytes(batch: Any, device: torch.device) -> int:
     return sum(storage.nbytes() for storage in _storages(on_device).values())
 
 
-def model_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters, buffers and gradients of a model; shared memory counts once.
+def model_bytes(model: nn.Module, device: torch.device) -> int:
+    """Bytes on a device of the parameters, buffers and gradients of a model.
 
-    Nothing on `meta` counts.
+    Shared memory counts once.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held = [part for t in (*parameters, *model.buffers()) for part in component_tensors(t)]
-    return sum(storage.nbytes() for storage in _storages([*held, *gradients]).values())
+    on_device = [tensor for tensor in (*held, *gradients) if tensor.device == device]
+    return sum(storage.nbytes() for storage in _storages(on_device).values())
 
 
 class _Allocated:

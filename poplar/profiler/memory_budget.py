@@ -43,7 +43,7 @@ class PassMemory:
     """Bytes of each rank for everything that a pass at stage 3 holds."""
     unsharded: tuple[float, ...]
     """Bytes of each rank for activations beside all parameters, as in plain passes; below 0 if
-    they do not fit, and if the model is on `meta`."""
+    they do not fit, and if the model is not on its device."""
 
     @classmethod
     def unlimited(cls, ranks: int) -> PassMemory:

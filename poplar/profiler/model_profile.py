@@ -108,7 +108,7 @@ def pass_memory(session: Session, budgets: Sequence[MemoryBudget]) -> PassMemory
         unsharded_units=staying,
         budgets=tuple(budget.activation_bytes for budget in budgets),
         unsharded=tuple(
-            -math.inf if session.is_on_meta else budget.activation_bytes - whole
+            budget.activation_bytes - whole if session.model_is_on_device else -math.inf
             for budget in budgets
         ),
     )

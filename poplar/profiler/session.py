@@ -70,7 +70,7 @@ class Session:
         self.setup, own = run_on_all_ranks(self.control, check, doing="profiling")
         self.device = self.setup.device
         self.is_on_meta = is_on_meta(job.model)
-        """No rank holds the model: only passes on the engine are possible."""
+        """No rank has values of the parameters."""
         self.asynchronous = self.device.type == "cuda"
         """The device computes while the host goes on."""
         also = job.must_be_equal()
@@ -87,6 +87,9 @@ class Session:
         """Bytes that this rank may use; None: what is free."""
         for entries, limit in zip(by_rank, limits, strict=True):
             entries["memory_limit"] = limit
+        is_here = next(job.model.parameters()).device == self.device
+        self.model_is_on_device = all(self.exchange(is_here))
+        """Otherwise it is on `meta` or in host memory: only passes on the engine are possible."""
         self.ranks_on_this_host = equal_entries(own, by_rank, "host")
         memory = ("host", "device") if self.asynchronous else ("host",)
         self.ranks_sharing_memory = equal_entries(own, by_rank, *memory)

@@ -243,7 +243,7 @@ def tune_job(job: TuningJob, group: Group) -> Tuned:
 def _warn_of_wrong_weight(session: Session) -> None:
     """Warn on the first rank if samples are the wrong weight for the loss."""
     job = session.job
-    if session.group.rank == 0 and not session.is_on_meta:
+    if session.group.rank == 0 and session.model_is_on_device:
         found = wrong_weight(job.loss_fn, job.model, job.example)
         if found is not None:
             warnings.warn(found, stacklevel=4)

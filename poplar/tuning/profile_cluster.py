@@ -37,8 +37,9 @@ def profile_cluster(
 
     Args:
         model: on this rank's device, not wrapped; may be compiled. It is unchanged afterwards, bit
-            by bit. Compiled functions are compiled again at their next call. Or on `meta`, if it
-            fits on no device: it is then measured while its parameters are sharded.
+            by bit. Compiled functions are compiled again at their next call. Or on `meta`, or in
+            host memory with `device="cuda"`, if it fits on no device: it is then measured while its
+            parameters are sharded.
         loss_fn: as for `train_step`: `loss_fn(model, micro_batch)` -> mean loss.
         example_batch: a batch as in training; its samples are repeated for larger batches, so a
             few are enough. Use typical sequence lengths: they determine the time of a pass.

@@ -32,7 +32,7 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     # By name too: a forward may replace a buffer by a new tensor.
     buffers = [
-        (module, name, buffer, _copied(buffer))
+        (module, name, buffer, None if buffer is None else buffer.data, _copied(buffer))
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
@@ -44,11 +44,13 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for module, name, buffer, value in buffers:
+            for module, name, buffer, data, value in buffers:
                 module._buffers[name] = buffer
-                if buffer is None or value is None:
+                if buffer is None or data is None or value is None:
                     continue
                 if not value.is_meta:
+                    if buffer.device != data.device:  # an optimizer has moved it
+                        buffer.data = data
                     buffer.copy_(value)
                 elif not buffer.is_meta:  # an optimizer has made it real
                     move_to_meta([buffer])  # type: ignore[list-item]

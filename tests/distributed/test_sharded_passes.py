@@ -153,6 +153,25 @@ def test_no_larger_batches_are_tried_beside_a_shard_if_time_ended_the_plain_ones
         assert not any("sharded" in report for report in reports)
 
 
+def curves_of_a_model_elsewhere() -> tuple[list[str], list[int]]:
+    """What was measured, and the largest plain batches, as if ranks had a GPU beside the model."""
+    session = session_on(ModelSpec(blocks=2), max_batch=1)
+    assert session.model_is_on_device
+    session.model_is_on_device = False
+    session.limit_passes(pass_memory(session, [MemoryBudget(2**40, 0)] * session.group.size))
+    reports: list[str] = []
+    with session.measuring():
+        curves, _ = measure_curves(session, reports.append)
+    return reports, [curve.largest_unsharded for curve in curves]
+
+
+def test_a_model_in_host_memory_is_measured_on_the_engine_alone(ranks: Pool) -> None:
+    for reports, unsharded in ranks.run(curves_of_a_model_elsewhere, ranks=2):
+        assert "a first pass" not in reports
+        assert "passes with sharded parameters" in reports
+        assert unsharded == [0, 0]
+
+
 def test_model_larger_than_a_rank_is_measured_with_five_sizes_at_most(ranks: Pool) -> None:
     answers = ranks.run(curves_with, 0.5, [1.0, 6.0, 30.0, 1.0])
     for batches, unsharded, _ in answers:

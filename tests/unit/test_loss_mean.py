@@ -522,17 +522,17 @@ def test_nothing_changes_in_model_and_random_state():
     assert not model._forward_pre_hooks
 
 
-def test_autotune_warns_on_the_first_rank_of_models_with_values():
+def test_autotune_warns_on_the_first_rank_of_models_on_their_device():
     model, batch = training.build("tagger"), ragged(seed=1)
     job = SimpleNamespace(loss_fn=training.loss_fn, model=model, example=batch)
 
-    def warnings_of(rank: int, is_on_meta: bool) -> list[str]:
+    def warnings_of(rank: int, is_here: bool) -> list[str]:
         group = SimpleNamespace(rank=rank)
-        session = SimpleNamespace(job=job, group=group, is_on_meta=is_on_meta)
+        session = SimpleNamespace(job=job, group=group, model_is_on_device=is_here)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             autotune._warn_of_wrong_weight(session)
         return [str(warning.message) for warning in caught]
 
-    assert "weight=poplar.tokens(shift=False)" in warnings_of(0, False)[0]
-    assert warnings_of(1, False) == warnings_of(0, True) == []
+    assert "weight=poplar.tokens(shift=False)" in warnings_of(0, True)[0]
+    assert warnings_of(1, True) == warnings_of(0, False) == []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from poplar.zero.preserved_state import host_copies, parameters_preserved
+from poplar.zero.preserved_state import host_copies, model_preserved, parameters_preserved
 
 
 def overwrite(model: nn.Module) -> None:
@@ -37,3 +37,27 @@ def test_values_that_were_not_copied_keep_their_memory() -> None:
     with parameters_preserved(model):
         overwrite(model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+class Movable(Tensor):
+    """A tensor in host memory that says that it is on a GPU if its memory is one of `MOVED`."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda" if self.data_ptr() in MOVED else "cpu")
+
+
+MOVED: set[int] = set()
+
+
+def test_buffers_that_were_moved_are_back_in_their_memory() -> None:
+    model, there = nn.Linear(4, 2), torch.zeros(3).as_subclass(Movable)
+    MOVED.add(there.data_ptr())
+    model.register_buffer("table", torch.arange(3.0).as_subclass(Movable))
+    place = model.table.data_ptr()
+    with model_preserved(model, torch.device("cpu")):
+        model.table.data = there  # as the engine
+        assert model.table.device.type == "cuda"
+    assert model.table.device.type == "cpu"
+    assert model.table.data_ptr() == place
+    assert model.table.tolist() == [0.0, 1.0, 2.0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from records import cluster
-from torch import nn
+from torch import Tensor, nn
 
 from poplar.profiler.cluster_profiler import Profiler, memory_budget
 from poplar.profiler.memory import batch_bytes, model_bytes, pass_bytes
@@ -150,12 +150,26 @@ def test_batch_on_the_device_is_linear_in_its_samples():
 
 
 def test_shared_parameters_buffers_and_gradients_count_once():
+    on_host = torch.device("cpu")
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     model.register_buffer("table", torch.zeros(10))
-    assert model_bytes(model) == 4 * 16 + 4 * 10
+    assert model_bytes(model, on_host) == 4 * 16 + 4 * 10
     model[0].weight.grad = torch.zeros(4, 4)
-    assert model_bytes(model) == 2 * 4 * 16 + 4 * 10
+    assert model_bytes(model, on_host) == 2 * 4 * 16 + 4 * 10
+    assert model_bytes(model, CUDA) == 0
+
+
+class OnDevice(Tensor):
+    """A tensor in host memory that says that it is on the device."""
+
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+
+
+def model_on_device() -> nn.Module:
+    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
+    model.weight = nn.Parameter(model.weight.detach().as_subclass(OnDevice))
+    return model
 
 
 def session(model: nn.Module, sharing: int = 1) -> Any:
@@ -177,7 +191,7 @@ def budget(model: nn.Module) -> MemoryBudget:
 
 
 def test_what_is_not_the_model_is_held(cuda: FakeCuda):
-    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
+    model = model_on_device()
     cuda.allocate(4 * MIB)
     cuda.driver, cuda.others = 300 * MIB, 50 * MIB
     assert budget(model) == MemoryBudget(950 * MIB, 300 * MIB)
@@ -187,8 +201,17 @@ def test_what_is_not_the_model_is_held(cuda: FakeCuda):
     assert budget(model).held_bytes == 300 * MIB
 
 
-def test_budgets_of_ranks_that_share_a_device_do_not_exceed_it(cuda: FakeCuda):
+def test_a_model_in_host_memory_takes_nothing_from_what_is_held(cuda: FakeCuda):
     model = nn.Linear(1024, 1024, bias=False)
+    cuda.driver = 3 * MIB
+    assert budget(model).held_bytes == 3 * MIB
+    cuda.allocate(1 * MIB)
+    model.register_buffer("table", torch.zeros(MIB // 4).as_subclass(OnDevice))
+    assert budget(model).held_bytes == 3 * MIB
+
+
+def test_budgets_of_ranks_that_share_a_device_do_not_exceed_it(cuda: FakeCuda):
+    model = model_on_device()
     cuda.driver, cuda.others = 300 * MIB, 100 * MIB + 50 * MIB  # another rank's and a stranger's
     own = memory_budget(session(model, sharing=2))
     cuda.driver, cuda.others = 100 * MIB, 300 * MIB + 50 * MIB
@@ -208,7 +231,7 @@ def test_ranks_share_memory_by_host_and_device():
 
 
 def test_budget_tightens_after_collectives_and_first_passes(cuda: FakeCuda):
-    model = nn.Linear(1024, 1024, bias=False)
+    model = model_on_device()
     cuda.allocate(4 * MIB)
     cuda.driver = 200 * MIB
     before = budget(model)
@@ -230,7 +253,7 @@ def profiler(model: nn.Module) -> Profiler:
 
 
 def test_profile_holds_what_the_driver_has_allocated_meanwhile(cuda: FakeCuda):
-    model = nn.Linear(1024, 1024, bias=False)
+    model = model_on_device()
     cuda.allocate(4 * MIB)
     cuda.driver = 200 * MIB
     measuring = profiler(model)
@@ -242,7 +265,7 @@ def test_profile_holds_what_the_driver_has_allocated_meanwhile(cuda: FakeCuda):
 
 
 def test_cached_profile_keeps_what_was_held_after_everything_had_run(cuda: FakeCuda):
-    model = nn.Linear(1024, 1024, bias=False)
+    model = model_on_device()
     cuda.allocate(4 * MIB)
     cuda.driver, cuda.others = 200 * MIB, 100 * MIB
     known = cluster((10.0,), ["GPU"])
