@@ -93,14 +93,14 @@ class TrainedModel:
                 comm = connect(ranks.group, *given, planned=planned)
                 check = _weak_method(self.check_model)
                 engine, update = build_engine(self.request, comm, ranks.control, check)
-            self._use_settings(update.outer_groups(request.groups))
+            self._use_settings_of(update)
             self._train_by(engine, update)
             self.calls.announce(BUILDING)
         else:
             self._be_left_out()
             self.calls.call(BUILDING, do_nothing)
             prepare_without_engine(request)
-            self._use_settings(new_update(request, []).outer_groups(request.groups))
+            self._use_settings_of(new_update(request, []))
 
     # What belongs to a plan.
 
@@ -167,7 +167,6 @@ class TrainedModel:
         """Train by the first engine of a group of ranks. Local."""
         plan, model, ranks = self.request.plan, self.model, self.ranks
         optimizer, request = self.optimizer, self.request
-        optimizer.defaults.update(update.inners[0].defaults)
         has_fp16 = any(parameter.dtype is torch.float16 for parameter in model.parameters())
         if self.scaler is None and has_fp16:
             self.scaler = GradScaler(engine.trained[0].device.type)
@@ -269,6 +268,11 @@ class TrainedModel:
         optimizer = self._optimizer()
         assert optimizer is not None, "it owns this object"
         return optimizer
+
+    def _use_settings_of(self, update: ShardedUpdate) -> None:
+        """Give the optimizer all settings of its classes, which schedulers read. Local."""
+        self.optimizer.defaults.update(update.inners[0].defaults)
+        self._use_settings(update.outer_groups(self.request.groups))
 
     def _use_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:
         for group, settings in zip(self.optimizer.param_groups, groups, strict=True):

@@ -198,6 +198,34 @@ def test_a_rank_that_is_left_out_gets_no_gradients(ranks: Pool) -> None:
     assert len(set(norms)) == 1
 
 
+def follow_one_cycle(optimizer: str, cyclic: bool) -> list[tuple[Any, ...]]:
+    """Learning rate and momentum after each step, by schedulers that read the defaults."""
+    options = {"SGD": (("lr", 0.1), ("momentum", 0.9)), "AdamW": (("lr", 1e-3),)}[optimizer]
+    run = Run(replace(RECIPE, optimizer=optimizer, options=options), plan_of(1))
+    model, made = training.prepare(run)
+    schedulers = torch.optim.lr_scheduler
+    if cyclic:
+        schedule: Any = schedulers.CyclicLR(made, base_lr=0.1, max_lr=0.5, step_size_up=2)
+    else:
+        schedule = schedulers.OneCycleLR(made, max_lr=0.5, total_steps=4)
+    found = []
+    for step in range(2):
+        training.take_step(run, model, made, step)
+        schedule.step()
+        group = made.param_groups[0]
+        found.append((group["lr"], group.get("momentum"), group.get("betas"), made.defaults["lr"]))
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "cyclic"), [("SGD", False), ("AdamW", False), ("SGD", True)])
+def test_schedulers_that_read_the_defaults_are_equal_on_all_ranks(
+    ranks: Pool, optimizer: str, cyclic: bool
+) -> None:
+    by_rank = ranks.run(follow_one_cycle, optimizer, cyclic)
+    assert all(found == by_rank[0] for found in by_rank)
+    assert by_rank[0][0][0] != by_rank[0][1][0]
+
+
 def save_by_torch() -> tuple[str, float, float]:
     """The error of torch's own functions, the learning rate then, and the loss of a later step."""
     run = Run(RECIPE, plan_of(1))
