@@ -511,17 +511,19 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def release(self, values: bool = True) -> None:
         """Detach the optimizer from the model. Collective.
 
-        Every parameter gets its own memory with its current value, in the dtype in which the model
-        computes. Hooks are removed and `.grad` is None. This optimizer cannot be used any more, but
-        another one, for example at another stage, can take the model.
+        Every parameter gets its own memory with its current value, in the dtype that it had when
+        the optimizer was built: master values stay exact, and frozen parameters have the values
+        that the model computed with. Hooks are removed and `.grad` is None. This optimizer cannot
+        be used any more, but another one, for example at another stage, can take the model. A rank
+        that the plan leaves out keeps its old values.
 
         Args:
             values: False drops the values and puts the parameters on `meta`: nothing is unsharded.
                 Buffers keep their values.
 
         Raises:
-            RuntimeError: called in the middle of a step, or, with `values=False`, while a loss or
-                an output exists whose graph holds parameters.
+            RuntimeError: called in the middle of a step or inside `full_parameters()`, or, with
+                `values=False`, while a loss or an output exists whose graph holds parameters.
         """
         release(self._training, values)
 
@@ -555,7 +557,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         return mean
 
     def full_parameters(
-        self, writeback: bool = False, *, modules: Sequence[str | nn.Module] | None = None
+        self,
+        writeback: bool = False,
+        *,
+        modules: Sequence[str | nn.Module] | None = None,
+        masters: bool = False,
     ) -> AbstractContextManager[None]:
         """A context in which parameters are unsharded on every rank. Collective at both ends.
 
@@ -567,14 +573,17 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         Args:
             writeback: keep values that are written into the parameters (equal on all ranks), for
-                example by `model.load_state_dict`; otherwise changes are lost at stage 3.
+                example by `model.load_state_dict`; otherwise changes are lost at stage 3 and with
+                `masters`.
             modules: unshard only the units that have parameters of these modules of the model, or
                 of modules with these names. Default: all.
 
         Raises:
             ValueError: the model has no such module, or ranks pass different ones.
+            RuntimeError: called in a pass or inside `full_parameters(masters=True)`, or, with
+                `masters`, inside any `full_parameters()`.
         """
-        return full_parameters(self._training, writeback, modules)
+        return full_parameters(self._training, writeback, modules, masters)
 
     @property
     def control(self) -> Control:

@@ -270,9 +270,13 @@ class FlatParameter(UnshardedBuffer):
             ops.pack_(packed, [p.detach() for p in self.parameters], list(self.offsets), 1.0)
         return packed
 
+    def parts(self, buffer: Tensor) -> list[Tensor]:
+        """Of a buffer like this one, what belongs to each parameter, in its shape."""
+        places = zip(self._placeholder, self.offsets, strict=True)
+        return [buffer[start : start + own.numel()].view(own.shape) for own, start in places]
+
     def use_values(self, values: Tensor, *, lasting: bool) -> None:
-        parts = zip(self.parameters, self.offsets, strict=True)
-        views = [values[offset : offset + p.numel()].view(p.shape) for p, offset in parts]
+        views = self.parts(values)
         self.values, self._views = values, list(map(with_own_storage, views)) if lasting else views
 
     def attach_parameters(self) -> None:

@@ -126,6 +126,8 @@ class Request(Arguments):
     """How the engine is cut, which ranks that join it later follow; None: as `units_of` finds."""
     cast_to: torch.dtype | None
     """The dtype that `compute_dtype` leads to on these ranks; None: that of each parameter."""
+    dtypes: Mapping[nn.Parameter, torch.dtype]
+    """Of each parameter, before it was cast."""
 
     def identity(self) -> dict[str, Any]:
         """What must be equal on all ranks, as text for error messages."""
@@ -172,6 +174,10 @@ class Request(Arguments):
         if self.cast_to is None or (id(parameter) not in self.group_of and is_opaque(parameter)):
             return parameter.dtype
         return self.cast_to
+
+    def exact_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Of the exact values: that of the masters, or of a frozen parameter before its cast."""
+        return torch.float32 if id(parameter) in self.group_of else self.dtypes[parameter]
 
     def opaque_tensors(self) -> dict[str, Tensor]:
         """The frozen tensors of [Note: opaque tensors] that have values, by name."""
@@ -247,6 +253,7 @@ def check_request(given: Arguments, group: Group) -> Request:
         values=values,
         factored=factored,
         cast_to=given.compute_dtype if isinstance(given.compute_dtype, torch.dtype) else None,
+        dtypes={parameter: parameter.dtype for parameter in model.parameters()},
     )
 
 
@@ -420,7 +427,7 @@ def build_engine(
             replicate(what, comm, control, doing=BUILDING)
             place_opaque(opaque, packed, request.plan, comm)
     replicate(unmanaged_tensors(request, units), comm, control, doing=BUILDING)
-    _cast(request, [parameter for _, parameter in _unmanaged(request, units)])
+    cast_parameters(request, [parameter for _, parameter in _unmanaged(request, units)])
     engine = assemble_engine(request, units, strategy, control, check_step)
     update = new_update(request, engine.trained)
     compare_kernels(engine, update, BUILDING)
@@ -431,12 +438,21 @@ def prepare_without_engine(request: Request) -> None:
     """Give the model of a rank that is left out the device and dtypes of the others. Local."""
     if not request.values.on_meta:
         _move_to_device(request, shards_parameters=False)
-        _cast(request, request.model.parameters())
+        cast_parameters(request, request.model.parameters())
 
 
-def _cast(request: Request, parameters: Iterable[nn.Parameter]) -> None:
+def cast_parameters(request: Request, parameters: Iterable[nn.Parameter]) -> None:
+    """Cast parameters that are in no flat parameter to the dtype in which ranks compute. Local."""
     for parameter in parameters:
         if (dtype := request.computing_dtype(parameter)) != parameter.dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def undo_cast(request: Request) -> None:
+    """Give all parameters the dtypes that they had before the optimizer was built. Local."""
+    for parameter, dtype in request.dtypes.items():
+        if parameter.dtype != dtype:
+            parameter.grad = None
             parameter.data = parameter.data.to(dtype)
 
 

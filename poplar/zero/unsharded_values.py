@@ -36,10 +36,15 @@ class UnshardedValues:
         self._writable: set[Unit] = set()
         """Units in the contexts of `unsharded`."""
         self._naming = False
+        self._shows_masters = False
         self._unit_of = {id(p): unit for unit in units for b in unit.buffers for p in b.parameters}
 
-    def reject_open_pass(self) -> None:
-        """Raise in a pass, in which parameters cannot be unsharded for the user."""
+    def check_may_unshard(self) -> None:
+        """Raise where parameters cannot be unsharded for the user: in a pass, or beside masters."""
+        if self._shows_masters:
+            raise RuntimeError(
+                "full_parameters() inside full_parameters(masters=True); leave that context first"
+            )
         if self._scheduler.active:
             raise RuntimeError(
                 f"rank {self._control.group.name}: full_parameters() inside a pass; end the "
@@ -50,7 +55,7 @@ class UnshardedValues:
     @contextmanager
     def unsharded(self, *, writeback: bool, units: Sequence[Unit] | None = None) -> Iterator[None]:
         """A context in which units are unsharded, by default all. Collective at both ends."""
-        self.reject_open_pass()
+        self.check_may_unshard()
         wanted = self._units if units is None else units
         added = [unit for unit in wanted if unit not in self.present]  # others: outer contexts
         writable = [u for u in wanted if u not in self._writable] if writeback else []
@@ -79,6 +84,15 @@ class UnshardedValues:
                 for unit in added:
                     self._strategy.reshard(unit)
 
+    @contextmanager
+    def showing_masters(self) -> Iterator[None]:
+        """A context in which parameters have other data. It has no `unsharded` inside."""
+        self._shows_masters = True
+        try:
+            yield
+        finally:
+            self._shows_masters = False
+
     def _allocate_lasting(self, units: Sequence[Unit]) -> None:
         """Allocate the values of units outside of passes, on all ranks or on none. Collective."""
 
@@ -99,7 +113,7 @@ class UnshardedValues:
         """The units with parameters of these modules; None: all units. Collective."""
 
         def names() -> list[str] | None:
-            self.reject_open_pass()
+            self.check_may_unshard()
             return None if modules is None else [unit.name for unit in self._units_of(modules)]
 
         by_rank = exchange_results(self._control, names, what="full_parameters()")
@@ -148,8 +162,8 @@ class UnshardedValues:
 
     @property
     def has_unsharded(self) -> bool:
-        """Inside `unsharded_parameters`, at stages that shard parameters."""
-        return not self.present.isdisjoint(self.sharded)
+        """Whether parameters have other data than in passes, because of `unsharded`."""
+        return self._shows_masters or not self.present.isdisjoint(self.sharded)
 
     def may_read(self, module: nn.Module) -> bool:
         """Whether a module's own parameters are unsharded, or only their names matter."""
@@ -162,4 +176,5 @@ class UnshardedValues:
     def _are_in(self, module: nn.Module, units: set[Unit]) -> bool:
         tensors = (*module._parameters.values(), *module._buffers.values())
         own = (self._unit_of.get(id(tensor)) for tensor in tensors)
-        return all(unit not in self.sharded or unit in units for unit in own)
+        apart = self._units if self._shows_masters else self.sharded
+        return all(unit not in apart or unit in units for unit in own)

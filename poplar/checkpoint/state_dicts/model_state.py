@@ -98,7 +98,7 @@ class ModelState:
             if not self._engine.values.may_write(module):
                 raise RuntimeError(
                     "the model was loaded inside full_parameters(), which drops changes at stage "
-                    "3; use full_parameters(writeback=True), or load outside"
+                    "3 and with masters=True; use full_parameters(writeback=True), or load outside"
                 )
             if _is_wider(value, place.flat):
                 self._load_master(place, elements_of(value, value.shape, place.owned, key))

@@ -127,7 +127,8 @@ def verify(
                 )
 
             optimizer = optimizer_of(EXACT)
-            dtypes = {parameter.dtype for parameter in model.parameters()}
+            computing = {parameter: parameter.dtype for parameter in model.parameters()}
+            dtypes = set(computing.values())
             leader = max(range(group.size), key=plan.samples)
             comparison = _Comparison(
                 control=control,
@@ -150,6 +151,9 @@ def verify(
                 optimizer = optimizer_of(compressed)
                 with model_preserved(model, device):
                     sent = comparison.run_plan(optimizer, batch)
+            for parameter, computed in computing.items():
+                if parameter.dtype != computed:
+                    parameter.data = parameter.data.to(computed)
             casts = compute_dtype != "auto" or dtypes != before
             dtype = next(iter(dtypes & {torch.bfloat16, torch.float16}), None) if casts else None
             with inputs_cast(model, dtype, resolve_units(model, units)):
