@@ -128,7 +128,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             other loops use `poplar.GradScaler`, or `step` raises. bf16 and fp16 also cast the
             floating-point inputs of the model, or of a module of it (outside units, or a unit) that
             `loss_fn` calls directly. `loss_fn` gets its batch unchanged, so targets stay fp32, and
-            computes the loss in the dtype that the model returns.
+            computes the loss in the dtype that the model returns. Frozen parameters are cast, too,
+            and have no master values, so that a moving average in them would stand still: if they
+            are written in step after step, there is a warning.
         reduce_dtype: dtype in which gradients are sent; they are added in fp32.
         communication: for slow networks, "int8" or "int4": gradients and parameters are sent with 8
             or 4 bits per element and unbiased random rounding, so the training is no longer exact;

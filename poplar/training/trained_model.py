@@ -25,6 +25,7 @@ from poplar.zero.absent_parameter import mark_present
 from poplar.zero.checks.model_checks import register_owner
 from poplar.zero.checks.model_structure import ModelStructure
 from poplar.zero.checks.step_checks import StepChecks
+from poplar.zero.checks.written_casts import WrittenCasts
 from poplar.zero.collective_calls import CollectiveCalls, LeftOutCalls
 from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
@@ -188,6 +189,8 @@ class TrainedModel:
         trained = [parameter for group in groups for parameter in group["params"]]
         given = model.parameters() if request.params is None else trained
         self._structure = ModelStructure(model, groups, set(map(id, given)))
+        named = dict(model.named_parameters()) if ranks.group.rank == 0 else {}
+        self._casts = WrittenCasts({n: p for n, p in named.items() if request.is_rounded(p)})
 
     def _use_engine(self, engine: Engine) -> None:
         """Train by this engine, whose flat parameters the update and the checks have. Local."""
@@ -339,6 +342,7 @@ class TrainedModel:
         """Check, before a step, that the optimizer still trains what it was built for."""
         self.checks.check_structure(self._structure, self.optimizer.param_groups)
         self.update.adopt_replaced_data(self.engine.flats)
+        self._casts.look()
 
     def expect_artificial_data(self) -> None:
         """Do not warn of the data and the mode of the model in the first step; for measurements."""

@@ -179,6 +179,11 @@ class Request(Arguments):
         """Of the exact values: that of the masters, or of a frozen parameter before its cast."""
         return torch.float32 if id(parameter) in self.group_of else self.dtypes[parameter]
 
+    def is_rounded(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter that is not trained was cast to fewer bits."""
+        before = self.dtypes.get(parameter, parameter.dtype)
+        return id(parameter) not in self.group_of and parameter.dtype.itemsize < before.itemsize
+
     def opaque_tensors(self) -> dict[str, Tensor]:
         """The frozen tensors of [Note: opaque tensors] that have values, by name."""
         return opaque_tensors(self.model, self.group_of)

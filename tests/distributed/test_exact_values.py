@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -244,3 +247,93 @@ def release_without_values() -> set[torch.dtype]:
 
 def test_released_model_without_values_has_its_dtypes(ranks: Pool) -> None:
     assert ranks.run(release_without_values, ranks=2) == [{torch.float32}] * 2
+
+
+Write = Callable[[nn.Parameter, nn.Parameter], object]
+AVERAGES: dict[str, Write] = {
+    "mul and add": lambda t, s: t.mul_(0.996).add_(s, alpha=0.004),
+    "lerp": lambda t, s: t.lerp_(s, 1e-4),
+    "foreach": lambda t, s: torch._foreach_lerp_([t], [s], 1e-4),
+    "data in place": lambda t, s: t.data.mul_(0.9).add_(s.data, alpha=0.1),
+    "other data": lambda t, s: setattr(t, "data", t.data * 0.996 + s.data * 0.004),
+}
+
+
+def update_teacher(model: Distilled, write: Write) -> None:
+    pairs = zip(model.teacher.parameters(), model.student.parameters(), strict=True)
+    with torch.no_grad():
+        for teacher, student in pairs:
+            write(teacher, student)
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    found = [str(warning.message) for warning in caught]
+    texts += [text for text in found if "written in step after step" in text]
+
+
+def average_in_the_model(
+    stage: int, name: str, writes: tuple[bool, ...] = (True,) * 4, **options: Any
+) -> list[str]:
+    """The warnings of steps, after some of which the teacher is written."""
+    model, optimizer = build(plan_of(stage), lr=1e-2, **options)
+    with warned() as texts:
+        for step, written in enumerate(writes):
+            optimizer.train_step(mean_square, batch_for(optimizer, step))
+            if written:
+                whole = optimizer.full_parameters(writeback=True) if stage == 3 else nullcontext()
+                with whole:
+                    update_teacher(model, AVERAGES[name])
+        optimizer.train_step(mean_square, batch_for(optimizer, len(writes)))
+    optimizer.release()
+    return texts
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_averages_in_frozen_parameters_that_were_cast_are_warned_of(
+    ranks: Pool, stage: int, name: str
+) -> None:
+    texts, others = ranks.run(average_in_the_model, stage, name, ranks=2)
+    assert len(texts) == 1
+    assert "'teacher.0.weight'" in texts[0]
+    assert "compute_dtype=torch.float32" in texts[0]
+    assert not others
+
+
+def test_averages_written_back_at_stage_3_are_warned_of(ranks: Pool) -> None:
+    assert len(ranks.run(average_in_the_model, 3, "lerp", ranks=2)[0]) == 1
+
+
+def test_averages_that_begin_late_are_warned_of(ranks: Pool) -> None:
+    writes = (False,) * 5 + (True,) * 2
+    assert len(ranks.run(average_in_the_model, 1, "lerp", writes, ranks=2)[0]) == 1
+
+
+def test_averages_in_fp32_are_not_warned_of(ranks: Pool) -> None:
+    fp32 = {"compute_dtype": torch.float32}
+    assert not any(ranks.run(average_in_the_model, 1, "lerp", ranks=2, **fp32))
+
+
+def load_between_steps(stage: int) -> list[str]:
+    model, optimizer = build(plan_of(stage))
+    torch.manual_seed(5)
+    other = Distilled().state_dict()
+    with warned() as texts:
+        for step in range(6):
+            optimizer.train_step(mean_square, batch_for(optimizer, step))
+            if step % 2:
+                model.load_state_dict(other)
+    optimizer.release()
+    return texts
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_dicts_that_are_loaded_between_steps_are_not_warned_of(
+    ranks: Pool, stage: int
+) -> None:
+    assert not any(ranks.run(load_between_steps, stage, ranks=2))

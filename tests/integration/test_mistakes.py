@@ -572,6 +572,16 @@ def batches_dropped_before_a_change(made: Made) -> None:
             fresh.apply_plan(replace(plan, micro_batches=((2, 1), (3, 2))))
 
 
+def average_in_frozen_parameters(made: Made) -> None:
+    model = models.build(RECIPE.spec).to(harness.device())
+    model.head.requires_grad_(False)
+    fresh = made.new_optimizer(model, compute_dtype=torch.bfloat16)
+    for _ in range(3):
+        fresh.train_step(loss_fn, made.batch)
+        with torch.no_grad():
+            model.head.weight.mul_(0.999).add_(0.001)
+
+
 def batch_sampler_as_sampler(made: Made) -> None:
     sampler = HeteroBatchSampler(64, made.run.plan, rank=harness.rank())
     loader = DataLoader(TensorDataset(torch.ones(64, 3)), batch_size=6, sampler=sampler)
@@ -680,6 +690,7 @@ MISTAKES = [
     Mistake(batch_norm_in_training_mode, "freeze it with .eval()", stages=(0, 3)),
     Mistake(two_optimizers_on_one_model, "call release() on that optimizer", stages=(0, 3)),
     Mistake(parameter_written, "full_parameters(writeback=True)", stages=(3,), local=True),
+    Mistake(average_in_frozen_parameters, "an fp32 model outside", stages=(0, 1, 2), warns=True),
     Mistake(penalty_on_parameters, "needs stage 2", stages=(3,)),
     Mistake(step_inside_full_parameters, "a step was started inside full_param", stages=(3,)),
     Mistake(model_copied, "optimizer.full_parameters()", stages=(3,), local=True),
