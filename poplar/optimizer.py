@@ -86,7 +86,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     the step unless it runs inside `no_sync()`. A unit's gradients are removed from `.grad` as soon
     as its backward is over. At stage 0, `.grad` holds the mean gradient of every parameter on every
     rank between the last pass and `step()`. At other stages it is a placeholder then, which raises
-    when it is used: torch's `clip_grad_norm_` cannot work on one rank's slices.
+    when it is used: torch's `clip_grad_norm_` cannot work on one rank's slices. At every stage
+    `.grad = None` between them, on all ranks, leaves a parameter out of the step.
 
     Collective methods, which every rank must call: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `load_state_dict`,

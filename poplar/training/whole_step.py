@@ -97,13 +97,14 @@ def take_step(
             again = partial(training.use_smaller_batches, found.batches)
     state, timing = engine.step, engine.strategy.timing.step
     plan = training.plan  # `optimizer.step()` may change it
-    state.scale_by(scaler)
+    state.enter_train_step(scaler)
     if not has_pre_hooks(optimizer):
         state.hide_gradients()
     engine.finish_gradients()
     try:
         training.unscale()
         norm = optimizer.clip_grad_norm_(max_norm) if max_norm is not None else None
+        state.leave_train_step()
         optimizer.step()
     except BaseException:
         if scaler is not None:

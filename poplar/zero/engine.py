@@ -11,8 +11,6 @@ from poplar.comm import Control
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.values.errors import CollectiveTimeout
 from poplar.values.plan import Plan
-from poplar.zero.absent_parameter import direct_access
-from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.engine_hooks import EngineHooks
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import Removable
@@ -52,9 +50,6 @@ class Engine:
         self.pass_is_explicit = False
         """The open pass was opened by `begin_pass`."""
         self._free_state: Callable[[], object] | None = None
-        self._placeholders: dict[FlatParameter, list[Tensor]] | None = None
-        self._has_placeholders = False
-        """`.grad` of some parameters is a placeholder, which the next pass must not add to."""
         self.hooks = EngineHooks(self, check_step)
         self.recomputation = Recomputation(model, blocks, self.hooks.before_forwards())
         self.changes: list[Removable] = [*self.hooks.register(), self.recomputation]
@@ -118,8 +113,8 @@ class Engine:
             False if there is nothing to issue: no rank has samples and no order has been agreed
             yet, or all parameters are unsharded anyway.
         """
-        if self._has_placeholders:
-            self.drop_parameter_gradients()
+        if mode is not Mode.EVALUATE:
+            self._drop_placeholders()
         if mode is Mode.EVALUATE and self.values.are_readable:
             return False
         reduces = mode.has_gradients and (last or self.strategy.reduces_every_pass)
@@ -158,6 +153,8 @@ class Engine:
         """
         own = self.scheduler.current
         has_gradients = own.mode.has_gradients
+        if has_gradients:
+            self._drop_placeholders()
         try:
             if failed and has_gradients:
                 self.drop_parameter_gradients()
@@ -204,25 +201,39 @@ class Engine:
 
     def drop_parameter_gradients(self) -> None:
         """Set `.grad` of all parameters to None, as at the start of a step."""
-        self._has_placeholders = False
         for flat in self.trained:
             flat.drop_parameter_gradients()
 
     def set_placeholder_gradients(self, flats: Collection[FlatParameter]) -> None:
         """Set `.grad` of these flat parameters to tensors that raise if they are used."""
-        if self._placeholders is None:
-            self._placeholders = {
-                flat: [PlaceholderGradient(parameter) for parameter in flat.parameters]
-                for flat in self.trained
-            }
-        self._has_placeholders = True
-        with direct_access():
-            for flat in flats:
-                for parameter, placeholder in zip(
-                    flat.parameters, self._placeholders[flat], strict=True
-                ):
-                    if parameter.grad is None:
-                        parameter.grad = placeholder
+        for flat in flats:
+            flat.set_placeholder_gradients()
+
+    def _drop_placeholders(self) -> None:
+        """Drop the placeholders, to which the next gradients must not be added."""
+        for flat in self.trained:
+            if flat.has_placeholders:
+                flat.drop_parameter_gradients()
+
+    def replaced_gradient(self) -> str | None:
+        """The first parameter whose placeholder the user has replaced; None: there is none."""
+        for flat in self.trained:
+            for position in flat.replaced_gradients():
+                return flat.names[position]
+        return None
+
+    def read_back_gradients(self) -> None:
+        """Take over what the user has set `.grad` to, once the gradient is final. Local.
+
+        Errors are those of `Strategy.read_back_gradients`.
+        """
+        for flat in self.trained:
+            flat.leave_out(self.strategy.read_back_gradients(flat))
+
+    @property
+    def removed_gradients(self) -> list[str]:
+        """The parameters whose `.grad` the user has set to None, as far as that was read back."""
+        return [flat.names[position] for flat in self.trained for position in sorted(flat.removed)]
 
     def stop_all_ranks(self, reason: str) -> None:
         """Make the later collectives of all ranks raise: this rank cannot go on with them."""

@@ -22,6 +22,7 @@ from poplar.data import pytree
 from poplar.values.errors import CollectiveTimeout
 from poplar.values.plan import Plan
 from poplar.zero.absent_parameter import direct_access
+from poplar.zero.checks.placeholder_gradient import SECOND_BACKWARD
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import EngineHook, ModelHook, Removable
 from poplar.zero.passes.collective_pass import Mode, PassSettings, in_backward
@@ -278,8 +279,7 @@ class EngineHooks:
         engine = self._engine
         if mode is Mode.TRAIN and engine.step.phase >= Phase.REDUCED:
             raise RuntimeError(
-                f"rank {self._rank}: a backward after the gradients of this step were "
-                "reduced; call step() and zero_grad() first, or run all but the last backward of a "
+                f"rank {self._rank}: {SECOND_BACKWARD}, and run all but the last backward of a "
                 "step in no_sync()"
             )
         if mode is Mode.TRAIN and not engine.has_gradients:
@@ -322,7 +322,7 @@ class EngineHooks:
             return
         if self._engine.pass_is_explicit:
             self._scheduler.current.end_backward()
-            self._engine.set_placeholder_gradients(self._scheduler.current.reduced)
+            self._engine.set_placeholder_gradients(self._scheduler.current.packed)
             return
         self._engine.end_pass()
         if self._requires_gradient_sync:

@@ -7,7 +7,8 @@ loops then process the same elements in the same lanes and give the same bits fo
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from poplar import ops
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.system.storage import with_own_storage
 from poplar.zero.absent_parameter import absent_data, classes_of, direct_access
+from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.model_hook import Removable
 
 if TYPE_CHECKING:
@@ -114,6 +116,11 @@ class FlatParameter(UnshardedBuffer):
         self.offsets, self.numel = _aligned_offsets([p.numel() for p in self.parameters])
         self.used: set[int] = set()
         """Positions of the parameters that got a gradient on this rank in this step."""
+        self.removed: Set[int] = set()
+        """Positions of the parameters whose `.grad` the user has set to None, which leaves them out
+        of this step."""
+        self.has_placeholders = False
+        """`.grad` of each parameter was set to a placeholder, which Poplar has not dropped yet."""
         self.is_local = is_local
         """Every rank has other values, all of which it owns: nothing is communicated. See
         [Note: local parameters] in `stages.strategy`."""
@@ -128,6 +135,7 @@ class FlatParameter(UnshardedBuffer):
         self._versions: tuple[int, ...] = ()
         self._views = []
         self._placeholder = [absent_data(p.shape, dtype, self.device) for p in self.parameters]
+        self._placeholder_gradients: list[PlaceholderGradient] = []
         self._places: tuple[list[Any], ...] = ()
         """`_places_of` the data that the parameters have, once `replaced` has looked for it."""
         self._classes: list[tuple[type[nn.Parameter], type[nn.Parameter]]] = []
@@ -178,6 +186,7 @@ class FlatParameter(UnshardedBuffer):
     def begin_step(self) -> None:
         """Drop what earlier passes have left on this rank, except `.grad`."""
         self.used.clear()
+        self.removed = set()
 
     def watch(self, ready: Callable[[nn.Parameter], None]) -> list[Removable]:
         """Call `ready(parameter)` when autograd has accumulated the gradient of a parameter."""
@@ -245,6 +254,37 @@ class FlatParameter(UnshardedBuffer):
         with direct_access():
             for parameter in self.parameters:
                 parameter.grad = None
+        self.has_placeholders = False
+
+    def set_placeholder_gradients(self) -> None:
+        """Set `.grad` of the parameters to tensors that raise if they are used, once."""
+        if self.has_placeholders:  # what the user has put in their place since is not overwritten
+            return
+        if not self._placeholder_gradients:
+            self._placeholder_gradients = [PlaceholderGradient(p) for p in self.parameters]
+        self.has_placeholders = True
+        placeholders = zip(self.parameters, self._placeholder_gradients, strict=True)
+        with direct_access():
+            for parameter, placeholder in placeholders:
+                if parameter.grad is None:
+                    parameter.grad = placeholder
+
+    def replaced_gradients(self) -> dict[int, Tensor | None]:
+        """By position, what the user has set `.grad` to in place of a placeholder."""
+        if not self.has_placeholders:
+            return {}
+        with direct_access():
+            now = [parameter.grad for parameter in self.parameters]
+        if all(map(is_, now, self._placeholder_gradients)):  # the usual case
+            return {}
+        pairs = zip(now, self._placeholder_gradients, strict=True)
+        return {at: found for at, (found, own) in enumerate(pairs) if found is not own}
+
+    def leave_out(self, removed: Set[int]) -> None:
+        """Leave these parameters, and no others, out of the step: see `removed`."""
+        if removed != self.removed:
+            self.used = (self.used | self.removed) - removed
+            self.removed = removed
 
     def drop_squares(self) -> None:
         """No reduction has computed `squares`, or the user may have changed the gradient since."""

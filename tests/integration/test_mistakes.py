@@ -250,6 +250,35 @@ def read_gradients(made: Made) -> None:
     made.optimizer.step()
 
 
+def gradient_set(made: Made) -> None:
+    passes(made)
+    for parameter in made.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    made.optimizer.step()
+
+
+def gradient_removed_in_the_loop(made: Made) -> None:
+    for micro_batch in made.optimizer.micro_batches(made.batch):
+        loss_fn(made.model, micro_batch).backward()
+        made.model.head.zero_grad()
+    made.optimizer.step()
+
+
+def gradient_set_in_the_last_pass(made: Made) -> None:
+    for number, micro_batch in enumerate(made.optimizer.micro_batches(made.batch)):
+        loss_fn(made.model, micro_batch).backward()
+        if number == 1:
+            made.model.head.bias.grad = torch.ones(37)
+    made.optimizer.step()
+
+
+def gradient_removed_on_one_rank(made: Made) -> None:
+    passes(made)
+    if harness.rank() == LAST:
+        made.model.head.zero_grad()
+    made.optimizer.step()
+
+
 def scale_with_torch(made: Made) -> None:
     scaler = torch.amp.GradScaler(harness.device().type, init_scale=256.0)
     for micro_batch in made.optimizer.micro_batches(made.batch):
@@ -661,6 +690,10 @@ MISTAKES = [
     Mistake(clip_with_torch_in_the_loop, "optimizer.clip_grad_norm_(max_norm)"),
     Mistake(clip_values_with_torch, "train_step(..., max_norm=...)", stages=SHARDED),
     Mistake(read_gradients, "optimizer.full_gradients()", stages=SHARDED),
+    Mistake(gradient_set, "Use stage 0, or change the loss", stages=SHARDED),
+    Mistake(gradient_removed_in_the_loop, "Set it after the loop, on every rank"),
+    Mistake(gradient_set_in_the_last_pass, "Set it after the loop, on every rank"),
+    Mistake(gradient_removed_on_one_rank, "give all ranks the same"),
     Mistake(scale_with_torch, "poplar.GradScaler"),
     Mistake(fp16_without_a_loss_scale, "scaler = poplar.GradScaler"),
     Mistake(step_of_a_second_optimizer, "the gradient is not in .grad", stages=SHARDED),

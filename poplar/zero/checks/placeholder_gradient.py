@@ -1,7 +1,8 @@
 """What `.grad` is while the gradient is not there: a tensor that raises when it is used.
 
 Code that clips or scales `.grad`, such as `torch.nn.utils.clip_grad_norm_`, would otherwise find no
-gradients, change nothing, and train without clipping.
+gradients, change nothing, and train without clipping. Code that assigns to `.grad` replaces the
+placeholder, which is noticed when the pass or the step is closed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class PlaceholderGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.add_.Tensor:  # autograd accumulates
-            raise RuntimeError(_SECOND_BACKWARD)
+            raise RuntimeError(SECOND_BACKWARD)
         raise RuntimeError(_NOT_HERE)
 
 
@@ -60,7 +61,27 @@ _NOT_HERE = (
     "gradients with optimizer.full_gradients()"
 )
 
-_SECOND_BACKWARD = (
+SECOND_BACKWARD = (
     "a backward after the gradients of this step were reduced. Run one backward per micro-batch "
-    "(add the losses first), and call step() and zero_grad() before the next step"
+    "(add the losses first), and call step() and zero_grad() before the next step. With activation "
+    "checkpointing, which runs backwards of its own: use_reentrant=False, or train_step"
 )
+
+
+def replaced_after_the_passes(rank: int, name: str) -> RuntimeError:
+    """The error if `.grad` of a parameter was set to a tensor at a stage that shards gradients."""
+    return RuntimeError(
+        f"rank {rank}: .grad of {name!r} was set to a tensor, but at stages 1 to 3 the gradient is "
+        "sharded over the ranks and not in .grad, so the update would ignore it. Use stage 0, or "
+        "change the loss; .grad = None leaves a parameter out of the step at every stage"
+    )
+
+
+def replaced_in_the_loop(rank: int, name: str) -> RuntimeError:
+    """The error if `.grad` of a parameter was set in a pass that had taken the gradient."""
+    return RuntimeError(
+        f"rank {rank}: .grad of {name!r} was set inside of the micro_batches loop, where its "
+        "gradient has been added to that of the step already. Set it after the loop, on every rank "
+        "(in Lightning: in on_before_optimizer_step): to None at every stage, to a tensor at stage "
+        "0 only"
+    )

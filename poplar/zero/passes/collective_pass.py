@@ -8,7 +8,7 @@ See [Note: collective order] in `collective_order.py` and [Note: backward order]
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -107,6 +107,11 @@ class CollectivePass(ABC):
         """Whether a gradient has arrived in this pass."""
         return bool(self._ready_gradients)
 
+    @property
+    def packed(self) -> Collection[FlatParameter]:
+        """The flat parameters whose gradients this pass has taken from `.grad`."""
+        return self.reduced if self.reduces else self._complete
+
     def begin_backward(self) -> bool:
         """Note that a backward runs; returns whether it has just begun."""
         began, self._in_backward = not self._in_backward, True
@@ -165,7 +170,7 @@ class CollectivePass(ABC):
 
     def gradient_ready(self, flat: FlatParameter, parameter: nn.Parameter) -> None:
         """Record that autograd has accumulated the gradient of a parameter of `flat`."""
-        if flat in self.reduced:
+        if flat in self.reduced or flat.has_placeholders:
             raise RuntimeError(
                 f"rank {self._control.group.name}: a parameter of unit {flat.name!r} got a "
                 "gradient after the unit was reduced. Run one backward per micro-batch: add the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 
 import torch
@@ -96,18 +96,18 @@ class Replicated(LocalAccumulation):
         torch._foreach_mul_(gradients, factor.float())
         return True
 
-    def read_back_gradients(self, flat: FlatParameter) -> list[int]:
+    def read_back_gradients(self, flat: FlatParameter) -> Set[int]:
         if flat not in self._allocated:  # the step was abandoned before this unit
-            return []
-        removed = []
+            return set()
+        removed = set()
         start, step = flat.gradient.data_ptr(), flat.gradient.element_size()
         for position, (parameter, offset) in enumerate(
             zip(flat.parameters, flat.offsets, strict=True)
         ):
             gradient, part = parameter.grad, slice(offset, offset + parameter.numel())
             if gradient is None:
-                flat.gradient[part].zero_()  # it has no part in the norm
-                removed.append(position)
+                flat.gradient[part].zero_()
+                removed.add(position)
             elif gradient.data_ptr() != start + offset * step:
                 flat.gradient[part].copy_(gradient.reshape(-1))
                 parameter.grad = flat.gradient[part].view(parameter.shape)

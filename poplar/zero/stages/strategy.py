@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import ClassVar
 
@@ -33,6 +33,7 @@ from poplar.comm import Codec, Communicator, Encoded, Work
 from poplar.comm.communicator import CallbackWork, own_slice
 from poplar.comm.shard_layout import Layout
 from poplar.values.communication import BITS, EXACT, Communication, Precision
+from poplar.zero.checks.placeholder_gradient import replaced_after_the_passes
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.shard_cuts import layouts_under
@@ -355,9 +356,24 @@ class Strategy(ABC):
         """Scale the final gradient now if the user can see it; False leaves it to the update."""
         return False
 
-    def read_back_gradients(self, flat: FlatParameter) -> list[int]:
-        """Take over what the user has set `.grad` to; returns positions where that is None."""
-        return []
+    def read_back_gradients(self, flat: FlatParameter) -> Set[int]:
+        """Take over what the user has set `.grad` to; returns positions where that is None.
+
+        The gradients there are set to 0, so that they have no part in the norm.
+
+        Raises:
+            RuntimeError: it is another tensor, although the gradient is not in `.grad`.
+        """
+        replaced = flat.replaced_gradients()
+        for position, gradient in replaced.items():
+            if gradient is not None:
+                raise replaced_after_the_passes(self.comm.group.name, flat.names[position])
+        for position in replaced.keys() - flat.removed:
+            part = flat.owned_part(position)
+            if part is not None:
+                flat.gradient[part].zero_()
+            flat.drop_squares()
+        return flat.removed | replaced.keys()
 
     def store_values(self, flat: FlatParameter) -> None:
         """Copy values that the user wrote into the parameters to the shard."""

@@ -29,6 +29,7 @@ from poplar.zero.agreement import (
     close_step,
     raise_on_any_error,
 )
+from poplar.zero.checks.placeholder_gradient import replaced_in_the_loop
 from poplar.zero.checks.step_checks import StepChecks
 from poplar.zero.collective_calls import stop_reason, waiting_in
 from poplar.zero.engine import Engine
@@ -316,8 +317,7 @@ class Step:
         elif state.phase is Phase.ACCUMULATED:
             engine.reduce_without_backward()  # all passes were inside no_sync()
         engine.finish_gradients()
-        for flat in engine.trained:  # before the norm, the check and the factor
-            engine.strategy.read_back_gradients(flat)
+        engine.read_back_gradients()  # before the norm, the check and the factor
 
     def begin_user_pass(self, micro_batch: MicroBatch, rest: Sequence[MicroBatch]) -> bool:
         """Open a pass of the user's loop; one without samples ends here. Collective."""
@@ -335,14 +335,8 @@ class Step:
         micro_batch = self._engine.step.open_micro_batch
         if micro_batch is None:
             return
-        reason: Exception
-        counts = micro_batch.samples and micro_batch.weight
-        if counts and not self._engine.scheduler.current.has_gradients:
-            reason = RuntimeError(
-                f"rank {self._rank}: the body of the micro_batches loop ran no backward for a "
-                f"micro-batch of {micro_batch.samples} samples, which count in the mean; call "
-                "loss.backward() once for every micro-batch, or give it the weight 0 (weight=)"
-            )
+        reason = self._mistake_in_body(micro_batch)
+        if reason is not None:
             self.abandon(rest, reason)
             raise reason
         if (error := self._complete_pass()) is not None:
@@ -351,6 +345,18 @@ class Step:
                 reason = self._out_of_memory(error, micro_batch.samples)
             self.abandon(rest, reason)
             raise reason from (error if reason is not error else None)
+
+    def _mistake_in_body(self, micro_batch: MicroBatch) -> Exception | None:
+        """What the body of the user's loop has done wrong in the open pass."""
+        counts = micro_batch.samples and micro_batch.weight
+        if counts and not self._engine.scheduler.current.has_gradients:
+            return RuntimeError(
+                f"rank {self._rank}: the body of the micro_batches loop ran no backward for a "
+                f"micro-batch of {micro_batch.samples} samples, which count in the mean; call "
+                "loss.backward() once for every micro-batch, or give it the weight 0 (weight=)"
+            )
+        replaced = self._engine.replaced_gradient()
+        return None if replaced is None else replaced_in_the_loop(self._rank, replaced)
 
     def abandon(self, rest: Iterable[MicroBatch], reason: Exception) -> None:
         """Abandon the step: complete its passes with zeros and report `reason` to all ranks."""
@@ -379,6 +385,7 @@ class Step:
             if is_agreed(failure):  # it has abandoned the step
                 raise
             error = error or failure
+        settings.leave_out(self._engine.removed_gradients)
         summary = self._engine.step.summary
         if summary is None:
             return self.close(settings, error)
@@ -436,15 +443,25 @@ class Step:
 
     def norm(self, settings: StepSettings) -> Tensor:
         """Norm of the reduced gradient before `scale` is applied. Collective."""
+        was_closed = self._engine.step.summary is not None
         summary, norm_type = self.agree(settings), settings.norm_type
         state = self._engine.step
-        if summary.norm_type == norm_type:
+        may_differ = was_closed and self._may_have_changed(settings)
+        if summary.norm_type == norm_type and not may_differ:
             return summary.norm
         norm = full_norm(self._engine.comm, self._engine.trained, norm_type)
         if state.scale is None:
             return norm
         factor = 1.0 if state.factor is None else state.factor
         return torch.where(state.scale == 0, norm, norm * factor / state.scale)
+
+    def _may_have_changed(self, settings: StepSettings) -> bool:
+        """Whether the user may have changed the gradient since the step was closed."""
+        state, strategy = self._engine.step, self._engine.strategy
+        if strategy.shows_gradients:  # a write to it leaves no trace
+            return not state.norm_is_current
+        assert state.settings is not None
+        return settings.removed != state.settings.removed
 
     def clip(self, max_norm: float, settings: StepSettings) -> Tensor:
         """Scale the gradient to a norm of at most `max_norm`; returns its norm. Collective."""
@@ -487,6 +504,9 @@ class Step:
             summary = self.agree(settings, error)
         else:
             error = error or caught(settings.check) or caught(self._adopt_replaced_data)
+            if not self._engine.step.gradients_are_hidden:
+                error = error or caught(self._engine.read_back_gradients)
+            settings.leave_out(self._engine.removed_gradients)
             self._raise_any(error, among_all=summary.has_hooks)
         state = self._engine.step
         state.use(settings)
@@ -535,7 +555,8 @@ class Step:
         engine, state, strategy = self._engine, self._engine.step, self._engine.strategy
         state.begin_update()
         for flat in engine.trained:
-            unused[flat] = unused[flat].union(strategy.read_back_gradients(flat))
+            # Also what the user has removed, or set again, since the ranks agreed.
+            unused[flat] = (unused[flat] - flat.used) | flat.removed
             strategy.wait_for_readers(flat)
         with self._trace.span("optimizer", "the update"):
             scalars = state.factor, found_inf

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 UPDATES = "the number of updates since the last load"
+REMOVED = "the list of parameters whose .grad was set to None"
 LATER = "what the last update was taken with, beside the settings that were compared,"
 
 _Key = str | tuple[str, int]
@@ -56,14 +57,31 @@ class StepSettings:
         self._given: dict[_Key, Any] = {"max_norm": max_norm, "norm_type": norm_type}
         self._given |= {UPDATES: updates, LATER: later}
         self._given["the use of a loss scaler"] = scale is not None
+        self._given[REMOVED] = []
         for index, group in enumerate(groups):
             self._given |= {(key, index): value for key, value in settings_in(group).items()}
         self.tensors = [] if scale is None else [("the loss scale", scale)]
         """The settings that are tensors, with their names."""
         self.tensors += [(_name(k), v) for k, v in self._given.items() if isinstance(v, Tensor)]
         self._numbers = {key: _number(value) for key, value in self._given.items()}
-        self.digest = float(zlib.crc32(repr(list(self._numbers.values())).encode()))
+
+    def leave_out(self, removed: Sequence[str]) -> None:
+        """Leave out the parameters whose `.grad` the user has set to None, of which these are all.
+
+        It is known when the passes have been finished.
+        """
+        self._given[REMOVED], self._numbers[REMOVED] = removed, _number(removed)
+
+    @property
+    def removed(self) -> Sequence[str]:
+        """The parameters that are left out."""
+        given: Sequence[str] = self._given[REMOVED]
+        return given
+
+    @property
+    def digest(self) -> float:
         """Equal on ranks whose settings are equal, apart from the values of tensors."""
+        return float(zlib.crc32(repr(list(self._numbers.values())).encode()))
 
     def check(self) -> None:
         """Raise ValueError for a setting that is out of range, or would spoil the parameters."""

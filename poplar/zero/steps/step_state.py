@@ -88,6 +88,8 @@ class StepState:
     """The update has begun, so an error would leave parts of the parameters behind."""
     in_user_loop: bool = False
     """The passes are those of a `micro_batches` loop, whose body may read `.grad`."""
+    norm_is_current: bool = False
+    """No code of the user has run since the step was closed: `train_step` takes it."""
     gradients_are_hidden: bool = False
     """No code of the user reads `.grad` before the update."""
 
@@ -140,8 +142,13 @@ class StepState:
         if later := settings.later_than(self.settings):
             self.later.append(later)
 
-    def scale_by(self, scaler: GradScaler | None) -> None:
-        self.scaler = scaler
+    def enter_train_step(self, scaler: GradScaler | None) -> None:
+        """`train_step` has just closed the step."""
+        self.scaler, self.norm_is_current = scaler, True
+
+    def leave_train_step(self) -> None:
+        """Code of the user may run: the hooks of the update."""
+        self.norm_is_current = False
 
     def unscale(self) -> None:
         self.is_unscaled = True
