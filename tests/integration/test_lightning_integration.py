@@ -130,9 +130,9 @@ def environment() -> Any:
     return mock.patch.dict(os.environ, LOCAL_RANK=str(pool.rank()))
 
 
-def model(**options: Any) -> Regression:
+def model(cls: type[Regression] = Regression, **options: Any) -> Regression:
     torch.manual_seed(3)
-    return Regression(**options)
+    return cls(**options)
 
 
 def in_one_process(folder: Path, **options: Any) -> tuple[pl.Trainer, Regression]:
@@ -224,6 +224,28 @@ def test_lengths_divide_global_batches_without_another_loss(ranks, tmp_path, col
     reference.fit(module, data(batch_size=GLOBAL_BATCH))
     lengths = [1 + 7 * at % 11 for at in range(SAMPLES)]
     for losses in ranks.run(train_by_length, tmp_path, lengths, collate, weight):
+        torch.testing.assert_close(losses, module.losses, rtol=1e-4, atol=1e-6)
+
+
+class FreezesHead(Regression):
+    """In the first epoch, as DINO."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.current_epoch == 0:
+            self.head.zero_grad()
+
+
+def train_with_frozen_head(folder: Path) -> list[float]:
+    with environment():
+        module = model(FreezesHead)
+        on_ranks(folder, plan_of(2), max_steps=8).fit(module, data())
+        return module.losses
+
+
+def test_gradients_removed_before_the_update_leave_parameters_out(ranks, tmp_path):
+    module = model(FreezesHead)
+    trainer(tmp_path, devices=1, max_steps=8).fit(module, data(batch_size=GLOBAL_BATCH))
+    for losses in ranks.run(train_with_frozen_head, tmp_path):
         torch.testing.assert_close(losses, module.losses, rtol=1e-4, atol=1e-6)
 
 
