@@ -279,8 +279,8 @@ class EngineHooks:
         engine = self._engine
         if mode is Mode.TRAIN and engine.step.phase >= Phase.REDUCED:
             raise RuntimeError(
-                f"rank {self._rank}: {SECOND_BACKWARD}, and run all but the last backward of a "
-                "step in no_sync()"
+                f"rank {self._rank}: {SECOND_BACKWARD}. Without micro_batches, run all but the "
+                "last backward of a step in no_sync()"
             )
         if mode is Mode.TRAIN and not engine.has_gradients:
             self._check_step()
@@ -318,7 +318,7 @@ class EngineHooks:
         )
 
     def _on_backward_end(self) -> None:
-        if not self._scheduler.active:
+        if not self._scheduler.active or self._waits_for_outer_backward():
             return
         if self._engine.pass_is_explicit:
             self._scheduler.current.end_backward()
@@ -327,6 +327,23 @@ class EngineHooks:
         self._engine.end_pass()
         if self._requires_gradient_sync:
             self._engine.finish_gradients()
+
+    def _waits_for_outer_backward(self) -> bool:
+        """Whether a backward ends that a node of another one has run: reentrant checkpointing.
+
+        Then `_on_backward_end` is called again at the end of the outer one, whose next nodes run
+        after this node. Only what they call can add a callback to it.
+        """
+        node = torch._C._current_autograd_node()
+        following = () if node is None else (one for one, _ in node.next_functions if one)
+
+        def continue_outside(_gradients: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            Variable._execution_engine.queue_callback(self._on_backward_end)
+
+        handles = [one.register_prehook(continue_outside) for one in following]
+        return bool(handles)
 
 
 def _reject_forward_in_ddp(model: nn.Module, _inputs: Any) -> None:

@@ -26,6 +26,7 @@ from ranks import Failure, Pool
 from reference import Recipe, Trajectory
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from training import (
     IDLE_RANK,
     STAGES,
@@ -710,6 +711,81 @@ def test_calling_a_block_between_backwards_keeps_gradients(
             alone.zero_grad()
     for parameters in ranks.run(call_block_between_backwards, Run(recipe, plan)):
         assert_close(parameters, dict(model.named_parameters()))
+
+
+class Adapted(nn.Module):
+    """Adapters on a frozen base whose layers are recomputed, as PEFT and transformers do it.
+
+    With reentrant checkpointing, each layer's backward is one of its own inside of the outer one;
+    `nested` layers are two, in one another. The embedding gets no gradient, so the outer backward
+    reaches no parameter.
+    """
+
+    def __init__(self, *, nested: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(37, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.requires_grad_(False)
+        self.adapters = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.nested = nested
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).requires_grad_(True)  # enable_input_require_grads of PEFT
+        for layer, adapter in zip(self.layers, self.adapters, strict=True):
+
+            def run(x: Tensor, layer: nn.Module = layer, adapter: nn.Module = adapter) -> Tensor:
+                return x + torch.tanh(layer(x) + adapter(x))
+
+            def recomputed(x: Tensor, run: Callable[[Tensor], Tensor] = run) -> Tensor:
+                return checkpoint(run, x, use_reentrant=True)
+
+            x = checkpoint(recomputed, x, use_reentrant=True) if self.nested else recomputed(x)
+        return x
+
+    def loss(self, batch: Any) -> Tensor:
+        return self(batch["tokens"]).square().mean()
+
+
+def train_adapted_in_loops(run: Run, loop: str, nested: bool) -> Parameters:
+    model = Adapted(nested=nested).to(harness.device())
+    optimizer = optimizer_of(model, run, params=None)
+    for step in range(0, len(run.recipe.batches), 2):
+        batches = [training.batch_of(run, at) for at in (step, step + 1)]
+        if loop == "micro_batches":
+            both = {key: torch.cat([one[key] for one in batches]) for key in batches[0]}
+            for micro_batch in optimizer.micro_batches(both):
+                model.loss(micro_batch).backward()
+        else:
+            with optimizer.no_sync():
+                (model.loss(batches[0]) / 2).backward()
+            (model.loss(batches[1]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
+@pytest.mark.parametrize("loop", ["plain", "micro_batches"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_layers_with_backwards_of_their_own(
+    ranks: Pool, stage: int, loop: str, nested: bool
+) -> None:
+    recipe = Recipe(batches=(12,) * 4)
+    alone = Adapted(nested=False)
+    optimizer = recipe.optimizer_class(alone.adapters.parameters(), **dict(recipe.options))
+    for step in range(0, len(recipe.batches), 2):
+        for at in (step, step + 1):
+            (alone.loss(recipe.batch(at)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = one_pass_each(stage)
+    if loop == "micro_batches":
+        passes = ((3, 3),) * 4
+        plan = replace(plan, global_batch=24, micro_batches=passes)
+    run = Run(recipe, plan)
+    for parameters in ranks.run(train_adapted_in_loops, run, loop, nested):
+        assert_close(parameters, dict(alone.named_parameters()))
 
 
 def create_state_like_checkpointing(

@@ -63,8 +63,7 @@ _NOT_HERE = (
 
 SECOND_BACKWARD = (
     "a backward after the gradients of this step were reduced. Run one backward per micro-batch "
-    "(add the losses first), and call step() and zero_grad() before the next step. With activation "
-    "checkpointing, which runs backwards of its own: use_reentrant=False, or train_step"
+    "(add the losses first), and call step() and zero_grad() before the next step"
 )
 
 
