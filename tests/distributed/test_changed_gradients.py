@@ -161,6 +161,27 @@ def test_hooks_of_a_step_may_remove_gradients(ranks: Pool, stage: int) -> None:
     assert_steps(answers, train_alone(RECIPE, clip_first, set_to_none))
 
 
+def remove_nan(run: Run) -> Steps:
+    model, optimizer = training.prepare(run)
+    model.head.bias.register_hook(lambda gradient: gradient * float("nan"))
+    passes(run, model, optimizer, 0)
+    set_to_none(model)
+    norm = float(optimizer.clip_grad_norm_(run.recipe.max_norm))
+    optimizer.step()
+    return [norm], training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_removed_nan_neither_raises_nor_skips_the_step(ranks: Pool, stage: int) -> None:
+    """At stage 3 the weight of the head is reduced as factors; the last rank is left out."""
+    factored = ("head",) if stage == 3 else ()
+    given: dict[str, Any] = {"factored": factored, "left_out": (LAST,)}
+    plan = uneven(stage, ((2, 3), (0, 3), (0, 4), ()), (0.5, 0.3, 0.2, 0.0), **given)
+    recipe = replace(RECIPE, batches=(12,))
+    answers = ranks.run(remove_nan, Run(recipe, plan))
+    assert_steps(answers, train_alone(recipe, clip_last, set_to_none))
+
+
 def remove_all(run: Run) -> tuple[float, bool]:
     """The norm of no gradients, and whether a step with them changes a parameter."""
     model, optimizer = training.prepare(run)
@@ -220,12 +241,14 @@ def test_gradient_removed_on_one_rank_is_an_error_on_all(ranks: Pool, stage: int
     assert_raised(failures, "whose .grad was set to None", named, kind=ValueError)
 
 
-def remove_on_one_rank_after_clipping(run: Run) -> list[Failure]:
+def remove_on_one_rank_after_clipping(run: Run, clips_again: bool) -> list[Failure]:
     model, optimizer = training.prepare(run)
     passes(run, model, optimizer, 0)
     optimizer.clip_grad_norm_(1.0)
     if harness.rank() == LAST:
         set_to_none(model)
+    if clips_again:
+        optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     with harness.catching() as caught:
         training.take_step(run, model, optimizer, 1)
@@ -233,10 +256,12 @@ def remove_on_one_rank_after_clipping(run: Run) -> list[Failure]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("clips_again", [False, True], ids=["", "clips again"])
 def test_gradient_removed_on_one_rank_after_clipping_is_an_error_of_the_next_step(
-    ranks: Pool, stage: int
+    ranks: Pool, clips_again: bool, stage: int
 ) -> None:
-    answers = ranks.run(remove_on_one_rank_after_clipping, Run(RECIPE, uneven(stage)))
+    run = Run(RECIPE, uneven(stage))
+    answers = ranks.run(remove_on_one_rank_after_clipping, run, clips_again)
     assert_raised(
         [failure for (failure,) in answers], "head.weight", "load a checkpoint on all ranks"
     )

@@ -442,26 +442,22 @@ class Step:
         return summary
 
     def norm(self, settings: StepSettings) -> Tensor:
-        """Norm of the reduced gradient before `scale` is applied. Collective."""
+        """Norm of the reduced gradient before `scale` is applied. Collective.
+
+        In a closed step it is computed again, by all ranks: the user may have changed the gradient
+        since, which leaves no trace at stages that show it, and on other ranks at no stage.
+        """
         was_closed = self._engine.step.summary is not None
         summary, norm_type = self.agree(settings), settings.norm_type
         state = self._engine.step
-        may_differ = was_closed and self._may_have_changed(settings)
-        if summary.norm_type == norm_type and not may_differ:
+        is_current = not was_closed or state.norm_is_current
+        if summary.norm_type == norm_type and is_current:
             return summary.norm
         norm = full_norm(self._engine.comm, self._engine.trained, norm_type)
         if state.scale is None:
             return norm
         factor = 1.0 if state.factor is None else state.factor
         return torch.where(state.scale == 0, norm, norm * factor / state.scale)
-
-    def _may_have_changed(self, settings: StepSettings) -> bool:
-        """Whether the user may have changed the gradient since the step was closed."""
-        state, strategy = self._engine.step, self._engine.strategy
-        if strategy.shows_gradients:  # a write to it leaves no trace
-            return not state.norm_is_current
-        assert state.settings is not None
-        return settings.removed != state.settings.removed
 
     def clip(self, max_norm: float, settings: StepSettings) -> Tensor:
         """Scale the gradient to a norm of at most `max_norm`; returns its norm. Collective."""

@@ -73,12 +73,6 @@ class StepSettings:
         self._given[REMOVED], self._numbers[REMOVED] = removed, _number(removed)
 
     @property
-    def removed(self) -> Sequence[str]:
-        """The parameters that are left out."""
-        given: Sequence[str] = self._given[REMOVED]
-        return given
-
-    @property
     def digest(self) -> float:
         """Equal on ranks whose settings are equal, apart from the values of tensors."""
         return float(zlib.crc32(repr(list(self._numbers.values())).encode()))
