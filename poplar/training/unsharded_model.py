@@ -146,6 +146,7 @@ def _gather_masters(training: TrainedModel, flat: FlatParameter, whole: Tensor) 
         engine.comm.all_gather(whole, flat.layout, what=f"the masters of {flat.name}").wait()
 
 
+@torch.inference_mode(False)  # else the parameters could never be trained again
 def release(training: TrainedModel, values: bool) -> None:
     """`HeteroZeroOptimizer.release`, which documents it. Collective."""
     engine, model, request = training.engine, training.model, training.request

@@ -249,6 +249,26 @@ def test_released_model_without_values_has_its_dtypes(ranks: Pool) -> None:
     assert ranks.run(release_without_values, ranks=2) == [{torch.float32}] * 2
 
 
+def release_in_inference_mode(stage: int, dtype: torch.dtype) -> bool:
+    model, optimizer = build(plan_of(stage), compute_dtype=dtype)
+    with torch.inference_mode():
+        with optimizer.full_parameters(masters=True):
+            copied = copy.deepcopy(model)
+        optimizer.release()
+    again = optimizer_of(model, plan_of(stage))
+    again.train_step(mean_square, batch_for(again, 0))
+    again.release()
+    return copied.head.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_model_that_is_released_in_inference_mode_can_be_trained(
+    ranks: Pool, stage: int, dtype: torch.dtype
+) -> None:
+    assert all(ranks.run(release_in_inference_mode, stage, dtype, ranks=2))
+
+
 Write = Callable[[nn.Parameter, nn.Parameter], object]
 AVERAGES: dict[str, Write] = {
     "mul and add": lambda t, s: t.mul_(0.996).add_(s, alpha=0.004),
