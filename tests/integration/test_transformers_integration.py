@@ -7,7 +7,7 @@ import gc
 import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
@@ -150,6 +150,52 @@ def with_many_words(model: Any) -> nn.Module:
     return LlamaForCausalLM(model.config)
 
 
+def built(
+    trainer_class: Any,
+    folder: Path | str,
+    model: Any = None,
+    given: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """A trainer with `TrainingArguments` of these settings.
+
+    Args:
+        given: arguments of the trainer, in place of these or beside them.
+    """
+    own = {"data_collator": padded, "train_dataset": Sentences(60)} | dict(given or {})
+    model = model_of("llama") if model is None else model
+    return trainer_class(model, arguments(folder, **settings), **own)
+
+
+def planned(
+    folder: str,
+    plan: poplar.Plan | None,
+    model: Any = None,
+    trainer_class: Any = PoplarTrainer,
+    options: Mapping[str, Any] | None = None,
+    given: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """The trainer of a rank; `options` are further ones of `PoplarArguments`."""
+    as_launched()
+    own = {"poplar": PoplarArguments(**({"plan": plan} | dict(options or {})))} | dict(given or {})
+    return built(trainer_class, folder, model, own, **(SHARES | settings))
+
+
+def alone_trained(
+    folder: Path,
+    model: Any = None,
+    trainer_class: Any = Trainer,
+    given: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """The trainer of one process after its training."""
+    fresh_state()
+    trainer = built(trainer_class, folder, model, given, **settings)
+    trainer.train()
+    return trainer
+
+
 ADAPTED = {
     "adapters": with_adapters,
     "frozen adapters": with_frozen_adapters,
@@ -184,15 +230,11 @@ def trained(trainer_class: Any, feature: str, folder: str, sizes: dict[str, int]
     """What was logged, and what is special of the feature."""
     wanted = FEATURES[feature]
     own = {"train_dataset": Sentences(wanted.get("samples", 60))} | wanted.get("trainer", {})
-    callbacks = [callback() for callback in own.pop("callbacks", ())]
-    trainer = trainer_class(
-        wanted.get("model", lambda model: model)(model_of("llama")),
-        arguments(folder, **({"max_steps": FEATURE_STEPS} | wanted.get("args", {}) | sizes)),
-        data_collator=padded,
-        callbacks=callbacks,
-        **own,
-        **options,
-    )
+    callbacks = [callback() for callback in own.get("callbacks", ())]
+    model = wanted.get("model", lambda model: model)(model_of("llama"))
+    settings = {"max_steps": FEATURE_STEPS} | wanted.get("args", {}) | sizes
+    given = own | {"callbacks": callbacks} | options
+    trainer = built(trainer_class, folder, model, given, **settings)
     trainer.train()
     counts = (trainer.state.num_input_tokens_seen, trainer.state.total_flos)
     return logged(trainer), [callback.mean for callback in callbacks], counts
@@ -204,29 +246,8 @@ def train_with_feature(feature: str, plan: poplar.Plan, folder: str) -> Any:
     return trained(PoplarTrainer, feature, folder, SHARES, poplar=PoplarArguments(plan=plan))
 
 
-def train_on_ranks(
-    name: str, plan: poplar.Plan, folder: str, changes: dict[str, Any], **options: Any
-) -> Any:
-    as_launched()
-    trainer = PoplarTrainer(
-        model_of(name),
-        arguments(folder, **(SHARES | changes)),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        poplar=PoplarArguments(plan=plan, **options),
-    )
-    trainer.train()
-    return logged(trainer)
-
-
-def train_alone(name: str, folder: Path, **changes: Any) -> Any:
-    fresh_state()
-    trainer = Trainer(
-        model_of(name),
-        arguments(folder, **changes),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-    )
+def train_on_ranks(name: str, plan: poplar.Plan, folder: str, **options: Any) -> Any:
+    trainer = planned(folder, plan, model_of(name), options=options)
     trainer.train()
     return logged(trainer)
 
@@ -234,8 +255,8 @@ def train_alone(name: str, folder: Path, **changes: Any) -> Any:
 @pytest.mark.parametrize("stage", PLANS)
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_losses_equal_those_of_one_process(three, tmp_path, name, stage):
-    here = three.run(train_on_ranks, name, PLANS[stage], str(tmp_path), {})
-    alone = train_alone(name, tmp_path)
+    here = three.run(train_on_ranks, name, PLANS[stage], str(tmp_path))
+    alone = logged(alone_trained(tmp_path, model_of(name)))
     assert len(alone) == 20
     for each in here:
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
@@ -243,8 +264,8 @@ def test_losses_equal_those_of_one_process(three, tmp_path, name, stage):
 
 def test_balanced_lengths_change_no_loss(three, tmp_path):
     options = {"balance_lengths": True}
-    here = three.run(train_on_ranks, "llama", PLANS[2], str(tmp_path), {}, **options)
-    alone = train_alone("llama", tmp_path)
+    here = three.run(train_on_ranks, "llama", PLANS[2], str(tmp_path), **options)
+    alone = logged(alone_trained(tmp_path))
     for each in here:
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
 
@@ -278,6 +299,7 @@ SAVING = {
     "metric_for_best_model": "margin",
     "lr_scheduler_type": "cosine",
 }
+EVALUATING = {"eval_dataset": Fixed(), "compute_metrics": metrics_of}
 
 
 def evaluated(trainer: Trainer) -> list[tuple[float, float]]:
@@ -298,19 +320,10 @@ class ChangesPlan(TrainerCallback):
 
 def save_and_resume(plan: poplar.Plan, folder: str) -> Any:
     """Train six steps; again from the third, in mid-epoch of the first. Returns the outcomes."""
-    as_launched()
 
     def trainer(*callbacks: TrainerCallback) -> PoplarTrainer:
-        return PoplarTrainer(
-            model_of("llama"),
-            arguments(folder, **(SAVING | SHARES)),
-            data_collator=padded,
-            train_dataset=Sentences(60),
-            eval_dataset=Fixed(),
-            compute_metrics=metrics_of,
-            callbacks=list(callbacks),
-            poplar=PoplarArguments(plan=plan),
-        )
+        given = EVALUATING | {"callbacks": list(callbacks)}
+        return planned(folder, plan, given=given, **SAVING)
 
     first = trainer()
     first.train()
@@ -337,16 +350,7 @@ def save_and_resume(plan: poplar.Plan, folder: str) -> Any:
 
 @pytest.mark.parametrize("stage", choose(quick=[1, 3], full=list(PLANS)))
 def test_stop_resume_evaluate_predict_save_load(three, tmp_path, stage):
-    fresh_state()
-    alone = Trainer(
-        model_of("llama"),
-        arguments(tmp_path / "alone", **SAVING),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        eval_dataset=Fixed(),
-        compute_metrics=metrics_of,
-    )
-    alone.train()
+    alone = alone_trained(tmp_path / "alone", given=EVALUATING, **SAVING)
     expected = alone.predict(Fixed()).predictions
 
     here = three.run(save_and_resume, PLANS[stage], str(tmp_path / "here"))[0]
@@ -387,30 +391,26 @@ def test_features_train_with_equal_losses(three, tmp_path, feature, stage):
         assert counts[0] == alone[2][0]
 
 
-def types_of_state(trainer_class: Any, folder: str, sizes: dict[str, int], **options: Any) -> Any:
-    trainer = trainer_class(
-        with_many_words(model_of("llama")),
-        arguments(folder, optim="adamw_8bit", max_steps=1, **sizes),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        **options,
-    )
-    trainer.train()
+ONE_STEP_IN_8_BITS = {"optim": "adamw_8bit", "max_steps": 1}
+
+
+def types_of_state(trainer: Any) -> Any:
     state = getattr(trainer.optimizer, "optimizer", trainer.optimizer).state
     named = trainer.model.named_parameters()
     return {name: state[p]["state1"].dtype for name, p in named if state.get(p)}
 
 
 def types_of_state_on_ranks(stage: int, folder: str) -> Any:
-    as_launched()
-    options = {"poplar": PoplarArguments(plan=PLANS[stage])}
-    return types_of_state(PoplarTrainer, folder, SHARES, **options)
+    model = with_many_words(model_of("llama"))
+    trainer = planned(folder, PLANS[stage], model, **ONE_STEP_IN_8_BITS)
+    trainer.train()
+    return types_of_state(trainer)
 
 
 @pytest.mark.parametrize("stage", PLANS)
 def test_the_state_of_embeddings_stays_in_32_bits(three, tmp_path, stage):
-    fresh_state()
-    expected = types_of_state(Trainer, str(tmp_path), {})
+    model = with_many_words(model_of("llama"))
+    expected = types_of_state(alone_trained(tmp_path, model, **ONE_STEP_IN_8_BITS))
     bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
     assert expected["model.embed_tokens.weight"] == torch.float32
     assert expected["lm_head.weight"] == torch.uint8
@@ -497,15 +497,8 @@ def test_a_step_that_ran_out_of_memory_counts_once_in_metrics_and_tokens(three, 
 
 
 def train_by_own_file(folder: str, name: str) -> None:
-    as_launched()
-    trainer = PoplarTrainer(
-        model_of("llama"),
-        arguments(folder, max_steps=2, **SHARES),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        poplar=PoplarArguments(**{name: f"{folder}/rank-{pool.rank()}.json"}),
-    )
-    trainer.train()
+    own = {name: f"{folder}/rank-{pool.rank()}.json"}
+    planned(folder, None, options=own, max_steps=2).train()
 
 
 @pytest.mark.parametrize("name", ["plan", "profile"])
@@ -521,7 +514,6 @@ def test_a_file_that_one_rank_lacks_ends_all_ranks(three, tmp_path, name):
 
 def watch_the_device(folder: str, steps_per_report: int) -> Any:
     """After each step, whether the host has waited for the device; logs, and warnings."""
-    as_launched()
     gc.collect()  # samplers of earlier tests, which know lengths
     waits: list[int] = []
     by_step: list[bool] = []
@@ -531,17 +523,9 @@ def watch_the_device(folder: str, steps_per_report: int) -> Any:
             by_step.append(bool(waits))
             waits.clear()
 
-    trainer = PoplarTrainer(
-        model_of("llama"),
-        arguments(folder, max_steps=6, logging_steps=3, **SHARES),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        callbacks=[Steps()],
-        poplar=PoplarArguments(
-            plan=poplar.Plan.manual("1,6,5", stage=2)
-        ),  # rank 0 sees all lengths
-        loggers=[JsonLines(f"{folder}/progress.jsonl")],
-    )
+    given = {"callbacks": [Steps()], "loggers": [JsonLines(f"{folder}/progress.jsonl")]}
+    plan = poplar.Plan.manual("1,6,5", stage=2)  # rank 0 sees all lengths
+    trainer = planned(folder, plan, given=given, max_steps=6, logging_steps=3)
     with (
         warnings.catch_warnings(record=True) as warned,
         mock.patch.object(Stopwatch, "wait", side_effect=lambda: waits.append(1)),
@@ -555,14 +539,7 @@ def watch_the_device(folder: str, steps_per_report: int) -> Any:
 @pytest.mark.parametrize("steps_per_report", [1000, 3])
 def test_only_logs_wait_for_the_device_and_have_speeds_and_waits(three, tmp_path, steps_per_report):
     """Also if the monitor reports in the step of a log by itself."""
-    fresh_state()
-    alone = Trainer(
-        model_of("llama"),
-        arguments(tmp_path, max_steps=6, logging_steps=3),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-    )
-    alone.train()
+    alone = alone_trained(tmp_path, max_steps=6, logging_steps=3)
     expected = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
     here = three.run(watch_the_device, str(tmp_path / "here"), steps_per_report)
     warned = [message for _, _, of_rank in here for message in of_rank]
@@ -595,35 +572,17 @@ def test_losses_that_are_not_finite_are_logged_as_by_trainer(filters):
 
 def plan_and_train(folder: str, balanced: bool) -> Any:
     """Two steps under a plan that was measured."""
-    as_launched()
-    trainer = PoplarTrainer(
-        model_of("llama"),
-        arguments(folder, max_steps=2, **SHARES),
-        data_collator=padded,
-        train_dataset=Sentences(40),
-        poplar=PoplarArguments(
-            seconds=choose(quick=0.3, full=2.0),
-            stage=choose(quick="2", full="auto"),
-            cache=False,
-            verify=False,
-            replan="auto",
-            balance_lengths=balanced,
-        ),
-    )
+    short = choose(quick={"seconds": 0.3, "stage": "2"}, full={"seconds": 2.0})
+    options = {"cache": False, "verify": False, "replan": "auto", "balance_lengths": balanced}
+    given = {"train_dataset": Sentences(40)}
+    trainer = planned(folder, None, options=short | options, given=given, max_steps=2)
     trainer.train()
     return trainer.plan, trainer.tuned is not None, logged(trainer), trainer.state.log_history
 
 
 @pytest.mark.parametrize("balanced", choose(quick=[True], full=[False, True]))
 def test_without_a_plan_the_ranks_are_measured(three, tmp_path, balanced):
-    fresh_state()
-    alone = Trainer(
-        model_of("llama"),
-        arguments(tmp_path, max_steps=2),
-        data_collator=padded,
-        train_dataset=Sentences(40),
-    )
-    alone.train()
+    alone = alone_trained(tmp_path, given={"train_dataset": Sentences(40)}, max_steps=2)
     here = three.run(plan_and_train, str(tmp_path), balanced)
     for plan, measured, losses, history in here:
         assert plan.global_batch == BATCH
@@ -722,19 +681,11 @@ def test_samples_that_cannot_be_counted_say_which_method_to_override():
 
 def a_saved_model(name: str, folder: str) -> dict[str, torch.Tensor]:
     """Trains and saves at stage 3, with the best of the checkpoints; returns the weights."""
-    as_launched()
     model = ADAPTED[name](model_of("llama")) if name in ADAPTED else model_of(name)
     # `Trainer` cannot load an adapter that is not of a `PeftModel`.
     best = {"load_best_model_at_end": name != "added adapter"}
-    trainer = PoplarTrainer(
-        model,
-        arguments(folder, **(SAVING | SHARES | {"max_steps": 4} | best)),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        eval_dataset=Fixed(),
-        compute_metrics=metrics_of,
-        poplar=PoplarArguments(plan=PLANS[3]),
-    )
+    settings = SAVING | {"max_steps": 4} | best
+    trainer = planned(folder, PLANS[3], model, given=EVALUATING, **settings)
     trainer.train()
     trainer.save_model(f"{folder}/saved")
     with trainer.optimizer.full_parameters():
@@ -765,14 +716,7 @@ def a_trainer_before_its_first_step(
     folder: str, plan: poplar.Plan, model: Any = None, ddp_timeout: float = 1800, **options: Any
 ) -> PoplarTrainer:
     """A trainer whose optimizer is built."""
-    as_launched()
-    trainer = PoplarTrainer(
-        model_of("llama") if model is None else model,
-        arguments(folder, **SHARES, ddp_timeout=ddp_timeout),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        poplar=PoplarArguments(plan=plan, **options),
-    )
+    trainer = planned(folder, plan, model, options=options, ddp_timeout=ddp_timeout)
     trainer.get_train_dataloader()
     trainer.create_optimizer()
     return trainer
@@ -823,14 +767,7 @@ def mixture() -> MixtralForCausalLM:
 
 def a_saved_mixture(stage: int, folder: str) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Trains and saves; returns the weights, and warnings."""
-    as_launched()
-    trainer = PoplarTrainer(
-        mixture(),
-        arguments(folder, **(SHARES | {"max_steps": 1})),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        poplar=PoplarArguments(plan=PLANS[stage]),
-    )
+    trainer = planned(folder, PLANS[stage], mixture(), max_steps=1)
     trainer.train()
     with mock.patch(f"{PoplarTrainer.__module__}.logger.warning_once") as warning:
         trainer.save_model(f"{folder}/saved")
@@ -858,15 +795,8 @@ def test_weights_of_experts_are_saved_with_the_names_that_the_guide_says(three, 
 
 def save_after_compressed_updates(stage: int, folder: str) -> dict[str, torch.Tensor]:
     """Saves what is trained; returns the exact weights."""
-    as_launched()
     plan = replace(PLANS[stage], communication=Communication.of("int4", stage))
-    trainer = PoplarTrainer(
-        model_of("llama"),
-        arguments(folder, **(SHARES | {"max_steps": 2})),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        poplar=PoplarArguments(plan=plan),
-    )
+    trainer = planned(folder, plan, max_steps=2)
     trainer.train()
     trainer.save_model(f"{folder}/saved")
     with trainer.optimizer.full_parameters():
@@ -919,17 +849,11 @@ def test_ranks_that_generate_wait_for_the_longest_text(three, tmp_path):
 
 def resume_a_stream(plan: poplar.Plan, folder: str) -> Any:
     """Five steps, and the last two again after a checkpoint, with a loss scale and two plans."""
-    as_launched()
     outcomes = []
+    saving = {"save_strategy": "steps", "save_steps": 3}
     for checkpoint in (None, f"{folder}/checkpoint-3"):
-        trainer = PoplarTrainer(
-            model_of("llama"),
-            arguments(folder, max_steps=5, save_strategy="steps", save_steps=3, **SHARES),
-            data_collator=padded,
-            train_dataset=Stream(),
-            callbacks=[ChangesPlan()],
-            poplar=PoplarArguments(plan=plan),
-        )
+        given = {"train_dataset": Stream(), "callbacks": [ChangesPlan()]}
+        trainer = planned(folder, plan, given=given, max_steps=5, **saving)
         trainer._scaler = poplar.GradScaler("cpu", init_scale=64.0)  # as with fp16=True
         trainer.train(resume_from_checkpoint=checkpoint)
         outcomes.append((logged(trainer), trainer._scaler.state_dict()))
@@ -937,14 +861,7 @@ def resume_a_stream(plan: poplar.Plan, folder: str) -> Any:
 
 
 def test_a_stream_and_a_loss_scale_go_on_where_they_were(three, tmp_path):
-    fresh_state()
-    alone = Trainer(
-        model_of("llama"),
-        arguments(tmp_path, max_steps=5),
-        data_collator=padded,
-        train_dataset=Stream(),
-    )
-    alone.train()
+    alone = alone_trained(tmp_path, given={"train_dataset": Stream()}, max_steps=5)
     for first, again in three.run(resume_a_stream, PLANS[2], str(tmp_path / "here")):
         assert again == first
         torch.testing.assert_close(
@@ -961,15 +878,8 @@ RESUMED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def resume_from_trainer(name: str, plan: poplar.Plan, folder: str) -> Any:
-    as_launched()
     model, changes = RESUMED[name]
-    trainer = PoplarTrainer(
-        model(model_of("llama")),
-        arguments(folder, max_steps=6, **changes, **SHARES),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        poplar=PoplarArguments(plan=plan),
-    )
+    trainer = planned(folder, plan, model(model_of("llama")), max_steps=6, **changes)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
     return logged(trainer)
 
@@ -980,15 +890,9 @@ def resume_from_trainer(name: str, plan: poplar.Plan, folder: str) -> Any:
     [("all parameters", 1), ("all parameters", 3), ("adapters", 2), ("8-bit optimizer", 3)],
 )
 def test_goes_on_from_a_checkpoint_of_trainer(three, tmp_path, name, stage):
-    fresh_state()
     model, changes = RESUMED[name]
-    alone = Trainer(
-        model(model_of("llama")),
-        arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=3, **changes),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-    )
-    alone.train()
+    saving = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    alone = alone_trained(tmp_path, model(model_of("llama")), **saving, **changes)
     bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
     for each in three.run(resume_from_trainer, name, PLANS[stage], str(tmp_path)):
         torch.testing.assert_close(
@@ -1013,36 +917,20 @@ def load_slowly(folder: str) -> None:
 
 
 def test_reading_a_checkpoint_of_trainer_waits_for_the_slowest_rank(three, tmp_path):
-    fresh_state()
-    given = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    alone = Trainer(model_of("llama"), given, data_collator=padded, train_dataset=Sentences(60))
-    alone.train()
+    alone_trained(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     three.run(load_slowly, str(tmp_path))
 
 
 def resume_with_other_adapters(folder: str) -> None:
-    as_launched()
-    torch.manual_seed(1)
     options = {"r": 4, "target_modules": ["q_proj"]}
-    trainer = PoplarTrainer(
-        peft.get_peft_model(model_of("llama"), peft.LoraConfig(**options)),
-        arguments(folder, max_steps=6, **SHARES),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        poplar=PoplarArguments(plan=PLANS[1]),
-    )
+    model = peft.get_peft_model(model_of("llama"), peft.LoraConfig(**options))
+    trainer = planned(folder, PLANS[1], model, max_steps=6)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
 
 
 def test_a_checkpoint_of_trainer_with_other_parameters_is_refused(three, tmp_path):
-    fresh_state()
-    alone = Trainer(
-        with_adapters(model_of("llama")),
-        arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-    )
-    alone.train()
+    saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    alone_trained(tmp_path, with_adapters(model_of("llama")), **saving)
     for error in three.run_expecting_errors(resume_with_other_adapters, str(tmp_path)):
         assert "has param groups of [8, 0] parameters, but here they are of [4, 0]" in error.message
 
@@ -1103,17 +991,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def refusals(folder: str) -> list[str]:
     """The messages of this rank, in the order of `REFUSED`."""
     messages = []
-    for settings, options in REFUSED.values():
+    for settings, given in REFUSED.values():
         as_launched()
+        own = {"train_dataset": Sentences(13), "poplar": PoplarArguments(plan=PLANS[1])} | given
         with pool.catching() as caught:
-            trainer = PoplarTrainer(
-                model_of("llama"),
-                arguments(folder, **settings),
-                data_collator=padded,
-                train_dataset=Sentences(13),
-                **({"poplar": PoplarArguments(plan=PLANS[1])} | options),
-            )
-            trainer.train()
+            built(PoplarTrainer, folder, given=own, **settings).train()
         messages += [failure.message for failure in caught]
     return messages
 
@@ -1145,28 +1027,15 @@ class AloneMeanOverSamples(MeanOverSamples, Trainer):
     pass
 
 
-def train_on_samples(trainer_class: Any, folder: str, sizes: dict[str, int], **options: Any) -> Any:
-    trainer = trainer_class(
-        model_of("llama"),
-        arguments(folder, max_steps=4, **sizes),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        **options,
-    )
+def train_on_samples(folder: str) -> Any:
+    trainer = planned(folder, PLANS[1], trainer_class=PlannedMeanOverSamples, max_steps=4)
     trainer.train()
     return logged(trainer)
 
 
-def train_on_samples_on_ranks(folder: str) -> Any:
-    as_launched()
-    options = {"poplar": PoplarArguments(plan=PLANS[1])}
-    return train_on_samples(PlannedMeanOverSamples, folder, SHARES, **options)
-
-
 def test_loss_weight_of_the_user_replaces_the_items_that_the_trainer_counts(three, tmp_path):
-    here = three.run(train_on_samples_on_ranks, str(tmp_path))
-    fresh_state()
-    alone = train_on_samples(AloneMeanOverSamples, str(tmp_path), {})
+    here = three.run(train_on_samples, str(tmp_path))
+    alone = logged(alone_trained(tmp_path, trainer_class=AloneMeanOverSamples, max_steps=4))
     for each in here:
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
 
@@ -1177,15 +1046,7 @@ class GathersInLoss(PoplarTrainer):
 
 
 def gather_in_loss(folder: str) -> None:
-    as_launched()
-    trainer = GathersInLoss(
-        model_of("llama"),
-        arguments(folder, **SHARES),
-        data_collator=padded,
-        train_dataset=Sentences(60),
-        poplar=PoplarArguments(plan=PLANS[0]),
-    )
-    trainer.train()
+    planned(folder, PLANS[0], trainer_class=GathersInLoss).train()
 
 
 def test_a_loss_that_communicates_is_refused(three, tmp_path):
@@ -1217,18 +1078,13 @@ LENGTHS = [len(sample["input_ids"]) for sample in Sentences(240).samples]
 
 def orders(strategy: str, balanced: bool = False, column: str = "") -> list[list[int]]:
     """The samples of this rank's batches in the second epoch."""
-    as_launched()
-    data = Sentences(240)
+    data: Any = Sentences(240)
     if column:
         data = datasets.Dataset.from_list(data.samples).add_column(column, LENGTHS[::-1])
-    settings = {"length_column_name": column} if column else {}
-    trainer = PoplarTrainer(
-        model_of("llama"),
-        arguments("unused", train_sampling_strategy=strategy, seed=3, **SHARES, **settings),
-        data_collator=padded,
-        train_dataset=data,
-        poplar=PoplarArguments(plan=PLANS[0], balance_lengths=balanced),
-    )
+    settings = {"train_sampling_strategy": strategy, "seed": 3}
+    settings |= {"length_column_name": column} if column else {}
+    options, given = {"balance_lengths": balanced}, {"train_dataset": data}
+    trainer = planned("unused", PLANS[0], options=options, given=given, **settings)
     loader = trainer.get_train_dataloader()
     loader.set_epoch(1)
     return list(loader.batch_sampler)
@@ -1256,15 +1112,8 @@ def test_global_batches_are_divided_by_the_lengths_of_the_column_or_of_the_sampl
 
 
 def group_a_stream(folder: str) -> None:
-    as_launched()
-    trainer = PoplarTrainer(
-        model_of("llama"),
-        arguments(folder, max_steps=2, **SHARES),
-        data_collator=padded,
-        train_dataset=Stream(),
-        poplar=PoplarArguments(plan=PLANS[0], balance_lengths=True),
-    )
-    trainer.train()
+    options, given = {"balance_lengths": True}, {"train_dataset": Stream()}
+    planned(folder, PLANS[0], options=options, given=given, max_steps=2).train()
 
 
 def test_lengths_of_a_stream_are_refused(three, tmp_path):
