@@ -173,7 +173,7 @@ class UnequalPasses:
             self._checks.batches.compare(opened.batch)
             self._step = step
             return [
-                each if each.samples else replace(each, batch=one_sample(batch))
+                each if each.samples else replace(each, batch=pytree.take(batch, [0]))
                 for each in micro_batches
             ]
 
@@ -318,11 +318,6 @@ class UnequalPasses:
                 f"carries out, not {self.engine}; plan with "
                 f"poplar.integrations.{self.engine.lower()}.autotune"
             )
-
-
-def one_sample(batch: Any) -> Any:
-    """The first sample of a batch."""
-    return pytree.split(batch, [1, pytree.samples_in(batch) - 1])[0]
 
 
 def autotune_for(

@@ -12,12 +12,15 @@ import torch.distributed.checkpoint as dcp
 import unequal_passes as training
 from ranks import Pool
 from subset import choose
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import default_collate
 from unequal_passes import Job, assert_equal_losses
 
 from poplar import Plan
+from poplar.data import CollateMicroBatches
 from poplar.integrations import fsdp2
 from poplar.values.communication import Communication
 
@@ -62,6 +65,29 @@ def test_what_scripts_use_with_fsdp2_still_works(ranks: Pool) -> None:
     by_rank = ranks.run(training.train_many, jobs, ranks=3)
     for number, job in enumerate(jobs):
         assert_equal_losses([losses[number] for losses in by_rank], job)
+
+
+def sizes_of_collated_batches(job: Job) -> list[int]:
+    """Of one step whose micro-batches are collated one by one; in it, rank 2 has an empty one."""
+    model = training.wrap(job)
+    passes = fsdp2.UnequalPasses(model, job.plan)
+    part = training.part_of(job, 0)
+    samples = [dict(zip(part, row, strict=True)) for row in zip(*part.values(), strict=True)]
+    sizes: list[int] = []
+
+    def collate(chosen: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        sizes.append(len(chosen))
+        return default_collate(chosen)
+
+    batch = CollateMicroBatches(collate, job.plan, harness.rank())(samples)
+    for micro_batch in passes(batch, weight=job.weight):
+        passes.backward(training.loss_fn(model, micro_batch))
+    return sizes
+
+
+def test_micro_batches_are_collated_once_beside_one_sample_for_an_empty_pass(ranks: Pool) -> None:
+    sizes = ranks.run(sizes_of_collated_batches, Job("tagger", plan_of(PLANS[3], 3)), ranks=3)
+    assert sizes == [[3, 3], [2, 1], [3, 1]]
 
 
 def resume_from_a_checkpoint(job: Job, folder: str) -> tuple[list[float], list[float]]:
